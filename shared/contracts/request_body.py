@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 
@@ -44,16 +45,16 @@ BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 _NO_STRUCTURE = bytes(set(range(256)) - set(b"[{:,"))
-_variables = msgspec.json.Decoder(dict[str, msgspec.Raw])
 PROMPT_CHARS_PER_TOKEN_MAX = 32
 PROMPT_CHARS_MIN = 256 * 1024
 """A rendered chat may have so many characters per token of the model's maximum length, and this many in any case."""
 
 
 class _WithVariables(msgspec.Struct):
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"null")
 
 
+_variables = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _with_variables = msgspec.json.Decoder(_WithVariables)
 
 
@@ -154,11 +155,11 @@ def _has_little_structure(body: bytes) -> bool:
     return True
 
 
-def reserved_variable(variables: bytes | msgspec.Raw) -> str:
+def first_reserved(variables: Any) -> str:
     """The first name in ``chat_template_kwargs`` that a client must not set; empty when there is none. The engine
     reports what else is wrong with them.
     """
-    return next(filter(_is_reserved, _names(variables)), "")
+    return next(filter(_is_reserved, variables), "") if isinstance(variables, dict) else ""
 
 
 def reserved_message(name: str) -> str:
@@ -167,24 +168,18 @@ def reserved_message(name: str) -> str:
 
 
 def reserved_in(body: bytes) -> str:
-    """``reserved_variable`` of a whole body, read as leniently as engines do."""
+    """``first_reserved`` of a whole body, read as leniently as engines do."""
     try:
-        return reserved_variable(_with_variables.decode(body).chat_template_kwargs)
+        return first_reserved(_variables.decode(_with_variables.decode(body).chat_template_kwargs))
+    except msgspec.ValidationError:
+        return ""  # They, or the body, are no object.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return ""
-    variables = value.get("chat_template_kwargs") if isinstance(value, dict) else None
-    return next(filter(_is_reserved, variables), "") if isinstance(variables, dict) else ""
-
-
-def _names(variables: bytes | msgspec.Raw) -> list[str]:
-    try:
-        return list(_variables.decode(variables))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
+    return first_reserved(value.get("chat_template_kwargs")) if isinstance(value, dict) else ""
 
 
 def _is_reserved(name: str) -> bool:

@@ -13,7 +13,7 @@ from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_M
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
-from shared.contracts.request_body import body_fault, reserved_message, reserved_variable
+from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -27,7 +27,7 @@ VALUE_BYTES_MAX = 4096
 VARIABLES_BYTES_MAX = 64 * 1024
 """Of ``chat_template_kwargs``; a request with more is placed by load alone."""
 TOO_LONG = object()
-MAY_BE_LONG = frozenset(("cache_salt", "chat_template", "chat_template_kwargs", "model", "prompt_cache_key"))
+MAY_BE_LONG = frozenset(("cache_salt", "chat_template", "chat_template_kwargs", "prompt_cache_key"))
 """In all other fields a value that is too long is a fault: placement cannot know what an engine would make of it."""
 
 
@@ -134,6 +134,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _RawBody = msgspec.defstruct("_RawBody", [(name, msgspec.Raw, None) for name in Body.__struct_fields__])
+_body = msgspec.json.Decoder(Body)
 _raw_body = msgspec.json.Decoder(_RawBody)
 RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
 
@@ -144,16 +145,15 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         refused = Fault(param="", message=f"The body {too_costly}.")
         return RequestFacts(path=path, model="", unsplittable="the body is not read", fault=refused)
     try:
-        raw: Any = _raw_body.decode(body)
-        parsed = _body_of(msgspec.structs.astuple(raw))
+        parsed, long_value = (_body.decode(body), None) if len(body) <= VALUE_BYTES_MAX else _decoded(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RequestFacts(path=path, model="", unsplittable="the body cannot be read")
-    model = parsed.model if parsed.model is not TOO_LONG else _beginning_of_text(raw.model)
+    model = parsed.model
     ours = path in (COMPLETIONS, CHAT)
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
-    fault = fault or _long_value(parsed)
-    if raw.chat_template_kwargs is not None and (name := reserved_variable(raw.chat_template_kwargs)):
+    fault = fault or long_value
+    if parsed.chat_template_kwargs is not None and (name := _reserved(parsed.chat_template_kwargs, body)):
         fault = Fault(param="chat_template_kwargs", message=reserved_message(name))
     ours = ours and fault is None
     return RequestFacts(
@@ -173,28 +173,27 @@ def read_request(path: str, body: bytes) -> RequestFacts:
     )
 
 
-def _body_of(raws: tuple[msgspec.Raw | None, ...]) -> Body:
+def _decoded(body: bytes) -> tuple[Body, Fault | None]:
+    """The body without its long values, and a fault when one of them counts. Raises what msgspec raises."""
+    raws = msgspec.structs.astuple(_raw_body.decode(body))
     values: dict[str, Any] = {}
+    fault = None
     for name, raw in zip(Body.__struct_fields__, raws, strict=True):
         if raw is not None:
-            values[name] = raw if name in RAW_FIELDS else _value(name, raw)
-    return Body(**values)
+            values[name] = value = raw if name in RAW_FIELDS else _value(name, raw)
+            if value is TOO_LONG and name not in MAY_BE_LONG:
+                fault = Fault(param=name, message=f"`{name}` must be a value of at most {VALUE_BYTES_MAX} bytes.")
+    return Body(**values), fault
+
+
+def _reserved(variables: Any, body: bytes) -> str:
+    return reserved_in(body) if variables is TOO_LONG else first_reserved(variables)
 
 
 def _value(name: str, raw: msgspec.Raw) -> Any:
     if len(memoryview(raw)) > (VARIABLES_BYTES_MAX if name == "chat_template_kwargs" else VALUE_BYTES_MAX):
-        return TOO_LONG
+        return TOO_LONG if name != "model" else _beginning_of_text(raw)
     return msgspec.json.decode(raw)
-
-
-def _long_value(body: Body) -> Fault | None:
-    values = msgspec.structs.astuple(body)
-    if TOO_LONG not in values:
-        return None
-    names = [name for name, value in zip(body.__struct_fields__, values, strict=True) if value is TOO_LONG]
-    found = next((name for name in names if name not in MAY_BE_LONG), "")
-    message = f"`{found}` must be a value of at most {VALUE_BYTES_MAX} bytes."
-    return Fault(param=found, message=message) if found else None
 
 
 def _beginning_of_text(raw: msgspec.Raw) -> str:

@@ -18,6 +18,7 @@ HOSTILE = [
     b'{"chat\\u005ftemplate_kwargs":{"bos_token":null}}',
     b'{"chat_template_kwargs":{},"chat_template_kwargs":{"image_token":"x"}}',
     b'{"chat_template_kwargs":{"padding":"max_length","max_length":1000000000,"tokenize":true}}',
+    b'{"chat_template_kwargs":[],"chat_template_kwargs":{"eos_token":"x"}}',
     b'{"temperature":NaN,"chat_template_kwargs":{"namespace":1}}',
     b'{"chat_template_kwargs":{"a":Infinity,"range":1}}',
     b'\xef\xbb\xbf{"chat_template_kwargs":{"messages":[]}}',
