@@ -124,10 +124,12 @@ class AskDecision(Message, frozen=True, kw_only=True):
     decision_id: DecisionId = DecisionId("")
     request_id: RequestId = RequestId("")
     """The last decision for that request."""
+    tenant: str | None = None
+    """Only a decision of this tenant's requests; None: of anybody's."""
 
 
 class FoundDecision(Message, frozen=True, kw_only=True):
     """Reply to AskDecision."""
 
     decision: DecisionRecord | None
-    """None when this router did not make the decision or no longer has it."""
+    """None when this router did not make the decision, no longer has it, or it is another tenant's."""

@@ -14,13 +14,20 @@ RequestId = NewType("RequestId", str)
 LegId = NewType("LegId", str)
 """One leg (prefill, decode or aggregated) of a request, unique for ever."""
 DecisionId = NewType("DecisionId", str)
-"""One placement, unique for ever; begins with the id of the router that made it."""
+"""One placement: the id of the router that made it, ``-d`` and 128 random bits. Nobody can guess another tenant's."""
 Epoch = NewType("Epoch", int)
 """One life of a worker process: milliseconds since 1970 at its start, so a later life has a larger epoch."""
 
+DECISION_ID = re.compile(r"([A-Za-z0-9_-]{1,128})-d[0-9a-f]{32}")
 SUBJECT_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def is_subject_token(text: str) -> bool:
     """Whether an id may stand in a subject."""
     return SUBJECT_TOKEN.fullmatch(text) is not None
+
+
+def router_of(decision_id: str) -> RouterId:
+    """The router that made the decision; empty when ``decision_id`` is not the id of a decision."""
+    match = DECISION_ID.fullmatch(decision_id)
+    return RouterId(match[1] if match is not None else "")

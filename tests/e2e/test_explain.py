@@ -172,7 +172,7 @@ def test_a_refusal_is_explained(system: System):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["router-x-d7"], "Router router-x, named by this id"),
+        (["router-x-d" + "7" * 32], "Router router-x, named by this id"),
         (["a-request-of-yesterday"], "No router has a decision for the request"),
         (["latest", "--url", "http://127.0.0.1:9"], "No router responds at"),
         (["latest", "--url", "nonsense"], "is not the URL of a router"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,9 @@ from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
 from shared.contracts.control import DefaultMode
 from shared.contracts.decisions import AskDecision
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
-from shared.contracts.ids import DecisionId, RouterId
+from shared.contracts.ids import DecisionId, router_of
 from shared.text import fleet_text
 
-DECISION_ID = re.compile(r"([A-Za-z0-9_-]{1,128})-d[0-9]{1,18}")
-"""It begins with the id of its router."""
 DECISION_S_MAX = 3.0
 ACCEPT_S_MAX = 5.0
 """For a worker to accept an order."""
@@ -33,20 +30,20 @@ OnOrder = Callable[[str, str, bool], None]
 
 async def find_decision(bus: Bus, recent: RecentRequests, decision_id: str) -> dict[str, Any] | Refusal:
     """The decision and its request; a refusal says why there is none."""
-    match = DECISION_ID.fullmatch(decision_id)
-    if match is None:
+    router_id = router_of(decision_id)
+    if not router_id:
         return Refusal(status=404, message="That is not a decision id. The header x-baton-decision carries one.")
-    ask = AskDecision(router_id=RouterId(match[1]), decision_id=DecisionId(decision_id))
+    ask = AskDecision(router_id=router_id, decision_id=DecisionId(decision_id))
     try:
         decision = (await bus.ask(DECISION, ask, timeout_s=DECISION_S_MAX)).decision
     except (NoResponders, AskTimedOut, AskRefused):
-        why = f"Router {match[1]}, which made that decision, does not respond. It may have stopped."
+        why = f"Router {router_id}, which made that decision, does not respond. It may have stopped."
         return Refusal(status=404, message=why)
     except BusError:
         return NATS_DOWN
     if decision is None:
         dropped = "no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_MAX)"
-        return Refusal(status=404, message=f"Router {match[1]} {dropped}.")
+        return Refusal(status=404, message=f"Router {router_id} {dropped}.")
     return detail_of(recent.find(decision_id), decision)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -18,12 +17,11 @@ from shared.bus.port import Envelope
 from shared.contracts.channels import DECISION, SERVICE_STATUS
 from shared.contracts.control import ServiceStatus
 from shared.contracts.decisions import AskDecision, DecisionRecord
-from shared.contracts.ids import DecisionId, RouterId, is_subject_token
+from shared.contracts.ids import DecisionId, router_of
 
 T = TypeVar("T")
 
 LATEST = "latest"
-DECISION_ID = re.compile(r"-d[0-9]+$")
 """End of a decision id; the id of its router comes before it."""
 HTTP_S_MAX = 10.0
 ASK_S_MAX = 3.0
@@ -49,7 +47,7 @@ def query_of(name: str, request_id: str) -> Query:
     """``name`` may be the id of a decision or of a request."""
     if request_id:
         return Query(request_id=request_id)
-    return Query(name) if name == LATEST or DECISION_ID.search(name) else Query(request_id=name)
+    return Query(name) if name == LATEST or router_of(name) else Query(request_id=name)
 
 
 async def ask_router(url: str, query: Query) -> DecisionRecord:
@@ -85,10 +83,10 @@ async def ask_over_nats(nats_url: str, query: Query) -> DecisionRecord:
     """
     if query.request_id or query.decision_id == LATEST:
         return await ask_router(await any_router(nats_url), query)
-    router_id = DECISION_ID.sub("", query.decision_id)
-    if not is_subject_token(router_id):
+    router_id = router_of(query.decision_id)
+    if not router_id:
         raise CommandFailed(f"{query.decision_id} is not a decision id. The response header x-baton-decision has one.")
-    ask = AskDecision(router_id=RouterId(router_id), decision_id=DecisionId(query.decision_id))
+    ask = AskDecision(router_id=router_id, decision_id=DecisionId(query.decision_id))
     missing = f"Router {router_id}, which made that decision, does not respond. It may have stopped."
     found = (await ask_service(nats_url, DECISION, ask, s_max=ASK_S_MAX, missing=missing)).decision
     if found is None:

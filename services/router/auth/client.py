@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from services.router.auth.api_keys import NO_KEY, Key
-from services.router.auth.rate_limit import RateLimit
+from services.router.auth.rate_limit import Bucket, RateLimit
 from shared.http.errors import Header
 
 CLIENT_SCOPE_KEY = "baton.client"
 """Key of the client in the ASGI scope of requests that FastAPI serves."""
 
 
+QUESTIONS_PER_MINUTE = 240
+"""About decisions, at each router."""
+
+
 class ApiClient:
     """All requests with one key, from its first appearance in the key file until it is revoked."""
 
-    __slots__ = ("is_revoked", "key", "rate_limit", "secret")
+    __slots__ = ("is_revoked", "key", "questions", "rate_limit", "secret")
 
     def __init__(self, key: Key, secret: bytes, rate_limit: RateLimit) -> None:
         self.key = key
         self.secret = secret
         """The secret of the tenants' cache salts; empty where no key is needed."""
         self.rate_limit = rate_limit
+        self.questions = Bucket(QUESTIONS_PER_MINUTE, 0.0)
+        """Questions about decisions that it may still ask."""
         self.is_revoked = False
         """The key is no longer valid for inference: running requests end."""
 

@@ -205,7 +205,7 @@ def make_app(
     _add_inference(app)
     _add_models(app, fleet, shares, clock)
     _add_state(app, fleet, bus, clock, waits)
-    add_decisions(app, decisions)
+    add_decisions(app, decisions, clock.now)
     _add_errors(app)
 
     @app.get("/metrics", response_class=Response, tags=["state"])

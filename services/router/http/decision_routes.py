@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
-from services.router.auth.api_keys import Key
-from services.router.auth.client import CLIENT_SCOPE_KEY
-from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, router_of
+from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, QUESTIONS_PER_MINUTE, ApiClient
+from services.router.placement.decision_log import LISTED_MAX, DecisionFilter
 from services.router.placement.decision_service import DecisionService
 from shared.contracts.decisions import DecisionRecord
+from shared.contracts.ids import router_of
 from shared.contracts.message import in_full
 from shared.http.errors import error_body
 
 JSON = "application/json"
 LATEST = "latest"
 ID_CHARS_MAX = 256
-OF_ANOTHER = "That decision belongs to another tenant: reading it requires a key with the permission view or admin."
 Responses = dict[int | str, dict[str, Any]]
 BAD_REQUEST: Responses = {
     400: {"description": "A parameter is invalid; the message says which."},
     422: {"description": "Not used: invalid parameters get 400."},
+    429: {"description": "The key has asked for too many decisions; Retry-After says when to try again."},
 }
 NOT_FOUND: Responses = {
     **BAD_REQUEST,
-    403: {"description": "The decision belongs to another tenant."},
-    404: {"description": "The decision was never made, or is no longer stored; the message says which."},
+    404: {"description": "No such decision is stored, or it belongs to another tenant."},
 }
 
 
-def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
+def add_decisions(app: FastAPI, decisions: DecisionService, now: Callable[[], float]) -> None:
     """Add the routes to ``app``."""
 
     @app.get("/v1/decisions/{decision_id}", tags=["state"], responses=NOT_FOUND)
     async def decision(decision_id: str, request: Request) -> Response:
         """One decision, from the router that made it; ``latest``: the newest of all routers."""
-        asked = decision_id[:ID_CHARS_MAX]
-        found = await (decisions.newest() if asked == LATEST else decisions.find(asked))
-        if found is not None and not may_read(request.scope[CLIENT_SCOPE_KEY].key, found.tenant):
-            return Response(error_body(403, OF_ANOTHER, code="forbidden"), 403, media_type=JSON)
+        client: ApiClient = request.scope[CLIENT_SCOPE_KEY]
+        if (refused := too_many(client, now())) is not None:
+            return refused
+        asked, tenant = decision_id[:ID_CHARS_MAX], tenant_of(client)
+        found = await (decisions.newest(tenant) if asked == LATEST else decisions.find(asked, tenant))
         return _decision_response(found) if found is not None else _not_found(decisions, asked)
 
     @app.get("/v1/decisions", tags=["state"], responses=BAD_REQUEST)
@@ -54,9 +56,12 @@ def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 20,
     ) -> Response:
         """Decisions of this router, newest first, without their candidates; with ``request_id``, from any router."""
-        key = request.scope[CLIENT_SCOPE_KEY].key
+        client: ApiClient = request.scope[CLIENT_SCOPE_KEY]
+        if (refused := too_many(client, now())) is not None:
+            return refused
+        tenant = tenant_of(client)
         wanted = DecisionFilter(
-            tenant=None if key.sees_all else key.tenant,
+            tenant=tenant,
             request_id=request_id,
             worker_id=worker,
             outcome=outcome,
@@ -64,17 +69,29 @@ def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
             missed=missed,
             limit=limit,
         )
-        found = decisions.log.listed(wanted)
+        found = await decisions.listed(wanted)
         if request_id and not found:
-            elsewhere = await decisions.of_request(request_id)
-            found = [elsewhere] if elsewhere is not None and may_read(key, elsewhere.tenant) else []
+            elsewhere = await decisions.of_request(request_id, tenant)
+            found = [elsewhere] if elsewhere is not None else []
         body = {"router_id": decisions.router_id, "decisions": [in_full(one) for one in found]}
         return Response(msgspec.json.encode(body), media_type=JSON)
 
 
-def may_read(key: Key, tenant: str) -> bool:
-    """Whether this key may read decisions of that tenant's requests."""
-    return key.sees_all or key.tenant == tenant
+def tenant_of(client: ApiClient) -> str | None:
+    """The tenant whose decisions this client may read; None: all."""
+    return None if client.key.sees_all else client.key.tenant
+
+
+def too_many(client: ApiClient, now: float) -> Response | None:
+    """429, when the key has asked too often; each question may make the router look at all its decisions."""
+    if client is ANYONE:
+        return None
+    if wait_s := client.questions.wait_s(now):
+        message = f"A key may ask for decisions {QUESTIONS_PER_MINUTE} times a minute."
+        headers = {"retry-after": str(math.ceil(wait_s))}
+        return Response(error_body(429, message, code="rate_limit_exceeded"), 429, headers, JSON)
+    client.questions.take(now, 1)
+    return None
 
 
 def _decision_response(found: DecisionRecord) -> Response:
@@ -84,12 +101,11 @@ def _decision_response(found: DecisionRecord) -> Response:
 def _not_found(decisions: DecisionService, asked: str) -> Response:
     router_id = router_of(asked)
     if asked == LATEST:
-        why = "No router has placed a request yet."
+        why = "No router has placed a request of yours yet."
     elif not router_id:
         why = "That is not a decision id: each response has one in its header x-baton-decision."
     elif router_id == decisions.router_id or router_id in set(decisions.others()):
-        kept = len(decisions.log)
-        why = f"Router {router_id} no longer stores it. It keeps only the newest (here: {kept}; ROUTER_DECISIONS_MAX)."
+        why = f"Router {router_id} does not store it. It keeps only the newest (ROUTER_DECISIONS_MAX)."
     else:
         why = f"Router {router_id}, named by this id, does not respond; routers keep their decisions in memory only."
     return Response(error_body(404, why, code="decision_not_found"), 404, media_type=JSON)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 import msgspec
 
 from services.router.placement.decision import UNKNOWN, Decision
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.decisions import DecisionRecord
-from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token
+from shared.contracts.ids import DecisionId, RequestId, RouterId
 
 LISTED_MAX = 100
 """Decisions in one list."""
-SEPARATOR = "-d"
-"""Between the router and the number in the id of a decision."""
 
 
 class DecisionFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +44,14 @@ class DecisionFilter(msgspec.Struct, frozen=True, kw_only=True):
 class DecisionLog:
     """At most ``count_max`` decisions of about ``bytes_max`` bytes together; the oldest are dropped first."""
 
-    def __init__(self, router_id: RouterId, *, count_max: int, bytes_max: int) -> None:
+    def __init__(self, router_id: RouterId, random_hex: Callable[[], str], *, count_max: int, bytes_max: int) -> None:
+        """``random_hex`` returns 128 random bits as 32 digits."""
         self._router_id = router_id
-        self._prefix = f"{router_id}{SEPARATOR}"
+        self._random_hex = random_hex
         self._count_max = count_max
         self._bytes_max = bytes_max
         self._decisions: deque[Decision] = deque()
-        self._made = 0
+        self._by_id: dict[str, Decision] = {}
         self.bytes_held = 0
 
     def __len__(self) -> int:
@@ -68,9 +69,8 @@ class DecisionLog:
         earlier: Decision | None = None,
     ) -> Decision:
         """A request was placed or rejected, after an ``earlier`` attempt that failed. The caller ends the decision."""
-        self._made += 1
         decision = Decision(
-            decision_id=DecisionId(f"{self._prefix}{self._made}"),
+            decision_id=DecisionId(f"{self._router_id}-d{self._random_hex()}"),
             request_id=request_id,
             model=request.model,
             tenant=request.tenant,
@@ -84,44 +84,29 @@ class DecisionLog:
             result=result,
         )
         self._decisions.append(decision)
+        self._by_id[decision.decision_id] = decision
         self.bytes_held += decision.bytes
         while self.bytes_held > self._bytes_max or len(self._decisions) > self._count_max:
-            self.bytes_held -= self._decisions.popleft().bytes
+            oldest = self._decisions.popleft()
+            del self._by_id[oldest.decision_id]
+            self.bytes_held -= oldest.bytes
         return decision
 
-    def find(self, decision_id: str) -> DecisionRecord | None:
-        """None: this router never made it, or has dropped it."""
-        number = decision_id.removeprefix(self._prefix) if decision_id.startswith(self._prefix) else ""
-        if not (number.isascii() and number.isdigit() and len(number) <= len(str(self._made))):
+    def find(self, decision_id: str, tenant: str | None = None) -> DecisionRecord | None:
+        """None: this router never made it, has dropped it, or it is another tenant's."""
+        decision = self._by_id.get(decision_id)
+        if decision is None or tenant not in (None, decision.tenant):
             return None
-        place = int(number) - 1 - (self._made - len(self._decisions))
-        if not 0 <= place < len(self._decisions):
-            return None
-        decision = self._decisions[place]
-        return decision.record(self._router_id) if decision.decision_id == decision_id else None
+        return decision.record(self._router_id)
 
-    def newest(self) -> DecisionRecord | None:
-        return self._decisions[-1].record(self._router_id) if self._decisions else None
+    def newest_first(self) -> list[Decision]:
+        """All decisions at this moment."""
+        return list(reversed(self._decisions))
 
-    def listed(self, wanted: DecisionFilter) -> list[DecisionRecord]:
-        """Newest first, without their candidates."""
+    def listed(
+        self, wanted: DecisionFilter, among: Iterable[Decision] | None = None, *, with_candidates: bool = False
+    ) -> list[DecisionRecord]:
+        """Those that match, newest first; ``among`` is a part of ``newest_first``."""
         limit = max(0, min(wanted.limit, LISTED_MAX))
-        found: list[DecisionRecord] = []
-        for decision in reversed(self._decisions):
-            if len(found) >= limit:
-                break
-            if wanted.matches(decision):
-                found.append(decision.record(self._router_id, with_candidates=False))
-        return found
-
-    def of_request(self, request_id: str) -> list[DecisionRecord]:
-        """The request's attempts, the last one first."""
-        attempts = [one for one in reversed(self._decisions) if one.request_id == request_id]
-        return [one.record(self._router_id) for one in attempts[:LISTED_MAX]]
-
-
-def router_of(decision_id: str) -> RouterId:
-    """The router that made the decision; empty when ``decision_id`` is not the id of a decision."""
-    router_id, separator, number = decision_id.rpartition(SEPARATOR)
-    is_one = separator and number.isascii() and number.isdigit() and is_subject_token(router_id)
-    return RouterId(router_id if is_one else "")
+        found = filter(wanted.matches, self.newest_first() if among is None else among)
+        return [one.record(self._router_id, with_candidates=with_candidates) for one in islice(found, limit)]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Iterable
 
-from services.router.placement.decision_log import DecisionLog, router_of
+import msgspec
+
+from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, DecisionLog
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.request_context import RequestContext
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, DecisionRecord, FoundDecision
 from shared.contracts.failures import Failure
-from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token
+from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token, router_of
 from shared.contracts.inference import RequestFinished
 from shared.runtime.clock import Clock
 
@@ -23,6 +26,8 @@ DECISION_S_MAX = 2.0
 """For another router to reply."""
 ROUTERS_ASKED_MAX = 64
 """Asked at a time for one decision."""
+SLICE = 500
+"""Decisions that are looked at in one turn of the event loop."""
 OK = "ok"
 
 
@@ -40,7 +45,7 @@ class DecisionService:
         bytes_max: int,
     ) -> None:
         """``others`` returns the other routers that are alive."""
-        self.log = DecisionLog(router_id, count_max=count_max, bytes_max=bytes_max)
+        self.log = DecisionLog(router_id, lambda: secrets.token_hex(16), count_max=count_max, bytes_max=bytes_max)
         self.router_id = router_id
         self.others = others
         self._bus = bus
@@ -82,30 +87,51 @@ class DecisionService:
                 cached_tokens=finished.cached_tokens,
             )
 
-    async def find(self, decision_id: str) -> DecisionRecord | None:
-        """From the router that made it. None: it does not know the decision any more, or does not reply."""
-        found = self.log.find(decision_id)
+    async def find(self, decision_id: str, tenant: str | None = None) -> DecisionRecord | None:
+        """From the router that made it. None: it does not know the decision any more, does not reply, or the decision
+        is not ``tenant``'s; with None it may be anybody's.
+        """
+        found = self.log.find(decision_id, tenant)
         router_id = router_of(decision_id)
         if found is not None or router_id in ("", self.router_id):
             return found
-        return await self._ask(AskDecision(router_id=router_id, decision_id=DecisionId(decision_id)))
+        ask = AskDecision(router_id=router_id, decision_id=DecisionId(decision_id), tenant=tenant)
+        return owned(await self._ask(ask), tenant)
 
-    async def newest(self) -> DecisionRecord | None:
+    async def newest(self, tenant: str | None = None) -> DecisionRecord | None:
         """The newest of all routers."""
-        asks = [AskDecision(router_id=router_id) for router_id in self.others()]
-        return newest_of([self.log.newest(), *await self._ask_all(asks)])
+        asks = [AskDecision(router_id=router_id, tenant=tenant) for router_id in self.others()]
+        return newest_of([await self._last(DecisionFilter(tenant=tenant)), *await self._ask_all(asks)])
 
-    async def of_request(self, request_id: str) -> DecisionRecord | None:
+    async def of_request(self, request_id: str, tenant: str | None = None) -> DecisionRecord | None:
         """The last decision for that request, of any router."""
-        mine = self.log.of_request(request_id)
-        if mine or not is_subject_token(request_id):
-            return mine[0] if mine else None
+        mine = await self._last(DecisionFilter(tenant=tenant, request_id=request_id))
+        if mine is not None or not is_subject_token(request_id):
+            return mine
         named = RequestId(request_id)
-        asks = [AskDecision(router_id=router_id, request_id=named) for router_id in self.others()]
+        asks = [AskDecision(router_id=router_id, request_id=named, tenant=tenant) for router_id in self.others()]
         return newest_of(await self._ask_all(asks))
 
+    async def listed(self, wanted: DecisionFilter, *, with_candidates: bool = False) -> list[DecisionRecord]:
+        """Decisions of this router, newest first. A filter that matches few has to look at all: other requests run in
+        between.
+        """
+        decisions, found, limit = self.log.newest_first(), list[DecisionRecord](), min(wanted.limit, LISTED_MAX)
+        for begin in range(0, len(decisions), SLICE):
+            rest = msgspec.structs.replace(wanted, limit=limit - len(found))
+            found += self.log.listed(rest, decisions[begin : begin + SLICE], with_candidates=with_candidates)
+            if len(found) >= limit:
+                break
+            await asyncio.sleep(0)
+        return found
+
+    async def _last(self, wanted: DecisionFilter) -> DecisionRecord | None:
+        found = await self.listed(msgspec.structs.replace(wanted, limit=1), with_candidates=True)
+        return found[0] if found else None
+
     async def _ask_all(self, asks: list[AskDecision]) -> list[DecisionRecord | None]:
-        return list(await asyncio.gather(*(self._ask(ask) for ask in asks[:ROUTERS_ASKED_MAX])))
+        found = await asyncio.gather(*(self._ask(ask) for ask in asks[:ROUTERS_ASKED_MAX]))
+        return [owned(one, ask.tenant) for one, ask in zip(found, asks, strict=False)]
 
     async def _ask(self, ask: AskDecision) -> DecisionRecord | None:
         try:
@@ -116,11 +142,13 @@ class DecisionService:
 
     async def _on_ask(self, ask: AskDecision, _envelope: Envelope) -> FoundDecision:
         if ask.decision_id:
-            return FoundDecision(decision=self.log.find(ask.decision_id))
-        if ask.request_id:
-            attempts = self.log.of_request(ask.request_id)
-            return FoundDecision(decision=attempts[0] if attempts else None)
-        return FoundDecision(decision=self.log.newest())
+            return FoundDecision(decision=self.log.find(ask.decision_id, ask.tenant))
+        return FoundDecision(decision=await self._last(DecisionFilter(tenant=ask.tenant, request_id=ask.request_id)))
+
+
+def owned(found: DecisionRecord | None, tenant: str | None) -> DecisionRecord | None:
+    """The decision if it is that tenant's, or may be anybody's: a router of an earlier version does not look."""
+    return found if found is None or tenant in (None, found.tenant) else None
 
 
 def newest_of(found: Iterable[DecisionRecord | None]) -> DecisionRecord | None:

@@ -33,7 +33,7 @@ PARTS = TtftParts(admission_s=0.01, queue_s=0.02, prefill_s=0.1, handoff_s=0.03,
 def finished(**facts):
     defaults = {
         "request_id": "r1",
-        "decision_id": "router-1-ab-d7",
+        "decision_id": "router-1-ab-d00000000000000000000000000000007",
         "model": "m",
         "path": "/v1/completions",
         "mode": "disaggregated",

@@ -87,7 +87,7 @@ async def test_a_decision_is_fetched_from_the_router_that_made_it():
         CandidateRecord(worker_id="p2", part=Part.PREFILL, queue_s=0.4, prefill_s=0.1, cost_s=0.5),
     ]
     decision = DecisionRecord(
-        decision_id="router-1-ab-d7", router_id="router-1-ab", request_id="r1", at_unix_s=1.0, model="m", mode="disaggregated",
+        decision_id="router-1-ab-d00000000000000000000000000000007", router_id="router-1-ab", request_id="r1", at_unix_s=1.0, model="m", mode="disaggregated",
         reason="costs least", candidates=candidates, prefill_worker="p1", decode_worker="d1", predicted=PARTS, measured=PARTS,
         ttft_s=PARTS.total_s(), outcome="ok",
     )  # fmt: skip
@@ -99,19 +99,21 @@ async def test_a_decision_is_fetched_from_the_router_that_made_it():
         await one.others.answer(DECISION, found, router_id="router-1-ab")
         await one.be_healthy()
         await one.finish(finished())
-        told = (await client.get("/console/requests/router-1-ab-d7")).json()
+        told = (await client.get("/console/requests/router-1-ab-d00000000000000000000000000000007")).json()
         assert told["request"]["id"] == "r1"
         assert [each["why"] for each in told["decision"]["candidates"]] == ["chosen", "longer queue"]
         assert sum(part["measured_s"] for part in told["decision"]["parts"]) == pytest.approx(PARTS.total_s())
         assert told["text"]["headline"] == "Request r1 ran: prefill on p1, decode on d1."
 
-        forgotten = await client.get("/console/requests/router-1-ab-d8")
+        forgotten = await client.get("/console/requests/router-1-ab-d00000000000000000000000000000008")
         assert (forgotten.status_code, "no longer has" in message(forgotten)) == (404, True)
-        ended = await client.get("/console/requests/router-9-d1")
+        ended = await client.get("/console/requests/router-9-d00000000000000000000000000000001")
         assert (ended.status_code, "does not respond" in message(ended)) == (404, True)
-        assert (await client.get("/console/requests/no.such*thing-d1")).status_code == 404
+        assert (
+            await client.get("/console/requests/no.such*thing-d00000000000000000000000000000001")
+        ).status_code == 404
         one.bus.lose()
-        assert (await client.get("/console/requests/router-1-ab-d7")).status_code == 503
+        assert (await client.get("/console/requests/router-1-ab-d00000000000000000000000000000007")).status_code == 503
 
 
 async def test_on_loopback_an_order_needs_no_key_and_becomes_an_event():

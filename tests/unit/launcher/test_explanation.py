@@ -42,7 +42,7 @@ MEASURED = TtftParts(tokenize_s=0.001, queue_s=0.05, prefill_s=0.2, handoff_s=0.
 
 def decision(**fields: Any) -> DecisionRecord:
     defaults: dict[str, Any] = {
-        "decision_id": "router-1-ab-d7",
+        "decision_id": "router-1-ab-d00000000000000000000000000000007",
         "router_id": "router-1-ab",
         "request_id": "r-1",
         "at_unix_s": 0.0,
@@ -170,7 +170,9 @@ def test_durations_use_a_readable_unit():
 
 def test_an_id_names_a_decision_or_a_request():
     assert query_of("latest", "") == Query("latest")
-    assert query_of("router-1-ab-d7", "") == Query("router-1-ab-d7")
+    assert query_of("router-1-ab-d00000000000000000000000000000007", "") == Query(
+        "router-1-ab-d00000000000000000000000000000007"
+    )
     assert query_of("my-request", "") == Query(request_id="my-request")
     assert query_of("latest", "r-d7") == Query(request_id="r-d7")
 
@@ -190,7 +192,7 @@ EVERYTHING = decision(
     ],
     considered=1000,
     attempt=2,
-    earlier="router-1-ab-d6",
+    earlier="router-1-ab-d00000000000000000000000000000006",
     tenant="acme",
     priority=-3,
     ttft_target_s=0.2,

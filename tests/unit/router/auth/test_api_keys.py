@@ -140,6 +140,18 @@ async def test_metrics_need_view_or_admin_where_others_can_connect(permission, s
         assert (await client.get("/metrics", headers=bearer(ACME))).status_code == status
 
 
+async def test_a_key_may_ask_for_decisions_only_so_often():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
+        up.router.authenticator.client([(b"x-api-key", ACME.encode())]).questions.take(SystemClock().now(), 239)
+
+        answers = [await client.get("/v1/decisions", headers=bearer(ACME)) for _ in range(3)]
+
+        assert [answer.status_code for answer in answers] == [200, 429, 429]
+        assert int(answers[1].headers["retry-after"]) >= 1
+        assert (await client.get("/v1/decisions/latest", headers=bearer(ACME))).status_code == 429
+        assert (await client.get("/v1/decisions", headers=bearer(RIVAL))).status_code == 200
+
+
 async def test_tenants_see_their_own_decisions_and_operators_see_all():
     async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
         mine = (await client.post(COMPLETIONS, json=prompt(), headers=bearer(ACME))).headers["x-baton-decision"]
@@ -148,7 +160,17 @@ async def test_tenants_see_their_own_decisions_and_operators_see_all():
         async def seen(key: str, path: str) -> int:
             return (await client.get(path, headers=bearer(key))).status_code
 
-        assert [await seen(key, f"/v1/decisions/{mine}") for key in (ACME, RIVAL, OPERATOR)] == [200, 403, 200]
+        assert [await seen(key, f"/v1/decisions/{mine}") for key in (ACME, RIVAL, OPERATOR)] == [200, 404, 200]
+        unknown = f"{up.router.router_id}-d{1:032x}"
+        foreign, missing = [
+            (await client.get(f"/v1/decisions/{one}", headers=bearer(RIVAL))).json() for one in (mine, unknown)
+        ]
+        assert json.dumps(foreign).replace(mine, unknown) == json.dumps(missing)
+        newest = {
+            key: (await client.get("/v1/decisions/latest", headers=bearer(key))).json().get("tenant")
+            for key in (ACME, RIVAL, OPERATOR, LIMITED)
+        }
+        assert newest == {ACME: "acme", RIVAL: "rival", OPERATOR: "rival", LIMITED: None}
         listed = {
             key: [one["tenant"] for one in (await client.get("/v1/decisions", headers=bearer(key))).json()["decisions"]]
             for key in (ACME, RIVAL, OPERATOR)

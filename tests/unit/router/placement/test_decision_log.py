@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,16 @@ import pytest
 
 from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
 from services.router.placement.decision import BASE_BYTES, CANDIDATE_BYTES, CANDIDATES_SHOWN_MAX, Decision
-from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, DecisionLog, router_of
+from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, DecisionLog
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.placement.shortlist import Candidate
 from services.router.placement.slo import Targets
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.failures import Reason
-from shared.contracts.ids import RequestId, RouterId
+from shared.contracts.ids import RequestId, RouterId, router_of
 
+FIRST = f"router-ab-d{1:032x}"
 ROOMY = {"count_max": 1000, "bytes_max": 10_000_000}
 
 
@@ -56,7 +58,8 @@ def whole(*prefill_s: float, worker: str = "p0", considered: int = 0, **fields: 
 
 
 def make_log(**bounds: int) -> DecisionLog:
-    return DecisionLog(RouterId("router-ab"), **{**ROOMY, **bounds})
+    numbers = itertools.count(1)
+    return DecisionLog(RouterId("router-ab"), lambda: f"{next(numbers):032x}", **{**ROOMY, **bounds})
 
 
 def add(
@@ -80,7 +83,7 @@ def test_a_decision_is_found_by_id_with_its_candidates():
 
     record = log.find(decision.decision_id)
     assert record is not None
-    assert (record.decision_id, record.router_id, record.request_id) == ("router-ab-d1", "router-ab", "r1")
+    assert (record.decision_id, record.router_id, record.request_id) == (FIRST, "router-ab", "r1")
     assert (record.mode, record.decode_worker, record.outcome, record.measured) == ("aggregated", "p0", "", None)
     assert [(one.worker_id, one.chosen) for one in record.candidates] == [("p0", True), ("p1", False)]
     assert (record.considered, record.predicted_cached_tokens, record.cached_tokens) == (2, 4, -1)
@@ -159,12 +162,12 @@ def test_a_decision_larger_than_the_log_is_dropped_at_once():
     decision.end("ok")
 
     assert log.find(decision.decision_id) is None
-    assert (len(log), log.bytes_held, log.newest()) == (0, 0, None)
+    assert (len(log), log.bytes_held, log.newest_first()) == (0, 0, [])
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["", "router-ab-d", "router-ab-d0", "router-ab-d2", "router-ab-d01", "router-xy-d1", "1", "router-ab-d-1", "latest",
+    ["", "router-ab-d", "router-ab-d1", FIRST[:-1] + "2", FIRST[:-1] + "A", FIRST + "1", f"router-xy-d{1:032x}", "1", "latest",
      "router-ab-d" + "9" * 5000, "router-ab-d\u0661"],
 )  # fmt: skip
 def test_unknown_ids_find_nothing(wrong):
@@ -179,10 +182,8 @@ def test_attempts_of_a_request_come_newest_first():
     for attempt, request_id in ((1, "r1"), (2, "r1"), (1, "r2")):
         add(log, request_id=request_id, attempt=attempt)
 
-    assert [one.attempt for one in log.of_request("r1")] == [2, 1]
-    newest = log.newest()
-    assert newest is not None
-    assert newest.request_id == "r2"
+    assert [one.attempt for one in log.listed(DecisionFilter(request_id="r1"))] == [2, 1]
+    assert log.newest_first()[0].request_id == "r2"
 
 
 def test_a_list_is_filtered_bounded_and_without_candidates():
@@ -214,5 +215,13 @@ def test_a_rejection_is_a_decision_without_workers():
 
 
 def test_the_id_names_the_router_that_made_it():
-    assert router_of("my-d-router-3f-d17") == "my-d-router-3f"
-    assert [router_of(one) for one in ("", "latest", "r1", "x-d", "x-dy")] == [""] * 5
+    assert router_of(f"my-d-router-3f-d{17:032x}") == "my-d-router-3f"
+    assert [router_of(one) for one in ("", "latest", "r1", "x-d", "x-d1", f"a.b-d{17:032x}")] == [""] * 6
+
+
+def test_a_decision_of_another_tenant_is_not_found():
+    log = make_log()
+    mine, other = (add(log, tenant=tenant).decision_id for tenant in ("acme", "rival"))
+
+    assert [log.find(one, "acme") is not None for one in (mine, other)] == [True, False]
+    assert [one.decision_id for one in log.listed(DecisionFilter(tenant="acme"))] == [mine]

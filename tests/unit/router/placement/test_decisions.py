@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from services.router.placement.decision_service import DecisionService
+from services.router.placement.decision_log import LISTED_MAX, DecisionFilter
+from services.router.placement.decision_service import SLICE, DecisionService
+from services.router.placement.placement import PlacementRequest, Rejection
 from shared.bus.frame_sender import LegFrames
 from shared.bus.port import Envelope
 from shared.contracts.channels import DECISION, REQUESTS_FINISHED
@@ -282,6 +286,7 @@ def test_any_router_finds_decisions_of_any_other():
         assert by_id.request_id == "mine"
         assert by_id == await other.newest() == await other.of_request("mine")
         assert await other.of_request("unknown") is None
+        assert await other.find(f"gone-1-d{7:032x}") is None
         assert await other.find("gone-1-d7") is None
 
     in_world(scenario)
@@ -298,10 +303,10 @@ def test_forgotten_and_unknown_decisions_get_clear_messages():
             assert response.status_code == 404
             return response.json()["error"]["message"]
 
-        assert "no longer stores" in await message(first)
-        assert "does not respond" in await message("gone-router-d3")
+        assert "does not store" in await message(first)
+        assert "does not respond" in await message(f"gone-router-d{3:032x}")
         assert "x-baton-decision" in await message("what")
-        assert "x-baton-decision" in await message("a.b*>-d3")
+        assert "x-baton-decision" in await message(f"a.b*>-d{3:032x}")
 
     in_world(scenario, decisions_max=1)
 
@@ -321,6 +326,48 @@ def test_a_router_returns_its_decisions_over_the_bus():
         assert newest == await ask(decision_id=newest.decision_id) == await ask(request_id=RequestId("mine"))
         assert await ask(decision_id=DecisionId("x-d1")) is None
         assert await ask(request_id=RequestId("x")) is None
+
+    in_world(scenario)
+
+
+def test_ids_of_decisions_cannot_be_guessed():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=timed())
+
+        ids = [(await world.ask(prompt())).headers[HEADER] for _ in range(4)]
+
+        for one in ids:
+            assert re.fullmatch(rf"{world.router.router_id}-d[0-9a-f]{{32}}", one)
+        bits = [int(one.rpartition("-d")[2], 16) for one in ids]
+        assert min(abs(a - b) for a, b in itertools.combinations(bits, 2)) > 1 << 64
+
+    in_world(scenario)
+
+
+def test_a_list_that_matches_nothing_lets_other_requests_run():
+    async def scenario(world: World) -> None:
+        service = world.router.decisions
+        for number in range(3 * SLICE):
+            service.log.add(
+                RequestId(f"r{number}"),
+                PlacementRequest(model="m"),
+                Rejection(reason=Reason.WORKER_BUSY, message=""),
+                at_unix_s=0.0,
+            )
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        running = asyncio.create_task(others())
+        assert await service.listed(DecisionFilter(worker_id="nobody")) == []
+        assert turns >= 2
+        assert len(await service.listed(DecisionFilter(limit=10**9))) == LISTED_MAX
+        assert [one.request_id for one in await service.listed(DecisionFilter(request_id="r7"))] == ["r7"]
+        running.cancel()
 
     in_world(scenario)
 
