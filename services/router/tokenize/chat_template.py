@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
 import jinja2.visitor
@@ -21,10 +22,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.contracts.request_body import TextTooLong, joined
 
-ROUNDS_MAX = 1 << 18
-"""Of all loops of one rendering."""
+ROUNDS_MAX = 1 << 16
+"""Of all loops, and calls, of one rendering: a tenth of a second."""
 NUMBER_MAX = 10_000_000
 """In a template, and made by its arithmetic: numbers may become lengths of text."""
+SIZED = (str, list, tuple)
+INDENT_MAX = 64
+FILTERS_WITHOUT_BOUND = ("center", "filesizeformat", "format", "pprint", "urlize", "wordwrap", "xmlattr")
+"""Their results may be any times as long as what they get. Templates of chats do without them."""
+METHODS_WITHOUT_BOUND = frozenset(("expandtabs", "format_map", "translate"))
 WIDE_FORMAT = re.compile(r"\d{5}|\*")
 POWER_MAX = 64
 """Of the base and of the exponent."""
@@ -63,6 +69,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self._chars_max = chars_max
         self.filters["tojson"] = _to_json
+        for name in FILTERS_WITHOUT_BOUND:
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters["replace"] = self._replaced
+        self.filters["join"] = self._join
+        self.filters["indent"] = _indented
         self.filters[COUNTED] = _counted
         self.filters[BOUNDED] = self._bounded
         self.globals["raise_exception"] = _raise
@@ -81,7 +93,38 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Call a macro, a method or a function."""
         rounds: Rounds = context.parent[ROUNDS_KEY]
         rounds.spend()
+        text = getattr(obj, "__self__", None)
+        if isinstance(text, str):
+            name = obj.__name__
+            if name == "replace":
+                return self._replaced(text, *args)
+            if name == "join":
+                return self._join(args[0], text)
+            if name in METHODS_WITHOUT_BOUND:
+                raise TextTooLong(f"the template calls {name}")
+        for number in (*args, *kwargs.values()):
+            self._bounded(number)
         return self._bounded(super().call(context, obj, *args, **kwargs))
+
+    def _replaced(self, text: str, old: str, new: str, count: int | None = None) -> str:
+        text, old, new = str(text), str(old), str(new)
+        if len(text) + text.count(old) * len(new) > self._chars_max:
+            raise TextTooLong("the template replaces text by too much")
+        return text.replace(old, new, -1 if count is None else count)
+
+    def _join(self, values: Iterable[Any], between: str = "", attribute: str | int | None = None) -> str:
+        if attribute is not None:
+            values = map(jinja2.filters.make_attrgetter(self, attribute), values)
+        pieces = (piece for value in values for piece in (between, str(value)))
+        next(iter(pieces), None)
+        return joined(pieces, self._chars_max)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``text.format``, as the sandbox has it called."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and WIDE_FORMAT.search(value.__self__):
+            raise TextTooLong("the template pads text to a great length")
+        return wrapped
 
     def call_binop(self, _context: Any, operator: str, left: Any, right: Any) -> Any:
         """``left operator right``, unless the result is too large."""
@@ -89,7 +132,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TextTooLong("the template pads text to a great length")
         if operator == "*":
             count = left if isinstance(left, int) else right
-            size = len(right) if isinstance(right, str | list) else len(left) if isinstance(left, str | list) else 0
+            size = len(right) if isinstance(right, SIZED) else len(left) if isinstance(left, SIZED) else 0
             if size and isinstance(count, int) and size * count > self._chars_max:
                 raise TextTooLong("the template repeats text too often")
         if operator == "**" and max(abs(left), abs(right)) > POWER_MAX:
@@ -101,7 +144,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(value, int | float):
             too_much = abs(value) > NUMBER_MAX
         else:
-            too_much = isinstance(value, str | list) and len(value) > self._chars_max
+            too_much = isinstance(value, SIZED) and len(value) > self._chars_max
         if too_much:
             raise TextTooLong("the template makes too long a text or too large a number")
         return value
@@ -220,6 +263,16 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _indented(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    return jinja2.filters.do_indent(text, _narrow(width), first, blank)
+
+
+def _narrow(width: Any) -> Any:
+    if (len(width) if isinstance(width, str) else width or 0) > INDENT_MAX:
+        raise TextTooLong(f"the template indents text by more than {INDENT_MAX}")
+    return width
+
+
 def _to_json(
     value: object,
     ensure_ascii: bool = False,
@@ -227,7 +280,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=_narrow(indent), separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(pattern: str) -> str:

@@ -96,8 +96,13 @@ class Text(NamedTuple):
 def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN_GUESSED) -> Prompt:
     """An estimate for a prompt that was not tokenized."""
     body = facts.body
-    size = len(memoryview(body.prompt)) + len(memoryview(body.messages)) if body is not None else 0
+    size = prompt_bytes(body) if body is not None else 0
     return Prompt(int((size or body_bytes) / bytes_per_token) + 1, (), exact=False)
+
+
+def prompt_bytes(body: Body) -> int:
+    """Size of the prompt as JSON."""
+    return len(memoryview(body.prompt)) + len(memoryview(body.messages))
 
 
 class PromptTokenizer:
@@ -171,7 +176,8 @@ class PromptTokenizer:
                 return await self._prompt_of_tokens([*read, *more], body.cache_salt or "", held, _run_here)
             async with work.within(TOKENIZE_S_MAX):
                 if read is None:
-                    read = await work.run(partial(self._read, facts.path, body, stopped=work.is_stopped))
+                    step = partial(self._read, facts.path, body, stopped=work.is_stopped)
+                    read = await work.run(step, slow=prompt_bytes(body) > READ_ON_LOOP_BYTES)
                 if isinstance(read, Text):
                     work.hold(sys.getsizeof(read.text))
                     return await self._prompt_of_text(read, body.cache_salt or "", held, work, more)
@@ -213,7 +219,7 @@ class PromptTokenizer:
 
     def _read_on_loop(self, path: str, body: Body, bytes_max: int) -> Text | list[int] | None:
         """None when that would take long."""
-        if len(memoryview(body.prompt)) + len(memoryview(body.messages)) > bytes_max:
+        if prompt_bytes(body) > bytes_max:
             return None
         try:
             return self._read(path, body, rounds_max=ROUNDS_ON_LOOP)

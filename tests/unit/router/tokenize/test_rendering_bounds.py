@@ -15,7 +15,7 @@ FOR_EACH = "{% for message in messages %}{{ motto }}{{ message.content }}{% endf
 
 def rendered(source: str, **options: object) -> str:
     return ChatTemplate(source, {"eos_token": "</s>"}, chars_max=CHARS_MAX).render(
-        TURNS, {"motto": "m" * 64_000, "number": 2}, **options
+        TURNS, {"motto": "m" * 64_000, "number": 2, "huge": 10**15}, **options
     )
 
 
@@ -37,6 +37,18 @@ def rendered(source: str, **options: object) -> str:
         "{{ (60 ** 60)|string }}",
         "{% for x in range(100000) %}{{ x }}{% endfor %}{% for x in range(1000000) %}{% endfor %}",
         "{{ range(9999999)|list|length }}",
+        "{{ motto|replace('m', motto) }}",
+        "{{ motto.replace('m', motto) }}",
+        "{{ ([motto] * 9000)|join|length }}",
+        "{{ ''.join([motto] * 9000) }}",
+        "{{ messages|join(motto, 'content') }}",
+        "{{ ([[1]] * 9000)|tojson(indent=99999) }}",
+        "{{ motto|indent(9999999, true) }}",
+        "{{ 'x'|center(9999999) }}",
+        "{{ '{:99999999}'.format(1) }}",
+        "{{ motto.expandtabs(100) }}",
+        "{{ 'x'.ljust(huge) }}",
+        "{{ lipsum(n=9999999) }}",
     ],
 )
 def test_what_a_template_makes_is_bounded(source):
@@ -82,6 +94,8 @@ def test_loops_keep_their_variables():
         "{% for m in messages if m.content == 'y' %}{{ m }}{% else %}none{% endfor %}"
         "{% for m in messages|selectattr('role', 'equalto', 'user') %}{{ loop.index }}{% break %}{% endfor %}"
         "{{ 7 % 4 }}{{ 2 * 3 }}{{ 'a' + 'b' ~ 1 }}{{ '%s-%d' % ('a', 5) }}{{ 2 ** 3 }}"
+        "{{ 'aXa'.replace('a', 'b', 1) }}{{ 'aa'|replace('a', 'c') }}{{ ['d', 1]|join('-') }}{{ '+'.join(['e', 'f']) }}"
+        "{{ messages[:2]|join('', attribute='content') }}{{ []|join('x') }}{{ {'a': [1]}|tojson(indent=1)|indent(1) }}"
     )
 
-    assert rendered(source) == "1/3,2/3,3/3a1none136ab1a-58"
+    assert rendered(source) == '1/3,2/3,3/3a1none136ab1a-58bXaccd-1e+fxx{\n  "a": [\n   1\n  ]\n }'
