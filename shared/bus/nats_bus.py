@@ -272,7 +272,12 @@ class NatsBus(Connection):
         except nats.errors.Error as error:
             raise BusDown(f"subscribe to {subject}: {error!r}") from error
         self._subscriptions.add(subscription)
-        await self.flush(SEND_S_MAX)  # The PONG proves that the server has read the SUB.
+        try:
+            await self.flush(SEND_S_MAX)  # The PONG proves that the server has read the SUB.
+        except BusDown:
+            if self.connected:
+                raise
+            log.info("NATS is away: the subscription to %s begins with the reconnection", subject)
         return subscription
 
     def _call(self, handlers: list[Callable[..., None]], *arguments: str) -> None:

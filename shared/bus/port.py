@@ -5,7 +5,7 @@ Guarantees:
 * Messages of one sender on one channel arrive in order, at most once.
 * A message larger than the server's limit travels in parts and arrives whole; beyond ``frame_budget_bytes`` it
   is refused with ``MessageTooLarge`` before anything is sent.
-* A subscription is live when ``subscribe`` or ``answer`` returns.
+* A subscription is live when ``subscribe`` or ``answer`` returns; if the connection is down, when it is back.
 * A handler runs on the event loop, one message at a time per subscription, in order. A handler that raises ends the
   bus (see ``failed``), so that bugs are not hidden. A message that cannot be unpacked, or whose ids differ from those
   of its subject, is counted and logged, never raised.

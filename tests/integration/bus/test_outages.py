@@ -61,6 +61,17 @@ async def test_subscriptions_and_answers_work_again_after_an_outage(world):
     await sender.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=SOON_S)
 
 
+async def test_what_is_subscribed_during_an_outage_is_heard_after_it(world):
+    sender, receiver = await world.bus(), await world.bus()
+    got = []
+
+    async with world.outage():
+        await soon(receiver.subscribe(KV_EVENTS, lambda batch, _: got.append(batch.seq)))
+
+    await sender.publish(KV_EVENTS, kv_batch(1))
+    await until(lambda: got == [1])
+
+
 async def test_a_waiting_ask_fails_at_once_when_the_connection_breaks(world):
     asker, responder = await world.bus(), await world.bus()
     asked = asyncio.Event()
