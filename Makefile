@@ -68,7 +68,7 @@ chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten 
 audit: setup-dev ## Known vulnerabilities of the locked packages; asks the advisory databases, and says so where they cannot be reached
 	@$(PYTHON) scripts/audit.py
 
-fuzz: setup-dev ## 100,000 inputs of each kind, through the edge and on every channel of the bus; half an hour; ARGS="--only LOAD --seed 2"
+fuzz: setup-dev ## 100,000 inputs of each kind, through the edges and on every channel of the bus; half an hour; ARGS="--only LOAD --seed 2"
 	@$(PYTHON) -m tests.nightly.fuzz $(ARGS)
 
 compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)

@@ -16,9 +16,9 @@ Invariants that a change must keep:
   requests (reading pauses), unread responses (``held``), and the time for each of them (``IdleClients``).
 
 Traps: uvicorn calls ``on_response_complete`` for ASGI requests only, so ``answered`` calls it for direct ones.
-uvicorn's ``connection_lost`` tells only the newest cycle, so this one tells every request that waits. An exception that
-is raised in a parser callback arrives as the ``__context__`` of an HttpParserError. llhttp keeps its state after an
-error, so ``last_text`` also means that nothing more may be fed to it.
+uvicorn's ``connection_lost`` tells only the newest cycle, so this one tells the one that is served and all that wait.
+An exception that is raised in a parser callback arrives as the ``__context__`` of an HttpParserError. llhttp keeps its
+state after an error, so ``last_text`` also means that nothing more may be fed to it.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class EdgeProtocol(HttpToolsProtocol):
     """The newest request if it is served without ASGI; its body may still be arriving."""
     serving: DirectRequest | None = None
     """The direct request whose response is written; later ones of the connection wait in ``pipeline``."""
+    started: Any = None
+    """The newest cycle that is or was served; those after it wait in ``pipeline``."""
     in_head = False
     request_bytes = 0
     body_bytes = 0
@@ -116,6 +118,9 @@ class EdgeProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self.edge.idle.left(self)
         self.edge.connections.leave(self)
+        if self.started is not None:  # An app that waits in ``receive`` gets ``http.disconnect``.
+            self.started.disconnected = True
+            self.started.message_event.set()
         cycles = [self.cycle, *[cycle for cycle, _app in self.pipeline]]
         http_requests = {cycle.http_request for cycle in cycles if isinstance(cycle, PipelinedRequest)}
         for http_request in http_requests | ({self.serving} if self.serving is not None else set()):
@@ -191,6 +196,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.started = cycle
         if not isinstance(cycle, PipelinedRequest):
             super()._start_asgi_task(cycle, app)
             return

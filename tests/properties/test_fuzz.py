@@ -1,4 +1,4 @@
-"""Whatever strangers send, to the edge or on the bus: nobody crashes, nobody hangs, nothing is left over.
+"""Whatever strangers send, to an edge or on the bus: nobody crashes, nobody hangs, nothing is left over.
 
 This is the short form; `make fuzz` sends 100,000 of each kind.
 """
@@ -13,7 +13,7 @@ from shared.contracts.channels import CHANNELS
 from tests.contracts.examples import ALL_MESSAGES
 from tests.nightly.fuzz.body_fuzz import fuzz_bodies
 from tests.nightly.fuzz.bus_fuzz import Plan, fuzz_bus
-from tests.nightly.fuzz.edge_fuzz import fuzz_edge
+from tests.nightly.fuzz.edge_fuzz import fuzz_edges
 from tests.nightly.fuzz.mutation import Mutator
 
 CONNECTIONS = 300
@@ -23,11 +23,11 @@ PAYLOADS = 50
 
 
 def test_fuzzed_clients_get_http_responses_and_leave_no_state():
-    campaign = fuzz_edge(CONNECTIONS, 1, lambda _name, _sent: None)
+    campaigns = fuzz_edges(CONNECTIONS, 1, lambda _name, _sent: None)
 
-    assert campaign.findings == []
-    assert campaign.sent == CONNECTIONS
-    assert 0 < campaign.read < campaign.heard
+    assert [finding for campaign in campaigns for finding in campaign.findings] == []
+    assert [campaign.name for campaign in campaigns] == ["HTTP of the router", "HTTP of the collector"]
+    assert all(0 < campaign.read < campaign.heard <= campaign.sent == CONNECTIONS for campaign in campaigns)
 
 
 def test_fuzzed_bodies_are_read_within_their_limits_or_refused():

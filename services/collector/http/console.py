@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from services.collector.console.feed import Feed, Watcher
@@ -115,7 +116,7 @@ async def body_of(request: Request) -> bytes | Refusal:
                 body += piece
                 if len(body) > BODY_BYTES_MAX:
                     return Refusal(status=413, message=f"An order has at most {BODY_BYTES_MAX} bytes.")
-    except TimeoutError:
+    except (TimeoutError, ClientDisconnect):  # Who has left does not read the refusal.
         return Refusal(status=408, message="The order did not arrive in time.")
     return body
 

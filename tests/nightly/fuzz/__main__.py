@@ -1,4 +1,4 @@
-"""``make fuzz``: 100,000 inputs of each kind, through the edge and on every channel of the bus; says what broke.
+"""``make fuzz``: 100,000 inputs of each kind, through both edges and on every channel of the bus; says what broke.
 
 Whoever hangs for ``HANG_S_MAX`` ends this with the stacks of all threads.
 """
@@ -18,7 +18,7 @@ from rich.table import Table
 from shared.contracts.channels import CHANNELS, AskChannel
 from tests.nightly.fuzz.body_fuzz import fuzz_bodies
 from tests.nightly.fuzz.bus_fuzz import Campaign, Plan, fuzz_bus
-from tests.nightly.fuzz.edge_fuzz import fuzz_edge
+from tests.nightly.fuzz.edge_fuzz import fuzz_edges
 
 COUNT = 100_000
 HANG_S_MAX = 120.0
@@ -48,18 +48,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nightly.fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="inputs of each kind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="edge, bodies, parts of channels' names; with commas")
+    parser.add_argument(
+        "--only", default="", help="edge (of router and collector), bodies, parts of channels' names; with commas"
+    )
     asked = parser.parse_args()
     console, only = Console(), tuple(asked.only.split(","))
     bus = [channel for name, channel in CHANNELS.items() if any(part in name for part in only)]
     edge, bodies = (any(part in kind for part in only) for kind in ("edge", "bodies"))
-    kinds = len(bus) + sum(isinstance(channel, AskChannel) for channel in bus) + edge + bodies
+    kinds = len(bus) + sum(isinstance(channel, AskChannel) for channel in bus) + 2 * edge + bodies
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     campaigns: list[Campaign] = []
     with Progress(*columns, console=console) as progress, tempfile.TemporaryDirectory() as state_dir:
         shown = Shown(progress, kinds * asked.count)
         if edge:
-            campaigns.append(fuzz_edge(asked.count, asked.seed, shown))
+            campaigns += fuzz_edges(asked.count, asked.seed, shown)
         if bodies:
             campaigns.append(fuzz_bodies(asked.count, asked.seed, shown))
         campaigns += fuzz_bus(Path(state_dir), Plan(asked.count, asked.seed, only, shown)) if bus else []

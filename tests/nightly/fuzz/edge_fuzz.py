@@ -1,24 +1,34 @@
-"""So many connections of clients that send nearly HTTP, through the real protocol, edge, relay and application."""
+"""So many connections of clients that send nearly HTTP, to the router and to the metrics collector, through the real
+protocol, edges, relay and applications.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httptools
+import msgspec
 
+from services.collector.console.feed import WatcherLimits
+from services.collector.http.app import LIMITS, CollectorEdge
 from services.router.settings import Settings
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
+from shared.http.edge import HttpEdge
 from shared.http.protocol import EdgeProtocol
 from shared.http.server import make_server
-from tests.nightly.fuzz.bus_fuzz import Campaign
+from tests.nightly.fuzz.bus_fuzz import Campaign, Progress
 from tests.nightly.fuzz.watch import OBJECTS_GROWN_MAX, Watch, memory_bytes, objects
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
+from tests.unit.collector.console_world import LOOPBACK, world
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker
-from tests.unit.router.world import World, open_world
+from tests.unit.router.world import open_world
 
 BATCH = 25
 PAUSE_S = 0.2
@@ -29,16 +39,12 @@ CHANGES_MAX = 4
 PIPELINED_MAX = 3
 NOT_READ_SHARE = 0.1
 INJECTED = b"x-injected"
+ENDLESS = b"x-accel-buffering"
+"""In the head of a stream that ends only when its client leaves."""
 
-BODIES = (
-    b'{"model":"m","prompt":"hello","max_tokens":3}',
-    b'{"model":"m","prompt":"hello","stream":true}',
-    b'{"model":"m","messages":[{"role":"user","content":"hello"}],"baton":{"mode":"aggregated","ttft_s":1}}',
-    b'{"model":"nobody"}',
-    b"[",
-)
 LINES = (
     b"host: x",
+    b"host: localhost",
     b"connection: close",
     b"connection: keep-alive",
     b"connection: upgrade\r\nupgrade: h2c",
@@ -50,17 +56,6 @@ LINES = (
     b"traceparent: 00-%b-%b-01" % (b"a" * 32, b"b" * 16),
     b"origin: https://elsewhere",
     b"content-type: application/json",
-)
-TARGETS = (b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/models", b"/metrics", b"/ready")
-READ = (
-    b"/v1/models",
-    b"/v1/decisions",
-    b"/v1/decisions/latest",
-    b"/metrics",
-    b"/health",
-    b"/openapi.json",
-    b"/%2e",
-    b"*",
 )
 INSERTED = (
     b"\r\n",
@@ -82,6 +77,78 @@ INSERTED = (
     b"a" * 70_000,
     b"a: b\r\n" * 300,
 )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What clients ask of one edge."""
+
+    gets: tuple[bytes, ...]
+    posts: tuple[bytes, ...]
+    bodies: tuple[bytes, ...]
+
+
+OF_ROUTER = Asked(
+    gets=(
+        b"/v1/models",
+        b"/v1/decisions",
+        b"/v1/decisions/latest",
+        b"/metrics",
+        b"/health",
+        b"/openapi.json",
+        b"/%2e",
+        b"*",
+    ),
+    posts=(b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/models", b"/metrics", b"/ready"),
+    bodies=(
+        b'{"model":"m","prompt":"hello","max_tokens":3}',
+        b'{"model":"m","prompt":"hello","stream":true}',
+        b'{"model":"m","messages":[{"role":"user","content":"hello"}],"baton":{"mode":"aggregated","ttft_s":1}}',
+        b'{"model":"nobody"}',
+        b"[",
+    ),
+)
+OF_COLLECTOR = Asked(
+    gets=(
+        b"/console/events",
+        b"/console/events",
+        b"/console",
+        b"/console/files/console.js",
+        b"/console/files/%2e%2e",
+        b"/console/requests/router-1-ab-d7",
+        b"/metrics",
+        b"/health",
+        b"/",
+    ),
+    posts=(b"/console/orders", b"/console/orders", b"/console/events"),
+    bodies=(
+        b'{"action":"drain","worker_id":"w1","deadline_s":1}',
+        b'{"action":"role","worker_id":"w1","role":"decode"}',
+        b'{"action":"mode","mode":"auto"}',
+        b'{"action":"mode","mode":1}',
+        b"[",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One edge, and what it holds besides connections and uploads."""
+
+    edge: HttpEdge[Any]
+    held: Callable[[], dict[str, int]]
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what is submitted in the loop's thread: virtual time would outrun another one."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 class Client(asyncio.Transport):
@@ -167,8 +234,9 @@ def answer(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
 class Requests:
     """What clients send; the same for the same seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, asked: Asked) -> None:
         self.random = random.Random(f"edge {seed}")
+        self._asked = asked
 
     def sent(self) -> list[bytes]:
         """One connection's bytes, in pieces."""
@@ -182,10 +250,10 @@ class Requests:
         lines = self.random.sample(LINES, self.random.randint(0, 4))
         version = self.random.choice((b"1.1", b"1.1", b"1.0"))
         if self.random.random() < 0.25:
-            head = [b"GET %b HTTP/%b" % (self.random.choice(READ), version), *lines]
+            head = [b"GET %b HTTP/%b" % (self.random.choice(self._asked.gets), version), *lines]
             return b"\r\n".join([*head, b"", b""])
-        body = self.random.choice(BODIES)
-        head = [b"POST %b HTTP/%b" % (self.random.choice(TARGETS), version), *lines]
+        body = self.random.choice(self._asked.bodies)
+        head = [b"POST %b HTTP/%b" % (self.random.choice(self._asked.posts), version), *lines]
         if self.random.random() < 0.3:
             middle = self.random.randrange(1, len(body) + 1)
             parts = (body[:middle], body[middle:], b"") if middle < len(body) else (body, b"")
@@ -221,35 +289,61 @@ async def connect(protocol: EdgeProtocol, client: Client, pieces: list[bytes], *
         client.lose()
 
 
-async def fuzz(count: int, seed: int, progress: Callable[[str, int], None]) -> Campaign:
+@asynccontextmanager
+async def router_edge() -> AsyncIterator[Target]:
+    """A router's, with one worker."""
+    async with open_world(Settings(log_requests=False, connections_per_address_max=0, decisions_max=100)) as here:
+        await here.worker("w1", script=answer)
+        edge = here.router.edge
+        yield Target(
+            edge,
+            lambda: {"requests": len(here.router.relay.in_flight), "bytes of bodies": edge.upload_totals.bytes_held},
+        )
+
+
+@asynccontextmanager
+async def collector_edge() -> AsyncIterator[Target]:
+    """A metrics collector's, with the console."""
+    asyncio.get_running_loop().set_default_executor(AtOnce())
+    async with world(LoopClock(), watchers=WatcherLimits()) as here, asyncio.TaskGroup() as tasks:
+        limits = msgspec.structs.replace(LIMITS, connections_per_address_max=0)
+        feed, edge = here.collector.feed, CollectorEdge(here.app, LoopClock().now, limits, LOOPBACK)
+        running = [tasks.create_task(feed.follow()), tasks.create_task(edge.end_late())]
+        yield Target(edge, lambda: {"places in the event stream": len(feed)})
+        for task in running:
+            task.cancel()
+
+
+async def fuzz(
+    campaign: Campaign, count: int, requests: Requests, opened: AbstractAsyncContextManager[Target], progress: Progress
+) -> Campaign:
     """``count`` connections."""
-    campaign, requests = Campaign("edge HTTP"), Requests(seed)
-    async with open_world(Settings(log_requests=False, connections_per_address_max=0, decisions_max=100)) as world:
-        await world.worker("w1", script=answer)
-        server = make_server(world.router.edge)
+    async with opened as target:
+        server = make_server(target.edge)
         server.config.load()
-        for warm in (True, False):  # The first connections fill what is kept for ever.
-            with Watch() as watch:
-                before, bytes_before = objects(), memory_bytes()
-                for at in range(0, count // 10 if warm else count, BATCH):
-                    clients = await batch(server, requests)
-                    campaign.sent += 0 if warm else len(clients)
-                    campaign.heard += sum(bool(client.written) for client in clients)
-                    campaign.read += sum(client.written.startswith(b"HTTP/1.1 200") for client in clients)
-                    found = [fault for client in clients if (fault := Answers().fault(bytes(client.written)))]
-                    campaign.findings += found[:1]
-                    if at % 1000 == 0:
-                        progress(campaign.name, campaign.sent)
-                await asyncio.sleep(SETTLE_S)
-                campaign.findings += [*left_over(world, server), *watch.findings]
-                campaign.objects_grown, campaign.bytes_grown = objects() - before, memory_bytes() - bytes_before
-        if campaign.objects_grown > OBJECTS_GROWN_MAX:
-            campaign.findings.append(f"{campaign.objects_grown} more objects than before")
+        for _ in range(0, count // 10, BATCH):  # The first connections fill what is kept for ever.
+            await batch(server, requests)
+        with Watch() as watch:
+            before, bytes_before = objects(), memory_bytes()
+            for at in range(0, count, BATCH):
+                clients = await batch(server, requests)
+                campaign.sent += len(clients)
+                campaign.heard += sum(bool(client.written) for client in clients)
+                campaign.read += sum(client.written.startswith(b"HTTP/1.1 200") for client in clients)
+                found = [fault for client in clients if (fault := Answers().fault(bytes(client.written)))]
+                campaign.findings += found[:1]
+                if at % 1000 == 0:
+                    progress(campaign.name, campaign.sent)
+            await asyncio.sleep(SETTLE_S)
+            campaign.findings += [*left_over(target, server), *watch.findings]
+            campaign.objects_grown, campaign.bytes_grown = objects() - before, memory_bytes() - bytes_before
+    if campaign.objects_grown > OBJECTS_GROWN_MAX:
+        campaign.findings.append(f"{campaign.objects_grown} more objects than before")
     return campaign
 
 
 async def batch(server: Any, requests: Requests) -> list[Client]:
-    """Some connections side by side; half of the clients wait until they are let go."""
+    """Some connections side by side; half of the clients wait until they are let go, unless their response is endless."""
     clients = [Client(reads=requests.random.random() >= NOT_READ_SHARE) for _ in range(BATCH)]
     lives = []
     for client in clients:
@@ -258,22 +352,31 @@ async def batch(server: Any, requests: Requests) -> list[Client]:
         lives.append(asyncio.create_task(connect(protocol, client, requests.sent(), leaves=leaves)))
     await asyncio.gather(*lives)
     await asyncio.sleep(PAUSE_S)
+    for client in clients:
+        if ENDLESS in client.written:
+            client.lose()
     return clients
 
 
-def left_over(world: World, server: Any) -> list[str]:
+def left_over(target: Target, server: Any) -> list[str]:
     """Of connections that have all ended."""
-    edge = world.router.edge
+    edge = target.edge
     held = {
-        "requests": len(world.router.relay.in_flight),
+        **target.held(),
         "uploads": len(edge.uploads),
-        "bytes of bodies": edge.upload_totals.bytes_held,
         "connections": edge.connections.count + len(server.server_state.connections),
+        "tasks": len(server.server_state.tasks),
         "clients that are waited for": len(edge.idle._asking) + len(edge.idle._reading),
     }
     return [f"{count} {what} are left over" for what, count in held.items() if count]
 
 
-def fuzz_edge(count: int, seed: int, progress: Callable[[str, int], None]) -> Campaign:
-    """In virtual time."""
-    return run_in_virtual_time(fuzz(count, seed, progress))
+def fuzz_edges(count: int, seed: int, progress: Progress) -> list[Campaign]:
+    """Of router and collector, in virtual time."""
+    return [
+        run_in_virtual_time(fuzz(Campaign(f"HTTP of {name}"), count, Requests(seed, asked), opened, progress))
+        for name, asked, opened in (
+            ("the router", OF_ROUTER, router_edge()),
+            ("the collector", OF_COLLECTOR, collector_edge()),
+        )
+    ]

@@ -9,6 +9,8 @@ import json
 import socket
 from contextlib import asynccontextmanager
 
+import pytest
+
 from services.collector.console.feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, UPDATE_S_MIN, Feed, WatcherLimits
 from services.collector.console.views import Health, Page
 from shared.contracts.channels import WORKER_LOST
@@ -241,6 +243,30 @@ async def test_the_rest_of_a_body_that_nobody_needs_does_not_keep_a_connection()
         await read_to_end(reader)
 
         writer.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["in the same packet", "later"])
+async def test_a_viewer_that_pipelined_a_request_gives_its_place_back_when_it_leaves(at_once):
+    second = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with world() as one, serving(one) as (server, port), asyncio.timeout(WAIT_S_MAX):
+        feed = one.collector.feed
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(EVENTS + second if at_once else EVENTS)
+        await reader.readuntil(b"\r\n\r\n")
+        (watcher,) = feed._watchers
+        if not at_once:
+            writer.write(second)
+        (connection,) = server.server_state.connections
+        while not connection.pipeline:
+            await asyncio.sleep(0.01)
+
+        writer.transport.abort()
+        while server.server_state.connections:  # Reading is paused: only a write shows that the client has left.
+            watcher.send(b": \n\n")
+            await asyncio.sleep(0.01)
+
+        while len(feed):
+            await asyncio.sleep(0.01)
 
 
 def connection(port, source):
