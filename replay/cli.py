@@ -26,7 +26,7 @@ from replay.plots import NoPlots, draw
 from replay.policies.names import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS
 from replay.profile import PROFILES, Profile
 from replay.results import Result, Slo, save, table_of
-from replay.traces import TraceError, cut, read_trace
+from replay.traces import Request, TraceError, cut, read_trace
 from replay.world import Shape
 
 ALL = [BATON, BATON_WAITING, BATON_STRICT, *BASELINES, ORACLE]
@@ -84,18 +84,10 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     The router's own placement and index, and other systems' policies: the same engines, the same knowledge.
     """
     policies = policy or ALL
+    refuse_unknown(policies)
     swept = [one for name in policies for one in SWEEPS.get(name, {})] if sweep else []
-    for name in policies:
-        if not known(name):
-            fail(f"There is no policy {name!r}. Policies: {', '.join(ALL)}; see also: baton bench policies")
-    try:
-        requests = cut(read_trace(trace, seed=seed), hours=hours, limit=limit)
-    except (TraceError, UnicodeDecodeError) as error:
-        fail(f"This trace cannot be read: {error}")
-    if not requests:
-        fail("Nothing of the trace is left to replay.")
     setting = Setting(
-        requests=requests,
+        requests=requests_of(trace, seed, hours, limit),
         shape=shape_of(workers, prefill, decode),
         profile=profile_of(profile, kv_blocks),
         slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
@@ -121,6 +113,24 @@ def policies() -> None:
     """The names of all policies, and of the sweeps of their knobs."""
     for name in ALL:
         screen.print(name, *SWEEPS.get(name, {}), sep="  ", markup=False)
+
+
+def refuse_unknown(policies: list[str]) -> None:
+    """Exit for a policy that does not exist."""
+    for name in policies:
+        if not known(name):
+            fail(f"There is no policy {name!r}. Policies: {', '.join(ALL)}; see also: baton bench policies")
+
+
+def requests_of(trace: Path, seed: int, hours: float, limit: int) -> list[Request]:
+    """The requests to replay; exits if there are none."""
+    try:
+        requests = cut(read_trace(trace, seed=seed), hours=hours, limit=limit)
+    except (TraceError, UnicodeDecodeError) as error:
+        fail(f"This trace cannot be read: {error}")
+    if not requests:
+        fail("Nothing of the trace is left to replay.")
+    return requests
 
 
 def shape_of(workers: int, prefill: int, decode: int) -> Shape:

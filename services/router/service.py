@@ -120,18 +120,21 @@ class Router:
         policy = request_policy(settings)
         self.relay = self._make_relay(policy, tracing)
         self.authenticator = Authenticator(settings, clock.now)
+        self.edge = self._make_edge(policy)
+        self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
+        self._register_metrics()
+
+    def _make_edge(self, policy: RequestPolicy) -> Edge:
         app = make_app(
-            fleet=fleet,
+            fleet=self.fleet,
             shares=policy.shares,
             decisions=self.decisions,
             registry=self.registry,
-            bus=bus,
-            clock=clock,
+            bus=self.bus,
+            clock=self.clock,
             waits=self.waits,
         )
-        self.edge = Edge(settings, clock, self.relay, self.request_log, self.authenticator, app)
-        self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
-        self._register_metrics()
+        return Edge(self.settings, self.clock, self.relay, self.request_log, self.authenticator, app)
 
     def _make_relay(self, policy: RequestPolicy, tracing: Tracing) -> Relay:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster

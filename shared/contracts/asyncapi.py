@@ -17,10 +17,7 @@ CONTENT_TYPE = "application/msgpack"
 def asyncapi() -> str:
     """The document as YAML."""
     names = {name: _camel(name) for name in CHANNELS}
-    tops: dict[str, type[msgspec.Struct]] = {}
-    for channel in CHANNELS.values():
-        for message in _messages(channel):
-            tops[message.__name__] = message
+    tops = {message.__name__: message for channel in CHANNELS.values() for message in _messages(channel)}
     _, schemas = msgspec.json.schema_components(tops.values(), ref_template="#/components/schemas/{name}")
     document: dict[str, Any] = {
         "asyncapi": "3.0.0",

@@ -70,18 +70,21 @@ def add_entry(file: Path, entry: KeyEntry) -> None:
     """
     file = file.resolve()  # A link stays a link.
     with _locked(file.parent):
-        text = _with_entry(_text_of(file), entry)
-        draft = file.with_name(f"{file.name}.new")
+        _replace(file, _with_entry(_text_of(file), entry))
+
+
+def _replace(file: Path, text: str) -> None:
+    draft = file.with_name(f"{file.name}.new")
+    draft.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as opened:
+            _copy_access(file, opened.fileno())
+            opened.write(text.encode())
+            opened.flush()
+            os.fsync(opened.fileno())
+        draft.replace(file)
+    finally:
         draft.unlink(missing_ok=True)
-        try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as opened:
-                _copy_access(file, opened.fileno())
-                opened.write(text.encode())
-                opened.flush()
-                os.fsync(opened.fileno())
-            draft.replace(file)
-        finally:
-            draft.unlink(missing_ok=True)
 
 
 def _with_entry(before: str, entry: KeyEntry) -> str:

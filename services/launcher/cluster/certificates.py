@@ -51,11 +51,10 @@ def new_authority(hosts: Sequence[str], now: datetime, key_pem: bytes = b"") -> 
     """
     key = _private_key(key_pem) if key_pem else ec.generate_private_key(ec.SECP256R1())
     name = _name("Baton cluster CA")
-    usage = _usage(key_cert_sign=True, crl_sign=True)
     made = (
         _begun(name, name, key, now, AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .add_extension(_only_for(hosts), critical=True)
         .sign(key, hashes.SHA256())
     )

@@ -72,26 +72,23 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
         models=tuple(model or ()),
         public_cache=public_cache,
     )
-    try:
-        _store(file, entry)
-    except CannotAdd as error:
-        fail(f"{file or '--note or --model'}: {error}.")
-    except OSError as error:
-        fail(f"{file}: {error.strerror}")
+    _store(file, entry)
     print(key)
 
 
 def _store(file: Path | None, entry: KeyEntry) -> None:
-    """Into the file, or onto the screen. Raises CannotAdd, OSError."""
-    if file is None:
-        print(f"{salt_text(new_salt())}\n{entry_text(entry)}", file=sys.stderr)
-        print(
-            "Add the lines above to the routers' key file, but keep an existing salt. The key:",
-            file=sys.stderr,
-        )
-    else:
-        add_entry(file, entry)
-        print(f"Added its digest to {file}. The key, shown only once:", file=sys.stderr)
+    """Into the file, or onto the screen; exits with a message if it cannot."""
+    try:
+        if file is None:
+            print(f"{salt_text(new_salt())}\n{entry_text(entry)}", file=sys.stderr)
+            print("Add the lines above to the routers' key file, but keep an existing salt. The key:", file=sys.stderr)
+        else:
+            add_entry(file, entry)
+            print(f"Added its digest to {file}. The key, shown only once:", file=sys.stderr)
+    except CannotAdd as error:
+        fail(f"{file or '--note or --model'}: {error}.")
+    except OSError as error:
+        fail(f"{file}: {error.strerror}")
 
 
 def _permissions(text: str) -> tuple[Permission, ...]:

@@ -90,14 +90,17 @@ class Session:
         where = endpoints(self.options)
         for router in where.routers.values():
             await self._served_model(router, stop)
+        model = await self._served_model(where.api, stop)
+        self.screen.show(self._greeting(where, model, workers))
+
+    def _greeting(self, where: Endpoints, model: str, workers: str) -> str:
         endpoint = where.api
-        model = await self._served_model(endpoint, stop)
         is_default = self.options.state_dir == load_common(inherited_environment()).state_dir
         folder = "" if is_default else f" --state-dir {self.options.state_dir}"
         key = "" if model else " -H 'Authorization: Bearer KEY'"
         model = model or self.options.model or "MODEL"
         body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
-        self.screen.show(f"""
+        return f"""
 [bold green]Baton is ready:[/] {endpoint}/v1   model [bold]{escape(model)}[/]   {workers}
 
   Try it    [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json'{key} \\
@@ -109,7 +112,7 @@ class Session:
   Check     {program()} doctor{folder}   finds problems and says what to do
   Logs      {self.logs}
 
-Ctrl-C stops everything.""")
+Ctrl-C stops everything."""
 
     async def _served_model(self, endpoint: str, stop: asyncio.Event) -> str:
         """The first model that a router serves once it is ready; empty if listing needs a key, or on ``stop``."""

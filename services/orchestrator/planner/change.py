@@ -101,16 +101,20 @@ def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool, can_shrin
     return _scale_down(roles, rules, can_shrink=can_shrink)
 
 
+def _addable(roles: Sequence[RoleLoad], rules: Rules) -> int:
+    """Workers that one change may add."""
+    if not rules.workers_max:
+        return rules.step_max
+    return min(rules.step_max, rules.workers_max - sum(each.ready + each.coming for each in roles))
+
+
 def _help(one: RoleLoad, roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool) -> Change:
     """A worker of the other role if that can spare one, else new workers, else the change that does least harm."""
     full = f"{one.role} has {one.observed.lasting:.1f} workers' worth of work for {one.size:.3g}"
     giver = next((each for each in roles if each.role is not one.role and each.ready > each.minimum), None)
     if giver is not None and _without(giver, giver.observed.spare, one) <= SPARE:
         return _switch(giver, one, f"{full}, and {giver.role} can spare one")
-    addable = (
-        rules.workers_max - sum(each.ready + each.coming for each in roles) if rules.workers_max else rules.step_max
-    )
-    more = min(one.wanted() - one.ready - one.coming, rules.step_max, addable)
+    more = min(one.wanted() - one.ready - one.coming, _addable(roles, rules))
     if can_grow and more > 0:
         return Change(action=PlanAction.SCALE, role=one.role, change=more, why=full)
     if giver is not None:

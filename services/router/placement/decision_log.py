@@ -86,11 +86,15 @@ class DecisionLog:
         self._decisions.append(decision)
         self._by_id[decision.decision_id] = decision
         self.bytes_held += decision.bytes
+        self._drop_oldest()
+        return decision
+
+    def _drop_oldest(self) -> None:
+        """Down to the limits."""
         while self.bytes_held > self._bytes_max or len(self._decisions) > self._count_max:
             oldest = self._decisions.popleft()
             del self._by_id[oldest.decision_id]
             self.bytes_held -= oldest.bytes
-        return decision
 
     def find(self, decision_id: str, tenant: str | None = None) -> DecisionRecord | None:
         """None: this router never made it, has dropped it, or it is another tenant's."""

@@ -72,13 +72,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name in FILTERS_WITHOUT_BOUND:
             del self.filters[name]
         del self.globals["lipsum"]
-        self.filters["replace"] = self._replaced
-        self.filters["join"] = self._join
-        self.filters["indent"] = _indented
-        self.filters[COUNTED] = _counted
-        self.filters[BOUNDED] = self._bounded
-        self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = _strftime_now
+        self.filters |= {"replace": self._replaced, "join": self._join, "indent": _indented}
+        self.filters |= {COUNTED: _counted, BOUNDED: self._bounded}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
 
     def concat(self, pieces: Iterable[str]) -> str:
         """How jinja2 joins the pieces of a template, a macro or a block."""

@@ -51,6 +51,22 @@ def died_of(record: LegRecord | None) -> bool:
     return record is not None and record.prompts_computing > 0
 
 
+def _new_record(
+    start: StartLeg, order: LegOrder | None, resume: list[int] | None, trace_headers: dict[str, str]
+) -> LegRecord:
+    return LegRecord(
+        kind=start.kind,
+        request_id=start.request_id,
+        path=start.path,
+        trace_headers=trace_headers,
+        prefill_cached_tokens=start.prefill_cached_tokens,
+        expected_tokens=start.expected_tokens,
+        order=order,
+        resume=resume,
+        resume_joined=joined_tokens(start),
+    )
+
+
 @dataclass(slots=True)
 class RunningLeg:
     task: asyncio.Task[bool]
@@ -195,17 +211,7 @@ class LegServer:
             frames.head(OK, JSON)
             frames.end(LegReport())
             return
-        record = LegRecord(
-            kind=start.kind,
-            request_id=start.request_id,
-            path=start.path,
-            trace_headers=inject(span) or {},
-            prefill_cached_tokens=start.prefill_cached_tokens,
-            expected_tokens=start.expected_tokens,
-            order=order,
-            resume=resume,
-            resume_joined=joined_tokens(start),
-        )
+        record = _new_record(start, order, resume, inject(span) or {})
         self._legs[start.leg_id].record = record
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, lambda: self._explain(record))
