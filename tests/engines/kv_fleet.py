@@ -29,7 +29,7 @@ STORE_BYTES = str(64 << 20)
 PICKY_MODEL = "picky"
 """A second name of the model, served by the worker ``PICKY`` only."""
 PICKY_THRESHOLD = 0.8
-ENGINES_START_S_MAX = 240.0
+ENGINES_START_S_MAX = 480.0
 ANSWER_S_MAX = 120.0
 STREAM_ALL, STREAM_NONE = "0", "-1"
 """ROUTER_STREAM_TOKENS_MIN of the two endpoints."""

@@ -37,7 +37,7 @@ TOOLS = "--enable-auto-tool-choice --tool-call-parser pythonic"
 COMPACT_JSON = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
 """A model that says nothing sensible may say spaces for ever where it is free to."""
 FLEET = ("--prefill", "1", "--decode", "1", f"--engine-args={TOOLS} {COMPACT_JSON}")
-ENGINES_START_S_MAX = 240.0
+ENGINES_START_S_MAX = 480.0
 NATS_PAYLOAD_BYTES_MAX = 64 * 1024
 ANSWER_S_MAX = 120.0
 GONE_S_MAX = 30.0

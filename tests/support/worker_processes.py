@@ -30,7 +30,7 @@ from shared.contracts.load import LoadReport
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
 from tests.support.nats_server import free_port
 
-READY_S_MAX = 240.0
+READY_S_MAX = 480.0
 STOP_S_MAX = 60.0
 GONE_S_MAX = 30.0
 
