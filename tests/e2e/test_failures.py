@@ -100,10 +100,8 @@ def kill(system: System, worker_id: str) -> int:
 
 
 def test_requests_of_a_killed_decode_worker_are_served_by_the_other(system: System):
-    pid = system.worker_pid("decode-1")
-    there = {"decode_worker": "decode-1"}
-    with running(system, max_tokens=250, baton=there) as answers, decoding(system, "decode-1"):
-        os.kill(pid, signal.SIGKILL)
+    with running(system, max_tokens=250) as answers:
+        kill(system, busy(system, "decode"))
 
         statuses = [answer.result().status_code for answer in answers]
 

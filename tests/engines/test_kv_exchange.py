@@ -219,6 +219,9 @@ async def test_a_prefill_leg_is_exempt_and_what_can_be_fetched_counts(client: Cl
 async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(client: Client):
     dice, abort_slots = random.Random(7), asyncio.Semaphore(ABORTING_AT_ONCE)
     ended = {"answered": 0, "left": 0}
+    begun_at = time.monotonic()
+    await client.ask(draw(999, 500), "disaggregated", max_tokens=12)
+    patience_s_max = max(PATIENCE_S_MAX, ABORTING_AT_ONCE * (time.monotonic() - begun_at))  # more on a busy machine
 
     async def ask_and_maybe_leave(number: int) -> None:
         async with abort_slots:
@@ -229,7 +232,7 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(clie
                 max_tokens=dice.randint(1, 24),
             )
             try:
-                said = await asyncio.wait_for(asking, dice.uniform(0.01, PATIENCE_S_MAX))
+                said = await asyncio.wait_for(asking, dice.uniform(0.01, patience_s_max))
                 assert said.status == 200, said
                 ended["answered"] += 1
             except (TimeoutError, httpx.HTTPError):
