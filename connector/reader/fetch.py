@@ -87,6 +87,7 @@ def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
         hashes=pack_full_hashes(plan.hashes[request.first : request.end]),
         hold_s=plan.limits.hold_s,
         follow_s=plan.follow_s if request.followed else 0.0,
+        leg_id=request.leg_id,
     )
 
 
@@ -361,6 +362,7 @@ class Fetch:
             requested_at=now,
             overdue_at=now + (plan.follow_s if source.follow else limits.answer_s_max),
             followed=source.follow,
+            leg_id=source.leg_id,
         )
         self.requests.append(request)
         self._spent.update((source.peer, at) for at in range(index, end))

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.message import Message
 
 FULL_HASH_BYTES = 32
@@ -59,7 +59,7 @@ class NoGrant(StrEnum):
     """Leases already pin the maximum number of blocks."""
     DRAINING = "draining"
     FOLLOW_OVER = "follow_over"
-    """The holder did not compute the next block within ``follow_s``."""
+    """The holder did not compute the next block within ``follow_s``, or the leg that was to compute it has ended."""
     UNREACHABLE = "unreachable"
     """Set by the reader: the holder did not reply."""
 
@@ -78,6 +78,8 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """Requested lifetime of each grant; the holder may shorten it."""
     follow_s: float = 0.0
     """How long after each grant to wait for the next block that the holder computes; 0: grant only present blocks."""
+    leg_id: LegId = LegId("")
+    """With ``follow_s``: the prefill leg that computes the blocks. Its end ends the wait. Empty: unknown."""
 
 
 class KvGrant(Message, frozen=True, kw_only=True):
@@ -139,11 +141,15 @@ class KvSource(Message, frozen=True, kw_only=True):
     """Index after the last block; 0: to the end of the prompt."""
     follow: bool = False
     """The source is computing the prompt: read its blocks as they are computed."""
+    leg_id: LegId = LegId("")
+    """With ``follow``: the prefill leg that computes the prompt."""
 
 
 class LegOrder(Message, frozen=True, kw_only=True):
     """Worker -> its engine, per request: which KV to read and offer. Passed beside the body, never inside it."""
 
+    leg_id: LegId = LegId("")
+    """PREFILL: the leg, whose end ends the wait of readers that follow it."""
     offer: bool = False
     """PREFILL: lease the prompt's blocks at the end and put the offer into the transfer report."""
     offer_id: str = ""

@@ -27,11 +27,22 @@ class LegStarter:
         self._made = 0
 
     def make(
-        self, context: RequestContext, placement: Placement, kind: LegKind, prefill: LegReport | None = None
+        self,
+        context: RequestContext,
+        placement: Placement,
+        kind: LegKind,
+        prefill: LegReport | None = None,
+        *,
+        beside: LegId | None = None,
     ) -> StartLeg:
-        """A leg of this placement. ``prefill``: the report of the decode leg's prefill leg, if that has ended."""
+        """A leg of this placement. ``prefill``: the report of the decode leg's prefill leg, if that has ended;
+        ``beside``: that prefill leg, if both run at once.
+        """
         self._made += 1
         http_request, facts = context.http_request, context.facts
+        sources = list(placement.handoff if kind is LegKind.DECODE else placement.sources)
+        if beside is not None:
+            sources = [msgspec.structs.replace(source, leg_id=beside) for source in sources]
         view = placement.prefill if kind is LegKind.PREFILL and placement.prefill is not None else placement.decode
         return StartLeg(
             worker_id=view.record.worker_id,
@@ -47,7 +58,7 @@ class LegStarter:
             kv_transfer=kv_transfer_of(prefill) if prefill is not None else b"",
             prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
             kv_offer=not placement.streamed,
-            kv_sources=list(placement.handoff if kind is LegKind.DECODE else placement.sources),
+            kv_sources=sources,
             expected_tokens=placement.uncached_tokens if kind is not LegKind.DECODE else 0,
             cache_hit_threshold=self._threshold(context, placement) if kind is not LegKind.PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,

@@ -142,7 +142,7 @@ def test_a_streamed_decode_leg_needs_no_prefill_report(stream):
         response = parse(connection.written)
         assert (prefill.kind, prefill.kv_offer) == (LegKind.PREFILL, False)
         assert (decode.kind, decode.kv_transfer) == (LegKind.DECODE, b"")
-        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True)]
+        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True, leg_id=prefill.leg_id)]
         assert response.body == (b"".join(EVENTS) + DONE if stream else WHOLE_RESPONSE)
         assert response.headers["x-baton-handoff"] == "streamed"
         assert p1.cancelled == d1.cancelled == []
