@@ -31,6 +31,7 @@ from shared.contracts.kv_exchange import (
     LeaseKv,
     NoGrant,
     ReleaseKv,
+    new_lease_id,
     pack_block_ids,
     unpack_full_hashes,
 )
@@ -93,7 +94,6 @@ class Holder:
         self._settings = settings
         self._now = now
         self._draining = False
-        self._offers = 0
         self._prompts: OrderedDict[bytes, int] = OrderedDict()
         self._ended_legs: OrderedDict[LegId, None] = OrderedDict()
         self._pool: Pool
@@ -161,9 +161,8 @@ class Holder:
         if not count:
             self._leases.totals.refused += 1
             return None
-        self._offers += 1
         settings = self._settings
-        lease_id = offer_id or f"{settings.worker_id}-{settings.epoch}-{self._offers}"
+        lease_id = offer_id or new_lease_id()
         until_s = self._now() + min(settings.lease_s, settings.lease_s_max)
         blocks = self._pool.blocks
         self._pin(lease_id, ANYONE, [blocks[block_id] for block_id in held[:count]], until_s)

@@ -25,6 +25,7 @@ from shared.contracts.kv_exchange import (
     LeaseKv,
     NoGrant,
     ReleaseKv,
+    new_lease_id,
     pack_full_hashes,
     unpack_block_ids,
 )
@@ -355,7 +356,7 @@ class Fetch:
         plan, limits = self.plan, self.plan.limits
         end = self._progress.missing_until(index, min(source.end, self._progress.end, index + LEASE_BLOCKS_MAX))
         request = LeaseRequest(
-            lease_id=f"{plan.reader[0]}-{plan.reader[1]}-{plan.next_number()}",
+            lease_id=new_lease_id(),
             peer=source.peer,
             first=index,
             end=end,

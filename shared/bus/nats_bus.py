@@ -194,7 +194,7 @@ class NatsBus(Connection):
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._sender.send(subject, pack(message), headers, reply_subject)
-                    return read_reply(await reply, channel.answer)
+                    return read_reply(await reply, channel, message)
             except TimeoutError as late:
                 raise AskTimedOut(f"{subject}: no reply within {timeout_s:g} s") from late
 

@@ -12,6 +12,7 @@ Clocks are monotonic seconds of the machine named. A reader bounds how far the h
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Iterable
 from enum import StrEnum
@@ -24,6 +25,11 @@ from shared.contracts.message import Message
 FULL_HASH_BYTES = 32
 LEASE_BLOCKS_MAX = 16384
 """Maximum number of blocks in one LeaseKv; the rest of a longer prompt is computed."""
+
+
+def new_lease_id() -> str:
+    """128 random bits, as a subject token: no reader can take the id of another's next lease, or release its offer."""
+    return secrets.token_hex(16)
 
 
 def pack_full_hashes(hashes: Iterable[bytes]) -> bytes:
@@ -71,7 +77,7 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     epoch: Epoch
     reader_id: WorkerId
     ask_id: str
-    """One subject token, never reused."""
+    """From ``new_lease_id``. It is the id of the lease too."""
     hashes: bytes
     """Full hashes of consecutive blocks of one chain."""
     hold_s: float
@@ -153,7 +159,9 @@ class LegOrder(Message, frozen=True, kw_only=True):
     offer: bool = False
     """PREFILL: lease the prompt's blocks at the end and put the offer into the transfer report."""
     offer_id: str = ""
-    """Lease id of the offer, chosen in advance and never reused, so that it can be released after any failure."""
+    """Lease id of the offer, chosen in advance and never reused, so that it can be released after any failure. Any
+    reader that knows it may release the offer.
+    """
     take: KvOffer | None = None
     """DECODE: blocks to read."""
     sources: list[KvSource] = msgspec.field(default_factory=list)

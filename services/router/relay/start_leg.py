@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -15,16 +16,16 @@ from shared.contracts.inference import LegKind, LegReport, StartLeg, pack_tokens
 
 pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED = 0.0
+ID_BYTES = 16
 
 
 class LegStarter:
-    """Makes the legs of one router, each with a unique id."""
+    """Makes the legs of one router, each with a random id: a worker cannot guess the legs of another."""
 
     def __init__(self, router_id: RouterId, now: Callable[[], float], *, guards_handoffs: bool) -> None:
         self._router_id = router_id
         self._now = now
         self._guards_handoffs = guards_handoffs
-        self._made = 0
 
     def make(
         self,
@@ -38,7 +39,6 @@ class LegStarter:
         """A leg of this placement. ``prefill``: the report of the decode leg's prefill leg, if that has ended;
         ``beside``: that prefill leg, if both run at once.
         """
-        self._made += 1
         http_request, facts = context.http_request, context.facts
         sources = list(placement.handoff if kind is LegKind.DECODE else placement.sources)
         if beside is not None:
@@ -48,7 +48,7 @@ class LegStarter:
             worker_id=view.record.worker_id,
             router_id=self._router_id,
             request_id=http_request.head.request_id,
-            leg_id=LegId(f"{self._router_id}-{self._made}"),
+            leg_id=LegId(secrets.token_hex(ID_BYTES)),
             kind=kind,
             path=http_request.head.path,
             body=http_request.upload.body(),
