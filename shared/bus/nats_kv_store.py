@@ -186,8 +186,10 @@ class NatsKeyValueStore(Generic[M]):
                 return await operation(await self._make_bucket())
 
     async def _make_bucket(self) -> KeyValue:
+        # Values that are renewed need no disk. On a full one the server would refuse them, until it is restarted.
+        storage = StorageType.FILE if self._ttl_s is None else StorageType.MEMORY
         config = KeyValueConfig(
-            bucket=self._bucket, history=1, ttl=self._ttl_s, storage=StorageType.FILE, limit_marker_ttl=MARKER_S
+            bucket=self._bucket, history=1, ttl=self._ttl_s, storage=storage, limit_marker_ttl=MARKER_S
         )
         try:
             self._kv = await self._js.create_key_value(config)
