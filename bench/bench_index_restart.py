@@ -94,7 +94,7 @@ def main() -> None:
         return
     print(f"\nA router begins anew among {WORKERS:,} workers, over NATS; medians of {options.repeat}:\n")
     print("| entries | MB on the wire | until everything is exact, s | CPU of the router, s |\n|---:|---:|---:|---:|")
-    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder), has_buckets=True) as server:
         for entries in SIZES:
             asyncio.run(measure(server.url, entries, options.repeat))
 

@@ -94,7 +94,7 @@ def run_live(policy: str, requests: list[Request], options: argparse.Namespace) 
     setting = {"profile": options.profile, "slo_ttft_s": slo.ttft_s, "slo_itl_s": slo.itl_s, "seed": options.seed}
     with tempfile.TemporaryDirectory() as made, ExitStack() as running:
         folder, port = Path(made), free_port()
-        nats = running.enter_context(NatsServer(folder, max_payload=MAX_PAYLOAD_BYTES))
+        nats = running.enter_context(NatsServer(folder, max_payload=MAX_PAYLOAD_BYTES, has_buckets=True))
         common = {"BATON_NATS_URL": nats.url, "BATON_LOG_LEVEL": "warning"}
         processes = {"NATS": psutil.Process(nats.pid), "client": psutil.Process()}
         for name in [f"w{number}" for number in range(options.workers)]:

@@ -144,7 +144,7 @@ def floor(url: str, rate: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def running(pairs: int) -> Iterator[System]:
-    with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch)) as nats:
+    with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch), has_buckets=True) as nats:
         pin(nats.pid, OTHER_CORE)
         system = System(Path(scratch), nats.url)
         try:

@@ -72,7 +72,7 @@ async def dispatch_us(legs: int) -> float:
     payloads = [pack(batch(legs, seq)) for seq in range(rounds)]
     begin = time.process_time()
     for payload in payloads:
-        bus.hub.deliver("frames.r1.w1", payload, {})
+        bus.hub.deliver("frames.r1", payload, {})
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*readers)
@@ -113,7 +113,7 @@ def main() -> None:
         return
     print("router CPU, microseconds per frame")
     print(f"{'frames per batch':>16} {'unpack':>8} {'dispatch':>9} {'nats':>8}")
-    with tempfile.TemporaryDirectory() as directory, NatsServer(Path(directory)) as server:
+    with tempfile.TemporaryDirectory() as directory, NatsServer(Path(directory), has_buckets=True) as server:
         for legs in (1, 16, 64):
             row = (unpack_us(legs), uvloop.run(dispatch_us(legs)), uvloop.run(nats_us(legs, server.url)))
             print(f"{legs:>16} {row[0]:>8.2f} {row[1]:>9.2f} {row[2]:>8.2f}")

@@ -77,7 +77,7 @@ class Router:
 @contextlib.contextmanager
 def three_routers(receiver: OtlpReceiver) -> Iterator[dict[str, Router]]:
     """On one core, before one fleet."""
-    with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch)) as nats:
+    with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch), has_buckets=True) as nats:
         pin(nats.pid, OTHER_CORE)
         pin(os.getpid(), OTHER_CORE)
         system = System(Path(scratch), nats.url)

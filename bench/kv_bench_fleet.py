@@ -82,7 +82,7 @@ async def bench_fleet(
     cores = sorted(os.sched_getaffinity(0))
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        nats = stack.enter_context(NatsServer(folder))
+        nats = stack.enter_context(NatsServer(folder, has_buckets=True))
         if router is not None:
             variables = {f"ROUTER_{name.upper()}": value for name, value in router.items()}
             stack.enter_context(

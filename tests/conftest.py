@@ -78,7 +78,7 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path) as server:
+    with NatsServer(tmp_path, has_buckets=True) as server:
         yield server
 
 

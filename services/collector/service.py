@@ -96,7 +96,7 @@ class Collector:
         """Watch the default mode in the key-value store; never returns."""
         while True:
             try:
-                store = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
+                store = await self._bus.key_value_store(DEFAULT_MODE)
                 async for entry in store.watch():
                     value = entry.value if entry is not None else None
                     if entry is not None or not self._console.default_mode:

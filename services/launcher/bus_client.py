@@ -26,7 +26,7 @@ from shared.contracts.control import ServiceStatus
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.load import LoadReport
 from shared.contracts.message import Message
-from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, FleetWorker, WorkerPhase
+from shared.contracts.workers import DescribeFleet, FleetState, FleetWorker, WorkerPhase
 
 M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -80,7 +80,7 @@ async def read_fleet(nats_url: str) -> Fleet:
         try:
             return Fleet(await bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX), from_registry=False)
         except (NoResponders, AskTimedOut):
-            entries = await (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+            entries = await (await bus.key_value_store(WORKER_RECORDS)).all()
     workers = [
         FleetWorker(record=entry.value, phase=entry.value.phase, since_s=0.0, silent_s=0.0)
         for entry in entries

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
+from services.orchestrator.buckets import keep_buckets, make_buckets
 from services.orchestrator.fleet.fleet import Fleet, Limits
 from services.orchestrator.leadership.leader import stand_for_leadership
 from services.orchestrator.leadership.leadership import Candidate
@@ -17,7 +18,7 @@ from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, L
 from shared.contracts.control import Leadership
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, WorkerLost, WorkerRecord
+from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 from shared.deadline import unless
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import REGISTRY, Waits
@@ -79,21 +80,24 @@ class Orchestrator:
             await self._bus.subscribe(LOAD, self._load_reported)
             await self._bus.subscribe(FLEET_STATE, self._state_published)
             await self._planning.listen()
+            keeping = tasks.create_task(keep_buckets(self._bus, self._candidate.lease_s), name="keep-buckets")
             following = tasks.create_task(self._follow(records.watch()), name="follow-records")
             await unless(stopping, self._waits.until(REGISTRY, self._fleet_known.wait))
             publishing = tasks.create_task(self._publish(), name="publish")
             planning = tasks.create_task(self._planning.run(lambda: self.describe().workers), name="plan")
             on_ready()
             await stand_for_leadership(self._candidate, leadership, self._clock, stopping)
+            keeping.cancel()
             following.cancel()
             publishing.cancel()
             planning.cancel()
 
     async def _open_stores(self) -> tuple[KeyValueStore[WorkerRecord], KeyValueStore[Leadership]]:
-        bus, until, lease_s = self._bus, self._waits.until, self._candidate.lease_s
+        bus, until = self._bus, self._waits.until
+        await until(REGISTRY, lambda: make_buckets(bus, self._candidate.lease_s))
         return (
-            await until(REGISTRY, lambda: bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)),
-            await until(LEADER_ENTRY, lambda: bus.key_value_store(LEADERSHIP, ttl_s=lease_s)),
+            await until(REGISTRY, lambda: bus.key_value_store(WORKER_RECORDS)),
+            await until(LEADER_ENTRY, lambda: bus.key_value_store(LEADERSHIP)),
         )
 
     async def _follow(self, changes: AsyncIterator[StoredValue[WorkerRecord] | None]) -> None:

@@ -14,10 +14,11 @@ import msgspec
 import nats.errors
 
 from shared.bus.connection import Connection
+from shared.bus.jetstream import BucketStream
 from shared.bus.nats_client import DirectClient
 from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
 from shared.bus.nats_errors import ConnectionErrors, without_password
-from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
+from shared.bus.nats_inbox import REFUSED_HEADER, Inbox, is_reply_subject
 from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.nats_sender import Sender
 from shared.bus.nats_subscription import LiveSubscription, Take, subject_filter
@@ -35,6 +36,7 @@ from shared.bus.port import (
 )
 from shared.bus.receiver import SUBJECT_SHOWN_MAX, Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
+from shared.contracts.buckets import bucket_of
 from shared.contracts.channels import AskChannel, Channel
 from shared.deadline import end, within
 
@@ -190,11 +192,18 @@ class NatsBus(Connection):
         subject = channel.address(message)
         if not can_be_sent_to(subject):
             raise NoResponders(f"{subject[:SUBJECT_SHOWN_MAX]!r} is not a valid subject")
+        return read_reply(await self._ask(subject, pack(message), headers, timeout_s), channel.answer)
+
+    async def request(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, timeout_s: float) -> bytes:
+        """Ask somebody who does not speak Baton's messages. Raises NoResponders, AskTimedOut, BusDown."""
+        return (await self._ask(subject, payload, headers, timeout_s))[0]
+
+    async def _ask(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, timeout_s: float) -> Reply:
         with self._inbox.expect(subject) as (reply_subject, reply):
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._sender.send(subject, pack(message), headers, reply_subject)
-                    return read_reply(await reply, channel, message)
+                    await self._sender.send(subject, payload, headers, reply_subject)
+                    return await reply
             except TimeoutError as late:
                 raise AskTimedOut(f"{subject}: no reply within {timeout_s:g} s") from late
 
@@ -217,13 +226,25 @@ class NatsBus(Connection):
             await self._reply(reply, made)
 
         async def take(payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
+            if not is_reply_subject(reply):
+                count_bad(self.counts, subject, BadMessage(f"the reply subject {reply[:SUBJECT_SHOWN_MAX]!r}"))
+                return
             await free_slots.acquire()
             self._spawn(work(payload, headers, subject, reply), f"answer {channel.subject}")
 
         return await self._subscribe(subject_filter(channel, ids), take, QUEUE_MAX, None)
 
-    async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
-        return await NatsKeyValueStore.open(self, self._nc, channel, ttl_s)
+    async def key_value_store(self, channel: Channel[M]) -> KeyValueStore[M]:
+        store = NatsKeyValueStore(self, channel)
+        await store.open()
+        return store
+
+    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None) -> None:
+        await BucketStream(self, bucket_of(channel)).make(ttl_s)
+
+    async def listen(self, subject: str, take: Take) -> Subscription:
+        """Pass all messages on a subject to ``take``. Raises BusDown."""
+        return await self._subscribe(subject, take, QUEUE_MAX, None)
 
     async def flush(self, timeout_s: float) -> None:
         if not self.connected:
@@ -276,6 +297,7 @@ class NatsBus(Connection):
             await self.flush(SEND_S_MAX)  # The PONG proves that the server has read the SUB.
         except BusDown:
             if self.connected:
+                await subscription.close()
                 raise
             log.info("NATS is away: the subscription to %s begins with the reconnection", subject)
         return subscription

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 
 from shared.bus.port import NoResponders
 from shared.bus.receiver import Reply
+from shared.contracts.permissions import REPLIES
 
 REFUSED_HEADER = "Baton-Refused"
 """Marks a reply that is a ``Failure``."""
+TOKEN_BYTES = 16
 _STATUS_HEADER = "Status"
 _NO_RESPONDERS = "503"
 
 
+def is_reply_subject(subject: str) -> bool:
+    """Whether a reply may go there. Who asks chooses it, and must not choose what only the replier may publish to."""
+    return subject.startswith("_INBOX.")
+
+
 class Inbox:
-    """Reply subjects below one prefix: ``a.{number}`` for asks, ``u.{key}`` for messages published with a key."""
+    """Reply subjects below one prefix: ``a.{token}`` for asks, ``u.{key}`` for messages published with a key.
+
+    Many parties may publish below ``a``, so the token is known only to those that receive the ask. Nobody may publish
+    below ``u``: what arrives there is from the server.
+    """
 
     def __init__(self, prefix: str, unreachable: Callable[[str], None]) -> None:
         self.subject = f"{prefix}.>"
@@ -25,7 +36,6 @@ class Inbox:
         """Unique to this connection."""
         self._prefix = prefix
         self._unreachable = unreachable
-        self._numbers = count()
         self._asks: dict[str, tuple[str, asyncio.Future[Reply]]] = {}
 
     def for_key(self, key: str) -> str:
@@ -35,13 +45,13 @@ class Inbox:
     @contextmanager
     def expect(self, subject: str) -> Iterator[tuple[str, asyncio.Future[Reply]]]:
         """A reply subject for an ask on ``subject``, and the future of the reply or of NoResponders."""
-        number = str(next(self._numbers))
+        token = secrets.token_hex(TOKEN_BYTES)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._asks[number] = (subject, future)
+        self._asks[token] = (subject, future)
         try:
-            yield f"{self._prefix}.a.{number}", future
+            yield f"{self._prefix}.{REPLIES}.{token}", future
         finally:
-            del self._asks[number]
+            del self._asks[token]
             future.cancel()
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
@@ -56,7 +66,7 @@ class Inbox:
         no_responders = not payload and headers.get(_STATUS_HEADER) == _NO_RESPONDERS
         if kind == "u" and no_responders:
             self._unreachable(name)
-        if kind != "a" or name not in self._asks:
+        if kind != REPLIES or name not in self._asks:
             return
         asked_on, asked = self._asks[name]
         if asked.done():

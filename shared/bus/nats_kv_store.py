@@ -1,273 +1,296 @@
-"""A key-value store in a JetStream bucket, with workarounds for these traps:
+"""A key-value store in a JetStream bucket.
 
-* Watchers see expiry only if the bucket has a ``limit_marker_ttl``; an expiry marker reads as an empty value.
-* A watch stalls for many seconds after a server restart. It is opened again when the connection is back.
-* A server that lost its storage has lost the bucket. It is created again at the next use.
+JetStream's own ways to follow a bucket need a consumer, which delivers stored bytes to any subject its maker names (see
+``permissions``). Instead the server republishes each value that it has stored, with its revision; a watch subscribes to
+that, then reads what is stored, and merges both by revision. Nobody announces that a value has expired: the watch knows
+when it should have, and then asks the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from heapq import heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
-import nats.errors
-import nats.js.errors as js_errors
-from nats.aio.client import Client
-from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig, StorageType
-from nats.js.kv import KeyValue
 
-from shared.bus.port import BusCounts, BusDown, BusError, StoredValue, WrongRevision
+from shared.bus.jetstream import BucketStream, Present, Requester
+from shared.bus.port import BusCounts, BusError, StoredValue, Subscription, WrongRevision
 from shared.bus.receiver import count_bad, read_entry
 from shared.bus.wire import BadMessage, pack
+from shared.contracts.buckets import bucket_of, key_of, stored_subject, stream_of
 from shared.contracts.channels import Channel
-from shared.deadline import keep_cancellation
 
 log = logging.getLogger("baton.bus")
 
 M = TypeVar("M", bound=msgspec.Struct)
-T = TypeVar("T")
 
-REPLY_S_MAX = 5.0
-"""JetStream counts as down if it does not reply within this."""
-MARKER_S = 10.0
-"""How long the marker of an expired value stays in the bucket."""
 WATCH_RETRY_S = 0.2
-WATCHER_IDLE_S_MAX = 60.0
-"""The server drops a watch that its process no longer reads."""
-DUPLICATE_WINDOW_S = 120.0
-DIFFERENT_CONFIG = 10058
+EXPIRY_RETRY_S = 0.25
+"""The server deletes an expired value a little late; so long after that time, and again, the watch asks for it."""
+CHANGES_MAX = 65536
+"""Changes that a watch holds for its reader; beyond, it reads all values again."""
+SEQUENCE_HEADER, STREAM_HEADER = "Nats-Sequence", "Nats-Stream"
 
 
-class Owner(Protocol):
+Take = Callable[[bytes, dict[str, str], str, str], None]
+
+
+class Owner(Requester, Protocol):
     """The bus that opened the store."""
 
     counts: BusCounts
+    reconnected: list[Callable[[], None]]
 
-    @property
-    def connected(self) -> bool: ...
-
-    def on_reconnect(self, handler: Callable[[], None]) -> None: ...
+    async def listen(self, subject: str, take: Take) -> Subscription:
+        """Pass every message to ``take``. Raises BusDown."""
 
 
 class NatsKeyValueStore(Generic[M]):
     """The entries of one KEY_VALUE channel."""
 
-    def __init__(self, owner: Owner, js: JetStreamContext, channel: Channel[M], ttl_s: float | None) -> None:
+    def __init__(self, owner: Owner, channel: Channel[M]) -> None:
         self._owner = owner
-        self._js = js
         self._channel = channel
-        self._bucket = channel.subject.partition(".")[0]
-        self._ttl_s = ttl_s
-        self._kv: KeyValue | None = None
-        self._watchers: set[KeyValue.KeyWatcher] = set()
-        self._stops: set[asyncio.Task[None]] = set()
+        self._bucket = bucket_of(channel)
+        self._stream = BucketStream(owner, self._bucket)
 
-    @classmethod
-    async def open(cls, owner: Owner, nc: Client, channel: Channel[M], ttl_s: float | None) -> NatsKeyValueStore[M]:
-        """Create the bucket if it is missing. Raises BusDown."""
-        store = cls(owner, nc.jetstream(timeout=REPLY_S_MAX), channel, ttl_s)
-        with keep_cancellation(), _our_errors():
-            await store._make_bucket()
-        owner.on_reconnect(store._restart_watches)
-        return store
+    async def open(self) -> None:
+        """Raises BusDown if the bucket does not exist."""
+        await self._stream.must_exist()
 
     async def put(self, value: M) -> int:
-        key, payload = self._pack(value)
-        return await self._use(lambda kv: kv.put(key, payload))
+        return await self._stream.write(*self._pack(value))
 
     async def create(self, value: M) -> int:
         key, payload = self._pack(value)
         try:
-            return await self._use(lambda kv: kv.update(key, payload, last=0))
+            return await self._stream.write(key, payload, 0)
         except WrongRevision:
-            entry = await self._use(lambda kv: _newest(kv, key))
-            if entry is None or not entry.value:  # Deleted or expired: only its marker is left.
-                revision = entry.revision if entry is not None else 0
-                return await self._use(lambda kv: kv.update(key, payload, last=revision))
+            newest = await self._stream.newest(key)
+            if newest is None or not newest.data:  # Deleted, or expired just now.
+                return await self._stream.write(key, payload, newest.seq if newest is not None else 0)
             raise
 
     async def update(self, value: M, revision: int) -> int:
-        key, payload = self._pack(value)
-        return await self._use(lambda kv: kv.update(key, payload, last=revision))
+        return await self._stream.write(*self._pack(value), revision)
 
     async def get(self, key: str) -> StoredValue[M] | None:
-        entry = await self._use(lambda kv: _newest(kv, key))
-        return None if entry is None else self._read(entry)
+        newest = await self._stream.newest(key)
+        return None if newest is None else self._read(key, newest.data, newest.seq)
 
-    async def delete(self, key: str) -> None:
-        await self._use(lambda kv: kv.delete(key))
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        await self._stream.write(key, b"", revision)
 
     async def all(self) -> list[StoredValue[M]]:
-        watcher = await self._use(lambda kv: kv.watchall(inactive_threshold=WATCHER_IDLE_S_MAX))
-        live: list[StoredValue[M]] = []
-        try:
-            async with asyncio.timeout(REPLY_S_MAX):
-                async for entry in entries_of(watcher, self._has_entries):
-                    if entry is None:
-                        return live
-                    value = self._read(entry)
-                    if value is not None:
-                        live.append(value)
-        except TimeoutError as late:
-            raise BusDown(f"{self._bucket}: JetStream did not reply within {REPLY_S_MAX} s") from late
-        finally:
-            await _stop(watcher)
-        return live
+        present = await self._stream.present()
+        read = (self._read(one.key, one.data, one.seq) for one in present.messages)
+        return [value for value in read if value is not None]
 
     async def watch(self) -> AsyncIterator[StoredValue[M] | None]:
-        known: dict[str, int] = {}
-        while True:
-            watcher = await self._new_watcher()
-            seen: set[str] = set()
-            complete = False
-            try:
-                # Ends when the connection is back; then all entries are yielded again.
-                async for entry in entries_of(watcher, self._has_entries):
-                    if entry is None:
-                        for gone in known.keys() - seen:
-                            yield StoredValue(gone, None, known.pop(gone))
-                        complete = True
-                        yield None
-                        continue
-                    value = self._read(entry)
-                    if value is not None:
-                        seen.add(entry.key)
-                        known[entry.key] = value.revision
-                        yield value
-                    elif complete and known.pop(entry.key, None) is not None:
-                        yield StoredValue(entry.key, None, entry.revision or 0)
-            finally:
-                self._watchers.discard(watcher)
-                await _stop(watcher)
-
-    async def _has_entries(self) -> bool:
+        changes = _Changes(self._bucket, self._owner.counts)
+        known = _Known(asyncio.get_running_loop().time)
+        subscription = await self._listen(changes)
+        self._owner.reconnected.append(changes.read_again)
         try:
-            return bool((await self._use(lambda kv: kv.status())).values)
-        except BusError:  # The connection is lost; the watch starts again.
-            return False
+            while True:
+                if changes.must_read:
+                    for value in await self._read_all(changes, known):
+                        yield value
+                    yield None
+                while (change := changes.next()) is not None:
+                    if (changed := self._changed(known, *change)) is not None:
+                        yield changed
+                for gone in await self._expired(known, changes):
+                    yield gone
+                await changes.wait(known.next_at)
+        finally:
+            self._owner.reconnected.remove(changes.read_again)
+            await subscription.close()
 
-    async def _new_watcher(self) -> KeyValue.KeyWatcher:
+    async def _listen(self, changes: _Changes) -> Subscription:
         while True:
-            life = self._owner.counts.reconnects
             try:
-                watcher = await self._use(lambda kv: kv.watchall(inactive_threshold=WATCHER_IDLE_S_MAX))
+                return await self._owner.listen(stored_subject(self._bucket, "*"), changes.take)
             except BusError as error:
                 log.info("cannot watch %s yet, trying again: %s", self._bucket, error)
                 await asyncio.sleep(WATCH_RETRY_S)
-                continue
-            if life == self._owner.counts.reconnects:
-                self._watchers.add(watcher)
-                return watcher
-            await _stop(watcher)
 
-    def _restart_watches(self) -> None:
-        for watcher in self._watchers:
-            stop = asyncio.get_running_loop().create_task(_stop(watcher), name=f"rewatch {self._bucket}")
-            self._stops.add(stop)
-            stop.add_done_callback(self._stops.discard)
+    async def _read_all(self, changes: _Changes, known: _Known) -> list[StoredValue[M]]:
+        """All entries, after a deletion for each that is known and gone. Retries until NATS answers."""
+        present = await self._present(changes)
+        before = known.begin(present.ttl_s)
+        live = []
+        for one in present.messages:
+            value = self._read(one.key, one.data, one.seq)
+            if value is not None:
+                known.note(one.key, one.seq, present.age_s(one))
+                live.append(value)
+        while (change := changes.next()) is not None:  # stored before or while all was read
+            changed = self._changed(known, *change)
+            if changed is not None:
+                live.append(changed)
+        changes.begin_after(present.last_revision)
+        gone: list[StoredValue[M]] = [
+            StoredValue(key, None, before[key]) for key in before if key not in known.revisions
+        ]
+        return gone + live
 
-    async def _use(self, operation: Callable[[KeyValue], Awaitable[T]]) -> T:
-        """Run an operation; create the bucket again if the server lost it. Raises BusDown, WrongRevision."""
-        if not self._owner.connected:
-            raise BusDown("NATS cannot be reached")
-        with keep_cancellation(), _our_errors():
-            kv = self._kv or await self._make_bucket()
+    async def _present(self, changes: _Changes) -> Present:
+        while True:
+            changes.must_read = False
             try:
-                return await operation(kv)
-            except js_errors.KeyValueError:
-                raise
-            except (js_errors.NoStreamResponseError, js_errors.NotFoundError):
-                log.warning("the server has lost the bucket %s: creating it again", self._bucket)
-                return await operation(await self._make_bucket())
+                present = await self._stream.present()
+            except BusError as error:
+                log.info("cannot read %s yet, trying again: %s", self._bucket, error)
+                await asyncio.sleep(WATCH_RETRY_S)
+                continue
+            if not changes.must_read:
+                return present
 
-    async def _make_bucket(self) -> KeyValue:
-        # Values that are renewed need no disk. On a full one the server would refuse them, until it is restarted.
-        storage = StorageType.FILE if self._ttl_s is None else StorageType.MEMORY
-        config = KeyValueConfig(
-            bucket=self._bucket, history=1, ttl=self._ttl_s, storage=storage, limit_marker_ttl=MARKER_S
-        )
-        try:
-            self._kv = await self._js.create_key_value(config)
-        except js_errors.BadRequestError as error:
-            if error.err_code != DIFFERENT_CONFIG:
-                raise
-            self._kv = await self._change_bucket()
-        return self._kv
+    def _changed(self, known: _Known, key: str, payload: bytes, revision: int) -> StoredValue[M] | None:
+        """What is new to the watch; None if nothing is."""
+        if revision <= known.revisions.get(key, 0):
+            return None
+        value = self._read(key, payload, revision)
+        if value is not None:
+            known.note(key, revision)
+            return value
+        return StoredValue(key, None, revision) if known.revisions.pop(key, None) is not None else None
 
-    async def _change_bucket(self) -> KeyValue:
-        """The bucket exists with another expiry, from an older configuration: apply the present one."""
-        info = await self._js.stream_info(f"KV_{self._bucket}")
-        await self._js.update_stream(
-            info.config.evolve(
-                max_age=self._ttl_s or 0,
-                duplicate_window=min(self._ttl_s or DUPLICATE_WINDOW_S, DUPLICATE_WINDOW_S),
-                subject_delete_marker_ttl=MARKER_S,
-            )
-        )
-        return await self._js.key_value(self._bucket)
+    async def _expired(self, known: _Known, changes: _Changes) -> list[StoredValue[M]]:
+        """Changes of entries whose time has passed, as the server sees them."""
+        found: list[StoredValue[M]] = []
+        for key in known.due():
+            revision = known.revisions[key]
+            try:
+                newest = await self._stream.newest(key)
+            except BusError as error:
+                log.info("cannot see whether %s.%s has expired: %s", self._bucket, key, error)
+                known.ask_again(key)
+                return found
+            if newest is None:
+                del known.revisions[key]
+                found.append(StoredValue(key, None, revision))
+            elif newest.seq == revision:
+                known.ask_again(key)
+            elif newest.seq > revision:
+                changed = self._changed(known, key, newest.data, newest.seq)
+                if changed is not None:
+                    found.append(changed)
+            else:  # The stream was made anew.
+                changes.read_again()
+                return found
+        return found
 
     def _pack(self, value: M) -> tuple[str, bytes]:
-        return self._channel.address(value).partition(".")[2], pack(value)
+        return key_of(self._channel.address(value)), pack(value)
 
-    def _read(self, entry: KeyValue.Entry) -> StoredValue[M] | None:
-        """The entry, or None for markers and unreadable values."""
-        if not entry.value:
+    def _read(self, key: str, payload: bytes, revision: int) -> StoredValue[M] | None:
+        """The entry, or None for deletions and unreadable values."""
+        if not payload:
             return None
         try:
-            return StoredValue(entry.key, read_entry(self._channel, entry.key, entry.value), entry.revision or 0)
+            return StoredValue(key, read_entry(self._channel, key, payload), revision)
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None
 
 
-async def entries_of(
-    watcher: AsyncIterable[KeyValue.Entry | None], has_entries: Callable[[], Awaitable[bool]]
-) -> AsyncIterator[KeyValue.Entry | None]:
-    """The watcher's entries, with None after the last entry that existed at the start.
+class _Known:
+    """The entries that a watch has yielded, and when each expires if it is not renewed."""
 
-    nats-py yields None at once if the server reports nothing pending, also while the first entries are still on their
-    way. An early None is held back until the entry after which nothing is pending.
-    """
-    arrived = early = False
-    async for entry in watcher:
-        if entry is None and not arrived and await has_entries():
-            early = True
-            continue
-        yield entry
-        if entry is not None:
-            arrived = True
-            if early and not entry.delta:
-                early = False
-                yield None
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.revisions: dict[str, int] = {}
+        self._now = now
+        self._ttl_s = 0.0
+        self._checks: list[tuple[float, str, int]] = []
+        """A heap. Checks of revisions that were renewed meanwhile remain in it until their time."""
+
+    def begin(self, ttl_s: float) -> dict[str, int]:
+        """Forget everything, and return the revisions that were known."""
+        before, self.revisions = self.revisions, {}
+        self._ttl_s, self._checks = ttl_s, []
+        return before
+
+    def note(self, key: str, revision: int, age_s: float = 0.0) -> None:
+        """An entry was written ``age_s`` ago."""
+        self.revisions[key] = revision
+        if self._ttl_s:
+            heappush(self._checks, (self._now() + self._ttl_s - age_s, key, revision))
+
+    def ask_again(self, key: str) -> None:
+        """The server still has it."""
+        heappush(self._checks, (self._now() + EXPIRY_RETRY_S, key, self.revisions[key]))
+
+    def due(self) -> Iterator[str]:
+        """Keys of entries that should have expired by now."""
+        now = self._now()
+        while self._checks and self._checks[0][0] <= now:
+            _at, key, revision = heappop(self._checks)
+            if self.revisions.get(key) == revision:
+                yield key
+
+    @property
+    def next_at(self) -> float | None:
+        return self._checks[0][0] if self._checks else None
 
 
-async def _newest(kv: KeyValue, key: str) -> KeyValue.Entry | None:
-    """The newest entry of the key, deletion and expiry markers included (their value is empty)."""
-    try:
-        return await kv.get(key)
-    except js_errors.KeyNotFoundError as error:
-        entry: KeyValue.Entry | None = error.entry
-        return entry
+class _Changes:
+    """What a watch has heard and its reader has not."""
 
+    def __init__(self, bucket: str, counts: BusCounts) -> None:
+        self.must_read = True
+        """All entries must be read: at the start, and when changes may have been missed."""
+        self._stream = stream_of(bucket)
+        self._counts = counts
+        self._changes: deque[tuple[str, bytes, int]] = deque()
+        self._newest = 0
+        self._heard = asyncio.Event()
 
-async def _stop(watcher: KeyValue.KeyWatcher) -> None:
-    try:
-        with keep_cancellation():
-            await watcher.stop()  # type: ignore[no-untyped-call]
-    except nats.errors.Error as error:  # Already stopped, or the connection is closed.
-        log.debug("watch: %r", error)
+    def read_again(self) -> None:
+        """What was heard so far is not needed."""
+        self.must_read = True
+        self._changes.clear()
+        self._newest = 0
+        self._heard.set()
 
+    def take(self, payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
+        """A message on the subject of stored values. Only the server publishes there and adds these headers; a reply
+        that somebody directs there has none.
+        """
+        sequence = headers.get(SEQUENCE_HEADER, "")
+        if headers.get(STREAM_HEADER) != self._stream or not sequence.isdecimal():
+            count_bad(self._counts, subject, BadMessage("it is no stored value"))
+            return
+        if len(self._changes) >= CHANGES_MAX:
+            self.read_again()
+        self._changes.append((subject.rpartition(".")[2], payload, int(sequence)))
+        self._heard.set()
 
-@contextmanager
-def _our_errors() -> Iterator[None]:
-    try:
-        yield
-    except js_errors.KeyWrongLastSequenceError as error:
-        raise WrongRevision(str(error)) from error
-    except (nats.errors.Error, TimeoutError) as error:
-        raise BusDown(f"JetStream: {error!r}") from error
+    def next(self) -> tuple[str, bytes, int] | None:
+        """The next change; None if there is none, or all entries must be read again."""
+        if self.must_read or not self._changes:
+            return None
+        change = self._changes.popleft()
+        if change[2] <= self._newest:
+            self.read_again()
+            return None
+        self._newest = change[2]
+        return change
+
+    def begin_after(self, revision: int) -> None:
+        """A later change with an earlier revision shows that the stream was made anew."""
+        self._newest = max(self._newest, revision)
+
+    async def wait(self, until: float | None) -> None:
+        """Until there is a change, or for ``until`` in the event loop's time."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._heard.wait()
+        except TimeoutError:
+            return
+        self._heard.clear()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -91,9 +91,7 @@ class BusCounts:
     dropped: int = 0
     """Messages dropped because a subscriber of this process was too slow."""
     bad_messages: int = 0
-    """Messages that could not be unpacked, or that name what is not their sender's: ids other than those of their
-    subject, or a leg of another worker.
-    """
+    """Messages that could not be unpacked, or whose ids differed from those of their subject."""
     parts_lost: int = 0
     """Messages in parts of which one part never arrived."""
     reconnects: int = 0
@@ -119,7 +117,7 @@ class Subscription(Protocol):
 
 
 class KeyValueStore(Protocol[M]):
-    """The entries of one KEY_VALUE channel. An entry not renewed within ``ttl_s`` expires; watchers see that."""
+    """The entries of one KEY_VALUE channel. All methods but ``watch`` raise BusDown."""
 
     async def put(self, value: M) -> int:
         """Write unconditionally. Returns the revision."""
@@ -133,8 +131,8 @@ class KeyValueStore(Protocol[M]):
     async def get(self, key: str) -> StoredValue[M] | None:
         """The current entry, or None."""
 
-    async def delete(self, key: str) -> None:
-        """Remove; watchers see that."""
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """Remove, only that revision if given; watchers see that. Raises WrongRevision."""
 
     async def all(self) -> list[StoredValue[M]]:
         """Every current entry."""
@@ -212,8 +210,13 @@ class Bus(Protocol):
     async def answer(self, channel: AskChannel[M, A], responder: Responder[M, A], **ids: str) -> Subscription:
         """Reply to each ask, to at most ``ASKS_AT_ONCE_MAX`` of them concurrently."""
 
-    async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
-        """The store of a KEY_VALUE channel; creates the bucket if it is missing."""
+    async def key_value_store(self, channel: Channel[M]) -> KeyValueStore[M]:
+        """The store of a KEY_VALUE channel. Raises BusDown while it has no bucket: an orchestrator makes it."""
+
+    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None) -> None:
+        """Make the bucket of a KEY_VALUE channel, or put its configuration right; only an orchestrator may. An entry
+        that is not renewed within ``ttl_s`` expires. Raises BusDown.
+        """
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything published has reached the server. Raises BusDown."""

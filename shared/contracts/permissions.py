@@ -1,19 +1,22 @@
 """The channel table as nats-server permissions: each party may publish and subscribe to its own channels only.
 
-A subject names the sender, the receiver or both by id (see ``Channel.sent_by``). So a worker with a key of its own can
-send in its own name only and receive only its own commands, and can still ask every other worker. All routers are one
-party: a router may start a leg on any worker and read its frames, so a key for each of them would protect little.
+The id in a subject names one end of its channel: the sender of an event or a key-value entry, the receiver of a command
+or an ask. So a worker with a key of its own can send events only for itself and receive only its own commands, and can
+still ask every other worker.
+
+Only the orchestrator may make or change a key-value bucket, and nobody has a consumer or DIRECT.GET: both would deliver
+stored bytes to any subject that their user names, with the server's authority. For the same reason nobody has NATS's
+``allow_responses``, which lets a party publish to whatever a message names as its reply subject, also its own message.
+Parties that reply may publish to the reply subjects of those that ask; each ask has a subject that cannot be guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from shared.contracts.channels import CHANNELS, PLACEHOLDER, Channel, Delivery, Party
-
-REPLY_PARTS_MAX = 4096
-REPLY_S_MAX = 60
+from shared.contracts.buckets import KEY_VALUE_CHANNELS, api_subject, bucket_of, key_of, stored_subject, written_subject
+from shared.contracts.channels import CHANNELS, Channel, Delivery, Party
 
 _USAGE = """
 # `baton init` writes all of this for you, with a key for each party and TLS. By hand, with passwords:
@@ -31,13 +34,24 @@ _USAGE = """
 # party cannot read the replies to another.
 """
 
-_WORKER_IDS = ("worker_id", "reader_id", "source_id", "instance")
-"""Placeholders that stand for a worker where a worker is the end that they name."""
+REPLIES = "a"
+"""The token of reply subjects that replies go to: ``{inbox prefix}.{connection}.a.{ask}``."""
+BUCKET_MAKER = Party.ORCHESTRATOR
+
+_NAMES_SENDER = (Delivery.EVENT, Delivery.KEY_VALUE)
+_WORKER_IDS = ("worker_id", "reader_id", "instance")
+"""Placeholders that stand for a worker where a worker is the end that the subject names."""
 
 
 def inbox_prefix(owner: str) -> str:
     """Prefix of the reply subjects of this owner."""
     return f"_INBOX.{owner}"
+
+
+def reply_subjects(party: Party) -> list[str]:
+    """Filters for the subjects of replies to a party, and for those to single owners of it."""
+    owners = [owner_of(party), *([owner_of(party, "*")] if party is Party.WORKER else [])]
+    return [f"{inbox_prefix(owner)}.*.{REPLIES}.*" for owner in owners]
 
 
 def owner_of(party: Party, worker_id: str = "") -> str:
@@ -52,12 +66,9 @@ def permissions() -> str:
 
 def permission_block(party: Party, worker_id: str = "") -> str:
     """Permissions of a party's key, or of one worker's, in nats-server's configuration syntax."""
-    replies = any(party in row.receivers for row in CHANNELS.values() if row.delivery is Delivery.ASK)
-    allow_responses = f'  allow_responses: {{ max: {REPLY_PARTS_MAX}, expires: "{REPLY_S_MAX}s" }}\n' if replies else ""
     return (
         f"{{\n  publish: {{ allow: [\n{_lines(may_publish(party, worker_id))}  ] }}\n"
-        f"  subscribe: {{ allow: [\n{_lines(may_subscribe(party, worker_id))}  ] }}\n"
-        f"{allow_responses}}}"
+        f"  subscribe: {{ allow: [\n{_lines(may_subscribe(party, worker_id))}  ] }}\n}}"
     )
 
 
@@ -65,45 +76,42 @@ def may_publish(party: Party, worker_id: str = "") -> list[str]:
     """Subjects that this party, or this one worker, may publish to."""
     subjects: list[str] = []
     for channel in CHANNELS.values():
-        own = _own(channel.sender_parts, party, worker_id)
+        own = _own(channel, party, worker_id) if channel.delivery in _NAMES_SENDER else {}
         if channel.delivery is Delivery.KEY_VALUE:
-            if party in channel.senders:
-                subjects.append(f"$KV.{channel.filter(**own)}")
-            if party in channel.senders + channel.receivers:
-                subjects += _bucket_api(_bucket(channel))
+            subjects += _of_bucket(channel, party, key_of(channel.filter(**own)))
         elif party in channel.senders:
             subjects.append(channel.filter(**own))
-    if any(subject.startswith("$JS.") for subject in subjects):
-        subjects += ["$JS.API.INFO", "$JS.FC.>"]
+        if channel.delivery is Delivery.ASK and party in channel.receivers:
+            subjects += [replies for asker in channel.senders for replies in reply_subjects(asker)]
     return _unique(subjects)
 
 
 def may_subscribe(party: Party, worker_id: str = "") -> list[str]:
     """Subjects that this party, or this one worker, may subscribe to."""
     heard = [
-        channel.filter(**_own(set(channel.parts) - set(channel.sender_parts), party, worker_id))
+        channel.filter(**({} if channel.delivery in _NAMES_SENDER else _own(channel, party, worker_id)))
         for channel in CHANNELS.values()
         if party in channel.receivers and channel.delivery is not Delivery.KEY_VALUE
     ]
-    return _unique([*heard, f"{inbox_prefix(owner_of(party, worker_id))}.>"])
+    stored = [stored_subject(bucket_of(row), "*") for row in KEY_VALUE_CHANNELS if party in row.receivers]
+    return _unique([*heard, *stored, f"{inbox_prefix(owner_of(party, worker_id))}.>"])
 
 
-def _own(parts: Container[str], party: Party, worker_id: str) -> dict[str, str]:
-    """The known values of the placeholders that name this party's end."""
+def _of_bucket(channel: Channel[Any], party: Party, own_key: str) -> list[str]:
+    """Where a party publishes to write its own key, to read the bucket, and to make it."""
+    bucket, verbs = bucket_of(channel), []
+    if party in channel.senders + channel.receivers:
+        verbs = ["STREAM.INFO", "STREAM.MSG.GET"]
+    if party is BUCKET_MAKER:
+        verbs = ["STREAM.INFO", "STREAM.CREATE", "STREAM.UPDATE", "STREAM.DELETE", *verbs]
+    written = [written_subject(bucket, own_key)] if party in channel.senders else []
+    return written + [api_subject(verb, bucket) for verb in verbs]
+
+
+def _own(channel: Channel[Any], party: Party, worker_id: str) -> dict[str, str]:
+    """The known placeholder values of a subject that names this party's end."""
     ids = {"service": party.value, **(dict.fromkeys(_WORKER_IDS, worker_id) if worker_id else {})}
-    return {name: value for name, value in ids.items() if name in parts}
-
-
-def _bucket(channel: Channel[Any]) -> str:
-    return PLACEHOLDER.sub("*", channel.subject).partition(".")[0]
-
-
-def _bucket_api(bucket: str) -> list[str]:
-    """JetStream API subjects to create, read and watch a bucket."""
-    stream = f"KV_{bucket}"
-    of_stream = [f"$JS.API.STREAM.{verb}.{stream}" for verb in ("CREATE", "UPDATE", "INFO", "MSG.GET")]
-    of_consumers = [f"$JS.API.CONSUMER.{verb}.{stream}.>" for verb in ("CREATE", "INFO", "DELETE")]
-    return [*of_stream, f"$JS.API.CONSUMER.CREATE.{stream}", *of_consumers]
+    return {name: value for name, value in ids.items() if name in channel.parts}
 
 
 def _lines(subjects: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from shared.contracts.channels import DRAIN, DRAINED, LOAD, WORKER_RECORDS
 from shared.contracts.fleet_orders import DrainWorker, WorkerDrained
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from shared.contracts.workers import WorkerPhase
 from tests.e2e.conftest import FAST
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import service_process
@@ -85,7 +85,7 @@ class Fleet:
         try:
             async with asyncio.timeout(START_S_MAX):
                 waiting = set(WORKERS)
-                async for entry in (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).watch():
+                async for entry in (await bus.key_value_store(WORKER_RECORDS)).watch():
                     if entry is not None and entry.value is not None and entry.value.phase is WorkerPhase.READY:
                         waiting.discard(entry.key)
                     if not waiting:

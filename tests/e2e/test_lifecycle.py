@@ -186,7 +186,7 @@ def test_a_role_that_was_changed_outlives_the_process(system: System):
 
 
 def test_a_worker_whose_kv_self_test_fails_is_not_ready(tmp_path: Path):
-    with NatsServer(tmp_path) as nats:
+    with NatsServer(tmp_path, has_buckets=True) as nats:
         common = {"BATON_NATS_URL": nats.url, "WORKER_ENGINE": "simulated"}
         with service_process("worker", tmp_path, **common, WORKER_WORKER_ID="p1", WORKER_ROLE="prefill") as well:
             with asyncio.Runner() as runner:
@@ -214,7 +214,7 @@ class Liar:
     @classmethod
     async def like(cls, other: str, url: str) -> Liar:
         bus = await connect_nats(url, name="liar", connect_s_max=START_S_MAX)
-        registry = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        registry = await bus.key_value_store(WORKER_RECORDS)
         known = await record_of(registry, other, lambda record: record.phase is WorkerPhase.READY)
         return cls(bus, registry, msgspec.structs.replace(known, worker_id=WorkerId("liar"), role=Role.DECODE))
 

@@ -75,7 +75,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with NatsServer(tmp_path) as nats:
+    with NatsServer(tmp_path, has_buckets=True) as nats:
         world = World(nats, tmp_path, {})
         try:
             yield world

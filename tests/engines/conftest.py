@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from shared.bus.nats_bus import connect_nats
+from tests.support.nats_server import NatsServer
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.worker_processes import Router, WorkerProcess, nats_server, start_worker, wait_ready
+from tests.support.worker_processes import Router, WorkerProcess, start_worker, wait_ready
 
 
 @pytest.fixture(scope="session")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as url:
+    with NatsServer(tmp_path_factory.mktemp("nats"), has_buckets=True) as server:
+        url = server.url
         yield url
 
 

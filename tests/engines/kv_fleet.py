@@ -65,7 +65,7 @@ def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
     no_copies = {"WORKER_KV_COPY_USES_MIN": "0"}  # The store copies only what a test orders.
     env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **no_copies, **variables}
     with (
-        NatsServer(folder) as nats,
+        NatsServer(folder, has_buckets=True) as nats,
         System(folder / "state", "--prefill", "1", "--decode", "1", nats_url=nats.url, env=env) as system,
         service_process(
             "router",

@@ -105,7 +105,7 @@ def start_decode(url: str, folder: Path) -> WorkerProcess:
 @contextmanager
 def kv_pair(folder: Path) -> Iterator[Pair]:
     """Starts two engines, so share one pair between tests."""
-    with NatsServer(folder) as nats:
+    with NatsServer(folder, has_buckets=True) as nats:
         pair = Pair(nats, folder, start_prefill(nats.url, folder), start_decode(nats.url, folder))
         try:
             asyncio.run(wait_ready(nats.url, [pair.prefill, pair.decode]))

@@ -28,7 +28,7 @@ TWO_RANKS = {
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    with NatsServer(folder) as nats:
+    with NatsServer(folder, has_buckets=True) as nats:
         workers = [
             start_worker(nats.url, WHOLE, folder, role="prefill", cpu_cores="0", max_model_len="2000"),
             start_worker(nats.url, HALVES, folder, role="decode", cpu_cores="1", max_model_len="2000", **TWO_RANKS),

@@ -12,7 +12,7 @@ from shared.contracts.channels import DRAIN, DRAINED, WORKER_RECORDS
 from shared.contracts.failures import Reason
 from shared.contracts.fleet_orders import DrainWorker
 from shared.contracts.inference import FrameKind, LegKind
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from shared.contracts.workers import WorkerPhase
 from tests.engines.test_handover import completion, prompt_of
 from tests.support.processes import quietest_cpu
 from tests.support.worker_processes import GONE_S_MAX, STOP_S_MAX, gone, handoff, start_worker
@@ -107,7 +107,7 @@ async def test_a_draining_worker_finishes_legs_serves_offers_and_evacuates_its_c
         kinds += [frame.kind for frame in await leg.frames()]
     assert await asyncio.to_thread(prefill.process.wait, STOP_S_MAX) == 0, prefill.log.read_text()
     assert await gone(children)
-    records = await router.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await router.bus.key_value_store(WORKER_RECORDS)
     found = await records.get(prefill.worker_id)
     assert found is None or found.value is None
     told = await asyncio.wait_for(drained, GONE_S_MAX)
@@ -151,7 +151,7 @@ async def test_sigterm_while_starting_ends_the_worker_and_its_children(pair, rou
     for worker in pair:
         worker.kill()
     worker = start_worker(nats_url, "w4", run_dir, cpu_cores="0")
-    records = await router.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await router.bus.key_value_store(WORKER_RECORDS)
     try:
         async with asyncio.timeout(STOP_S_MAX):
             async for change in records.watch():

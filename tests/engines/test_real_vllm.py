@@ -65,7 +65,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> 
     folder = tmp_path_factory.mktemp("vllm")
     tracing = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_TRACE_SAMPLE_RATIO": "0"}
     with (
-        NatsServer(folder, max_payload=NATS_PAYLOAD_BYTES_MAX) as nats,
+        NatsServer(folder, max_payload=NATS_PAYLOAD_BYTES_MAX, has_buckets=True) as nats,
         System(folder / "state", *FLEET, nats_url=nats.url, env=tracing) as system,
     ):
         system.wait_ready(ENGINES_START_S_MAX).until_exact(2)

@@ -19,7 +19,7 @@ from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
 from shared.bus.port import BusDown
 from shared.contracts.channels import FLEET_STATE, LOAD, WORKER_LOST, WORKER_RECORDS
-from shared.contracts.workers import WORKER_RECORD_TTL_S, FleetState, Role, WorkerLost, WorkerPhase
+from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
@@ -40,7 +40,7 @@ class PlayedWorker:
         self.voice: asyncio.Task[None] | None = None
 
     async def speak(self) -> None:
-        self.records = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        self.records = await self.bus.key_value_store(WORKER_RECORDS)
         second = 0
         while True:
             try:

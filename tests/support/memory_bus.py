@@ -25,6 +25,7 @@ from shared.bus.port import (
 )
 from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
+from shared.contracts.buckets import bucket_of
 from shared.contracts.channels import AskChannel, Channel
 from tests.support.memory_kv_store import MemoryBucket, MemoryKeyValueStore
 
@@ -202,7 +203,7 @@ class MemoryBus(Connection):
             raise NoResponders(f"{channel.address(message)} has no subscriber")
         self._asks.add(answer)
         try:
-            return read_reply(await asyncio.wait_for(answer, timeout_s), channel, message)
+            return read_reply(await asyncio.wait_for(answer, timeout_s), channel.answer)
         except TimeoutError as late:
             raise AskTimedOut(f"{channel.address(message)}: no answer within {timeout_s} s") from late
         finally:
@@ -237,10 +238,11 @@ class MemoryBus(Connection):
 
         return _MemorySubscription(self, channel.filter(**ids), take, 65536, None)
 
-    async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
-        bucket = self.hub.buckets[channel.subject.partition(".")[0]]
-        bucket.ttl_s = ttl_s
-        return MemoryKeyValueStore(self, bucket, channel)
+    async def key_value_store(self, channel: Channel[M]) -> KeyValueStore[M]:
+        return MemoryKeyValueStore(self, self.hub.buckets[bucket_of(channel)], channel)
+
+    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None) -> None:
+        self.hub.buckets[bucket_of(channel)].ttl_s = ttl_s
 
     async def flush(self, timeout_s: float) -> None:
         del timeout_s

@@ -112,8 +112,11 @@ class MemoryKeyValueStore(Generic[M]):
         stored = self._bucket.values.get(key)
         return None if stored is None else self._read(key, stored.payload, stored.revision)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, revision: int | None = None) -> None:
         self._must_be_connected()
+        stored = self._bucket.values.get(key)
+        if revision is not None and (stored is None or stored.revision != revision):
+            raise WrongRevision(f"{key} is not at revision {revision}")
         self._bucket.remove(key)
 
     async def all(self) -> list[StoredValue[M]]:

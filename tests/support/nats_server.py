@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -11,11 +12,17 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Self
 
+from services.orchestrator import buckets
+from shared.bus.nats_bus import connect_nats
+from shared.bus.nats_credentials import OPEN, Access
+
+LEASE_S = 10.0
 READY_S_MAX = 60.0
 
 
@@ -46,10 +53,21 @@ def free_port() -> int:
     raise RuntimeError(f"no free port from {PORTS_FROM} on")
 
 
+async def make_buckets(url: str, access: Access = OPEN) -> None:
+    """As an orchestrator does."""
+    bus = await connect_nats(url, name="orchestrator", access=access)
+    await buckets.make_buckets(bus, LEASE_S)
+    await bus.close()
+
+
 class NatsServer:
     """``with NatsServer(path) as server``; it can be killed, paused and started again on the same port."""
 
-    def __init__(self, directory: Path, *, max_payload: int = 1024 * 1024, extra_config: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, max_payload: int = 1024 * 1024, extra_config: str = "", has_buckets: bool = False
+    ) -> None:
+        """``has_buckets``: with those that an orchestrator makes, for a test that runs none."""
+        self._has_buckets = has_buckets
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self._store = directory / "jetstream"
@@ -75,13 +93,16 @@ class NatsServer:
             try:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=1) as hello:
                     if hello.recv(4) == b"INFO":
-                        return
+                        break
             except OSError:
                 pass
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
                 raise RuntimeError(f"nats-server did not start: {self._log.read_text()[-500:]}")
             time.sleep(0.01)
+        if self._has_buckets:
+            with ThreadPoolExecutor(1) as other_loop:
+                other_loop.submit(asyncio.run, make_buckets(self.url)).result()
 
     @property
     def pid(self) -> int:

@@ -12,7 +12,7 @@ from shared.contracts.channels import CHANGE_ROLE, LOAD, WORKER_RECORDS
 from shared.contracts.fleet_orders import ChangeRole, RoleChanged
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport, StepTotals
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
+from shared.contracts.workers import Role, WorkerPhase
 from shared.engine_speed.learner import SpeedLearner
 from tests.support.fleet_builders import record
 
@@ -34,7 +34,7 @@ class PlannedWorker:
         self._tokens = self._decoded = 0
 
     async def live(self) -> None:
-        records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await self._bus.key_value_store(WORKER_RECORDS)
         await self._bus.answer(CHANGE_ROLE, self._change_role, worker_id=self.name)
         while True:
             with contextlib.suppress(BusError):

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,28 +26,11 @@ from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import FrameKind, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
-from tests.support.nats_server import free_port
+from shared.contracts.workers import WorkerPhase, WorkerRecord
 
 READY_S_MAX = 480.0
 STOP_S_MAX = 60.0
 GONE_S_MAX = 30.0
-
-
-@contextmanager
-def nats_server(store: Path) -> Iterator[str]:
-    port = free_port()
-    binary = Path(sys.executable).with_name("nats-server")
-    process = subprocess.Popen(
-        [str(binary), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(store)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield f"nats://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @dataclass
@@ -118,7 +100,7 @@ async def wait_ready(nats_url: str, workers: list[WorkerProcess]) -> None:
     """Until every worker's record says READY; fails at once with its log when one has ended."""
     bus = await connect_nats(nats_url, name="wait-ready", connect_s_max=30.0)
     try:
-        kept = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await bus.key_value_store(WORKER_RECORDS)
         async with asyncio.timeout(READY_S_MAX):
             while waiting := [worker for worker in workers if not worker.ready_s]:
                 for worker in waiting:

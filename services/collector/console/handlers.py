@@ -23,10 +23,6 @@ ROLE_S_MAX = 60.0
 """For a worker to verify another role: longer than all of its attempts."""
 AUTO = "auto"
 NATS_DOWN = Refusal(status=503, message="The collector cannot reach NATS. Try again shortly.")
-NOT_STORED = Refusal(
-    status=503,
-    message="NATS did not store the default mode. If its disk was full, restart it once there is space again.",
-)
 
 OnOrder = Callable[[str, str, bool], None]
 """Subject, text, and whether the order succeeded."""
@@ -78,10 +74,10 @@ class OrderHandler:
 
     async def _set_mode(self, order: DefaultMode) -> str | Refusal:
         try:
-            store = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
+            store = await self._bus.key_value_store(DEFAULT_MODE)
             await store.put(order)
         except BusError:
-            return NOT_STORED if self._bus.connected else NATS_DOWN
+            return NATS_DOWN
         text = f"the default mode is {order.mode} now"
         if order.mode == AUTO:
             text = "the default mode is auto now: placement chooses the mode of each request"

@@ -21,7 +21,7 @@ from shared.contracts.channels import DESCRIBE_FLEET, LOAD, SERVICE_STATUS, WORK
 from shared.contracts.control import ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, WorkerPhase, WorkerRecord
+from shared.contracts.workers import DescribeFleet, FleetState, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.version import baton_version
 
@@ -192,7 +192,7 @@ async def registry(bus: Bus) -> list[WorkerRecord]:
     """All worker records. Raises ValueError with the reason when the registry cannot be read."""
     try:
         async with asyncio.timeout(REGISTRY_S_MAX):
-            entries = await (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+            entries = await (await bus.key_value_store(WORKER_RECORDS)).all()
     except BusError as error:
         raise ValueError(str(error)) from error
     return sorted((one.value for one in entries if one.value is not None), key=lambda record: record.worker_id)

@@ -26,7 +26,7 @@ from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS, Party
 from shared.contracts.fleet_orders import DrainWorker
 from shared.contracts.ids import WorkerId
 from shared.contracts.planning import FleetScaled, ScaleFleet
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerRecord
+from shared.contracts.workers import Role, WorkerRecord
 
 ACCEPT_S_MAX = 5.0
 """For a worker to accept the order to drain."""
@@ -82,7 +82,7 @@ class Scaler:
         return FleetScaled(change=-gone, refusal=refusal)
 
     async def _records(self) -> dict[str, WorkerRecord]:
-        entries = await (await self._system.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+        entries = await (await self._system.bus.key_value_store(WORKER_RECORDS)).all()
         return {each.key: each.value for each in entries if each.value is not None}
 
     def _own(self, records: Mapping[str, WorkerRecord]) -> list[OwnWorker]:

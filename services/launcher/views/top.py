@@ -34,7 +34,6 @@ from shared.contracts.channels import (
     WORKER_RECORDS,
 )
 from shared.contracts.ids import WorkerId
-from shared.contracts.workers import WORKER_RECORD_TTL_S
 from shared.runtime.clock import Clock, SystemClock
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -98,7 +97,7 @@ class Top:
         """Watch the workers' records; never returns."""
         while True:
             with contextlib.suppress(BusError):
-                store = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                store = await self._bus.key_value_store(WORKER_RECORDS)
                 async for entry in store.watch():
                     if entry is None:
                         continue

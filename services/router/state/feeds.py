@@ -37,7 +37,7 @@ from shared.contracts.inference import StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvDigest, KvEventBatch
 from shared.contracts.load import LoadReport
 from shared.contracts.reservations import ANNOUNCE_S, Reservations
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerLost, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Role, WorkerLost, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import REGISTRY, Waits
 
@@ -244,7 +244,7 @@ class FleetFeed:
 
     async def follow_registry(self) -> None:
         """Watch the workers' records until cancelled; waits for JetStream."""
-        open_store = partial(self._bus.key_value_store, WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        open_store = partial(self._bus.key_value_store, WORKER_RECORDS)
         store = await self._waits.until(REGISTRY, open_store)
         async for entry in store.watch():
             if entry is None:
@@ -305,7 +305,7 @@ class DefaultModeFeed:
         """Watch the setting until cancelled."""
         while True:
             try:
-                store = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
+                store = await self._bus.key_value_store(DEFAULT_MODE)
                 async for entry in store.watch():
                     if entry is not None:
                         self._set(default_mode_of(entry.value))

@@ -13,7 +13,7 @@ from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import AskKvHandshake
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerLost, WorkerRecord
+from shared.contracts.workers import WorkerLost, WorkerRecord
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
@@ -94,7 +94,7 @@ class PeerWatch:
     async def _watch_records(self) -> None:
         while True:
             try:
-                registry = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                registry = await self._bus.key_value_store(WORKER_RECORDS)
                 async for entry in registry.watch():
                     if entry is None:
                         self._all_read.set()

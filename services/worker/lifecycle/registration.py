@@ -15,6 +15,8 @@ from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRec
 log = logging.getLogger("baton.worker")
 
 RENEWALS_PER_TTL = 3
+RETRY_S = 1.0
+"""After a write that failed: NATS is away, or no orchestrator has made the registry yet."""
 
 
 async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
@@ -22,7 +24,7 @@ async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
     machine's clock may have been set back: while the registry has the earlier epoch, the new one is greater.
     """
     try:
-        records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await bus.key_value_store(WORKER_RECORDS)
         before = await records.get(worker_id)
     except BusError as error:
         log.info("the registry cannot be asked for the earlier epoch: %s", error)
@@ -52,10 +54,10 @@ class Registration:
     async def follow(self) -> None:
         """Renew until cancelled."""
         while True:
-            await self._write()
+            is_written = await self._write()
             self._is_changed.clear()
             try:
-                async with asyncio.timeout(WORKER_RECORD_TTL_S / RENEWALS_PER_TTL):
+                async with asyncio.timeout(WORKER_RECORD_TTL_S / RENEWALS_PER_TTL if is_written else RETRY_S):
                     await self._is_changed.wait()
             except TimeoutError:
                 pass
@@ -70,13 +72,15 @@ class Registration:
             except BusError as error:
                 log.info("the record was not removed, it will expire: %s", error)
 
-    async def _write(self) -> None:
+    async def _write(self) -> bool:
         async with self._writing:
             if self.record.phase is WorkerPhase.GONE:
-                return
+                return True
             try:
                 if self._records is None:
-                    self._records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                    self._records = await self._bus.key_value_store(WORKER_RECORDS)
                 await self._records.put(self.record)
             except BusError as error:
                 log.warning("the registry could not be written, trying again: %s", error)
+                return False
+            return True

@@ -70,11 +70,10 @@ async def test_an_ask_whose_ids_differ_from_its_subject_is_refused(world):
 
 
 async def test_a_key_value_entry_under_another_key_is_ignored(world):
-    forger = await (await world.bus()).key_value_store(
-        dataclasses.replace(LEADERSHIP, subject="leaders.orchestrator"), ttl_s=None
-    )
+    await (await world.bus()).make_bucket(LEADERSHIP, ttl_s=None)
+    forger = await (await world.bus()).key_value_store(dataclasses.replace(LEADERSHIP, subject="leaders.orchestrator"))
     reader_bus = await world.bus()
-    reader = await reader_bus.key_value_store(LEADERSHIP, ttl_s=None)
+    reader = await reader_bus.key_value_store(LEADERSHIP)
     true = Leadership(role="planner", leader="a", term=1)
 
     await forger.put(Leadership(role="planner", leader="forged", term=9))

@@ -18,6 +18,16 @@ EXPIRED_S_MAX = 20.0
 """JetStream deletes expired entries about once a second."""
 
 
+@pytest.fixture(autouse=True)
+async def bucket(world):
+    await make(world)
+
+
+async def make(world, ttl_s: float | None = None) -> None:
+    """As an orchestrator does."""
+    await (await world.bus()).make_bucket(LEADERSHIP, ttl_s=ttl_s)
+
+
 def leader(name: str, *, role: str = "orchestrator", term: int = 1) -> Leadership:
     return Leadership(role=role, leader=name, term=term)
 
@@ -40,8 +50,8 @@ class Watcher:
 
 
 async def test_an_entry_exists_until_it_is_deleted(world):
-    entries = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
-    elsewhere = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
+    elsewhere = await (await world.bus()).key_value_store(LEADERSHIP)
 
     revision = await entries.put(leader("a"))
 
@@ -53,8 +63,8 @@ async def test_an_entry_exists_until_it_is_deleted(world):
 
 
 async def test_only_the_first_of_two_creators_succeeds(world):
-    one = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
-    two = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    one = await (await world.bus()).key_value_store(LEADERSHIP)
+    two = await (await world.bus()).key_value_store(LEADERSHIP)
 
     results = await asyncio.gather(one.create(leader("a")), two.create(leader("b")), return_exceptions=True)
 
@@ -62,7 +72,7 @@ async def test_only_the_first_of_two_creators_succeeds(world):
 
 
 async def test_an_update_needs_the_newest_revision(world):
-    entries = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
     first = await entries.create(leader("a"))
 
     second = await entries.update(leader("a", term=2), first)
@@ -73,7 +83,7 @@ async def test_an_update_needs_the_newest_revision(world):
 
 
 async def test_a_deleted_entry_can_be_created_again(world):
-    entries = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
     await entries.create(leader("a"))
     await entries.delete("orchestrator")
 
@@ -83,11 +93,11 @@ async def test_a_deleted_entry_can_be_created_again(world):
 
 
 async def test_a_watch_yields_entries_then_none_then_changes(world):
-    entries = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
     await entries.put(leader("a"))
     await entries.put(leader("gone", role="other"))
     await entries.delete("other")
-    watcher = Watcher(await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None))
+    watcher = Watcher(await (await world.bus()).key_value_store(LEADERSHIP))
 
     assert await watcher.initial() == {"orchestrator": leader("a")}
     await entries.put(leader("b"))
@@ -98,13 +108,14 @@ async def test_a_watch_yields_entries_then_none_then_changes(world):
 
 
 async def test_a_watch_of_an_empty_store_yields_none(world):
-    watcher = Watcher(await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None))
+    watcher = Watcher(await (await world.bus()).key_value_store(LEADERSHIP))
 
     assert await watcher.next() is None
 
 
 async def test_an_entry_that_is_not_renewed_expires_and_watches_report_it(world):
-    entries = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=TTL_S)
+    await make(world, TTL_S)
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
     watcher = Watcher(entries)
     assert await watcher.initial() == {}
     await entries.create(leader("a"))
@@ -120,8 +131,9 @@ async def test_an_entry_that_is_not_renewed_expires_and_watches_report_it(world)
 
 
 async def test_a_renewed_entry_outlives_its_ttl(world):
-    entries = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=RENEWED_TTL_S)
-    other = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=RENEWED_TTL_S)
+    await make(world, RENEWED_TTL_S)
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
+    other = await (await world.bus()).key_value_store(LEADERSHIP)
     revision = await entries.create(leader("a"))
     await other.put(leader("short", role="other"))
 
@@ -133,17 +145,30 @@ async def test_a_renewed_entry_outlives_its_ttl(world):
     assert (await entries.get("orchestrator")).value == leader("a")
 
 
-async def test_opening_a_store_with_another_ttl_changes_it(world):
-    first = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=60.0)
-    await first.put(leader("a"))
+async def test_another_ttl_changes_a_bucket_and_keeps_its_entries(world):
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
+    await make(world, 60.0)
+    await entries.put(leader("a"))
 
-    second = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=120.0)
+    await make(world, 120.0)
 
-    assert (await second.get("orchestrator")).value == leader("a")
+    assert (await entries.get("orchestrator")).value == leader("a")
+
+
+async def test_only_the_revision_that_is_named_is_deleted(world):
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
+    first = await entries.put(leader("a"))
+    second = await entries.put(leader("b"))
+
+    with pytest.raises(WrongRevision):
+        await entries.delete("orchestrator", first)
+    assert (await entries.get("orchestrator")).value == leader("b")
+    await entries.delete("orchestrator", second)
+    assert await entries.get("orchestrator") is None
 
 
 async def test_while_nats_is_down_entries_raise_bus_down_at_once(world):
-    entries = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    entries = await (await world.bus()).key_value_store(LEADERSHIP)
 
     async with world.outage():
         with pytest.raises(BusDown):
@@ -154,7 +179,7 @@ async def test_while_nats_is_down_entries_raise_bus_down_at_once(world):
 
 async def test_after_an_outage_a_watch_yields_all_entries_again(world):
     bus = await world.bus()
-    entries = await bus.key_value_store(LEADERSHIP, ttl_s=None)
+    entries = await bus.key_value_store(LEADERSHIP)
     await entries.put(leader("a"))
     watcher = Watcher(entries)
     assert await watcher.initial() == {"orchestrator": leader("a")}
@@ -169,7 +194,7 @@ async def test_after_an_outage_a_watch_yields_all_entries_again(world):
 
 async def test_after_a_server_lost_its_storage_watches_report_deletions_and_writes_work(world):
     bus = await world.bus()
-    entries = await bus.key_value_store(LEADERSHIP, ttl_s=None)
+    entries = await bus.key_value_store(LEADERSHIP)
     await entries.put(leader("a"))
     watcher = Watcher(entries)
     await watcher.initial()
@@ -177,6 +202,7 @@ async def test_after_a_server_lost_its_storage_watches_report_deletions_and_writ
     async with world.outage(storage_lost=True):
         pass
 
+    await make(world)
     gone = await watcher.next()
     assert (gone.key, gone.value) == ("orchestrator", None)
     assert await watcher.next() is None

@@ -13,7 +13,7 @@ from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LOAD, SERVICE_STATUS, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus
-from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, WorkerLost, WorkerPhase
+from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerPhase
 from tests.support.fleet_builders import load, record
 from tests.support.processes import service_process
 
@@ -66,10 +66,10 @@ async def talking_worker(url: str, worker_id: str) -> AsyncIterator[asyncio.Task
     bus = await connect_nats(url, name=worker_id)
 
     async def talk() -> None:
-        records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         while True:
             try:
                 async with asyncio.timeout(2.0):
+                    records = await bus.key_value_store(WORKER_RECORDS)
                     await records.put(record(worker_id))
                     await bus.publish(LOAD, load(worker_id))
             except (BusError, TimeoutError):

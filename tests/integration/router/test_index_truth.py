@@ -21,7 +21,7 @@ STEPS = 300
 
 @asynccontextmanager
 async def fleet_on_nats(directory: Path, lost_share: float = 0.0) -> AsyncIterator[ToldFleet]:
-    with NatsServer(directory) as server:
+    with NatsServer(directory, has_buckets=True) as server:
         world = NatsWorld(server)
         fleet = ToldFleet(world, lost_share)
         await fleet.start_router()

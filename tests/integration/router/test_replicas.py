@@ -65,7 +65,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     """The last test kills one of them."""
     tmp_path = tmp_path_factory.mktemp("replicas")
     with ExitStack() as running:
-        nats = {"BATON_NATS_URL": running.enter_context(NatsServer(tmp_path)).url}
+        nats = {"BATON_NATS_URL": running.enter_context(NatsServer(tmp_path, has_buckets=True)).url}
         shared, own = free_port(), [free_port() for _ in range(ROUTERS)]
         ports = [{"ROUTER_PORT": str(port), "ROUTER_SHARED_PORT": str(shared)} for port in own]
         for number in range(WORKERS):

@@ -33,7 +33,7 @@ async def until(url: str, expected: dict[str, str]) -> None:
 
 
 def test_each_worker_that_registers_is_asked_and_agrees(tmp_path: Path):
-    with NatsServer(tmp_path) as server:
+    with NatsServer(tmp_path, has_buckets=True) as server:
         settings = {"BATON_NATS_URL": server.url, "WORKER_ENGINE": "simulated"}
         port = free_port()
         url = f"http://127.0.0.1:{port}"

@@ -147,7 +147,7 @@ async def test_a_role_changes_after_the_worker_has_verified_it():
 async def test_the_default_mode_is_stored_for_all_routers_and_shown():
     async with world() as one, one.client() as client:
         following = asyncio.get_running_loop().create_task(one.collector.follow_mode())
-        store = await one.others.key_value_store(DEFAULT_MODE, ttl_s=None)
+        store = await one.others.key_value_store(DEFAULT_MODE)
         done = await client.post("/console/orders", json={"action": "mode", "mode": "disaggregated"})
 
         assert done.json()["message"] == "The default mode is disaggregated now."

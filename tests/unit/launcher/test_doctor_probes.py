@@ -22,7 +22,7 @@ from shared.bus.nats_info import read_info
 from shared.bus.port import BusDown
 from shared.contracts.channels import LOAD, SERVICE_STATUS, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from shared.contracts.workers import WorkerPhase
 from shared.runtime.settings import CommonSettings
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -47,7 +47,7 @@ def heard(*says: Said, delays_s: float = 0.0, epochs: tuple[int, ...] = (1,)) ->
     async def scenario() -> SystemFacts:
         hub, clock = MemoryHub(), LoopClock()
         ours, theirs = MemoryBus(hub), MemoryBus(hub)
-        await (await theirs.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).put(record("w1"))
+        await (await theirs.key_value_store(WORKER_RECORDS)).put(record("w1"))
 
         async def speak() -> None:
             await asyncio.sleep(0.1)

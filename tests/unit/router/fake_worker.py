@@ -104,7 +104,7 @@ class FakeWorker:
             await self.bus.answer(TOKENIZER, self._on_tokenizer, **ids),
             await self.bus.answer(KV_SNAPSHOT, self._on_snapshot, **ids),
         ]
-        await (await self.bus.key_value_store(WORKER_RECORDS, ttl_s=None)).put(self.record())
+        await (await self.bus.key_value_store(WORKER_RECORDS)).put(self.record())
 
     async def report(self, **numbers: Any) -> None:
         await self.bus.publish(LOAD, load(self.worker_id, self.epoch, role=self.role, **numbers))

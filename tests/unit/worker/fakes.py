@@ -187,13 +187,13 @@ class RunningWorker:
 async def running_worker(exchange: FakeExchange | None = None, **settings) -> AsyncIterator[RunningWorker]:
     """A worker that is ready, its engine with or without an exchange; it is stopped at the end if it still runs."""
     from shared.contracts.channels import WORKER_RECORDS
-    from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+    from shared.contracts.workers import WorkerPhase
 
     worker = RunningWorker(MemoryHub(), FakeEngine(), **settings)
     worker.engine.exchange = exchange
     await worker.inbox.open()
     worker.exit = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
-    records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await worker.bus.key_value_store(WORKER_RECORDS)
     async with asyncio.timeout(WAIT_S_MAX):
         async for change in records.watch():
             if change and change.value and change.value.phase is WorkerPhase.READY:

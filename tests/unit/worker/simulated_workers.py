@@ -17,7 +17,7 @@ from services.worker.service import run_worker
 from services.worker.settings import Settings
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import WorkerId
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 from shared.runtime.clock import SystemClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
@@ -105,7 +105,7 @@ class Workers:
         return None if record is None else record.phase
 
     async def follow(self) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS)
         async for entry in kept.watch():
             if entry is None:
                 continue

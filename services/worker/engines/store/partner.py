@@ -13,7 +13,7 @@ from shared.bus.port import Bus, BusError
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import AskKvHandshake
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 log = logging.getLogger("baton.worker")
 
@@ -54,7 +54,7 @@ async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
 async def records(bus: Bus) -> list[WorkerRecord]:
     """Records of all workers; empty while the registry cannot be read."""
     try:
-        registry = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        registry = await bus.key_value_store(WORKER_RECORDS)
         return [entry.value for entry in await registry.all() if entry.value is not None]
     except BusError as error:
         log.info("the registry cannot be read yet: %s", error)

@@ -57,7 +57,7 @@ async def test_routers_follow_the_stored_default_mode():
     bus, console = MemoryBus(hub), MemoryBus(hub)
     feed = DefaultModeFeed(bus)
     following = asyncio.get_running_loop().create_task(feed.follow())
-    store = await console.key_value_store(DEFAULT_MODE, ttl_s=None)
+    store = await console.key_value_store(DEFAULT_MODE)
 
     async def becomes(mode):
         async with asyncio.timeout(WAIT_S_MAX):

@@ -150,7 +150,7 @@ def test_a_departed_worker_leaves_nothing_in_the_index():
         await settle()
         p1.alive = False
 
-        await (await world.bus.key_value_store(p1.channel, ttl_s=None)).delete("p1")
+        await (await world.bus.key_value_store(p1.channel)).delete("p1")
         await asyncio.sleep(6)
 
         fleet = world.router.fleet

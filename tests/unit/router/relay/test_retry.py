@@ -84,7 +84,7 @@ def test_without_orchestrator_requests_of_an_expired_worker_are_retried():
         _connection, answering = world.begin(b'{"model":"m","prompt":"hello"}')
         await settle()
         await world.worker("w2")
-        await (await world.bus.key_value_store(WORKER_RECORDS, ttl_s=None)).delete(w1.worker_id)
+        await (await world.bus.key_value_store(WORKER_RECORDS)).delete(w1.worker_id)
 
         async with asyncio.timeout(10):
             await answering

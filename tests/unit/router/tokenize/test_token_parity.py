@@ -154,7 +154,7 @@ def test_one_differing_worker_disables_its_fingerprint_until_it_leaves(directory
 
         gone = world.workers["w2"]
         gone.alive = False
-        await (await world.bus.key_value_store(gone.channel, ttl_s=None)).delete("w2")
+        await (await world.bus.key_value_store(gone.channel)).delete("w2")
         await asyncio.sleep(2 * ASK_AGAIN_S)
 
         assert await is_exact(world, prompt="some words " * 100)
@@ -173,7 +173,7 @@ def test_restarted_workers_with_another_template_publish_their_tokenizer_again(d
         worker.epoch, worker.asset = 2, msgspec.structs.replace(handler.asset(template), epoch=2)
         handler.epoch = 2
         handler.change_template(template)
-        await (await world.bus.key_value_store(worker.channel, ttl_s=None)).put(worker.record())
+        await (await world.bus.key_value_store(worker.channel)).put(worker.record())
         await settle()
         await until(lambda: handler.asked > 1)
         await until(lambda: parity_of(world, "w1") is AGREES)

@@ -15,7 +15,7 @@ from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvLedgerState, LeaseKv
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.support.fleet_builders import FINGERPRINT, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -93,11 +93,11 @@ class OneWorker:
         self.exchange = WorkerExchange(self.bus, SystemClock(), identity, self.engine, FINGERPRINT.key())
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS)
         await kept.put(record(self.worker_id, phase, self.epoch))
 
     async def leave(self) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS)
         await kept.delete(self.worker_id)
 
 

@@ -9,7 +9,7 @@ import msgspec
 from connector.messages import EngineCall, EngineNotification, FetchEnded
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, unpack_full_hashes
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
+from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryHub
 from tests.unit.worker.kv_exchange.fakes import OneWorker
@@ -30,7 +30,7 @@ class Stayer(OneWorker):
         self.engine.answer = self._answer
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS)
         await kept.put(msgspec.structs.replace(record(self.worker_id, phase, self.epoch), role=self.role))
 
     def _answer(self, call: EngineCall) -> EngineNotification:

@@ -8,7 +8,6 @@ from services.worker.lifecycle.registration import new_epoch
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import WorkerId
-from shared.contracts.workers import WORKER_RECORD_TTL_S
 from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
@@ -27,14 +26,14 @@ async def test_the_first_epoch_is_the_wall_clock(bus):
 
 @pytest.mark.parametrize(("wall_ms", "epoch"), [(6000, 6000), (BEFORE, BEFORE + 1), (10, BEFORE + 1)])
 async def test_an_epoch_is_greater_than_the_registered_one(bus, wall_ms, epoch):
-    records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await bus.key_value_store(WORKER_RECORDS)
     await records.put(record(W1, epoch=BEFORE))
 
     assert await new_epoch(bus, W1, wall_ms) == epoch
 
 
 async def test_a_removed_record_does_not_bind_the_next_epoch(bus):
-    records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await bus.key_value_store(WORKER_RECORDS)
     await records.put(record(W1, epoch=BEFORE))
     await records.delete(W1)
 

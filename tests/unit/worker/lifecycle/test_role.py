@@ -12,7 +12,7 @@ import pytest
 from shared.contracts.channels import CHANGE_ROLE, DRAIN, LOAD, WORKER_RECORDS
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerRecord
+from shared.contracts.workers import Role, WorkerRecord
 from shared.runtime.settings import CommonSettings
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, RunningWorker, running_worker
 
@@ -26,7 +26,7 @@ class Life:
         self._worker = worker
 
     async def record(self) -> WorkerRecord:
-        kept = await self._worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self._worker.bus.key_value_store(WORKER_RECORDS)
         entry = await kept.get(WORKER)
         assert entry is not None
         assert entry.value is not None

@@ -9,7 +9,7 @@ import msgspec
 from services.worker.engines.store.partner import ORPHAN_S, find_partner, fitting, wait_until_orphaned
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 from tests.support.fleet_builders import record
 from tests.support.kv_engines import RankMemory, Shape, handshake
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -25,7 +25,7 @@ def of(worker_id: str, revision: str = "r", **fields) -> WorkerRecord:
 
 
 async def register(bus: MemoryBus, *records: WorkerRecord) -> None:
-    kept = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    kept = await bus.key_value_store(WORKER_RECORDS)
     for one in records:
         await kept.put(one)
 

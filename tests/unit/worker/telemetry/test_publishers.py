@@ -14,7 +14,7 @@ from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
 from shared.contracts.ids import Epoch
 from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventKind, pack_hashes, unpack_hashes
 from shared.contracts.kv_exchange import KvLedgerState
-from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
+from shared.contracts.workers import Role, WorkerPhase
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, FakeEngine, running_worker
@@ -134,7 +134,7 @@ async def test_an_idle_engine_reports_pinned_blocks_as_used():
 
 async def test_the_record_has_the_engines_facts_and_is_removed_at_the_end():
     async with running_worker() as worker:
-        records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await worker.bus.key_value_store(WORKER_RECORDS)
         found = (await records.get(WORKER)).value
 
         worker.service.stopping.set()
@@ -147,7 +147,7 @@ async def test_the_record_has_the_engines_facts_and_is_removed_at_the_end():
 
 async def test_a_registry_without_data_gets_the_record_back_on_reconnect():
     async with running_worker() as worker:
-        records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await worker.bus.key_value_store(WORKER_RECORDS)
         await records.delete(WORKER)
 
         worker.service.bus.lose()
