@@ -36,7 +36,7 @@ PURE = {
     "services.router.admission": "admission fair_share queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit",
     "services.router.placement": (
-        "cost decision decision_log evaluation kv_sources placement placer policy request_fields "
+        "cost decision decision_log evaluation kv_sources media placement placer policy request_fields "
         "revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration timings",

@@ -68,7 +68,14 @@ class Router:
     """All objects of one router, wired but not running."""
 
     def __init__(
-        self, settings: Settings, bus: Bus, clock: Clock, tracing: Tracing, waits: Waits | None = None
+        self,
+        settings: Settings,
+        bus: Bus,
+        clock: Clock,
+        tracing: Tracing,
+        waits: Waits | None = None,
+        *,
+        media_hosts: frozenset[str] = frozenset(),
     ) -> None:
         self.router_id = router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
         self.settings = settings
@@ -85,7 +92,7 @@ class Router:
         )
         self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
-        self.prompts = Prompts(settings, bus, clock, fleet)
+        self.prompts = Prompts(settings, bus, clock, fleet, media_hosts)
         self.queue = AdmissionQueue(
             Admission(admission_policy(settings), fleet.place),
             clock,
@@ -255,11 +262,16 @@ async def until(promise: Callable[[], bool], service: Service) -> None:
 
 
 async def serve(
-    service: Service, settings: Settings, listener: socket.socket, shared: socket.socket | None = None
+    service: Service,
+    settings: Settings,
+    media_hosts: frozenset[str],
+    listener: socket.socket,
+    shared: socket.socket | None = None,
 ) -> None:
-    """Run a router with these settings until the service stops."""
+    """Run a router with these settings until the service stops. ``media_hosts``: see ``CommonSettings``."""
     tracing = Tracing(service.spans, service.clock, slow_s=settings.trace_slow_s)
-    await run(Router(settings, service.bus, service.clock, tracing, service.waits), service, listener, shared)
+    router = Router(settings, service.bus, service.clock, tracing, service.waits, media_hosts=media_hosts)
+    await run(router, service, listener, shared)
 
 
 async def run(router: Router, service: Service, listener: socket.socket, shared: socket.socket | None = None) -> None:

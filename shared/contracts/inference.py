@@ -75,6 +75,10 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """Replaces ``cache_salt`` of the body. It is derived from that and the tenant, so that only requests of one tenant
     share cached KV. Empty: keep the body's.
     """
+    media_salt: str = ""
+    """Hashed into the names (``uuid``) that the client gives to its media, so that only requests of its tenant find
+    media under them. Empty: ``cache_salt`` is.
+    """
     sequences: int = 1
     """Completions or inputs that the engine computes for the leg: it counts as so many legs."""
 

@@ -40,6 +40,10 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The CA that signed NATS's certificate; the process then insists on TLS. Empty: TLS only if NATS requires it."""
     otlp_endpoint: str = ""
     """Base URL of an OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``. Empty: no tracing."""
+    media_domains: str = ""
+    """Hosts from which engines may fetch images, audio and video that a request names by URL, with commas:
+    ``cdn.example,img.example``. Exact names, no redirects. Empty: none, media arrive in the body as ``data:`` URLs.
+    """
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "text"] = "text"
     state_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
@@ -54,6 +58,11 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def nats_access(self, party: str) -> Access:
         """For a process of ``party``, if its key does not name its owner."""
         return Access(party=party, nkey_file=self.nats_nkey_file, ca_file=self.nats_ca_file)
+
+    @property
+    def media_hosts(self) -> frozenset[str]:
+        """``media_domains``, each in lower case."""
+        return frozenset(host.strip().lower() for host in self.media_domains.split(",") if host.strip())
 
 
 def load(settings_type: type[S], prefix: str, environ: Mapping[str, str] | None = None) -> S:

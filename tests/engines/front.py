@@ -41,12 +41,47 @@ def model_with_marks(folder: Path) -> Path:
     return made
 
 
+def model_with_images(folder: Path) -> Path:
+    """The directory of a tiny BLIP-2 without weights, which takes one image."""
+    made = model_with_marks(folder)
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<image>", normalized=False, special=True)])
+    tokenizer.save(str(made / "tokenizer.json"))
+    text = {**_config(tokenizer.get_vocab_size()), "model_type": "opt", "ffn_dim": 64, "hidden_size": 64}
+    text.update(architectures=["OPTForCausalLM"], max_position_embeddings=4096, word_embed_proj_dim=64)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    qformer = {**vision, "encoder_hidden_size": 32, "vocab_size": 8}
+    config = {
+        "architectures": ["Blip2ForConditionalGeneration"],
+        "model_type": "blip-2",
+        "image_token_index": tokenizer.token_to_id("<image>"),
+        "num_query_tokens": 8,
+        "text_config": text,
+        "vision_config": {**vision, "image_size": 32, "patch_size": 16},
+        "qformer_config": qformer,
+        "torch_dtype": "float32",
+    }
+    (made / "config.json").write_text(json.dumps(config))
+    images = {
+        "image_processor_type": "BlipImageProcessor",
+        "processor_class": "Blip2Processor",
+        "size": {"height": 32, "width": 32},
+    }
+    (made / "preprocessor_config.json").write_text(json.dumps(images))
+    (made / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Blip2Processor", "num_query_tokens": 8})
+    )
+    return made
+
+
 class Core:
     """In the place of the engine: says ``answer``, whatever was asked."""
 
     def __init__(self, engine: Any, answer: list[int]) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self.answer = answer
+        self.asked: list[Any] = []
+        """The engine's requests."""
         self.joined: Collection[int] = ()
         """Which tokens the server hears of together with the one before."""
         self.prompt_tokens = 0
@@ -67,6 +102,7 @@ class Core:
         return
 
     async def add_request_async(self, request: Any) -> None:
+        self.asked.append(request)
         self.prompt_tokens = self.prompt_tokens or len(request.prompt_token_ids)
         talk = asyncio.create_task(self._talk(request), name="talk")
         self._talks.add(talk)
@@ -166,7 +202,9 @@ async def _no_server_error() -> None:
 
 
 @asynccontextmanager
-async def front(model: Path, engine_args: str, answer: list[int]) -> AsyncIterator[Front]:
+async def front(
+    model: Path, engine_args: str, answer: list[int], *, media_hosts: frozenset[str] = frozenset()
+) -> AsyncIterator[Front]:
     """vLLM's own server with these arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -177,7 +215,7 @@ async def front(model: Path, engine_args: str, answer: list[int]) -> AsyncIterat
     from services.worker.engines.vllm.stats import EngineMeter
 
     settings = Settings(model=str(model), served_model_name=MODEL, max_model_len=4096, engine_args=engine_args)
-    line = arguments(settings, settings.model, on_cpu=True, events=("", ""), otlp_endpoint="")
+    line = arguments(settings, settings.model, on_cpu=True, events=("", ""), otlp_endpoint="", media_hosts=media_hosts)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     engine = _bare_engine(AsyncEngineArgs.from_cli_args(args).create_engine_config())
     engine.engine_core = core = Core(engine, answer)

@@ -156,8 +156,10 @@ def salted(facts: RequestFacts, key: Key, secret: bytes) -> RequestFacts:
     required.
     """
     body = facts.body
-    if not secret or key.public_cache or facts.path in UNSALTED_PATHS:
+    if not secret:
         return facts
+    if key.public_cache or facts.path in UNSALTED_PATHS:
+        return msgspec.structs.replace(facts, media_salt=salt_of(secret, key.tenant, ""))
     if body is None:  # The engine's parser might accept it, and serve it without a salt.
         return msgspec.structs.replace(facts, fault=facts.fault or BAD_BODY)
     own = "" if body.cache_salt is None else body.cache_salt

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.router.placement.media import foreign_media
 from services.router.placement.sequences import GENERATING, batch_size, completions, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
@@ -131,6 +132,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     fault: Fault | None = None
     salt: str = ""
     """Written into the body for the engine, so that other tenants cannot use the cached KV; empty: nothing."""
+    media_salt: str = ""
+    """In the place of ``salt`` where that is empty, for the names that the client gives to its media."""
 
 
 _RawBody = msgspec.defstruct("_RawBody", [(name, msgspec.Raw, None) for name in Body.__struct_fields__])
@@ -139,8 +142,11 @@ _raw_body = msgspec.json.Decoder(_RawBody)
 RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
 
 
-def read_request(path: str, body: bytes) -> RequestFacts:
-    """Never raises: a body that cannot be read goes unsplit to an engine, whose error message reaches the client."""
+def read_request(path: str, body: bytes, media_hosts: frozenset[str] = frozenset()) -> RequestFacts:
+    """Never raises: a body that cannot be read goes unsplit to an engine, whose error message reaches the client.
+
+    ``media_hosts``: those from which engines may fetch media.
+    """
     if too_costly := body_fault(body):
         refused = Fault(param="", message=f"The body {too_costly}.")
         return RequestFacts(path=path, model="", unsplittable="the body is not read", fault=refused)
@@ -153,6 +159,8 @@ def read_request(path: str, body: bytes) -> RequestFacts:
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
     fault = fault or long_value
+    if (foreign := foreign_media(body, media_hosts)) is not None:
+        fault = Fault(param=foreign.param, message=foreign.message)
     if parsed.chat_template_kwargs is not None and (name := _reserved(parsed.chat_template_kwargs, body)):
         fault = Fault(param="chat_template_kwargs", message=reserved_message(name))
     ours = ours and fault is None

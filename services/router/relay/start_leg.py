@@ -55,6 +55,7 @@ class LegStarter:
             resume_joined=pack_tokens(context.joined),
             created=context.created,
             cache_salt=facts.salt,
+            media_salt=facts.media_salt,
             sequences=facts.sequences,
         )
 

@@ -55,8 +55,11 @@ BUSY = Fault(
 class Prompts:
     """Tokenizes prompts for placement. ``follow`` fetches the tokenizers; ``of`` never fails a request."""
 
-    def __init__(self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet) -> None:
+    def __init__(
+        self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet, media_hosts: frozenset[str] = frozenset()
+    ) -> None:
         self._settings = settings
+        self._media_hosts = media_hosts
         self._bus = bus
         self._clock = clock
         self._fleet = fleet
@@ -93,10 +96,10 @@ class Prompts:
         """The request as placement sees it. Never fails."""
         path, body = http_request.head.path, http_request.upload.body()
         if len(body) <= READ_ON_LOOP_BYTES:
-            return read_request(path, body)
+            return read_request(path, body, self._media_hosts)
         try:
             work = Work(self._work, tenant_of(http_request))
-            return await work.run(partial(read_request, path, body), slow=True)
+            return await work.run(partial(read_request, path, body, self._media_hosts), slow=True)
         except NoTurn:
             return RequestFacts(path=path, model="", fault=BUSY)
 

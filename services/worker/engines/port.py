@@ -46,6 +46,10 @@ class LegRecord:
     """DECODE: cached tokens of the prefill leg, for the client's usage, unless ``kv_transfer_params`` carry them."""
     expected_tokens: int = -1
     """Prompt tokens that placement expects this engine to compute; -1: not known."""
+    cache_salt: str = ""
+    """The tenant's. The engine hashes it into the names of cached media; the body has it as well. Empty: none."""
+    media_salt: str = ""
+    """Hashed into the names that the client itself gives to its media; empty: none."""
     order: LegOrder | None = None
     """What to do about KV, for engines with an exchange."""
     resume: list[int] | None = None

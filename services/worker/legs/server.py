@@ -61,6 +61,8 @@ def _new_record(
         trace_headers=trace_headers,
         prefill_cached_tokens=start.prefill_cached_tokens,
         expected_tokens=start.expected_tokens,
+        cache_salt=start.cache_salt,
+        media_salt=start.media_salt or start.cache_salt,
         order=order,
         resume=resume,
         resume_joined=joined_tokens(start),

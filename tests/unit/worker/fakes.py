@@ -53,6 +53,7 @@ class FakeEngine:
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.exchange: FakeExchange | None = None
         self.orders: list[LegOrder | None] = []
+        self.salts: list[tuple[str, str]] = []
         self.transfer_report: KvTransferReport | None = None
         self.now = EngineLoad()
         self.closed = False
@@ -63,6 +64,7 @@ class FakeEngine:
         self.bodies.append(body)
         record = CURRENT_LEG.get()
         self.orders.append(record.order)
+        self.salts.append((record.cache_salt, record.media_salt))
         asked = json.loads(body)
         self.started.set()
         if status := asked.get("status"):

@@ -19,8 +19,19 @@ OWN_SCHEDULERS = {
 """By whether vLLM schedules asynchronously; a scheduler of the wrong kind computes wrong tokens."""
 
 
+NO_MEDIA_HOST = "none; send data: URLs, or ask the operator (BATON_MEDIA_DOMAINS)"
+"""Stands for an empty list, which vLLM takes for every host. No host has this name: it contains a colon. vLLM's error
+message to the client quotes it."""
+
+
 def arguments(
-    settings: Settings, model: str, *, on_cpu: bool, events: tuple[str, str], otlp_endpoint: str
+    settings: Settings,
+    model: str,
+    *,
+    on_cpu: bool,
+    events: tuple[str, str],
+    otlp_endpoint: str,
+    media_hosts: frozenset[str] = frozenset(),
 ) -> list[str]:
     """The arguments of ``vllm serve``. The operator's own come last and override the others."""
     events_endpoint, replay_endpoint = events
@@ -50,7 +61,8 @@ def arguments(
     flags += ["--enable-logging-iteration-details"]  # Measured, not logged.
     flags += ["--enforce-eager"] if on_cpu else []
     typed = [part for name, value in chosen.items() if value for part in (name, value)]
-    return [*typed, *flags, *shlex.split(settings.engine_args)]
+    hosts = ["--allowed-media-domains", *(sorted(media_hosts) or [NO_MEDIA_HOST])]
+    return [*typed, *hosts, *flags, *shlex.split(settings.engine_args)]
 
 
 def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:

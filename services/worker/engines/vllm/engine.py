@@ -54,6 +54,7 @@ class Launch:
     model: str
     run_dir: Path
     otlp_endpoint: str
+    media_hosts: frozenset[str]
 
 
 async def start_engine(
@@ -66,7 +67,12 @@ async def start_engine(
     environment.prepare_import(kv_host=settings.kv_host, model_is_local=model.startswith(("/", "./", "../")))
     run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
     launch = Launch(
-        settings=settings, identity=identity, model=model, run_dir=run_dir, otlp_endpoint=common.otlp_endpoint
+        settings=settings,
+        identity=identity,
+        model=model,
+        run_dir=run_dir,
+        otlp_endpoint=common.otlp_endpoint,
+        media_hosts=common.media_hosts,
     )
     try:
         report("importing vLLM")
@@ -109,6 +115,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         on_cpu=current_platform.is_cpu(),
         events=(source.endpoint, source.replay_endpoint),
         otlp_endpoint=launch.otlp_endpoint,
+        media_hosts=launch.media_hosts,
     )
     try:
         report("loading the model")
@@ -181,9 +188,12 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     from vllm.utils.gc_utils import freeze_gc_heap
 
     from services.worker.engines.vllm.fingerprint import block_bytes
+    from services.worker.engines.vllm.media import only_vllm_reads_media, separate_tenants
     from services.worker.engines.vllm.rendering import bound_rendering
 
     bound_rendering(llm.model_config.max_model_len)
+    only_vllm_reads_media()
+    separate_tenants(llm.renderer)
     llm.attach(meter, block_bytes(llm.vllm_config))
     cache = llm.vllm_config.cache_config
     meter.kv_blocks = cache.num_gpu_blocks or 0

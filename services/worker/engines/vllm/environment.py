@@ -24,6 +24,8 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         # Full block hashes in KV events: their first 8 bytes go on the wire, and routers compute those too.
         "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
+        # A host that the operator allows could send the engine anywhere.
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": kv_host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(kv_host)),
         # Must be set before nixl is imported, or UCX sometimes leaks memory.

@@ -383,3 +383,20 @@ def test_a_migrated_stream_keeps_its_salt():
         assert other.started[0].resume
 
     in_world(scenario, keys=KEYS)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("key", [ACME, PUBLIC])
+def test_a_worker_gets_a_salt_of_the_tenant_for_names_of_media(key, path):
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1")
+
+        for sender in (key, RIVAL):
+            await world.ask({"model": "m", "messages": []}, path=path, **bearer(sender))
+
+        own, others = (start.media_salt or start.cache_salt for start in worker.started)
+        assert own
+        assert others
+        assert own != others
+
+    in_world(scenario, keys=KEYS)

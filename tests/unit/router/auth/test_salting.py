@@ -52,16 +52,23 @@ def test_every_endpoint_that_creates_kv_is_salted(path):
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_endpoints_without_kv_are_not_salted(path):
-    request = facts(path)
+def test_of_endpoints_without_kv_only_names_of_media_are_salted(path):
+    request = salted(facts(path), Key(tenant="a"), SECRET)
 
-    assert salted(request, Key(tenant="a"), SECRET) is request
+    assert (request.salt, request.media_salt) == ("", salt_of(SECRET, "a", ""))
 
 
-def test_public_and_keyless_prompts_are_not_salted():
+def test_of_public_prompts_only_names_of_media_are_salted():
+    one, other = (salted(facts(cache_salt="own"), Key(tenant=t, public_cache=True), SECRET) for t in ("a", "b"))
+
+    assert one.salt == other.salt == ""
+    assert one.body.cache_salt == "own"
+    assert one.media_salt != other.media_salt
+
+
+def test_keyless_prompts_are_not_salted():
     request = facts(cache_salt="own")
 
-    assert salted(request, Key(tenant="a", public_cache=True), SECRET) is request
     assert salted(request, NO_KEY, b"") is request
 
 

@@ -91,6 +91,15 @@ async def test_a_decode_leg_carries_the_prefills_kv_to_the_engine():
         assert json.loads(worker.engine.bodies[0])["kv_transfer_params"] == json.loads(KV_TRANSFER)
 
 
+async def test_the_engine_gets_the_tenants_salts_for_media():
+    async with running_worker() as worker:
+        await worker.read(await worker.leg(cache_salt="tenants"))
+        await worker.read(await worker.leg(media_salt="tenants"))
+        await worker.read(await worker.leg())
+
+        assert worker.engine.salts == [("tenants", "tenants"), ("", "tenants"), ("", "")]
+
+
 async def test_a_leg_with_an_unusable_router_id_is_not_served():
     async with running_worker() as worker:
         for name in ("", "r1.>", "*", "r 1"):

@@ -18,7 +18,7 @@ from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.engines.vllm.environment import engine_threads, free_port, parse_cores
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.runtime.settings import SettingsError, load
+from shared.runtime.settings import CommonSettings, SettingsError, load
 
 
 def line(settings: Settings, *, on_cpu: bool = True, otlp_endpoint: str = "") -> list[str]:
@@ -41,6 +41,24 @@ def test_failed_reads_are_recomputed_and_hashes_are_reproducible():
     assert json.loads(value(typed, "--kv-transfer-config"))["kv_load_failure_policy"] == "recompute"
     assert value(typed, "--prefix-caching-hash-algo") == "sha256_cbor"
     assert value(typed, "--block-size") == "32"
+
+
+def test_engines_fetch_media_from_named_hosts_only():
+    """An empty list would be every host to vLLM; no host has a name with a colon."""
+    none = line(Settings())
+    some = arguments(
+        Settings(),
+        "m",
+        on_cpu=True,
+        events=("", ""),
+        otlp_endpoint="",
+        media_hosts=CommonSettings(media_domains="b.example, A.example").media_hosts,
+    )
+
+    assert ":" in value(none, "--allowed-media-domains")
+    at = some.index("--allowed-media-domains")
+    assert some[at + 1 : at + 3] == ["a.example", "b.example"]
+    assert "--allowed-local-media-path" not in none + some
 
 
 def transfer(settings: Settings) -> dict:
