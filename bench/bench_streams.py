@@ -72,7 +72,7 @@ async def dispatch_us(legs: int) -> float:
     payloads = [pack(batch(legs, seq)) for seq in range(rounds)]
     begin = time.process_time()
     for payload in payloads:
-        bus.hub.deliver("frames.r1", payload, {})
+        bus.hub.deliver("frames.r1.w1", payload, {})
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     await asyncio.gather(*readers)

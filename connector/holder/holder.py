@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
 from connector.holder.pending_writes import PendingWrites, Step
-from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
     FULL_HASH_BYTES,
     LEASE_BLOCKS_MAX,
@@ -31,12 +31,15 @@ from shared.contracts.kv_exchange import (
     LeaseKv,
     NoGrant,
     ReleaseKv,
+    new_lease_id,
     pack_block_ids,
     unpack_full_hashes,
 )
 
 PROMPTS_NOTED_MAX = 1024
 """Prompts of which the number of cached tokens is kept, to report it to readers that follow them."""
+ENDED_LEGS_NOTED_MAX = 1024
+"""Ended prefill legs that are remembered, for lease requests that arrive after them."""
 FOLLOW_S_MAX = 300.0
 """Maximum of ``LeaseKv.follow_s``."""
 FULL_S_MAX = 0.5
@@ -91,8 +94,8 @@ class Holder:
         self._settings = settings
         self._now = now
         self._draining = False
-        self._offers = 0
         self._prompts: OrderedDict[bytes, int] = OrderedDict()
+        self._ended_legs: OrderedDict[LegId, None] = OrderedDict()
         self._pool: Pool
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0, block_size=1)
@@ -123,10 +126,11 @@ class Holder:
             hold_s=min(request.hold_s, self._settings.lease_s_max),
             until_s=now + min(request.follow_s, FOLLOW_S_MAX),
             follow_s=min(request.follow_s, FOLLOW_S_MAX),
+            leg_id=request.leg_id,
         )
         grant = self._grant(request.ask_id, request.reader_id, followed, self._ready(followed))
         if request.follow_s > 0:
-            if grant.reason is None:
+            if grant.reason is None or (grant.reason is NoGrant.NOT_HELD and request.leg_id in self._ended_legs):
                 return replace(grant, prefill_cached_tokens=self._cached_tokens_of(followed))
             if self._pool.enable_caching and self._leases.follow(request.ask_id, request.reader_id, followed):
                 return replace(grant, lease_id=request.ask_id, final=False, reason=None)
@@ -157,9 +161,8 @@ class Holder:
         if not count:
             self._leases.totals.refused += 1
             return None
-        self._offers += 1
         settings = self._settings
-        lease_id = offer_id or f"{settings.worker_id}-{settings.epoch}-{self._offers}"
+        lease_id = offer_id or new_lease_id()
         until_s = self._now() + min(settings.lease_s, settings.lease_s_max)
         blocks = self._pool.blocks
         self._pin(lease_id, ANYONE, [blocks[block_id] for block_id in held[:count]], until_s)
@@ -197,6 +200,14 @@ class Holder:
         self._prompts.move_to_end(last_full_hash)
         if len(self._prompts) > PROMPTS_NOTED_MAX:
             self._prompts.popitem(last=False)
+
+    def leg_ended(self, leg_id: LegId) -> None:
+        """A prefill leg has ended in any way. Blocks that it has not computed by now, for example because its prompt
+        has other hashes than the reader's, will not come: the next ``advance`` sends its followers a last grant.
+        """
+        self._ended_legs[leg_id] = None
+        if len(self._ended_legs) > ENDED_LEGS_NOTED_MAX:
+            self._ended_legs.popitem(last=False)
 
     def release_all(self) -> None:
         """Before the engine ends: unpin all blocks and refuse new leases. ``advance`` sends followers a last grant.
@@ -276,19 +287,24 @@ class Holder:
         followed = lease.followed
         assert followed is not None
         if self._draining or now >= followed.until_s:
-            self._leases.stop_following(lease.lease_id)
-            reason = NoGrant.DRAINING if self._draining else NoGrant.FOLLOW_OVER
-            last = self._empty_grant(lease.lease_id, lease.reader_id, followed.granted, reason)
-            return replace(last, lease_id=lease.lease_id, prefill_cached_tokens=self._cached_tokens_of(followed))
+            return self._stop_following(lease, followed, NoGrant.DRAINING if self._draining else NoGrant.FOLLOW_OVER)
         ready = self._ready(followed)
+        leg_ended = followed.leg_id in self._ended_legs
         if not ready:
-            return None
+            return self._stop_following(lease, followed, NoGrant.FOLLOW_OVER) if leg_ended else None
         grant = self._grant(lease.lease_id, lease.reader_id, followed, ready)
         followed.progress(now, granted=bool(grant.block_ids))
-        if grant.reason is None or now >= followed.stuck_since_s + FULL_S_MAX:
+        is_last = grant.reason is None or (leg_ended and grant.reason is NoGrant.NOT_HELD)
+        if is_last or now >= followed.stuck_since_s + FULL_S_MAX:
             self._leases.stop_following(lease.lease_id)
             return replace(grant, lease_id=lease.lease_id, prefill_cached_tokens=self._cached_tokens_of(followed))
         return replace(grant, final=False, reason=None) if grant.block_ids else None
+
+    def _stop_following(self, lease: Lease, followed: FollowedPrompt, reason: NoGrant) -> KvGrant:
+        """A last grant without blocks."""
+        self._leases.stop_following(lease.lease_id)
+        last = self._empty_grant(lease.lease_id, lease.reader_id, followed.granted, reason)
+        return replace(last, lease_id=lease.lease_id, prefill_cached_tokens=self._cached_tokens_of(followed))
 
     def _pin(self, lease_id: str, reader_id: WorkerId, blocks: list[Any], until_s: float) -> list[int]:
         block_ids = [block.block_id for block in blocks]

@@ -25,6 +25,7 @@ from shared.contracts.kv_exchange import (
     LeaseKv,
     NoGrant,
     ReleaseKv,
+    new_lease_id,
     pack_full_hashes,
     unpack_block_ids,
 )
@@ -87,6 +88,7 @@ def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
         hashes=pack_full_hashes(plan.hashes[request.first : request.end]),
         hold_s=plan.limits.hold_s,
         follow_s=plan.follow_s if request.followed else 0.0,
+        leg_id=request.leg_id,
     )
 
 
@@ -354,13 +356,14 @@ class Fetch:
         plan, limits = self.plan, self.plan.limits
         end = self._progress.missing_until(index, min(source.end, self._progress.end, index + LEASE_BLOCKS_MAX))
         request = LeaseRequest(
-            lease_id=f"{plan.reader[0]}-{plan.reader[1]}-{plan.next_number()}",
+            lease_id=new_lease_id(),
             peer=source.peer,
             first=index,
             end=end,
             requested_at=now,
             overdue_at=now + (plan.follow_s if source.follow else limits.answer_s_max),
             followed=source.follow,
+            leg_id=source.leg_id,
         )
         self.requests.append(request)
         self._spent.update((source.peer, at) for at in range(index, end))

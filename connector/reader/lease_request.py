@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from connector.messages import PeerKey
-from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import KvRead
 
 
@@ -18,6 +18,8 @@ class Source:
     first: int
     end: int
     follow: bool = False
+    leg_id: LegId = LegId("")  # noqa: RUF009  # a string
+    """With ``follow``: the leg that computes the prompt."""
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class LeaseRequest:
     overdue_at: float
     """Instant of giving up, on the reader's clock."""
     followed: bool = False
+    leg_id: LegId = LegId("")  # noqa: RUF009  # a string
     is_offer: bool = False
     """``lease_id`` is that of an offer: the lease was granted without a request."""
     open: bool = True

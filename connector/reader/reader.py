@@ -301,6 +301,7 @@ def _sources(order: LegOrder, blocks: int, *, may_follow: bool) -> list[Source]:
             first=source.first,
             end=min(source.end or blocks, blocks),
             follow=source.follow and may_follow,
+            leg_id=source.leg_id,
         )
         for source in order.sources
     ]

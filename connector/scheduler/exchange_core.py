@@ -122,6 +122,8 @@ class ExchangeCore:
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """A request has ended; returns its report."""
+        if order.leg_id:
+            self.holder.leg_ended(order.leg_id)
         transfer_report = self.reader.finished(request_id, offer, order)
         handed_over = order.take is not None or any(source.follow for source in order.sources)
         if transfer_report is not None:

@@ -220,7 +220,8 @@ def stream_config(bucket: str, ttl_s: float | None) -> dict[str, Any]:
         "name": stream_of(bucket),
         "subjects": [written_subject(bucket, "*")],
         "retention": "limits",
-        "storage": "file",
+        # Values that are renewed need no disk. On a full one the server would refuse them, until it is restarted.
+        "storage": "memory" if ttl_s else "file",
         "discard": "new",
         "num_replicas": 1,
         "max_msgs_per_subject": 1,

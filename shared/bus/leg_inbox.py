@@ -2,6 +2,9 @@
 
 This is the hot path of the system. A router gets one ``FrameBatch`` per turn of a worker's event loop, whatever the
 number of streams, and does one dictionary look-up and one append per frame. A waiter is woken once per batch.
+
+A worker is believed about its own legs only. NATS lets it publish on subjects with its own id, the bus drops a batch
+whose worker is not that of its subject, and frames of a leg that another worker serves are dropped here.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared.bus.port import Bus, BusDown, Envelope, Subscription
+from shared.bus.receiver import count_bad, is_logged
+from shared.bus.wire import BadMessage
 from shared.contracts.channels import CANCEL_LEG, FRAMES, START_LEG
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, LegId, RouterId, WorkerId
@@ -19,11 +24,14 @@ from shared.contracts.inference import CancelLeg, Frame, FrameBatch, FrameKind, 
 
 log = logging.getLogger("baton.bus")
 
+ID_SHOWN_MAX = 64
 FRAME_OVERHEAD_BYTES = 128
 """Bytes that an unread frame counts besides its data."""
 CANCELLED_MAX = 4096
 """Cancelled legs that are remembered, so that their late frames cause no second cancel."""
 
+CANCELS_WAITING_MAX = 4096
+"""Cancels that wait for the bus. Legs that are not cancelled for that reason are on their worker's next list."""
 LISTS_MISSED_MAX = 3
 """A leg without any frame is lost when this many consecutive in-flight lists of its worker lack it."""
 
@@ -221,13 +229,17 @@ class LegInbox:
 
     def _on_batch(self, batch: FrameBatch, _envelope: Envelope) -> None:
         legs = self._legs
+        worker_id = batch.worker_id
         buffer_bytes_max = self._leg_buffer_bytes_max
         for frame in batch.frames:
             leg = legs.get(frame.leg_id)
-            if leg is not None:
+            if leg is None:
+                if frame.kind < _END:
+                    self._cancel_once(worker_id, frame.leg_id)
+            elif leg.worker_id == worker_id:
                 leg.take(frame, buffer_bytes_max)
-            elif frame.kind < _END:
-                self._cancel_once(batch.worker_id, frame.leg_id)
+            else:
+                self._drop_foreign(worker_id, leg)
         if batch.in_flight is not None:
             self._compare(batch.worker_id, batch.epoch, set(batch.in_flight))
 
@@ -242,19 +254,34 @@ class LegInbox:
                 continue
             self._cancelled.pop(leg_id, None)
             self.orphans.served += 1
-            log.warning("%s serves leg %s, which this router does not know: cancelling it", worker_id, leg_id)
+            if is_logged(self.orphans.served):
+                log.warning(
+                    "%s serves leg %s, which this router does not know: cancelling it (number %d since the start)",
+                    worker_id,
+                    leg_id[:ID_SHOWN_MAX],
+                    self.orphans.served,
+                )
             self._cancel_once(worker_id, leg_id)
         for leg in list(self._legs.values()):
-            if leg.worker_id != worker_id or (leg.epoch is not None and leg.epoch > epoch):
+            if leg.worker_id != worker_id:
+                if leg.leg_id in in_flight:
+                    self._drop_foreign(worker_id, leg)
+                continue
+            if leg.epoch is not None and leg.epoch > epoch:
                 continue
             leg.lists_missed = 0 if leg.leg_id in in_flight else leg.lists_missed + 1
             if leg.lists_missed >= (1 if leg.is_begun else LISTS_MISSED_MAX):
                 self.orphans.awaited += 1
                 self.cancel(leg, _lost(f"{worker_id} does not serve leg {leg.leg_id}"))
 
+    def _drop_foreign(self, worker_id: WorkerId, leg: Leg) -> None:
+        """Count, and log within limits, a frame or an entry of an in-flight list of another worker's leg."""
+        error = BadMessage(f"leg {leg.leg_id} is served by {leg.worker_id}")
+        count_bad(self._bus.counts, FRAMES.filter(router_id=self._router_id, worker_id=worker_id), error)
+
     def _cancel_once(self, worker_id: WorkerId, leg_id: LegId) -> None:
         """Cancel a leg once, also one that failed here in an outage and is still served."""
-        if leg_id in self._cancelled:
+        if leg_id in self._cancelled or len(self._cancels) >= CANCELS_WAITING_MAX:
             return
         self._cancelled[leg_id] = False
         if len(self._cancelled) > CANCELLED_MAX:

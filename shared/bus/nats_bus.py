@@ -192,7 +192,7 @@ class NatsBus(Connection):
         subject = channel.address(message)
         if not can_be_sent_to(subject):
             raise NoResponders(f"{subject[:SUBJECT_SHOWN_MAX]!r} is not a valid subject")
-        return read_reply(await self._ask(subject, pack(message), headers, timeout_s), channel.answer)
+        return read_reply(await self._ask(subject, pack(message), headers, timeout_s), channel, message)
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, timeout_s: float) -> bytes:
         """Ask somebody who does not speak Baton's messages. Raises NoResponders, AskTimedOut, BusDown."""

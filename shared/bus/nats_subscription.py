@@ -101,7 +101,7 @@ class LiveSubscription:
             return payload
         lost = self._assembler.lost
         try:
-            return self._assembler.add(part, payload, asyncio.get_running_loop().time())
+            return self._assembler.add(subject, part, payload, asyncio.get_running_loop().time())
         except BadMessage as bad:
             count_bad(self._counts, subject, bad)
             return None

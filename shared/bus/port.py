@@ -91,7 +91,9 @@ class BusCounts:
     dropped: int = 0
     """Messages dropped because a subscriber of this process was too slow."""
     bad_messages: int = 0
-    """Messages that could not be unpacked, or whose ids differed from those of their subject."""
+    """Messages that could not be unpacked, or that name what is not their sender's: ids other than those of their
+    subject, or a leg of another worker.
+    """
     parts_lost: int = 0
     """Messages in parts of which one part never arrived."""
     reconnects: int = 0

@@ -91,8 +91,13 @@ def count_bad(counts: BusCounts, subject: str, error: Exception) -> None:
     """Count a bad message, and log it within limits."""
     counts.bad_messages += 1
     number = counts.bad_messages
-    if number <= BAD_MESSAGES_LOGGED_MAX or number.bit_count() == 1:
+    if is_logged(number):
         log.warning("bad message on %r (number %d since the start): %s", subject[:SUBJECT_SHOWN_MAX], number, error)
+
+
+def is_logged(number: int) -> bool:
+    """Whether the event with this number, of a kind that a sender can cause at will, gets a log line."""
+    return number <= BAD_MESSAGES_LOGGED_MAX or number.bit_count() == 1
 
 
 def wrong_subject(address: str) -> BadMessage:
@@ -129,13 +134,16 @@ def unreadable(bad: BadMessage) -> Reply:
     return pack(Failure(reason=Reason.BAD_MESSAGE, message=str(bad))), True
 
 
-def read_reply(reply: Reply, reply_type: type[A]) -> A:
-    """The unpacked reply. Raises AskRefused."""
+def read_reply(reply: Reply, channel: AskChannel[M, A], ask: M) -> A:
+    """The unpacked reply to ``ask``. Raises AskRefused."""
     payload, refused = reply
     try:
         if refused:
             raise AskRefused(unpack(payload, Failure))
-        return unpack(payload, reply_type)
+        answer = unpack(payload, channel.answer)
+        if not channel.names_alike(ask, answer):
+            raise BadMessage(f"its ids differ from those of {channel.address(ask)[:SUBJECT_SHOWN_MAX]!r}")
+        return answer
     except BadMessage as bad:
         raise AskRefused(Failure(reason=Reason.BAD_MESSAGE, message=f"unreadable reply: {bad}")) from bad
 

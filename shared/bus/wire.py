@@ -92,12 +92,15 @@ class Assembler:
         self._message_bytes_max = message_bytes_max
         self._held_bytes_max = held_bytes_max
         self._held_bytes = 0
-        self._incomplete: dict[str, _Incomplete] = {}
+        self._incomplete: dict[tuple[str, str], _Incomplete] = {}
 
-    def add(self, header: str, data: bytes, now: float) -> bytes | None:
-        """Add a part that arrived at ``now`` (seconds). Returns the whole message, or None until it is complete."""
+    def add(self, subject: str, header: str, data: bytes, now: float) -> bytes | None:
+        """Add a part that arrived on ``subject`` at ``now`` (seconds). Returns the whole message, or None until it is
+        complete. Parts on different subjects are of different messages, so that no sender can add to another's.
+        """
         self._drop_old(now)
-        message_id, index, count = _parse(header)
+        message, index, count = _parse(header)
+        message_id = subject, message
         if index == 0 and message_id not in self._incomplete:
             self._incomplete[message_id] = _Incomplete(count, now)
         building = self._incomplete.get(message_id)
@@ -129,11 +132,11 @@ class Assembler:
         while self._held_bytes > self._held_bytes_max or len(self._incomplete) > INCOMPLETE_MAX:
             self._drop(next(iter(self._incomplete)))
 
-    def _drop(self, message_id: str) -> None:
+    def _drop(self, message_id: tuple[str, str]) -> None:
         self._release(message_id)
         self.lost += 1
 
-    def _release(self, message_id: str) -> None:
+    def _release(self, message_id: tuple[str, str]) -> None:
         self._held_bytes -= self._incomplete.pop(message_id).size
 
 

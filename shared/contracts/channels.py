@@ -1,7 +1,8 @@
 """The channel table: every subject on the bus, with its message, delivery, senders and receivers.
 
-A placeholder in a subject is a field of the message, so address and body cannot disagree. The catalogue, the AsyncAPI
-file and the NATS permissions are generated from these rows (see ``catalogue``).
+A placeholder in a subject is a field of the message, so address and body cannot disagree. What a worker sends names it
+in the subject, so that NATS can refuse it to the key of another worker. The catalogue, the AsyncAPI file and the NATS
+permissions are generated from these rows (see ``catalogue``).
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ class Delivery(StrEnum):
     """JetStream key-value store: the newest value per key is durable, can be watched, and expires if not renewed."""
 
 
+_NAMES_SENDER = (Delivery.EVENT, Delivery.KEY_VALUE)
+
+
 @dataclass(frozen=True)
 class Channel(Generic[M]):
     """One row: where ``message`` travels. For KEY_VALUE channels the subject is ``bucket.{key}``."""
@@ -84,7 +88,13 @@ class Channel(Generic[M]):
     delivery: Delivery
     senders: tuple[Party, ...]
     receivers: tuple[Party, ...]
+    sent_by: str = field(default="", kw_only=True)
+    """The placeholder that names the sender, where another names the receiver. Without it, all placeholders of an event
+    or a key-value entry name the sender, and all of a command or an ask the receiver.
+    """
     parts: tuple[str, ...] = field(init=False, repr=False)
+    sender_parts: tuple[str, ...] = field(init=False, repr=False)
+    """The placeholders that name the sender; the others name the receiver."""
     address: Callable[[M], str] = field(init=False, repr=False, compare=False)
     """The subject of a message on this channel."""
 
@@ -93,7 +103,11 @@ class Channel(Generic[M]):
         fields = {f.name for f in msgspec.structs.fields(self.message)}
         if missing := [name for name in names if name not in fields]:
             raise ValueError(f"{self.subject}: {self.message.__name__} has no field {', '.join(missing)}")
+        sender = (self.sent_by,) if self.sent_by else names if self.delivery in _NAMES_SENDER else ()
+        if not set(sender) <= set(names):
+            raise ValueError(f"{self.subject} has no placeholder {self.sent_by}")
         object.__setattr__(self, "parts", names)
+        object.__setattr__(self, "sender_parts", sender)
         object.__setattr__(self, "address", _addresser(self.subject, names))
 
     def filter(self, **ids: str) -> str:
@@ -108,6 +122,15 @@ class AskChannel(Channel[M], Generic[M, A]):
     """A row whose receiver replies."""
 
     answer: type[A] = field(kw_only=True)
+    names_alike: Callable[[M, A], bool] = field(init=False, repr=False, compare=False)
+    """Whether a reply has the ids of its ask: a worker replies to what it was asked, in no other's name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fields = {f.name for f in msgspec.structs.fields(self.answer)}
+        names = [name for name in self.parts if name in fields]
+        ids = attrgetter(*names) if names else lambda _message: ()
+        object.__setattr__(self, "names_alike", lambda message, answer: ids(message) == ids(answer))
 
 
 def _addresser(subject: str, names: tuple[str, ...]) -> Callable[[M], str]:
@@ -124,16 +147,24 @@ EVERYONE = (Party.ROUTER, Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER)
 
 START_LEG = Channel("leg.{worker_id}.start", StartLeg, Delivery.COMMAND, ROUTERS, WORKERS)
 CANCEL_LEG = Channel("leg.{worker_id}.cancel", CancelLeg, Delivery.COMMAND, ROUTERS, WORKERS)
-FRAMES = Channel("frames.{router_id}", FrameBatch, Delivery.COMMAND, WORKERS, ROUTERS)
+FRAMES = Channel("frames.{router_id}.{worker_id}", FrameBatch, Delivery.COMMAND, WORKERS, ROUTERS, sent_by="worker_id")
 
 KV_EVENTS = Channel("kv.{worker_id}.events", KvEventBatch, Delivery.EVENT, WORKERS, ROUTERS)
 KV_SNAPSHOT = AskChannel("kv.{worker_id}.snapshot", AskKvSnapshot, Delivery.ASK, ROUTERS, WORKERS, answer=KvSnapshot)
 KV_HANDSHAKE = AskChannel(
-    "kv.{worker_id}.handshake", AskKvHandshake, Delivery.ASK, WORKERS, WORKERS, answer=KvHandshake
+    "kv.{worker_id}.handshake.{reader_id}",
+    AskKvHandshake,
+    Delivery.ASK,
+    WORKERS,
+    WORKERS,
+    answer=KvHandshake,
+    sent_by="reader_id",
 )
-KV_LEASE = Channel("kv.{worker_id}.lease", LeaseKv, Delivery.COMMAND, WORKERS, WORKERS)
-KV_GRANT = Channel("kv.{reader_id}.grant", KvGrant, Delivery.COMMAND, WORKERS, WORKERS)
-KV_RELEASE = Channel("kv.{worker_id}.release", ReleaseKv, Delivery.COMMAND, WORKERS, WORKERS)
+KV_LEASE = Channel("kv.{worker_id}.lease.{reader_id}", LeaseKv, Delivery.COMMAND, WORKERS, WORKERS, sent_by="reader_id")
+KV_GRANT = Channel("kv.{reader_id}.grant.{worker_id}", KvGrant, Delivery.COMMAND, WORKERS, WORKERS, sent_by="worker_id")
+KV_RELEASE = Channel(
+    "kv.{worker_id}.release.{reader_id}", ReleaseKv, Delivery.COMMAND, WORKERS, WORKERS, sent_by="reader_id"
+)
 KV_FETCH = AskChannel(
     "kv.{worker_id}.fetch",
     FetchKv,
@@ -173,10 +204,22 @@ DRAIN = AskChannel("worker.{worker_id}.drain", DrainWorker, Delivery.ASK, COMMAN
 DRAINED = Channel("worker.{worker_id}.drained", WorkerDrained, Delivery.EVENT, WORKERS, COMMANDERS)
 CHANGE_ROLE = AskChannel("worker.{worker_id}.role", ChangeRole, Delivery.ASK, COMMANDERS, WORKERS, answer=RoleChanged)
 SELF_TEST_PROMPT = AskChannel(
-    "worker.{worker_id}.self_test_prompt", AskSelfTestPrompt, Delivery.ASK, WORKERS, WORKERS, answer=SelfTestPrompt
+    "worker.{worker_id}.self_test_prompt.{reader_id}",
+    AskSelfTestPrompt,
+    Delivery.ASK,
+    WORKERS,
+    WORKERS,
+    answer=SelfTestPrompt,
+    sent_by="reader_id",
 )
 RUN_SELF_TEST = AskChannel(
-    "worker.{worker_id}.self_test", RunSelfTest, Delivery.ASK, WORKERS, WORKERS, answer=SelfTestResult
+    "worker.{worker_id}.self_test.{source_id}",
+    RunSelfTest,
+    Delivery.ASK,
+    WORKERS,
+    WORKERS,
+    answer=SelfTestResult,
+    sent_by="source_id",
 )
 
 PLAN = Channel("fleet.plan", PlanDecision, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR, Party.LAUNCHER))

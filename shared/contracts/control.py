@@ -47,6 +47,10 @@ class DiskFolder(StrEnum):
     KV_STORE = "kv_store"
 
 
+DISK_LOW, DISK_MIN = (0.1, 20e9), (0.02, 2e9)
+"""Little is free, and almost nothing: less than this share of the file system, and less than these bytes."""
+
+
 class DiskSpace(Message, frozen=True, kw_only=True):
     """Space of the file system that has the folder."""
 
@@ -54,6 +58,11 @@ class DiskSpace(Message, frozen=True, kw_only=True):
     free_bytes: int
     """For this process's user."""
     size_bytes: int
+
+    def is_below(self, limit: tuple[float, float]) -> bool:
+        """Whether less is free than this share of the file system, and than these bytes."""
+        share, bytes_min = limit
+        return self.free_bytes < min(share * self.size_bytes, bytes_min)
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):

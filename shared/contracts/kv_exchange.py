@@ -12,18 +12,24 @@ Clocks are monotonic seconds of the machine named. A reader bounds how far the h
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
 
-from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.message import Message
 
 FULL_HASH_BYTES = 32
 LEASE_BLOCKS_MAX = 16384
 """Maximum number of blocks in one LeaseKv; the rest of a longer prompt is computed."""
+
+
+def new_lease_id() -> str:
+    """128 random bits, as a subject token: no reader can take the id of another's next lease, or release its offer."""
+    return secrets.token_hex(16)
 
 
 def pack_full_hashes(hashes: Iterable[bytes]) -> bytes:
@@ -59,7 +65,7 @@ class NoGrant(StrEnum):
     """Leases already pin the maximum number of blocks."""
     DRAINING = "draining"
     FOLLOW_OVER = "follow_over"
-    """The holder did not compute the next block within ``follow_s``."""
+    """The holder did not compute the next block within ``follow_s``, or the leg that was to compute it has ended."""
     UNREACHABLE = "unreachable"
     """Set by the reader: the holder did not reply."""
 
@@ -71,13 +77,15 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     epoch: Epoch
     reader_id: WorkerId
     ask_id: str
-    """One subject token, never reused."""
+    """From ``new_lease_id``. It is the id of the lease too."""
     hashes: bytes
     """Full hashes of consecutive blocks of one chain."""
     hold_s: float
     """Requested lifetime of each grant; the holder may shorten it."""
     follow_s: float = 0.0
     """How long after each grant to wait for the next block that the holder computes; 0: grant only present blocks."""
+    leg_id: LegId = LegId("")
+    """With ``follow_s``: the prefill leg that computes the blocks. Its end ends the wait. Empty: unknown."""
 
 
 class KvGrant(Message, frozen=True, kw_only=True):
@@ -139,15 +147,21 @@ class KvSource(Message, frozen=True, kw_only=True):
     """Index after the last block; 0: to the end of the prompt."""
     follow: bool = False
     """The source is computing the prompt: read its blocks as they are computed."""
+    leg_id: LegId = LegId("")
+    """With ``follow``: the prefill leg that computes the prompt."""
 
 
 class LegOrder(Message, frozen=True, kw_only=True):
     """Worker -> its engine, per request: which KV to read and offer. Passed beside the body, never inside it."""
 
+    leg_id: LegId = LegId("")
+    """PREFILL: the leg, whose end ends the wait of readers that follow it."""
     offer: bool = False
     """PREFILL: lease the prompt's blocks at the end and put the offer into the transfer report."""
     offer_id: str = ""
-    """Lease id of the offer, chosen in advance and never reused, so that it can be released after any failure."""
+    """Lease id of the offer, chosen in advance and never reused, so that it can be released after any failure. Any
+    reader that knows it may release the offer.
+    """
     take: KvOffer | None = None
     """DECODE: blocks to read."""
     sources: list[KvSource] = msgspec.field(default_factory=list)

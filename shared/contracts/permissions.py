@@ -1,8 +1,8 @@
 """The channel table as nats-server permissions: each party may publish and subscribe to its own channels only.
 
-The id in a subject names one end of its channel: the sender of an event or a key-value entry, the receiver of a command
-or an ask. So a worker with a key of its own can send events only for itself and receive only its own commands, and can
-still ask every other worker.
+A subject names the sender, the receiver or both by id (see ``Channel.sent_by``). So a worker with a key of its own can
+send in its own name only and receive only its own commands, and can still ask every other worker. All routers are one
+party: a router may start a leg on any worker and read its frames, so a key for each of them would protect little.
 
 Only the orchestrator may make or change a key-value bucket, and nobody has a consumer or DIRECT.GET: both would deliver
 stored bytes to any subject that their user names, with the server's authority. For the same reason nobody has NATS's
@@ -12,7 +12,7 @@ Parties that reply may publish to the reply subjects of those that ask; each ask
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from shared.contracts.buckets import KEY_VALUE_CHANNELS, api_subject, bucket_of, key_of, stored_subject, written_subject
@@ -38,9 +38,8 @@ REPLIES = "a"
 """The token of reply subjects that replies go to: ``{inbox prefix}.{connection}.a.{ask}``."""
 BUCKET_MAKER = Party.ORCHESTRATOR
 
-_NAMES_SENDER = (Delivery.EVENT, Delivery.KEY_VALUE)
-_WORKER_IDS = ("worker_id", "reader_id", "instance")
-"""Placeholders that stand for a worker where a worker is the end that the subject names."""
+_WORKER_IDS = ("worker_id", "reader_id", "source_id", "instance")
+"""Placeholders that stand for a worker where a worker is the end that they name."""
 
 
 def inbox_prefix(owner: str) -> str:
@@ -76,7 +75,7 @@ def may_publish(party: Party, worker_id: str = "") -> list[str]:
     """Subjects that this party, or this one worker, may publish to."""
     subjects: list[str] = []
     for channel in CHANNELS.values():
-        own = _own(channel, party, worker_id) if channel.delivery in _NAMES_SENDER else {}
+        own = _own(channel.sender_parts, party, worker_id)
         if channel.delivery is Delivery.KEY_VALUE:
             subjects += _of_bucket(channel, party, key_of(channel.filter(**own)))
         elif party in channel.senders:
@@ -89,7 +88,7 @@ def may_publish(party: Party, worker_id: str = "") -> list[str]:
 def may_subscribe(party: Party, worker_id: str = "") -> list[str]:
     """Subjects that this party, or this one worker, may subscribe to."""
     heard = [
-        channel.filter(**({} if channel.delivery in _NAMES_SENDER else _own(channel, party, worker_id)))
+        channel.filter(**_own(set(channel.parts) - set(channel.sender_parts), party, worker_id))
         for channel in CHANNELS.values()
         if party in channel.receivers and channel.delivery is not Delivery.KEY_VALUE
     ]
@@ -108,10 +107,10 @@ def _of_bucket(channel: Channel[Any], party: Party, own_key: str) -> list[str]:
     return written + [api_subject(verb, bucket) for verb in verbs]
 
 
-def _own(channel: Channel[Any], party: Party, worker_id: str) -> dict[str, str]:
-    """The known placeholder values of a subject that names this party's end."""
+def _own(parts: Container[str], party: Party, worker_id: str) -> dict[str, str]:
+    """The known values of the placeholders that name this party's end."""
     ids = {"service": party.value, **(dict.fromkeys(_WORKER_IDS, worker_id) if worker_id else {})}
-    return {name: value for name, value in ids.items() if name in channel.parts}
+    return {name: value for name, value in ids.items() if name in parts}
 
 
 def _lines(subjects: Iterable[str]) -> str:

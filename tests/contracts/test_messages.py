@@ -76,6 +76,13 @@ def test_every_channel_has_senders_receivers_and_every_ask_one_responder():
         assert set(channel.senders + channel.receivers) <= set(Party)
 
 
+def test_every_message_that_a_worker_sends_names_it_in_the_subject():
+    """Else nats-server could not refuse it to another worker. An order to fetch is taken as nobody's."""
+    unnamed = {name for name, row in CHANNELS.items() if Party.WORKER in row.senders and not row.sender_parts}
+
+    assert unnamed == {"KV_FETCH"}
+
+
 def test_no_two_channels_share_a_subject():
     def overlap(one: Channel, other: Channel) -> bool:
         mine, theirs = one.filter().split("."), other.filter().split(".")

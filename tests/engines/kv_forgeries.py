@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from shared.contracts.channels import KV_GRANT, Channel, Delivery
+from shared.contracts.channels import KV_GRANT
 from shared.contracts.kv_exchange import KvGrant, LeaseKv, pack_block_ids, unpack_full_hashes
 from shared.contracts.message import Message
 
@@ -16,11 +17,12 @@ class Garbled(Message, frozen=True, kw_only=True):
     """A message on the grant subject that does not decode as a grant."""
 
     reader_id: str
+    worker_id: str
     ask_id: str
     block_ids: int = 7
 
 
-GARBLED = Channel(KV_GRANT.subject, Garbled, Delivery.COMMAND, KV_GRANT.senders, KV_GRANT.receivers)
+GARBLED = dataclasses.replace(KV_GRANT, message=Garbled)
 
 
 def forged(request: LeaseKv, **fields: object) -> KvGrant:
@@ -51,5 +53,5 @@ FORGERIES: dict[str, Callable[[LeaseKv], Message]] = {
     "too many blocks": lambda request: forged(request, block_ids=pack_block_ids(range(1, 40))),
     "not from the first block on": lambda request: forged(request, first=3),
     "truncated block ids": lambda request: forged(request, block_ids=b"abc"),
-    "garbage": lambda request: Garbled(reader_id=request.reader_id, ask_id=request.ask_id),
+    "garbage": lambda request: Garbled(reader_id=request.reader_id, worker_id=request.worker_id, ask_id=request.ask_id),
 }

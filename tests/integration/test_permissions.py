@@ -230,7 +230,8 @@ def low(tried: Iterable[str]) -> set[str]:
 
 def subjects(worker_id: str, service: str) -> dict[str, Channel]:
     """One subject of every row of the table."""
-    ids = {"worker_id": worker_id, "reader_id": worker_id, "instance": worker_id, "service": service}
+    workers = ("worker_id", "reader_id", "source_id", "instance")
+    ids = {**dict.fromkeys(workers, worker_id), "service": service}
     return {
         ("$KV." if channel.delivery is Delivery.KEY_VALUE else "")
         + PLACEHOLDER.sub(lambda found: ids.get(found[1], "x"), channel.subject): channel
@@ -264,22 +265,37 @@ async def test_no_party_may_read_others_replies_or_query_the_server(guarded, key
         assert await stranger.refused(subscribe=overheard) == low(overheard)
 
 
+def between(channel: Channel, sender: str, receiver: str, service: str = "worker") -> str:
+    """A subject on which this worker sends to that one."""
+    ids = {"service": service, **dict.fromkeys(channel.parts, receiver), **dict.fromkeys(channel.sender_parts, sender)}
+    ids["service"] = service
+    subject = PLACEHOLDER.sub(lambda found: ids[found[1]], channel.subject)
+    return f"$KV.{subject}" if channel.delivery is Delivery.KEY_VALUE else subject
+
+
 async def test_a_workers_own_key_permits_only_its_own_subjects(guarded, keys):
-    own, of_another = subjects(ALONE, "worker"), subjects(OTHER, "worker")
-    said_by_its_id = (Delivery.EVENT, Delivery.KEY_VALUE)
-    sent = {s: c for s, c in {**own, **of_another}.items() if Party.WORKER in c.senders}
-    heard = {s: c for s, c in {**own, **of_another}.items() if Party.WORKER in c.receivers}
-    of_the_other = of_another.keys() - own.keys()
-    forged = {s for s, c in sent.items() if s in of_the_other and c.delivery in said_by_its_id}
-    overheard = {s for s, c in heard.items() if s in of_the_other and c.delivery not in said_by_its_id}
-    kept = {s for s, c in heard.items() if c.delivery is Delivery.KEY_VALUE}  # read as `stored.`
+    sent = {between(c, s, r): (c, s) for c in CHANNELS.values() for s in (ALONE, OTHER) for r in (ALONE, OTHER)}
+    heard = {between(c, s, r): (c, r) for c in CHANNELS.values() for s in (ALONE, OTHER) for r in (ALONE, OTHER)}
+    sent[between(CHANNELS["SERVICE_STATUS"], ALONE, "", "router")] = CHANNELS["SERVICE_STATUS"], OTHER
+    forged = {
+        subject
+        for subject, (channel, sender) in sent.items()
+        if Party.WORKER not in channel.senders or (channel.sender_parts and sender != ALONE)
+    }
+    overheard = {
+        subject
+        for subject, (channel, receiver) in heard.items()
+        if Party.WORKER not in channel.receivers
+        or channel.delivery is Delivery.KEY_VALUE
+        or (set(channel.parts) - set(channel.sender_parts) and receiver != ALONE)
+    }
     answers = f"_INBOX.worker.{OTHER}.>"
 
     async with Stranger(guarded, keys.raw_options(f"worker.{ALONE}")) as stranger:
         assert await stranger.refused(publish=sent) == low(forged)
-        assert await stranger.refused(subscribe=[*heard, answers]) == low(overheard | kept | {answers})
-    assert forged
-    assert overheard
+        assert await stranger.refused(subscribe=[*heard, answers]) == low(overheard | {answers})
+    assert forged - overheard
+    assert overheard - forged
 
 
 async def test_a_workers_own_key_permits_all_that_a_worker_does(guarded, keys):
@@ -291,10 +307,10 @@ async def test_a_workers_own_key_permits_all_that_a_worker_does(guarded, keys):
 
         for worker, name in ((alone, ALONE), (other, OTHER)):
             await worker.answer(KV_HANDSHAKE, answer, worker_id=name)
-        asked = [(alone, OTHER), (other, ALONE)]
+        asked = [(alone, OTHER, ALONE), (other, ALONE, OTHER)]
         answers = [
-            await bus.ask(KV_HANDSHAKE, AskKvHandshake(worker_id=name, reader_id="r"), timeout_s=SOON_S)
-            for bus, name in asked
+            await bus.ask(KV_HANDSHAKE, AskKvHandshake(worker_id=name, reader_id=reader), timeout_s=SOON_S)
+            for bus, name, reader in asked
         ]
         record = msgspec.structs.replace(example(WorkerRecord), worker_id=ALONE)
         registry = await alone.key_value_store(WORKER_RECORDS)

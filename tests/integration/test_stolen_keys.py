@@ -258,8 +258,8 @@ async def test_replies_of_jetstream_directed_to_the_registrys_subject_deceive_no
 async def test_a_reply_subject_permits_nothing(guarded, keys, target):
     """NATS's ``allow_responses`` would permit it: who names a reply subject in an ask to itself might publish there."""
     async with thief_with(guarded, keys, OWN_KEY) as thief:
-        heard = await thief.hear(f"kv.{THIEF}.handshake")
-        await thief.publish(f"kv.{THIEF}.handshake", b"", reply=target)
+        heard = await thief.hear(f"kv.{THIEF}.handshake.{THIEF}")
+        await thief.publish(f"kv.{THIEF}.handshake.{THIEF}", b"", reply=target)
         await until(lambda: heard)
 
         await thief.publish(target, b"forged")

@@ -203,7 +203,7 @@ class MemoryBus(Connection):
             raise NoResponders(f"{channel.address(message)} has no subscriber")
         self._asks.add(answer)
         try:
-            return read_reply(await asyncio.wait_for(answer, timeout_s), channel.answer)
+            return read_reply(await asyncio.wait_for(answer, timeout_s), channel, message)
         except TimeoutError as late:
             raise AskTimedOut(f"{channel.address(message)}: no answer within {timeout_s} s") from late
         finally:

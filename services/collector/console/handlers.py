@@ -23,6 +23,10 @@ ROLE_S_MAX = 60.0
 """For a worker to verify another role: longer than all of its attempts."""
 AUTO = "auto"
 NATS_DOWN = Refusal(status=503, message="The collector cannot reach NATS. Try again shortly.")
+NOT_STORED = Refusal(
+    status=503,
+    message="NATS did not store the default mode. If its disk was full, restart it once there is space again.",
+)
 
 OnOrder = Callable[[str, str, bool], None]
 """Subject, text, and whether the order succeeded."""
@@ -77,7 +81,7 @@ class OrderHandler:
             store = await self._bus.key_value_store(DEFAULT_MODE)
             await store.put(order)
         except BusError:
-            return NATS_DOWN
+            return NOT_STORED if self._bus.connected else NATS_DOWN
         text = f"the default mode is {order.mode} now"
         if order.mode == AUTO:
             text = "the default mode is auto now: placement chooses the mode of each request"

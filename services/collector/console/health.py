@@ -20,10 +20,11 @@ from services.collector.console.views import (
 )
 from services.collector.console.workers import SILENT_S_MIN
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
-from shared.contracts.control import ServicePhase
+from shared.contracts.control import DISK_MIN, ServicePhase, ServiceStatus
 from shared.contracts.failures import Reason
 from shared.contracts.workers import Role, WorkerPhase
 from shared.text.fleet_text import many
+from shared.text.quantities import in_bytes
 
 SENTENCES_MAX = 12
 NAMED_MAX = 4
@@ -82,6 +83,7 @@ def _all_healthy(cards: list[WorkerCard], minute: LastMinute, now: float) -> Sen
 
 def _services(metrics: FleetMetrics) -> Iterator[Sentence]:
     statuses = [status for status, _heard in metrics.services.values()]
+    yield from _disks(statuses)
     for status in statuses:
         if status.phase is ServicePhase.FAILED:
             text = f"{status.service} {status.instance} has failed: {status.detail or 'see its log'}."
@@ -98,6 +100,15 @@ def _services(metrics: FleetMetrics) -> Iterator[Sentence]:
             f"No orchestrator has reported for {STALE_S_MAX:g} s: requests are served, but lost workers go unnoticed."
         )
         yield Sentence(level=WARNING, text=text, action="Start one, or see its log.")
+
+
+def _disks(statuses: list[ServiceStatus]) -> Iterator[Sentence]:
+    """File systems with almost no space; processes of one host that report the same one count once."""
+    full = {(status.host, disk.folder): disk for status in statuses for disk in status.disks if disk.is_below(DISK_MIN)}
+    for (host, folder), disk in full.items():
+        free, size = in_bytes(disk.free_bytes), in_bytes(disk.size_bytes)
+        text = f"The disk of {folder.value} on {host} is full: {free} of {size} are free. Requests are still served."
+        yield Sentence(level=WARNING, text=text, action="Free space there: logs are lost, and nothing can be started.")
 
 
 def _workers(cards: list[WorkerCard]) -> Iterator[Sentence]:

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 
 from services.launcher.doctor.facts import HeardService, Nats, RouterReply, SystemFacts
 from services.launcher.doctor.findings import Area, Finding, Level, many, named
-from shared.contracts.control import DiskSpace, ServicePhase
+from shared.contracts.control import DISK_LOW, DISK_MIN, ServicePhase
 from shared.text.quantities import duration, in_bytes
 
 PAYLOAD_BYTES_MIN = 256 * 1024
 """With a smaller limit, ordinary messages are split into many parts."""
 RTT_S_MAX = 0.05
 """Each request needs several round trips."""
-DISK_LOW, DISK_MIN = (0.1, 20e9), (0.02, 2e9)
-"""Little is free, and almost nothing: less than this share of the file system, and less than these bytes."""
 SKEW_S_MAX = 2.0
 """Between the clocks of two machines; delays on a busy machine are smaller."""
 NATS_VERSION_MIN = (2, 11)
@@ -65,18 +63,12 @@ def about_services(facts: SystemFacts) -> Iterator[Finding]:
 def _disks(one: HeardService) -> Iterator[Finding]:
     """File systems with little space, on any machine."""
     for disk in one.status.disks:
-        if is_below(DISK_LOW, disk):
+        if disk.is_below(DISK_LOW):
             free, name = in_bytes(disk.free_bytes), f"{one.status.service} {one.status.instance}"
             what = f"Only {free} of {in_bytes(disk.size_bytes)} free for {disk.folder} of {name} on {one.status.host}."
-            level = Level.ERROR if is_below(DISK_MIN, disk) else Level.WARNING
-            why = "On a full disk NATS cannot write the worker registry, and logs are lost."
+            level = Level.ERROR if disk.is_below(DISK_MIN) else Level.WARNING
+            why = "On a full disk NATS cannot store the default mode, nothing can be started, and logs are lost."
             yield _service(level, what, why, "Free space there, or set BATON_STATE_DIR to another disk.")
-
-
-def is_below(limit: tuple[float, float], disk: DiskSpace) -> bool:
-    """Whether less is free than this share of the file system, and than these bytes."""
-    share, bytes_min = limit
-    return disk.free_bytes < min(share * disk.size_bytes, bytes_min)
 
 
 def about_access(facts: SystemFacts) -> Iterator[Finding]:

@@ -25,7 +25,9 @@ class Limits:
     silence_s_max: float = 3.0
     """A silent ready or draining worker is lost after this time. Workers report at least once a second."""
     unregistered_s_max: float = 10.0
-    """A reporting worker without a record has this time to write it again, for example after NATS lost its data."""
+    """A starting worker without a record has this time to write it again, for example after NATS lost its data.
+    One that reports is not lost for want of a record: NATS may be unable to store it.
+    """
     remember_s: float = 60.0
     """Lost and gone workers are listed for this time."""
     unheard_s_max: float = 1.8
@@ -111,7 +113,7 @@ class Fleet:
         if worker.phase in OVER:
             if now - max(worker.since, worker.heard) >= self.limits.remember_s:
                 yield Event.FORGETTABLE
-        elif absent is not None and now - absent >= self.limits.unregistered_s_max:
+        elif absent is not None and now - max(absent, worker.heard) >= self.limits.unregistered_s_max:
             yield Event.STAYS_UNREGISTERED
         elif now - worker.heard >= self.limits.silence_s_max:
             yield Event.SILENT

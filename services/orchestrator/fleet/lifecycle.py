@@ -1,7 +1,8 @@
 """A worker's life as a transition table: (phase, event) -> the next phase, and what is announced.
 
-starting -> probing -> ready -> draining -> gone, as the worker's record says; lost when it falls silent, is no longer
-registered or was replaced. A lost worker that reports again returns: it was paused or cut off, and has its caches.
+starting -> probing -> ready -> draining -> gone, as the worker's record says; lost when it falls silent, was replaced
+or, while it starts, is no longer registered. A lost worker that reports again returns: it was paused or cut off, and
+has its caches.
 """
 
 from __future__ import annotations
@@ -117,14 +118,12 @@ TRANSITIONS: Mapping[tuple[WorkerPhase, Event], Handler] = {
     (WorkerPhase.PROBING, Event.SAYS_DRAINING): drain,
     (WorkerPhase.PROBING, Event.SAYS_GONE): leave,
     (WorkerPhase.PROBING, Event.SILENT): lose,
-    (WorkerPhase.PROBING, Event.STAYS_UNREGISTERED): lose,
     (WorkerPhase.PROBING, Event.REPLACED): lose,
     (WorkerPhase.READY, Event.SAYS_STARTING): start,
     (WorkerPhase.READY, Event.SAYS_PROBING): probe,
     (WorkerPhase.READY, Event.SAYS_DRAINING): drain,
     (WorkerPhase.READY, Event.SAYS_GONE): leave,
     (WorkerPhase.READY, Event.SILENT): lose,
-    (WorkerPhase.READY, Event.STAYS_UNREGISTERED): lose,
     (WorkerPhase.READY, Event.REPLACED): lose,
     (WorkerPhase.DRAINING, Event.SAYS_PROBING): probe,
     (WorkerPhase.DRAINING, Event.SAYS_READY): be_ready,

@@ -98,7 +98,7 @@ class LegRunner:
             await self._side_by_side(context, placement)
         else:
             self._allow_prefill(context)
-            report = await self._prefill(context, placement)
+            report = await self._prefill(context, placement, self._starter.make(context, placement, LegKind.PREFILL))
             self._allow_answer(context)
             await self._answer(context, placement, self._starter.make(context, placement, LegKind.DECODE, report))
 
@@ -107,9 +107,11 @@ class LegRunner:
         stops the decode leg, unless that has begun to answer: then it has all the KV it needs.
         """
         self._allow_prefill(context)
-        prefilling = asyncio.create_task(self._prefill_beside(context, placement), name="prefill-leg")
+        prefill = self._starter.make(context, placement, LegKind.PREFILL)
+        decode = self._starter.make(context, placement, LegKind.DECODE, beside=prefill.leg_id)
+        prefilling = asyncio.create_task(self._prefill_beside(context, placement, prefill), name="prefill-leg")
         try:
-            await self._answer(context, placement, self._starter.make(context, placement, LegKind.DECODE))
+            await self._answer(context, placement, decode)
             context.timings.answered_at = self._now()
             if not prefilling.done():
                 await asyncio.wait([prefilling], timeout=REPORT_S_MAX)
@@ -123,10 +125,10 @@ class LegRunner:
             context.stop(OTHER_LEG_OVER)
             await prefilling
 
-    async def _prefill_beside(self, context: RequestContext, placement: Placement) -> Exception | None:
+    async def _prefill_beside(self, context: RequestContext, placement: Placement, start: StartLeg) -> Exception | None:
         """Run the prefill leg; return its failure if that is why the request cannot be answered."""
         try:
-            await self._prefill(context, placement)
+            await self._prefill(context, placement, start)
         except NOT_ANSWERED as failure:
             beside = any(leg.unread for leg in context.legs)
             if context.answering or context.stopped is OTHER_LEG_OVER or beside:
@@ -161,8 +163,7 @@ class LegRunner:
         context.started(leg)
         return leg
 
-    async def _prefill(self, context: RequestContext, placement: Placement) -> LegReport:
-        start = self._starter.make(context, placement, LegKind.PREFILL)
+    async def _prefill(self, context: RequestContext, placement: Placement, start: StartLeg) -> LegReport:
         begun = self._now()
         with (
             self._loads.of(start, placement.context_tokens) as load,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -15,29 +16,39 @@ from shared.contracts.inference import LegKind, LegReport, StartLeg, pack_tokens
 
 pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED = 0.0
+ID_BYTES = 16
 
 
 class LegStarter:
-    """Makes the legs of one router, each with a unique id."""
+    """Makes the legs of one router, each with a random id: a worker cannot guess the legs of another."""
 
     def __init__(self, router_id: RouterId, now: Callable[[], float], *, guards_handoffs: bool) -> None:
         self._router_id = router_id
         self._now = now
         self._guards_handoffs = guards_handoffs
-        self._made = 0
 
     def make(
-        self, context: RequestContext, placement: Placement, kind: LegKind, prefill: LegReport | None = None
+        self,
+        context: RequestContext,
+        placement: Placement,
+        kind: LegKind,
+        prefill: LegReport | None = None,
+        *,
+        beside: LegId | None = None,
     ) -> StartLeg:
-        """A leg of this placement. ``prefill``: the report of the decode leg's prefill leg, if that has ended."""
-        self._made += 1
+        """A leg of this placement. ``prefill``: the report of the decode leg's prefill leg, if that has ended;
+        ``beside``: that prefill leg, if both run at once.
+        """
         http_request, facts = context.http_request, context.facts
+        sources = list(placement.handoff if kind is LegKind.DECODE else placement.sources)
+        if beside is not None:
+            sources = [msgspec.structs.replace(source, leg_id=beside) for source in sources]
         view = placement.prefill if kind is LegKind.PREFILL and placement.prefill is not None else placement.decode
         return StartLeg(
             worker_id=view.record.worker_id,
             router_id=self._router_id,
             request_id=http_request.head.request_id,
-            leg_id=LegId(f"{self._router_id}-{self._made}"),
+            leg_id=LegId(secrets.token_hex(ID_BYTES)),
             kind=kind,
             path=http_request.head.path,
             body=http_request.upload.body(),
@@ -47,7 +58,7 @@ class LegStarter:
             kv_transfer=kv_transfer_of(prefill) if prefill is not None else b"",
             prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
             kv_offer=not placement.streamed,
-            kv_sources=list(placement.handoff if kind is LegKind.DECODE else placement.sources),
+            kv_sources=sources,
             expected_tokens=placement.uncached_tokens if kind is not LegKind.DECODE else 0,
             cache_hit_threshold=self._threshold(context, placement) if kind is not LegKind.PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,

@@ -110,6 +110,7 @@ def is_sound_lease(lease: LeaseKv) -> bool:
         and 0 < hashes <= LEASE_BLOCKS_MAX
         and is_subject_token(lease.reader_id)
         and is_subject_token(lease.ask_id)
+        and (not lease.leg_id or is_subject_token(lease.leg_id))
         and _is_duration(lease.hold_s)
         and _is_duration(lease.follow_s)
     )

@@ -166,7 +166,7 @@ class BusWorld:
         in_flight = self.world.router.relay.in_flight
         decisions = [context.decision.decision_id for context in in_flight if context.decision is not None]
         return {
-            "worker_id": [REAL, REAL, REAL, "stranger"],
+            "worker_id": [REAL, REAL, PLAYED, "stranger"],
             "reader_id": [REAL, "stranger"],
             "source_id": [REAL, "stranger"],
             "router_id": [self.world.router.router_id, "r2"],

@@ -9,7 +9,7 @@ from services.collector.console.state import ConsoleState, Moment, changes
 from services.collector.console.traffic import FLOWS_MAX, TENANTS_MAX
 from services.collector.metrics.exposition import BOUNDS
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
-from shared.contracts.control import ServicePhase
+from shared.contracts.control import DiskFolder, DiskSpace, ServicePhase
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import KvMoved
 from shared.contracts.planning import Demand, PlanAction, PlanDecision
@@ -255,6 +255,18 @@ def test_a_silent_worker_is_reported_with_an_action(shown):
     assert one.text == "p1 has sent no report for 4 s; requests go to other workers."
     assert one.action == "If it does not report again, see its log."
     assert shown.page().health.status == "degraded"
+
+
+def test_a_full_disk_is_named_once_for_all_processes_of_its_host(shown):
+    shown.healthy()
+    disk = DiskSpace(folder=DiskFolder.STATE, free_bytes=0, size_bytes=2**30)
+    for name in ("router", "orchestrator"):
+        status = msgspec.structs.replace(service(name, name), host="h1", disks=[disk])
+        shown.metrics.service_status(status, shown.now)
+
+    (one,) = shown.page().health.sentences
+    assert one.text == "The disk of state on h1 is full: 0 B of 1.0 GiB are free. Requests are still served."
+    assert (one.action != "", shown.page().health.status) == (True, "degraded")
 
 
 def test_a_service_with_a_key_file_that_it_cannot_read_is_degraded(shown):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connector.holder.holder import FULL_S_MAX
+from connector.holder.holder import ENDED_LEGS_NOTED_MAX, FULL_S_MAX
 from connector.holder.leases import FOLLOWED_MAX
 from shared.contracts.kv_exchange import NoGrant
 from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release, step
@@ -242,3 +242,52 @@ def test_followers_beyond_the_maximum_get_only_cached_blocks(holding):
 
     assert [one.final for one in grants] == [False] * FOLLOWED_MAX + [True]
     assert (len(blocks_of(grants[-1])), grants[-1].reason) == (1, NoGrant.NOT_HELD)
+
+
+def test_the_end_of_the_prefill_leg_ends_following(holding):
+    hashes = chain(4)
+    prefill = Prefill(holding, hashes)
+    holding.holder.lease(lease_request(hashes, follow_s=30.0, leg_id="leg"))
+    prefill.compute(2)
+
+    holding.holder.leg_ended("leg")
+    (last,) = holding.holder.advance()
+
+    assert (blocks_of(last), last.final, last.reason) == (prefill.ids[:2], True, NoGrant.NOT_HELD)
+    assert not holding.holder.has_followed
+
+
+def test_following_a_prompt_with_other_hashes_ends_with_its_leg(holding):
+    prefill = Prefill(holding, chain(4, "another prompt"))
+    holding.holder.lease(lease_request(chain(4), follow_s=30.0, leg_id="leg"))
+    prefill.compute(4)
+    holding.holder.leg_ended("another leg")
+    assert holding.holder.advance() == []
+
+    holding.holder.leg_ended("leg")
+    (last,) = holding.holder.advance()
+
+    assert (last.block_ids, last.final, last.reason) == (b"", True, NoGrant.FOLLOW_OVER)
+    assert (holding.holder.counts.leases, holding.holder.counts.refused_total) == (0, 1)
+
+
+def test_a_lease_request_after_the_prefill_leg_is_not_followed(holding):
+    hashes = chain(4)
+    held = holding.hold(hashes[:1])  # The rest was evicted already.
+    holding.holder.leg_ended("leg")
+
+    grant = holding.holder.lease(lease_request(hashes, follow_s=30.0, leg_id="leg"))
+
+    assert (blocks_of(grant), grant.final, grant.reason) == (held, True, NoGrant.NOT_HELD)
+    assert not holding.holder.has_followed
+
+
+def test_ended_legs_are_remembered_up_to_a_maximum(holding):
+    for number in range(ENDED_LEGS_NOTED_MAX + 1):
+        holding.holder.leg_ended(f"leg-{number}")
+
+    first, last = (
+        holding.holder.lease(lease_request(chain(2), f"ask-{leg}", follow_s=30.0, leg_id=leg))
+        for leg in ("leg-0", f"leg-{ENDED_LEGS_NOTED_MAX}")
+    )
+    assert (first.final, last.final) == (False, True)

@@ -28,7 +28,7 @@ def parts_of(payload: bytes, message_id: str = "m", part_bytes_max: int = 10) ->
 def test_parts_put_together_are_the_payload(payload, part_bytes_max):
     whole = assembler()
 
-    *early, last = [whole.add(header, part, 0.0) for header, part in parts_of(payload, "m", part_bytes_max)]
+    *early, last = [whole.add("s", header, part, 0.0) for header, part in parts_of(payload, "m", part_bytes_max)]
 
     assert last == payload
     assert not any(early)
@@ -42,7 +42,7 @@ def test_parts_of_many_messages_may_interleave(payloads, rng):
 
     while any(streams):
         stream = rng.choice([stream for stream in streams if stream])
-        built.append(whole.add(*stream.pop(0), 0.0))
+        built.append(whole.add("s", *stream.pop(0), 0.0))
 
     assert sorted(payload for payload in built if payload is not None) == sorted(payloads)
     assert whole.lost == 0
@@ -53,62 +53,62 @@ def test_a_missing_part_loses_that_message_once_and_no_other():
     parts = parts_of(b"x" * 50)
     del parts[2]
 
-    assert [whole.add(header, part, 0.0) for header, part in parts] == [None] * 4
+    assert [whole.add("s", header, part, 0.0) for header, part in parts] == [None] * 4
     assert whole.lost == 1
-    assert whole.add("other/0/1", b"y", 0.0) == b"y"
+    assert whole.add("s", "other/0/1", b"y", 0.0) == b"y"
 
 
 def test_a_message_that_began_in_the_middle_is_ignored():
     whole = assembler()
 
-    assert whole.add("m/3/4", b"x", 0.0) is None
+    assert whole.add("s", "m/3/4", b"x", 0.0) is None
     assert whole.lost == 0
 
 
 def test_a_half_built_message_is_dropped_after_its_deadline():
     whole = assembler()
-    whole.add("old/0/2", b"x", 0.0)
+    whole.add("s", "old/0/2", b"x", 0.0)
 
-    whole.add("new/0/2", b"x", PART_AGE_S_MAX + 1)
+    whole.add("s", "new/0/2", b"x", PART_AGE_S_MAX + 1)
 
     assert whole.lost == 1
-    assert whole.add("old/1/2", b"x", PART_AGE_S_MAX + 1) is None
-    assert whole.add("new/1/2", b"y", PART_AGE_S_MAX + 1) == b"xy"
+    assert whole.add("s", "old/1/2", b"x", PART_AGE_S_MAX + 1) is None
+    assert whole.add("s", "new/1/2", b"y", PART_AGE_S_MAX + 1) == b"xy"
 
 
 def test_half_built_messages_hold_a_bounded_number_of_bytes():
     whole = assembler(message_bytes_max=100, held_bytes_max=150)
     for name in ("a", "b", "c"):
-        whole.add(f"{name}/0/2", b"x" * 60, 0.0)
+        whole.add("s", f"{name}/0/2", b"x" * 60, 0.0)
 
     assert whole.lost == 1
-    assert whole.add("a/1/2", b"x", 0.0) is None
-    assert whole.add("c/1/2", b"y", 0.0) is not None
+    assert whole.add("s", "a/1/2", b"x", 0.0) is None
+    assert whole.add("s", "c/1/2", b"y", 0.0) is not None
 
 
 def test_half_built_messages_are_bounded_in_number():
     whole = assembler()
 
     for number in range(INCOMPLETE_MAX + 10):
-        whole.add(f"m{number}/0/2", b"", 0.0)
+        whole.add("s", f"m{number}/0/2", b"", 0.0)
 
     assert whole.lost == 10
 
 
 def test_a_message_that_grows_beyond_the_budget_is_dropped():
     whole = assembler(message_bytes_max=100)
-    whole.add("m/0/3", b"x" * 60, 0.0)
+    whole.add("s", "m/0/3", b"x" * 60, 0.0)
 
-    whole.add("m/1/3", b"x" * 60, 0.0)
+    whole.add("s", "m/1/3", b"x" * 60, 0.0)
 
     assert whole.lost == 1
-    assert whole.add("m/2/3", b"x", 0.0) is None
+    assert whole.add("s", "m/2/3", b"x", 0.0) is None
 
 
 @pytest.mark.parametrize("header", ["", "m", "m/1", "m/x/2", "m/2/2", "m/-1/2", "/0/1", "m/0/1/2", "m/0/0"])
 def test_a_part_header_that_makes_no_sense_is_a_bad_message(header):
     with pytest.raises(BadMessage):
-        assembler().add(header, b"x", 0.0)
+        assembler().add("s", header, b"x", 0.0)
 
 
 @given(st.binary(max_size=300))

@@ -142,7 +142,7 @@ def test_a_streamed_decode_leg_needs_no_prefill_report(stream):
         response = parse(connection.written)
         assert (prefill.kind, prefill.kv_offer) == (LegKind.PREFILL, False)
         assert (decode.kind, decode.kv_transfer) == (LegKind.DECODE, b"")
-        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True)]
+        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True, leg_id=prefill.leg_id)]
         assert response.body == (b"".join(EVENTS) + DONE if stream else WHOLE_RESPONSE)
         assert response.headers["x-baton-handoff"] == "streamed"
         assert p1.cancelled == d1.cancelled == []
@@ -274,21 +274,21 @@ def test_a_prefill_failure_together_with_the_first_token_is_harmless():
         await settle()
         (first,), (second,) = p1.started, d1.started
         gone = Failure(reason=Reason.WORKER_LOST, message="gone")
-        frames = [
-            Frame(leg_id=first.leg_id, seq=0, kind=FrameKind.FAILURE, failure=gone),
+
+        async def send(worker: FakeWorker, *frames: Frame) -> None:
+            batch = FrameBatch(
+                router_id=first.router_id, worker_id=worker.worker_id, epoch=worker.epoch, frames=list(frames)
+            )
+            await world.bus.publish(FRAMES, batch)
+
+        await send(p1, Frame(leg_id=first.leg_id, seq=0, kind=FrameKind.FAILURE, failure=gone))
+        await send(
+            d1,
             Frame(leg_id=second.leg_id, seq=0, kind=FrameKind.HEAD, status=200, content_type=SSE),
             Frame(leg_id=second.leg_id, seq=1, kind=FrameKind.DATA, data=DONE),
-        ]
-
-        batch = FrameBatch(router_id=first.router_id, worker_id=p1.worker_id, epoch=p1.epoch, frames=frames)
-        await world.bus.publish(FRAMES, batch)
-        await settle()
-        await world.bus.publish(
-            FRAMES,
-            msgspec.structs.replace(
-                batch, frames=[Frame(leg_id=second.leg_id, seq=2, kind=FrameKind.END, report=LegReport())]
-            ),
         )
+        await settle()
+        await send(d1, Frame(leg_id=second.leg_id, seq=2, kind=FrameKind.END, report=LegReport()))
         await answering
 
         response = parse(connection.written)

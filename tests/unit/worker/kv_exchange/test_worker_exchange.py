@@ -143,7 +143,7 @@ async def test_an_unasked_grant_is_released_and_not_used():
 async def test_malformed_messages_are_ignored():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
-        for subject in ("kv.h1.lease", "kv.h1.release", "kv.h1.grant", "kv.h1.fetch"):
+        for subject in ("kv.h1.lease.r1", "kv.h1.release.r1", "kv.h1.grant.r1", "kv.h1.fetch"):
             hub.deliver(subject, b"\xc1 garbage", {})
         await reader.bus.publish(KV_LEASE, lease(hashes=b"not a hash"))
         reader.engine.tell(leases=[lease()])

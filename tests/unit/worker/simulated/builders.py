@@ -42,9 +42,11 @@ def take(offer: KvOffer | None, max_tokens=6) -> RequestParams:
     return params(max_tokens, order=LegOrder(take=offer))
 
 
-def fetch(*members: Member, max_tokens=6, follow=False, **order) -> RequestParams:
-    """Of a leg whose prompt these are believed to hold, or to be about to compute."""
-    sources = [KvSource(worker_id=member.key[0], epoch=member.key[1], follow=follow) for member in members]
+def fetch(*members: Member, max_tokens=6, follow=False, leg_id="", **order) -> RequestParams:
+    """Of a leg whose prompt these are believed to hold, or to be about to compute (as ``leg_id``)."""
+    sources = [
+        KvSource(worker_id=member.key[0], epoch=member.key[1], follow=follow, leg_id=leg_id) for member in members
+    ]
     return params(max_tokens, order=LegOrder(sources=sources, **order))
 
 

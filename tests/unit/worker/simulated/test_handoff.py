@@ -265,6 +265,25 @@ def test_a_follower_learns_the_prefill_workers_cached_tokens():
     assert followed.stats.transfer_report.fetched_tokens == 60
 
 
+@pytest.mark.parametrize("prefill_first", [True, False])
+def test_a_leg_that_follows_other_tokens_waits_only_for_the_prefill_leg(prefill_first):
+    """As when both workers tokenize a body differently: none of the expected blocks will ever come."""
+    made = fleet("p", "d")
+    p, d = made.members.values()
+    others, named = prompt(41, 1), params(1, order=LegOrder(leg_id="leg"))
+    if prefill_first:
+        made.answer(p, others, named)
+    followed = made.ask(d, prompt(41, 2), fetch(p, follow=True, leg_id="leg"))
+    if not prefill_first:
+        made.ask(p, others, named)
+    made.until(lambda: followed.finish_reason)
+
+    assert made.now < 2.0
+    assert completion(followed) == alone(prompt(41, 2))
+    assert followed.stats.transfer_report.recomputed_tokens == 41
+    at_rest(made)
+
+
 def test_previous_turns_are_read_back_from_the_decode_engine():
     made = fleet("p", "d")
     p, d = made.members.values()

@@ -41,6 +41,12 @@ def test_a_prefill_leg_offers_its_kv_unless_it_is_followed():
     assert not order(LegKind.DECODE).offer
 
 
+def test_the_engine_learns_the_id_of_a_prefill_leg_that_readers_may_follow():
+    assert order(LegKind.PREFILL, kv_offer=False).leg_id == "l"
+    assert not order(LegKind.DECODE).leg_id
+    assert not order(LegKind.PREFILL, is_plain=False).leg_id
+
+
 def test_a_decode_leg_takes_the_prefill_legs_offer():
     assert order(LegKind.DECODE, kv_transfer=PACKED).take == OFFER
 
@@ -99,7 +105,7 @@ async def test_orders_travel_beside_an_unchanged_body():
 
         assert worker.engine.bodies == [body, body]
         assert worker.engine.orders == [
-            LegOrder(offer=True, offer_id="l1", fetch_min_tokens=64, wait_s_max=5.0),
+            LegOrder(leg_id="l1", offer=True, offer_id="l1", fetch_min_tokens=64, wait_s_max=5.0),
             LegOrder(take=OFFER, sources=[SOURCE], fetch_min_tokens=64, wait_s_max=5.0),
         ]
 
