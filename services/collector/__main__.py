@@ -5,10 +5,9 @@ from __future__ import annotations
 import secrets
 import sys
 
-from services.collector.http.access import Access
 from services.collector.http.app import LIMITS
 from services.collector.service import run_collector
-from services.collector.settings import Settings
+from services.collector.settings import Settings, check
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen
 from shared.runtime.service import Service, refuse, run_service
@@ -18,7 +17,7 @@ from shared.runtime.settings import SettingsError, load, load_common
 def main() -> None:
     try:
         common, settings = load_common(), load(Settings, "COLLECTOR_")
-        Access(settings.host, settings.admin_key_file).check()
+        check(settings)
         allow_open_files(LIMITS.connections_max)
         listener = listen(settings.host, settings.port, "COLLECTOR_")
     except SettingsError as error:

@@ -11,7 +11,7 @@ from services.collector.console.feed import Feed, WatcherLimits
 from services.collector.console.handlers import OrderHandler
 from services.collector.console.state import ConsoleState, Moment
 from services.collector.console.views import Page
-from services.collector.http.access import Access, is_loopback
+from services.collector.http.access import Access, guarded, is_loopback
 from services.collector.http.app import LIMITS, CollectorEdge, make_app
 from services.collector.http.console import ConsoleContext, add_console
 from services.collector.metrics.exposition import BOUNDS, families
@@ -163,7 +163,7 @@ class Collector:
 
 async def run_collector(service: Service, settings: Settings, listener: socket.socket, otlp_endpoint: str) -> None:
     """Serve until the service stops."""
-    access = Access(settings.host, settings.admin_key_file)
+    access = Access(settings.host, settings.admin_key_file, settings.published_host)
     collector = Collector(service.bus, service.clock, access)
     await collector.listen()
     app = make_app(lambda: to_prometheus(collector.families()), lambda: service.bus.connected)
@@ -173,7 +173,7 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
         settings.allowed_hosts,
         checks_host=is_loopback(settings.host) and not access.key_needed,
     )
-    edge = CollectorEdge(app, service.clock.now, LIMITS, origins)
+    edge = CollectorEdge(guarded(app, access), service.clock.now, LIMITS, origins)
     server = make_server(edge)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     service.tasks.create_task(edge.end_late(), name="end-late-clients")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from services.collector.http.access import Access
+from shared.runtime.settings import SettingsError
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the collector listens, and which keys may give orders at its console."""
@@ -12,12 +15,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: int = 8001
     instance: str = ""
     """A name unique among metrics collectors, one subject token; generated when empty."""
+    published_host: str = ""
+    """The address at which clients reach this port, where it is not ``host``: for a container's published port."""
+    insecure: bool = False
+    """Let other machines read the console and metrics without keys."""
     allowed_hosts: str = ""
     """Pages of other sites may not use the console, and on loopback without keys it answers only to addresses,
     ``localhost`` and names that nobody else can register. Names of a proxy in front of it, with commas.
     """
     admin_key_file: str = ""
-    """Holders of one of its keys may act at the console: drain workers, change roles, set the default mode. Either a
-    file of the routers' API keys, of which those with the permission admin count, or SHA-256 digests of keys, one a
-    line. Empty: on loopback every user may act, on other addresses none.
+    """Holders of one of its keys may read, and with the permission admin also act: drain workers, change roles, set the
+    default mode. Either a file of the routers' API keys, of which those with the permission view or admin count, or
+    SHA-256 digests of admin keys, one a line. Where only this machine can connect, ``/metrics`` needs no key. Empty:
+    every user of this machine may read and act; other addresses need ``insecure``.
     """
+
+
+def check(settings: Settings) -> None:
+    """Raises SettingsError when other machines could read without a key."""
+    access = Access(settings.host, settings.admin_key_file, settings.published_host)
+    access.check()
+    if not (access.is_local or access.key_needed or settings.insecure):
+        raise SettingsError(
+            f"COLLECTOR_HOST={settings.published_host or settings.host}: other machines could read every tenant's "
+            "requests at the console, but no keys are configured; set COLLECTOR_ADMIN_KEY_FILE to a file of `baton "
+            "keys new`, or on a trusted network COLLECTOR_INSECURE=true"
+        )

@@ -1,27 +1,43 @@
-"""The admin key: required for orders at the console, unless only this machine can reach it."""
+"""Keys: without one, nobody reads or gives orders, unless only this machine can connect and no keys are configured."""
 
 from __future__ import annotations
 
-import hmac
+import asyncio
+import base64
+import binascii
 import re
 import tomllib
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from services.collector.console.orders import OrderClient
+from shared.http.edge import AsgiApp
+from shared.http.errors import HttpError, error_body
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 from shared.runtime.settings import SettingsError
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TABLE = re.compile(r"^\[\[key\]\]", re.MULTILINE)
 """Distinguishes a file of API keys from a list of digests."""
-ADMIN = "admin"
+ADMIN, VIEW = "admin", "view"
 KEYS_MAX = 64
 KEYS_BYTES_MAX = 32 * 1024 * 1024
-BEARER = "bearer "
+BEARER, BASIC = "bearer ", "basic "
+OPEN_PATHS = frozenset({"/health", "/ready", "/console/orders"})
+"""Orders have a check of their own."""
+METRICS_PATH = "/metrics"
+NEEDS_A_KEY = HttpError(
+    401,
+    error_body(401, "This needs an API key with the permission view or admin; in a browser, as the password."),
+    reason="unauthorized",
+    more=((b"www-authenticate", b'Basic realm="baton", charset="UTF-8", Bearer'),),
+)
+"""``Basic`` makes a browser ask for the key, and send it with everything that the page asks for."""
+UNREADABLE = HttpError(503, error_body(503, "The key file cannot be read: see the collector's log."), reason="no_keys")
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,11 +54,16 @@ class ApiKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Access:
-    """Reads the key file for every order, so that changes to it apply at once."""
+    """Looks at the key file for every request, so that changes to it apply at once."""
 
-    def __init__(self, host: str, key_file: str) -> None:
+    def __init__(self, host: str, key_file: str, published_host: str = "") -> None:
         self._on_loopback = is_loopback(host)
+        self.is_local = is_loopback(published_host or host)
+        """Whether only this machine can connect; ``published_host`` is the address of a container's port."""
         self._key_file = key_file
+        self._seen: tuple[int, ...] = ()
+        self._permissions: dict[str, frozenset[str]] = {}
+        """By digest, as of the file ``_seen``."""
 
     @property
     def key_needed(self) -> bool:
@@ -56,32 +77,91 @@ class Access:
 
     def check(self) -> None:
         """Raises SettingsError when the file cannot be used."""
-        if self._key_file:
-            read_digests(self._key_file)
+        self.permissions()
 
-    def client_of(self, headers: Mapping[str, str]) -> OrderClient:
-        """The client that sent these headers. Raises SettingsError when the key file is no longer usable."""
-        given = headers.get("authorization", "")
-        key = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else ""
-        digests = read_digests(self._key_file) if self._key_file else []
+    def permissions(self) -> dict[str, frozenset[str]]:
+        """What each key permits, by digest. Raises SettingsError when the file cannot be used."""
+        if not self._key_file:
+            return {}
+        try:
+            stat = Path(self._key_file).stat()
+        except OSError as error:
+            raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({self._key_file}): {error}") from error
+        seen = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        if seen != self._seen:
+            self._permissions, self._seen = read_permissions(self._key_file), seen
+        return self._permissions
+
+    def refusal_to_read(self, path: str, headers: Mapping[str, str]) -> HttpError | None:
+        """Why this client may not read; None when it may. Local scrapers of metrics need no key, as at routers."""
+        if path in OPEN_PATHS or not self.key_needed or (path == METRICS_PATH and self.is_local):
+            return None
+        key = key_of(headers) or basic_key_of(headers)
+        try:
+            permitted = self.permissions().get(digest_of(key)) if 0 < len(key) <= KEY_CHARS_MAX else None
+        except SettingsError:
+            return UNREADABLE
+        return NEEDS_A_KEY if permitted is None or permitted.isdisjoint({VIEW, ADMIN}) else None
+
+    def client_of(self, headers: Mapping[str, str], *, from_page: bool = False) -> OrderClient:
+        """The client that sent these headers. Raises SettingsError when the key file is no longer usable.
+        ``from_page``: also the key that a browser adds to every request, so not for orders.
+        """
+        key = key_of(headers) or (basic_key_of(headers) if from_page else "")
+        permissions = self.permissions()
         return OrderClient(
             on_loopback=self._on_loopback,
             names_loopback=is_loopback(_host_of(headers.get("host", ""))),
             key_exists=self.key_needed,
             key_given=bool(key),
-            key_matches=bool(key) and len(key) <= KEY_CHARS_MAX and _is_one_of(digest_of(key), digests),
+            key_matches=0 < len(key) <= KEY_CHARS_MAX and ADMIN in permissions.get(digest_of(key), ()),
         )
 
 
-def read_digests(path: str) -> list[str]:
-    """SHA-256 digests of admin keys: one a line, with ``#`` comments; or from a file of API keys, those with the
-    permission admin. Raises SettingsError.
+def guarded(app: AsgiApp, access: Access) -> AsgiApp:
+    """The app for those who may read it."""
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        refused = None
+        if scope["type"] == "http" and access.key_needed:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            refused = await asyncio.to_thread(access.refusal_to_read, scope["path"], headers)
+        if refused is None:
+            await app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": refused.status, "headers": refused.headers()})
+        await send({"type": "http.response.body", "body": refused.body})
+
+    return serve
+
+
+def key_of(headers: Mapping[str, str]) -> str:
+    """The key in the headers that clients set themselves."""
+    given = headers.get("authorization", "")
+    return given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else headers.get("x-api-key", "")
+
+
+def basic_key_of(headers: Mapping[str, str]) -> str:
+    """The password that a browser has asked for."""
+    given = headers.get("authorization", "")
+    if not given.lower().startswith(BASIC):
+        return ""
+    try:
+        return base64.b64decode(given[len(BASIC) :]).decode().partition(":")[2]
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def read_permissions(path: str) -> dict[str, frozenset[str]]:
+    """From a file of API keys, each key's permissions, by its SHA-256; or from a list of digests of admin keys: one a
+    line, with ``#`` comments. Raises SettingsError.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(KEYS_BYTES_MAX)
         if TABLE.search(text):
-            return [key.sha256 for key in msgspec.convert(tomllib.loads(text), ApiKeys).key if ADMIN in key.permissions]
+            keys = msgspec.convert(tomllib.loads(text), ApiKeys).key
+            return {key.sha256: frozenset(key.permissions) for key in keys}
     except (OSError, ValueError) as error:
         raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({path}): {error}; correct it or unset it") from error
     lines = [line.partition("#")[0].strip().lower() for line in text.splitlines()]
@@ -89,7 +169,7 @@ def read_digests(path: str) -> list[str]:
     if not digests or len(digests) > KEYS_MAX or not all(map(DIGEST.fullmatch, digests)):
         wanted = f"1 to {KEYS_MAX} lines with the SHA-256 of a key each, 64 hexadecimal digits"
         raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({path}) must have {wanted}; `sha256sum` makes them")
-    return digests
+    return dict.fromkeys(digests, frozenset({ADMIN}))
 
 
 def is_loopback(host: str) -> bool:
@@ -105,11 +185,3 @@ def _host_of(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] if header.count(":") == 1 else header
-
-
-def _is_one_of(digest: str, digests: list[str]) -> bool:
-    """Takes the same time for every key."""
-    found = False
-    for one in digests:
-        found |= hmac.compare_digest(digest.encode(), one.encode())
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -102,7 +103,8 @@ async def execute_order(context: ConsoleContext, request: Request) -> Response:
 async def may_act(access: Access, request: Request) -> bool:
     """Whether this client may give orders."""
     try:
-        return refusal_of(await asyncio.to_thread(access.client_of, request.headers)) is None
+        client = await asyncio.to_thread(partial(access.client_of, request.headers, from_page=True))
+        return refusal_of(client) is None
     except SettingsError:
         return False
 

@@ -56,6 +56,7 @@ EngineArgs = Annotated[str, _option("Engine", "Further vLLM arguments, quoted.",
 Host = Annotated[str, _option("Network", "Address to listen on.")]
 Port = Annotated[int, _option("Network", "Port of the OpenAI API.")]
 Routers = Annotated[int, _option("Network", "Routers that share this port.", min=1, max=ROUTERS_MAX)]
+CollectorHost = Annotated[str, _option("Network", "Address of the console and the metrics.")]
 CollectorPort = Annotated[int, _option("Network", "Port of the console and the metrics.")]
 NatsPort = Annotated[int, _option("Network", "Port of the NATS that is started.")]
 RunningNats = Annotated[str, _option("Network", "Use this running NATS instead.", False)]
@@ -112,6 +113,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     host: Host = "127.0.0.1",
     port: Port = 8000,
     routers: Routers = 1,
+    collector_host: CollectorHost = "127.0.0.1",
     collector_port: CollectorPort = 8001,
     nats_port: NatsPort = 4222,
     nats_url: RunningNats = "",
@@ -138,6 +140,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         host=host,
         port=port,
         routers=routers,
+        collector_host=collector_host,
         collector_port=collector_port,
         nats_port=nats_port,
         nats_url=nats_url,

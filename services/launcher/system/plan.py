@@ -38,6 +38,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Several routers share ``port``."""
     router_ports: tuple[int, ...] = ()
     """With several routers, each one's own port."""
+    collector_host: str = "127.0.0.1"
     collector_port: int = 8001
     nats_port: int = 4222
     nats_url: str = ""
@@ -140,11 +141,13 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     check_access(options)
     ports = [
         RequiredPort(host=options.host, port=options.port, option="--port", purpose="the OpenAI API"),
-        RequiredPort(host=options.host, port=options.collector_port, option="--collector-port", purpose="metrics"),
+        RequiredPort(
+            host=options.collector_host, port=options.collector_port, option="--collector-port", purpose="metrics"
+        ),
     ]
     services = [
         plan_orchestrator(options, machine, base[Party.ORCHESTRATOR]),
-        aside(service(machine, "collector", base[Party.COLLECTOR], host=options.host, port=options.collector_port)),
+        plan_collector(options, machine, base[Party.COLLECTOR]),
         *plan_routers(options, machine, base[Party.ROUTER]),
     ]
     if options.nats_url:
@@ -158,13 +161,18 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
 
 def check_access(options: UpOptions) -> None:
     """Other machines need API keys. Raises PlanRefused."""
-    local = options.host in LOCAL_HOSTS or options.host.startswith(LOCAL_PREFIX)
-    if not (local or options.insecure or options.access_configured):
-        raise PlanRefused(
-            f"With --host {options.host} other machines can reach the API, but there are no API keys. Create one with "
-            "`baton keys new --tenant NAME --file keys.toml` and start with ROUTER_KEYS_FILE=keys.toml. On a trusted "
-            "network, --insecure serves without keys."
-        )
+    if options.insecure or options.access_configured:
+        return
+    for option, host, what in (
+        ("--host", options.host, "the API"),
+        ("--collector-host", options.collector_host, "the console and metrics"),
+    ):
+        if not (host in LOCAL_HOSTS or host.startswith(LOCAL_PREFIX)):
+            raise PlanRefused(
+                f"With {option} {host} other machines can reach {what}, but there are no API keys. Create one with "
+                "`baton keys new --tenant NAME --file keys.toml` and start with ROUTER_KEYS_FILE=keys.toml. On a "
+                "trusted network, --insecure serves without keys."
+            )
 
 
 def base_environment(options: UpOptions, nats_url: str, party: Party) -> dict[str, str]:
@@ -202,6 +210,12 @@ def plan_orchestrator(options: UpOptions, machine: Machine, base: Mapping[str, s
         "ORCHESTRATOR_PLANNER_WORKERS_MAX": str(options.workers_max),
     }
     return aside(service(machine, "orchestrator", {**base, **limits} if options.workers_max else base))
+
+
+def plan_collector(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> ProcessPlan:
+    """On an address of its own: whoever reaches the API need not reach the console."""
+    base = {**base, "COLLECTOR_INSECURE": "true"} if options.insecure else base
+    return aside(service(machine, "collector", base, host=options.collector_host, port=options.collector_port))
 
 
 def aside(process: ProcessPlan) -> ProcessPlan:

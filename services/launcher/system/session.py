@@ -154,8 +154,10 @@ class Endpoints:
 
 def endpoints(options: UpOptions) -> Endpoints:
     """Addresses for clients on this machine."""
-    host = "127.0.0.1" if options.host in {"0.0.0.0", "::"} else options.host
-    collector = f"http://{host}:{options.collector_port}"
+    host, watched = (
+        "127.0.0.1" if each in {"0.0.0.0", "::"} else each for each in (options.host, options.collector_host)
+    )
+    collector = f"http://{watched}:{options.collector_port}"
     return Endpoints(
         api=f"http://{host}:{options.port}",
         metrics=f"{collector}/metrics",

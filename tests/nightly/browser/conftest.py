@@ -22,6 +22,7 @@ ARGUMENTS = (
 LAUNCH_S_MAX = 120.0
 SEEN_S_MAX = 60.0
 """For an element to appear."""
+ADMIN_KEY = "the-operator's-own-key"
 DESKTOP = {"width": 1280, "height": 900}
 
 
@@ -50,7 +51,10 @@ def forgiven() -> list[str]:
 def page(browser: Browser, forgiven: list[str]) -> Iterator[Page]:
     """A new tab. Any other console message fails the test at its end."""
     complaints: list[str] = []
-    with browser.new_context(viewport=DESKTOP, reduced_motion="reduce", color_scheme="light") as context:
+    credentials = {"username": "operator", "password": ADMIN_KEY}
+    with browser.new_context(
+        viewport=DESKTOP, reduced_motion="reduce", color_scheme="light", http_credentials=credentials
+    ) as context:
         context.set_default_timeout(SEEN_S_MAX * 1000)
         page = context.new_page()
         page.on("console", lambda said: _note(said, complaints))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from tests.nightly.browser.conftest import ADMIN_KEY
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import service_process
 from tests.support.simulated_system import SimulatedSystem, simulated_system, until_ready
@@ -17,7 +18,6 @@ from tests.support.system import until
 
 LEFT_S_MAX = 60.0
 PHONE = {"width": 360, "height": 780}
-ADMIN_KEY = "the-operator's-own-key"
 SECONDS = re.compile(r"(?P<number>[\d.]+) (?P<unit>ms|s)$")
 ROUNDED = 0.06
 """Allowed relative error of a sum of numbers that are rounded to two or three digits."""

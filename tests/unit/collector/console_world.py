@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from services.collector.console.feed import WatcherLimits
-from services.collector.http.access import Access
+from services.collector.http.access import Access, guarded
 from services.collector.http.app import LIMITS, CollectorEdge, make_app
 from services.collector.http.console import add_console
 from services.collector.service import Collector
@@ -68,9 +68,11 @@ class World:
     def __init__(self, clock, host, key_file, watchers):
         hub = MemoryHub()
         self.bus, self.others, self.clock = MemoryBus(hub), MemoryBus(hub), clock
-        self.collector = Collector(self.bus, clock, Access(host, key_file), watchers)
-        self.app = make_app(lambda: b"", lambda: self.bus.connected)
-        add_console(self.app, self.collector.console_context)
+        self.access = Access(host, key_file)
+        self.collector = Collector(self.bus, clock, self.access, watchers)
+        app = make_app(lambda: b"", lambda: self.bus.connected)
+        add_console(app, self.collector.console_context)
+        self.app = guarded(app, self.access)
 
     async def tell(self, channel, message):
         await self.others.publish(channel, message)

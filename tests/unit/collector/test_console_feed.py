@@ -275,7 +275,10 @@ def connection(port, source):
 
 async def test_idle_connections_and_viewers_lock_no_operator_out(tmp_path):
     file = tmp_path / "keys"
-    file.write_text(hashlib.sha256(b"the key").hexdigest())
+    entry = '[[key]]\nsha256 = "{}"\npermissions = ["{}"]\n'
+    digests = [hashlib.sha256(key).hexdigest() for key in (b"viewer", b"the key")]
+    file.write_text(entry.format(digests[0], "view") + entry.format(digests[1], "admin"))
+    viewer = EVENTS[:-2] + b"authorization: Bearer viewer\r\n\r\n"
     limits = WatcherLimits(total=4, for_operators=2, per_address=4)
     async with (
         world(host="0.0.0.0", key_file=str(file), watchers=limits) as one,
@@ -285,7 +288,7 @@ async def test_idle_connections_and_viewers_lock_no_operator_out(tmp_path):
     ):
         for number in range(20):
             client = held.enter_context(connection(port, f"127.0.0.{2 + number % 2}"))
-            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx" if number > 4 else EVENTS)
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx" if number > 4 else viewer)
         while len(server.server_state.connections) < 20 or len(one.collector.feed) < 2:
             await asyncio.sleep(0.01)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import hashlib
 
 import httpx
 import msgspec
 import pytest
 
-from services.collector.http.access import Access, read_digests
+from services.collector.http.access import Access, read_permissions
 from services.collector.http.console import BODY_BYTES_MAX, page_files
+from services.collector.settings import Settings, check
 from shared.bus.port import AskRefused
 from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
 from shared.contracts.control import FLEET
@@ -284,7 +287,7 @@ async def test_api_keys_with_the_permission_admin_are_admin_keys(tmp_path):
         assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer("clients"))).status_code == 401
         assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer())).status_code == 200
     file.write_text(entry.format(digests[0], '["infer"]'))
-    assert read_digests(str(file)) == []
+    assert read_permissions(str(file)) == {digests[0]: {"infer"}}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,7 @@ def test_a_key_file_without_digests_stops_the_start(tmp_path, text):
     with pytest.raises(SettingsError, match="COLLECTOR_ADMIN_KEY_FILE"):
         Access("127.0.0.1", str(file)).check()
     with pytest.raises(SettingsError, match="no-such-file"):
-        read_digests(str(tmp_path / "no-such-file"))
+        read_permissions(str(tmp_path / "no-such-file"))
 
 
 async def test_a_refusal_by_worker_or_bus_reaches_the_client():
@@ -313,3 +316,66 @@ async def test_a_refusal_by_worker_or_bus_reaches_the_client():
         assert (refused.status_code, message(refused)) == (409, "d1 refused the order: it drains already")
         one.bus.lose()
         assert (await client.post("/console/orders", json=DRAIN_D1)).status_code == 503
+
+
+READ = ("/", "/console", "/console/files/console.js", "/console/requests/x", "/console/events", "/metrics", "/nowhere")
+
+
+def basic(key=KEY):
+    return {"authorization": "Basic " + base64.b64encode(f"anyone:{key}".encode()).decode()}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_with_keys_only_view_and_admin_read_what_the_collector_knows(tmp_path, host):
+    file = tmp_path / "keys.toml"
+    entry = '[[key]]\nsha256 = "{}"\ntenant = "t"\npermissions = {}\n'
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("client", "viewer", KEY)]
+    file.write_text("".join(map(entry.format, digests, ('["infer"]', '["view"]', '["admin"]'))))
+    async with world(host=host, key_file=str(file)) as one, one.client() as client:
+        for path in READ:
+            if (host, path) == ("127.0.0.1", "/metrics"):
+                continue  # As at routers: every user of this machine may scrape.
+            for strange in (
+                {},
+                bearer("x"),
+                bearer("client"),
+                basic("client"),
+                {"authorization": "Basic !"},
+                {"x-api-key": ""},
+            ):
+                refused = await client.get(path, headers=strange)
+                assert (refused.status_code, "Basic" in refused.headers["www-authenticate"]) == (401, True)
+            for known in (bearer("viewer"), basic("viewer"), basic(), {"x-api-key": "viewer"}):
+                if path != "/console/events":  # It would go on for ever.
+                    assert (await client.get(path, headers=known)).status_code in {200, 307, 404}
+        for path in ("/health", "/ready"):
+            assert (await client.get(path)).status_code == 200
+        file.unlink()
+        assert (await client.get("/console", headers=bearer("viewer"))).status_code == 503
+
+
+async def test_a_key_that_a_browser_adds_by_itself_gives_no_orders(key_file):
+    """Otherwise a page of another site could have its visitor's browser give them."""
+    async with world(key_file=key_file) as one, one.client() as client:
+        orders = await answer_drain(one)
+
+        assert (await client.post("/console/orders", json=DRAIN_D1, headers=basic())).status_code == 401
+        assert orders == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [
+        ({}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "gpu-1.example"}, False),
+        ({"host": "0.0.0.0", "published_host": "127.0.0.1"}, True),
+        ({"host": "127.0.0.1", "published_host": "0.0.0.0"}, False),
+        ({"host": "0.0.0.0", "insecure": True}, True),
+        ({"host": "0.0.0.0", "admin_key_file": "KEYS"}, True),
+    ],
+)  # fmt: skip
+def test_a_collector_that_others_can_reach_needs_keys(settings, starts, key_file):
+    chosen = Settings(**{name: key_file if value == "KEYS" else value for name, value in settings.items()})
+    with contextlib.nullcontext() if starts else pytest.raises(SettingsError, match="baton keys new"):
+        check(chosen)

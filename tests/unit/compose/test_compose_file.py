@@ -7,6 +7,8 @@ import re
 import pytest
 import yaml
 
+from services.collector.settings import Settings as CollectorSettings
+from services.collector.settings import check as check_collector
 from services.router.settings import Settings as RouterSettings
 from services.router.settings import check
 from services.worker.settings import Settings
@@ -67,6 +69,16 @@ def test_a_loopback_router_requires_no_key():
     check(settings)
     assert settings.keys_file == ""
     assert SERVICES["router"]["ports"] == ["${BIND:-127.0.0.1}:${PORT:-8000}:8000"]
+
+
+def test_a_published_console_requires_keys_or_an_explicit_opt_out():
+    def collector(**given: str) -> CollectorSettings:
+        return load(CollectorSettings, "COLLECTOR_", environment("collector", **given))
+
+    check_collector(collector(BIND="0.0.0.0"))
+    with pytest.raises(SettingsError, match="baton keys new"):
+        check_collector(collector(CONSOLE_BIND="0.0.0.0"))
+    check_collector(collector(CONSOLE_BIND="0.0.0.0", INSECURE="true"))
 
 
 def test_a_published_router_requires_keys_or_an_explicit_opt_out():

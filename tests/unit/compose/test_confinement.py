@@ -110,7 +110,18 @@ def test_ports_are_published_on_this_machine_only_by_default():
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
 
     assert set(published) == {"router", "collector", "prometheus", "grafana"}
-    assert all(port.startswith("${BIND:-127.0.0.1}:") for ports in published.values() for port in ports)
+    assert all(port.startswith("${BIND:-127.0.0.1}:") for port in published.pop("router"))
+    assert all(port.startswith("${CONSOLE_BIND:-127.0.0.1}:") for ports in published.values() for port in ports)
+    assert SERVICES["collector"]["environment"]["COLLECTOR_PUBLISHED_HOST"] == "${CONSOLE_BIND:-127.0.0.1}"
+
+
+def test_grafana_has_no_account_and_prometheus_receives_nothing():
+    grafana, prometheus = SERVICES["grafana"]["environment"], SERVICES["prometheus"]
+
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == grafana["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert grafana["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert not [name for name in grafana if "PASSWORD" in name]
+    assert not [flag for flag in prometheus["command"] if "receiver" in flag or "web.enable" in flag]
 
 
 def test_the_gpu_variant_loosens_no_restriction():

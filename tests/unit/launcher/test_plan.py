@@ -182,3 +182,13 @@ def test_a_reachable_system_needs_keys_or_an_explicit_insecure(host):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_a_loopback_system_needs_no_keys(host):
     assert not any("ROUTER_INSECURE" in process.env for process in plan(host=host).processes)
+
+
+def test_the_console_stays_on_loopback_unless_it_is_asked_elsewhere():
+    def host_of(system):
+        return next(process for process in system.processes if process.name == "collector").env["COLLECTOR_HOST"]
+
+    assert host_of(plan(host="0.0.0.0", access_configured=True)) == "127.0.0.1"
+    assert host_of(plan(collector_host="0.0.0.0", access_configured=True)) == "0.0.0.0"
+    with pytest.raises(PlanRefused, match="--collector-host"):
+        plan(collector_host="0.0.0.0")
