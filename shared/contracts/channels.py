@@ -144,6 +144,8 @@ def _addresser(subject: str, names: tuple[str, ...]) -> Callable[[M], str]:
 ROUTERS = (Party.ROUTER,)
 WORKERS = (Party.WORKER,)
 EVERYONE = (Party.ROUTER, Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER)
+OPERATORS = (Party.COLLECTOR, Party.LAUNCHER)
+"""Where an operator looks at the system and gives orders: the console and the command line."""
 
 START_LEG = Channel("leg.{worker_id}.start", StartLeg, Delivery.COMMAND, ROUTERS, WORKERS)
 CANCEL_LEG = Channel("leg.{worker_id}.cancel", CancelLeg, Delivery.COMMAND, ROUTERS, WORKERS)
@@ -169,7 +171,7 @@ KV_FETCH = AskChannel(
     "kv.{worker_id}.fetch",
     FetchKv,
     Delivery.ASK,
-    (Party.ORCHESTRATOR, Party.ROUTER, Party.LAUNCHER, Party.WORKER),
+    WORKERS,
     WORKERS,
     answer=FetchedKv,
 )
@@ -193,16 +195,16 @@ LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, E
 # Workers watch the registry too, to find peers for the KV exchange.
 WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEY_VALUE, WORKERS, (*EVERYONE, *WORKERS))
 WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), (*EVERYONE, *WORKERS))
-FLEET_STATE = Channel("fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), EVERYONE)
+FLEET_STATE = Channel("fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), OPERATORS)
 DESCRIBE_FLEET = AskChannel(
-    "fleet.describe", DescribeFleet, Delivery.ASK, EVERYONE, (Party.ORCHESTRATOR,), answer=FleetState
+    "fleet.describe", DescribeFleet, Delivery.ASK, (Party.LAUNCHER,), (Party.ORCHESTRATOR,), answer=FleetState
 )
 
-COMMANDERS = (Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER)
-"""Parties that may give orders to a worker."""
-DRAIN = AskChannel("worker.{worker_id}.drain", DrainWorker, Delivery.ASK, COMMANDERS, WORKERS, answer=OrderTaken)
-DRAINED = Channel("worker.{worker_id}.drained", WorkerDrained, Delivery.EVENT, WORKERS, COMMANDERS)
-CHANGE_ROLE = AskChannel("worker.{worker_id}.role", ChangeRole, Delivery.ASK, COMMANDERS, WORKERS, answer=RoleChanged)
+DRAIN = AskChannel("worker.{worker_id}.drain", DrainWorker, Delivery.ASK, OPERATORS, WORKERS, answer=OrderTaken)
+DRAINED = Channel("worker.{worker_id}.drained", WorkerDrained, Delivery.EVENT, WORKERS, OPERATORS)
+CHANGE_ROLE = AskChannel(
+    "worker.{worker_id}.role", ChangeRole, Delivery.ASK, (Party.ORCHESTRATOR, *OPERATORS), WORKERS, answer=RoleChanged
+)
 SELF_TEST_PROMPT = AskChannel(
     "worker.{worker_id}.self_test_prompt.{reader_id}",
     AskSelfTestPrompt,
@@ -223,7 +225,7 @@ RUN_SELF_TEST = AskChannel(
 )
 
 PLAN = Channel("fleet.plan", PlanDecision, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR, Party.LAUNCHER))
-PLANS = AskChannel("fleet.plans", AskPlans, Delivery.ASK, EVERYONE, (Party.ORCHESTRATOR,), answer=Plans)
+PLANS = AskChannel("fleet.plans", AskPlans, Delivery.ASK, (Party.LAUNCHER,), (Party.ORCHESTRATOR,), answer=Plans)
 SCALE = AskChannel(
     "fleet.scale", ScaleFleet, Delivery.ASK, (Party.ORCHESTRATOR,), (Party.LAUNCHER,), answer=FleetScaled
 )
@@ -231,7 +233,7 @@ DISAGGREGATION_REPORT = AskChannel(
     "fleet.disaggregation_report",
     AskDisaggregationReport,
     Delivery.ASK,
-    EVERYONE,
+    (Party.LAUNCHER,),
     (Party.COLLECTOR,),
     answer=DisaggregationReport,
 )

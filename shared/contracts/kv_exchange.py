@@ -217,7 +217,7 @@ class KvTransferReport(Message, frozen=True, kw_only=True):
 
 
 class FetchKv(Message, frozen=True, kw_only=True):
-    """Anyone -> worker: fetch these blocks (prefetch, replicate, evacuate). No token is computed."""
+    """Worker -> worker: fetch these blocks (prefetch, replicate, evacuate). No token is computed."""
 
     worker_id: WorkerId
     hashes: bytes
