@@ -46,6 +46,10 @@ class DrainTooSlow(Exception):
     """The service did not finish its work within its drain deadline."""
 
 
+class WrongConfiguration(Exception):
+    """The process cannot do its work until somebody corrects its configuration; the text says how."""
+
+
 class _Finished(Exception):
     """The main function returned; cancels the background tasks."""
 
@@ -158,8 +162,8 @@ def run_service(  # noqa: PLR0913  # the whole life of a process
     last_resorts: LastResorts = LastResorts(),
 ) -> NoReturn:
     """Run ``main`` in a service process and exit: 0 after a clean drain, ``EXIT_CONFIGURATION`` if NATS rejects the
-    process's credentials, 1 otherwise. A second signal exits at once. Until there is a connection to NATS, HTTP
-    requests to ``listener`` get 503.
+    process's credentials or ``main`` raises WrongConfiguration, 1 otherwise. A second signal exits at once. Until there
+    is a connection to NATS, HTTP requests to ``listener`` get 503.
     """
     setup_logging(name, instance, level=common.log_level, log_format=common.log_format)
     facts = ServiceFacts(name=name, instance=instance, url=url, drain_s_max=drain_s_max, last_resorts=last_resorts)
@@ -253,10 +257,15 @@ async def live(service: Service, main: Main, *, drain_s_max: float) -> int:
         await _serve(service, main, drain_s_max)
         service.set_phase(ServicePhase.STOPPED)
     except* Exception as errors:
-        for error in errors.exceptions:
-            log.exception("the process ends: %s", error, exc_info=error)
-        service.set_phase(ServicePhase.FAILED, _first_line(errors.exceptions[0]))
+        first = errors.exceptions[0]
         code = EXIT_FAILED
+        for error in errors.exceptions:
+            if isinstance(error, WrongConfiguration):
+                log.error("the process ends: %s", error)  # noqa: TRY400  # for the operator; the stack adds nothing
+                first, code = error, EXIT_CONFIGURATION
+            else:
+                log.exception("the process ends: %s", error, exc_info=error)
+        service.set_phase(ServicePhase.FAILED, _first_line(first))
     await service.publish_status()
     await service.bus.close()
     return code

@@ -7,10 +7,11 @@ import logging
 
 import msgspec
 
-from shared.bus.port import Bus, BusError, KeyValueStore
+from shared.bus.port import Bus, BusError, KeyValueStore, StoredValue, WrongRevision
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
+from shared.runtime.service import WrongConfiguration
 
 log = logging.getLogger("baton.worker")
 
@@ -32,8 +33,18 @@ async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
     return Epoch(wall_ms if before is None or before.value is None else max(wall_ms, before.value.epoch + 1))
 
 
+class IdTaken(WrongConfiguration):
+    """A process that began later has the same worker id. Both would take legs, and neither would get its answers."""
+
+    def __init__(self, other: WorkerRecord) -> None:
+        super().__init__(
+            f"another process is worker {other.worker_id} now: it began later, on {other.host or 'an unknown host'} "
+            f"(pid {other.pid}). This one stops. Give each worker an id of its own (WORKER_WORKER_ID), or run one only."
+        )
+
+
 class Registration:
-    """Writes the record on each change and often enough that it never expires.
+    """Writes the record on each change and often enough that it never expires. Raises IdTaken.
 
     Every renewal writes the whole record, so that a registry that lost its memory soon has it back.
     """
@@ -42,6 +53,10 @@ class Registration:
         self.record = record
         self._bus = bus
         self._records: KeyValueStore[WorkerRecord] | None = None
+        self._revision = 0
+        """Of the last written record; a renewal over another one shows that somebody else writes it."""
+        self._is_over = False
+        """The record was removed, or belongs to another process."""
         self._writing = asyncio.Lock()
         self._is_changed = asyncio.Event()
         bus.on_reconnect(self._is_changed.set)
@@ -66,21 +81,41 @@ class Registration:
         """The worker ends. Nothing writes the record afterwards."""
         async with self._writing:
             self.record = msgspec.structs.replace(self.record, phase=WorkerPhase.GONE)
+            self._is_over = True
             try:
-                if self._records is not None:
-                    await self._records.delete(self.record.worker_id)
+                if self._records is not None and self._revision:
+                    await self._records.delete(self.record.worker_id, self._revision)
             except BusError as error:
                 log.info("the record was not removed, it will expire: %s", error)
 
     async def _write(self) -> bool:
         async with self._writing:
-            if self.record.phase is WorkerPhase.GONE:
+            if self._is_over:
                 return True
             try:
                 if self._records is None:
                     self._records = await self._bus.key_value_store(WORKER_RECORDS)
-                await self._records.put(self.record)
+                self._revision = await self._put(self._records)
             except BusError as error:
                 log.warning("the registry could not be written, trying again: %s", error)
                 return False
             return True
+
+    async def _put(self, records: KeyValueStore[WorkerRecord]) -> int:
+        if self._revision:
+            try:
+                return await records.update(self.record, self._revision)
+            except WrongRevision:
+                self._must_be_newest(await records.get(self.record.worker_id))
+        return await records.put(self.record)
+
+    def _must_be_newest(self, found: StoredValue[WorkerRecord] | None) -> None:
+        """The record is also not as it was last written if it has expired, or the reply to a write was lost."""
+        other = found.value if found is not None else None
+        if other is not None and _began(other) > _began(self.record):
+            self._is_over, self._revision = True, 0
+            raise IdTaken(other)
+
+
+def _began(record: WorkerRecord) -> tuple[Epoch, str, int]:
+    return record.epoch, record.host, record.pid
