@@ -34,7 +34,7 @@ NEEDS_A_KEY = HttpError(
     401,
     error_body(401, "This needs an API key with the permission view or admin; in a browser, as the password."),
     reason="unauthorized",
-    more=((b"www-authenticate", b'Basic realm="baton", charset="UTF-8", Bearer'),),
+    more=((b"www-authenticate", b'Basic realm="baton"'), (b"www-authenticate", b'Bearer realm="baton"')),
 )
 """``Basic`` makes a browser ask for the key, and send it with everything that the page asks for."""
 UNREADABLE = HttpError(503, error_body(503, "The key file cannot be read: see the collector's log."), reason="no_keys")
