@@ -7,6 +7,7 @@ over NIXL and released. See ARCHITECTURE.md. The interface is vLLM's ``KVConnect
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from connector.layout.engine_layout import kv_heads_of, refuse_unsupported, required_layout
+from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, refuse_unsupported, required_layout
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.settings import read
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake
@@ -68,8 +69,13 @@ class BatonConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse_unsupported(vllm_config, kv_cache_config)
         settings = read(self._kv_transfer_config.kv_connector_extra_config)
+        try:
+            refuse_unsupported(vllm_config, kv_cache_config)
+        except UnsupportedEngine as unsupported:
+            if settings.refusal_file:  # The exception itself does not reach the worker's process.
+                Path(settings.refusal_file).write_text(str(unsupported), encoding="utf-8")
+            raise
         self.connector_scheduler: ConnectorScheduler
         self._worker: ConnectorWorker
         self._refusals: dict[str, dict[str, Any]] = {}

@@ -25,6 +25,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Maximum wait for another worker to reply to a lease request."""
     copy_cores: list[int] = msgspec.field(default_factory=list)
     """CPU cores on which the transfer thread may run besides the model's core."""
+    refusal_file: str = ""
+    """File for the reason if the engine's KV cache cannot be exchanged; empty: none."""
     agent: str = "connector.transfer.nixl_agent:NixlAgent"
     """Class of the transfer agent, as ``module:name``."""
 

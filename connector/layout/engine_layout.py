@@ -9,11 +9,23 @@ from connector.layout.tensors import CacheTensor, UnsupportedLayout, heads_of, l
 from connector.transfer.agent import Region
 from shared.contracts.kv_exchange import KvLayer
 
-REFUSED_SPECS = (
-    "Mamba", "SlidingWindow", "ChunkedLocal", "CrossAttention", "EncoderOnly", "RSWA", "CircularBuffer", "Sink",
-)  # fmt: skip
-"""vLLM spec classes, by prefix, of layers whose full blocks do not depend on the preceding tokens alone."""
-ALTERNATIVE = "run this model with the upstream connector or without KV exchange"
+EXCHANGED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""vLLM's spec classes of layers whose blocks are exchanged, by exact name: a subclass may keep its blocks differently.
+
+vLLM turns the hybrid KV cache manager off for this connector. Layers with a window or chunks, beside layers with full
+attention, are then of the first class too: they keep blocks for all tokens, and only the computation knows the window.
+"""
+EXCHANGED_QUANTISATION = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
+"""vLLM's ``KVQuantMode`` by name. Scales come with the weights or lie inside the block: its bytes suffice."""
+ALTERNATIVE = "run this model with WORKER_CONNECTOR=upstream"
+WINDOW_TYPES = ("sliding_attention", "chunked_attention")
+"""Layer types in a model's configuration."""
+TOKENS_PRICED = 32_768
+"""Longest prompt for which the price of windows is told."""
+
+
+class UnsupportedEngine(ValueError):
+    """The message names each unsupported property, the reason, and the remedy."""
 
 
 def required_layout(vllm_config: Any) -> str | None:
@@ -30,14 +42,24 @@ def kv_heads_of(vllm_config: Any) -> int:
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ValueError that names each unsupported property of this engine, the reason, and the remedy."""
-    refusals = [*_parallel_refusals(vllm_config.parallel_config), *_cache_refusals(kv_cache_config)]
+    """Raises UnsupportedEngine that names each unsupported property of this engine, the reason, and the remedy."""
+    refuse([*config_refusals(vllm_config), *_cache_refusals(kv_cache_config)])
+
+
+def refuse(refusals: list[str]) -> None:
+    """Raises UnsupportedEngine if there are any."""
+    if refusals:
+        raise UnsupportedEngine("The Baton connector cannot exchange this engine's KV: " + "; ".join(refusals) + ".")
+
+
+def config_refusals(vllm_config: Any) -> list[str]:
+    """What vLLM's resolved configuration shows before the model is loaded."""
+    refusals = [*_parallel_refusals(vllm_config.parallel_config), *_model_refusals(vllm_config)]
     try:
         heads_of(0, vllm_config.parallel_config.tensor_parallel_size, kv_heads_of(vllm_config))
     except UnsupportedLayout as unsupported:
         refusals.append(str(unsupported))
-    if refusals:
-        raise ValueError("The Baton connector cannot exchange this engine's KV: " + "; ".join(refusals) + ".")
+    return refusals
 
 
 def _parallel_refusals(parallel: Any) -> list[str]:
@@ -53,26 +75,60 @@ def _parallel_refusals(parallel: Any) -> list[str]:
     ]
 
 
+def _model_refusals(vllm_config: Any) -> list[str]:
+    model = vllm_config.model_config
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+        why = "has layers with a state (Mamba, linear attention, short convolution)"
+        return [f"{model.architecture} {why}, which blocks of tokens do not contain; {ALTERNATIVE}"]
+    if getattr(model, "is_encoder_decoder", False):
+        return [f"{model.architecture} has an encoder, whose KV does not belong to the prompt's tokens; {ALTERNATIVE}"]
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False:
+        why = "the hybrid KV cache manager is on: layers with a window would keep only some blocks of a prefix"
+        return [f"{why}; leave out --no-disable-hybrid-kv-cache-manager"]
+    return []
+
+
 def _cache_refusals(kv_cache_config: Any) -> list[str]:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
         refusals = (_layer_refusal(name, spec) for name, spec in _specs(groups[0]).items())
         return [refusal for refusal in refusals if refusal][:1]
     kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs(group).values()}))
-    about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid and sliding-window models do"
+    about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid models do"
     return [f"{about}: a prefix is then not one chain of blocks; {ALTERNATIVE}"]
 
 
 def _layer_refusal(name: str, spec: Any) -> str:
-    kind = type(spec).__name__
-    if kind.startswith(REFUSED_SPECS):
-        return f"layer {name} is of kind {kind}: its blocks do not represent a prefix; {ALTERNATIVE}"
-    if window := getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
-        return f"layer {name} attends to {window} tokens only, so some blocks of a prefix are missing; {ALTERNATIVE}"
-    if int(getattr(spec, "kv_quant_mode", 0)):
+    kind, window = type(spec).__name__, getattr(spec, "sliding_window", None)
+    if kind == "SlidingWindowSpec":
+        # vLLM turns windows into full attention only if some layer has full attention.
+        about = f"every layer attends to {window} tokens only ({kind}), and vLLM frees the blocks before them"
+        return f"{about}, so no prefix is complete; {ALTERNATIVE}"
+    if kind not in EXCHANGED_SPECS:
+        return f"layer {name} is of kind {kind}, whose blocks are not known to represent a prefix; {ALTERNATIVE}"
+    if spec.kv_quant_mode.name not in EXCHANGED_QUANTISATION:
         about = f"layer {name} stores quantised KV ({spec.kv_quant_mode.name}), whose scales are not exchanged"
-        return f"{about}; set --kv-cache-dtype to auto or to the model's type"
+        return f"{about}; set --kv-cache-dtype to auto, fp8 or fp8_per_token_head"
+    if spec.num_heads != spec.num_kv_heads:
+        return f"layer {name} packs {spec.num_kv_heads} KV heads into {spec.num_heads}; {ALTERNATIVE}"
     return ""
+
+
+def window_price(model_config: Any) -> str:
+    """What it costs that layers with a window keep the KV of all tokens; empty if the model has no such layers."""
+    text = model_config.hf_text_config
+    types = list(getattr(text, "layer_types", None) or ())
+    windowed = sum(kind in WINDOW_TYPES for kind in types)
+    window = getattr(text, "attention_chunk_size", None) or getattr(text, "sliding_window", None)
+    tokens = min(int(model_config.max_model_len), TOKENS_PRICED)
+    if not windowed or not window or window >= tokens:
+        return ""
+    needed = (len(types) - windowed) * tokens + windowed * int(window)
+    return (
+        f"{windowed} of {len(types)} layers attend to {window} tokens but keep the KV of all, so that prefixes can be"
+        f" exchanged: a prompt of {tokens} tokens takes {len(types) * tokens / needed:.1f} times the KV memory that it"
+        " takes with vLLM's hybrid manager"
+    )
 
 
 def _specs(group: Any) -> dict[str, Any]:

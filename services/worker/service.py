@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
+from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.legs.body import KvPolicy
@@ -36,6 +36,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
+from shared.runtime.refusals import forget_refusal, save_refusal
 from shared.runtime.service import Service
 from shared.runtime.settings import CommonSettings
 
@@ -56,7 +57,9 @@ def engine_starter(name: str) -> StartEngine:
 
 
 async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> None:
-    """From registration to removal. Raises EngineDead when the engine dies, which ends the process."""
+    """From registration to removal. Raises EngineRefused when the engine cannot serve and EngineDead when it dies; both
+    end the process.
+    """
     saved_role = SavedRole(common.state_dir, settings.worker_id, settings.role)
     settings = msgspec.structs.replace(settings, role=saved_role.role)
     epoch = await new_epoch(service.bus, WorkerId(settings.worker_id), service.clock.wall_ms())
@@ -72,10 +75,14 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
         if engine is None:
             saved_role.forget()
             return
+        forget_refusal(common.state_dir, settings.worker_id)
         try:
             await Worker(service, settings, engine, registration, saved_role).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
+    except EngineRefused as refused:
+        save_refusal(common.state_dir, settings.worker_id, str(refused))
+        raise
     finally:
         await registration.remove()
 
@@ -170,7 +177,7 @@ class Worker:
             probing = asyncio.create_task(self._prober.until_passed(self._status.probing), name="probe")
             try:
                 await asyncio.wait([probing, drain_wanted], return_when=asyncio.FIRST_COMPLETED)
-                note = probing.result() if probing.done() else ""
+                note = "; ".join(filter(None, (note, probing.result() if probing.done() else "")))
             finally:
                 probing.cancel()
         if not drain_wanted.done():

@@ -41,6 +41,9 @@ EXIT_FAILED = 1
 EXIT_CONFIGURATION = 78
 """EX_CONFIG of sysexits.h: a restart is useless until somebody corrects the configuration."""
 
+DETAIL_CHARS_MAX, REFUSAL_CHARS_MAX = 200, 600
+"""Of the last status: why the process failed, and what an operator must correct."""
+
 
 class DrainTooSlow(Exception):
     """The service did not finish its work within its drain deadline."""
@@ -257,15 +260,15 @@ async def live(service: Service, main: Main, *, drain_s_max: float) -> int:
         await _serve(service, main, drain_s_max)
         service.set_phase(ServicePhase.STOPPED)
     except* Exception as errors:
-        first = errors.exceptions[0]
+        first, chars_max = errors.exceptions[0], DETAIL_CHARS_MAX
         code = EXIT_FAILED
         for error in errors.exceptions:
             if isinstance(error, WrongConfiguration):
                 log.error("the process ends: %s", error)  # noqa: TRY400  # for the operator; the stack adds nothing
-                first, code = error, EXIT_CONFIGURATION
+                first, chars_max, code = error, REFUSAL_CHARS_MAX, EXIT_CONFIGURATION
             else:
                 log.exception("the process ends: %s", error, exc_info=error)
-        service.set_phase(ServicePhase.FAILED, _first_line(first))
+        service.set_phase(ServicePhase.FAILED, _first_line(first, chars_max))
     await service.publish_status()
     await service.bus.close()
     return code
@@ -314,5 +317,5 @@ def _on_signals(stopping: asyncio.Event, leave_s_max: float) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
+def _first_line(error: BaseException, chars_max: int = DETAIL_CHARS_MAX) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:chars_max]

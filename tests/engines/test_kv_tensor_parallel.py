@@ -1,4 +1,8 @@
-"""Handoffs between real engines of different tensor-parallel sizes: each rank reads the heads that it owns."""
+"""Handoffs between real engines of different tensor-parallel sizes: each rank reads the heads that it owns.
+
+The model is a tiny Gemma 3, five of whose six layers have a sliding window: they too are read whole. Other families run in
+``tests/nightly/engines/test_models.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from shared.contracts.inference import LegKind
-from tests.support.kv_driver import BLOCK, Driver, driving, transfer_report_of
+from tests.support.kv_driver import BLOCK, MODEL, Driver, driving, transfer_report_of
 from tests.support.kv_tap import Tap
+from tests.support.model_families import make_model
 from tests.support.nats_server import NatsServer
 from tests.support.prompts import VOCABULARY
 from tests.support.worker_processes import start_worker, wait_ready
@@ -28,13 +33,17 @@ TWO_RANKS = {
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     folder: Path = tmp_path_factory.mktemp("ranks")
+    model = {"model": str(make_model("gemma-3", folder)), "served_model_name": MODEL, "max_model_len": "2000"}
     with NatsServer(folder, has_buckets=True) as nats:
         workers = [
-            start_worker(nats.url, WHOLE, folder, role="prefill", cpu_cores="0", max_model_len="2000"),
-            start_worker(nats.url, HALVES, folder, role="decode", cpu_cores="1", max_model_len="2000", **TWO_RANKS),
+            start_worker(nats.url, WHOLE, folder, role="prefill", cpu_cores="0", **model),
+            start_worker(nats.url, HALVES, folder, role="decode", cpu_cores="1", **model, **TWO_RANKS),
         ]
         try:
             asyncio.run(wait_ready(nats.url, workers))
+            for worker in workers:
+                assert worker.record is not None
+                assert "5 of 6 layers attend to 64 tokens but keep the KV of all" in worker.record.note
             yield nats
         finally:
             for worker in workers:

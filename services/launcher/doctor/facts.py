@@ -90,6 +90,14 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of this machine whose engine was refused at its last start."""
+
+    worker: str
+    reason: str
+    ago_s: float = 0.0
+
+
 class InstallationFacts(Facts, kw_only=True):
     """Facts about this installation and this machine."""
 
@@ -114,6 +122,7 @@ class InstallationFacts(Facts, kw_only=True):
     others: dict[str, int] = msgspec.field(default_factory=dict)
     """NATS addresses of other systems whose processes run here, with how many."""
     certificates: list[Certificate] = msgspec.field(default_factory=list)
+    refused: list[Refusal] = msgspec.field(default_factory=list)
     exposed: list[str] = msgspec.field(default_factory=list)
     """Files with secrets that other users can read."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from services.launcher.doctor.facts import Disk, Engine, InstallationFacts, Packages, Port
 from services.launcher.doctor.findings import Area, Finding, Level, many, named
-from shared.text.quantities import in_bytes
+from shared.text.quantities import duration, in_bytes
 
 PYTHON = (3, 11)
 """The version that the packages are locked for."""
@@ -19,6 +19,8 @@ DISK_BYTES_MIN = 200 * MIB
 DISK_BYTES_LOW = 5 * GIB
 """A small model, and a store's files."""
 DAY_S = 86_400.0
+REFUSED_S_MAX = DAY_S
+"""Older refusals are of no interest: another worker id may never be started again."""
 CERTIFICATE_S_MIN = 30 * DAY_S
 PROBES = {
     "packages": "Installed packages",
@@ -29,9 +31,11 @@ PROBES = {
     "others": "Other systems here",
     "certificates": "Certificates",
     "exposed": "Files with keys",
+    "refused": "Refused engines",
     "ports": "Ports",
 }
 """Display names of probes."""
+START_AGAIN = "Correct what it names. A successful start of a worker with this id removes this finding."
 NEEDED_PLUGIN, STORE_PLUGIN = "UCX", "POSIX"
 
 
@@ -60,6 +64,10 @@ def about_machine(facts: InstallationFacts) -> Iterator[Finding]:
     for disk in facts.disks:
         yield _disk(disk)
     yield from _ports(facts.ports)
+    for one in facts.refused:
+        if one.ago_s < REFUSED_S_MAX:
+            what = f"The engine of {one.worker} was refused at its last start, {duration(one.ago_s)} ago."
+            yield Finding(area=Area.MACHINE, level=Level.WARNING, what=what, why=one.reason, todo=START_AGAIN)
     for nats_url, processes in facts.others.items():
         count = many(processes, "process", "processes")
         what = f"Another system runs here, on {nats_url or 'its default NATS'} ({count})."

@@ -33,11 +33,13 @@ from services.launcher.doctor.facts import (
     Package,
     Packages,
     Port,
+    Refusal,
 )
 from services.launcher.system import machine
 from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.plan import PlanRefused
 from shared.bus.nats_errors import without_password
+from shared.runtime.refusals import refusals
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
 
@@ -73,6 +75,14 @@ def exposed(common: CommonSettings) -> list[str]:
     return sorted(str(path) for path in secret if path.is_file() and path.stat().st_mode & READABLE_BY_OTHERS)
 
 
+def refused(common: CommonSettings, now_s: float) -> list[Refusal]:
+    """Workers whose last start failed because their engine cannot serve."""
+    return [
+        Refusal(worker=worker, reason=reason, ago_s=now_s - at_s)
+        for worker, (reason, at_s) in refusals(common.state_dir).items()
+    ]
+
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[3]
@@ -101,6 +111,7 @@ async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_
         "disks": _in_thread(lambda: disks(common)),
         "certificates": _in_thread(lambda: certificates(common, time.time())),
         "exposed": _in_thread(lambda: exposed(common)),
+        "refused": _in_thread(lambda: refused(common, time.time())),
         "others": _in_thread(lambda: others(nats_url)),
     }
     if not is_running:

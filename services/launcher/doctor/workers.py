@@ -101,6 +101,8 @@ def _settings(record: WorkerRecord) -> Iterator[Finding]:
         yield _finding(
             Level.ERROR, what, "They may misunderstand each other.", "Install the same Baton version on both."
         )
+    if record.phase is WorkerPhase.READY and record.note:
+        yield _finding(Level.NOTE, f"{record.worker_id}: {record.note}.")
     if record.role is not Role.STORE and not record.prefix_caching:
         what = f"{record.worker_id} has no prefix cache."
         yield _finding(

@@ -21,6 +21,7 @@ from shared.contracts.kv_events import KvEvent
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from shared.contracts.load import StepTotals, StoreState
 from shared.contracts.workers import Fingerprint, HashScheme
+from shared.runtime.service import WrongConfiguration
 from shared.runtime.settings import CommonSettings
 
 Scope = MutableMapping[str, Any]
@@ -32,6 +33,10 @@ AsgiApp = Callable[
 
 class EngineDead(Exception):
     """The engine is gone for good; the worker process must end."""
+
+
+class EngineRefused(WrongConfiguration):
+    """The engine cannot serve; the message says why and what to do. Another start has the same result."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.layout.engine_layout import dims_of, layers_of, refuse_unsupported, regions_of, required_layout
+from connector.layout.engine_layout import (
+    UnsupportedEngine,
+    dims_of,
+    layers_of,
+    refuse_unsupported,
+    regions_of,
+    required_layout,
+    window_price,
+)
 from connector.layout.tensors import UnsupportedLayout
 
 BLOCKS, LAYERS, HEADS, TOKENS, SIZE = 6, 3, 4, 32, 8
@@ -43,10 +51,28 @@ def mamba():
     return MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
 
 
-def quantised():
+def quantised(mode):
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    return attention(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    return attention(kv_quant_mode=KVQuantMode[mode])
+
+
+def rswa():
+    """A subclass of FullAttentionSpec that frees blocks in the middle."""
+    return spec_of("RSWA", block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE, rswa_window=64)
+
+
+def windows(kind, **values):
+    return spec_of(kind, block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE, **values)
+
+
+def layers_of_kinds(*specs):
+    """One group of layers of different specs, as vLLM makes of layers with different page sizes."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return UniformTypeKVCacheSpecs(
+        block_size=TOKENS, kv_cache_specs={f"layers.{number}": spec for number, spec in enumerate(specs)}
+    )
 
 
 def cache_of(spec, layout_name="LBHNC", kernel_block_size=None):
@@ -134,7 +160,7 @@ def test_older_shapes_are_known(shape, dims):
     assert dims_of("layer", shape, attention(), BLOCKS) == dims
 
 
-def engine(spec=None, *, groups=1, kv_heads=HEADS, mla=False, **parallel):
+def engine(spec=None, *, groups=1, kv_heads=HEADS, mla=False, hybrid_off=True, model=None, **parallel):
     """The configuration that refuse_unsupported reads."""
     sizes = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
@@ -142,10 +168,14 @@ def engine(spec=None, *, groups=1, kv_heads=HEADS, mla=False, **parallel):
     }  # fmt: skip
     from vllm.v1 import kv_cache_interface as interface
 
-    model = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: kv_heads)
+    about = {"architecture": "TinyForCausalLM", **(model or {})}
+    model = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: kv_heads, **about)
+    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=hybrid_off)
     specs = [interface.KVCacheGroupSpec([f"layers.{n}"], spec or attention()) for n in range(groups)]
     return (
-        SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**(sizes | parallel))),
+        SimpleNamespace(
+            model_config=model, parallel_config=SimpleNamespace(**(sizes | parallel)), scheduler_config=scheduler
+        ),
         interface.KVCacheConfig(BLOCKS, [], specs),
     )
 
@@ -156,6 +186,17 @@ def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
     refuse_unsupported(*engine(latent(), mla=True, tensor_parallel_size=2))
 
 
+def test_windows_and_chunks_that_keep_all_blocks_are_served():
+    refuse_unsupported(*engine(attention(sliding_window=128)))
+    refuse_unsupported(*engine(attention(attention_chunk_size=128)))
+    refuse_unsupported(*engine(layers_of_kinds(attention(sliding_window=64), attention(head_size=2 * SIZE))))
+
+
+@pytest.mark.parametrize("mode", ["FP8_PER_TENSOR", "FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD"])
+def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mode):
+    refuse_unsupported(*engine(quantised(mode)))
+
+
 @pytest.mark.parametrize(
     ("which", "why"),
     [
@@ -163,19 +204,51 @@ def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
         (lambda: engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (lambda: engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (lambda: engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
-        (lambda: engine(attention(sliding_window=128)), "attends to 128 tokens only"),
         (
-            lambda: engine(spec_of("SlidingWindow", block_size=32, num_kv_heads=4, head_size=8, sliding_window=64)),
-            "SlidingWindowSpec",
+            lambda: engine(windows("SlidingWindow", sliding_window=64)),
+            "every layer attends to 64 tokens only .SlidingWindowSpec.*; run this model with WORKER_CONNECTOR=upstream",
         ),
+        (lambda: engine(windows("ChunkedLocalAttention", attention_chunk_size=64)), "kind ChunkedLocalAttentionSpec"),
+        (lambda: engine(rswa()), "kind RSWASpec"),
+        (lambda: engine(layers_of_kinds(attention(), rswa())), "layer layers.1 is of kind RSWASpec"),
         (lambda: engine(mamba()), "layer layers.0 is of kind MambaSpec"),
-        (lambda: engine(quantised()), "quantised"),
+        (lambda: engine(quantised("NVFP4")), "quantised KV .NVFP4.*set --kv-cache-dtype to auto"),
+        (lambda: engine(attention(num_head_slots=2)), "packs 4 KV heads into 2"),
+        (lambda: engine(model={"is_hybrid": True}), "TinyForCausalLM has layers with a state"),
+        (lambda: engine(model={"is_encoder_decoder": True}), "TinyForCausalLM has an encoder"),
+        (lambda: engine(hybrid_off=False), "leave out --no-disable-hybrid-kv-cache-manager"),
         (lambda: engine(groups=2), "2 KV cache groups .* not one chain of blocks"),
     ],
 )
 def test_unsupported_engines_are_refused_at_start_with_a_reason(which, why):
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(UnsupportedEngine, match=why):
         refuse_unsupported(*which())
+
+
+def model_with(types, max_model_len=16_384, **values):
+    text = SimpleNamespace(layer_types=types, **values)
+    return SimpleNamespace(hf_text_config=text, max_model_len=max_model_len)
+
+
+def test_the_memory_price_of_windows_is_told():
+    gemma = model_with((["sliding_attention"] * 5 + ["full_attention"]) * 4, sliding_window=1024)
+    llama = model_with(["chunked_attention"] * 3 + ["full_attention"], sliding_window=None, attention_chunk_size=8192)
+
+    assert "20 of 24 layers attend to 1024 tokens" in window_price(gemma)
+    assert "a prompt of 16384 tokens takes 4.6 times the KV memory" in window_price(gemma)
+    assert "a prompt of 16384 tokens takes 1.6 times" in window_price(llama)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        model_with(["full_attention"] * 4, sliding_window=1024),
+        model_with(["sliding_attention", "full_attention"], max_model_len=1024, sliding_window=1024),
+        model_with(None),
+    ],
+)
+def test_windows_that_cost_nothing_have_no_price(model):
+    assert window_price(model) == ""
 
 
 def test_the_required_layout_has_heads_outside_tokens():

@@ -22,6 +22,7 @@ from services.launcher.doctor.facts import (
     Package,
     Packages,
     Port,
+    Refusal,
     RouterReply,
     SystemFacts,
 )
@@ -139,6 +140,10 @@ INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     ),
     "another system": ({"others": {"nats://h:1": 4}}, Level.NOTE, "Another system runs here, on nats://h:1 (4 processes)"),
     "exposed": ({"exposed": ["/k/nkey"]}, Level.WARNING, "Other users can read /k/nkey."),
+    "engine refused": (
+        {"refused": [Refusal(worker="p1", reason="every layer slides", ago_s=60.0)]},
+        Level.WARNING, "The engine of p1 was refused at its last start, 60.0 s ago.",
+    ),
     "certificate ended": ({"certificates": [Certificate(path="c", ends_in_s=-1.0)]}, Level.ERROR, "c has expired"),
     "certificate ends": ({"certificates": [Certificate(path="c", ends_in_s=3 * DAY_S)]}, Level.WARNING, "expires in 3 days"),
     "certificate unread": ({"certificates": [Certificate(path="c", failure="no")]}, Level.ERROR, "cannot be read"),
@@ -208,6 +213,7 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         two_workers(dtype="bfloat16", kv_layout="HND"),
         Level.ERROR, "p1 and d1 cannot exchange KV: dtype is float32 and bfloat16; kv_layout is NHD and HND.",
     ),
+    "remark": (changed_record(note="layers keep more"), Level.NOTE, "d1: layers keep more."),
     "hashing": (
         changed_record(hashing=HashScheme(block_size=16)), Level.WARNING, "Workers of m hash their KV blocks differently",
     ),
@@ -235,6 +241,12 @@ def found(here: InstallationFacts, there: SystemFacts) -> list[Finding]:
 
 def faults(here: InstallationFacts, there: SystemFacts) -> list[Finding]:
     return [one for one in found(here, there) if one.level is not Level.OK]
+
+
+def test_an_old_refusal_is_no_finding():
+    old = Refusal(worker="p1", reason="every layer slides", ago_s=2 * DAY_S)
+
+    assert faults(installation(refused=[old]), system()) == []
 
 
 def test_a_healthy_system_has_no_faults():

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from shared.bus.port import BusDown
 from shared.contracts.channels import LOAD, SERVICE_STATUS, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.workers import WorkerPhase
+from shared.runtime.refusals import forget_refusal, save_refusal
 from shared.runtime.settings import CommonSettings
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -253,3 +255,16 @@ def test_certificates_have_their_expiry_and_keys_their_readers(tmp_path: Path):
     assert authority.ends_in_s == pytest.approx(AUTHORITY_DAYS * 86_400, abs=1)
     assert server.failure == "it contains no certificate"
     assert doctor_machine.exposed(common) == [str(tmp_path / "cluster" / "router" / "nkey")]
+
+
+def test_refusals_are_read_from_the_state_folder(tmp_path: Path):
+    common = CommonSettings(state_dir=str(tmp_path))
+    assert doctor_machine.refused(common, 0.0) == []
+
+    save_refusal(common.state_dir, "p1", "every layer slides")
+
+    (one,) = doctor_machine.refused(common, time.time() + 60.0)
+    assert (one.worker, one.reason) == ("p1", "every layer slides")
+    assert one.ago_s == pytest.approx(60.0, abs=30.0)
+    forget_refusal(common.state_dir, "p1")
+    assert doctor_machine.refused(common, 0.0) == []

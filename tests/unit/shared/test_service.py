@@ -10,7 +10,7 @@ from opentelemetry.trace import NoOpTracer
 
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterHealth, ServicePhase
-from shared.runtime.service import Service, ServiceFacts, live
+from shared.runtime.service import EXIT_CONFIGURATION, Service, ServiceFacts, WrongConfiguration, live
 from shared.runtime.version import baton_version
 from tests.support.fake_clock import FakeClock
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -101,6 +101,17 @@ async def test_an_unexpected_exception_is_logged_and_exits_1():
 
     assert await stage.run(main) == 1
     assert stage.heard[-1] == (ServicePhase.FAILED, "a bug")
+
+
+async def test_a_wrong_setting_found_late_exits_with_78_and_the_whole_message():
+    stage = Stage()
+    message = "the engine cannot serve: " + "because " * 40
+
+    async def main(_service):
+        raise WrongConfiguration(message)
+
+    assert await stage.run(main) == EXIT_CONFIGURATION
+    assert stage.heard[-1] == (ServicePhase.FAILED, message)
 
 
 async def test_a_background_task_that_raises_ends_the_process():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from pathlib import Path
 from typing import Any
 
+from connector.layout.engine_layout import UnsupportedEngine, config_refusals, refuse
 from services.worker.engines.port import Identity
 from services.worker.settings import Settings
 
@@ -86,8 +88,17 @@ def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
     }
 
 
+def refuse_unsupported(config: Any) -> None:
+    """What vLLM's resolved configuration shows, before anything is loaded. Raises UnsupportedEngine."""
+    if (ranks := config.parallel_config.data_parallel_size) != 1:
+        why = "each of its ranks has its own KV cache, but one worker has one KV cache, one load and one address"
+        raise UnsupportedEngine(f"data_parallel_size is {ranks}: {why}; set it to 1 and start {ranks} workers.")
+    if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
+        refuse(config_refusals(config))
+
+
 def configure_connector(
-    config: Any, settings: Settings, identity: Identity, *, notifications: str, fingerprint: str
+    config: Any, settings: Settings, identity: Identity, *, notifications: str, fingerprint: str, refusal_file: Path
 ) -> None:
     """Configure Baton's connector with what vLLM's resolved configuration shows. Leaves others alone."""
     if config.kv_transfer_config.kv_connector != OWN_CONNECTOR:
@@ -99,5 +110,6 @@ def configure_connector(
         fingerprint=fingerprint,
         notifications=notifications,
         lease_s=settings.kv_lease_s,
+        refusal_file=str(refusal_file),
         copy_cores=sorted(os.sched_getaffinity(0)),
     )

@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from connector.layout.engine_layout import UnsupportedEngine, window_price
 from services.worker.engines.port import (
     AsgiApp,
     Engine,
     EngineDead,
     EngineFacts,
     EngineLoad,
+    EngineRefused,
     EngineTokens,
     Identity,
     TokenizerFiles,
 )
 from services.worker.engines.vllm import environment
-from services.worker.engines.vllm.arguments import arguments, configure_connector
+from services.worker.engines.vllm.arguments import OWN_CONNECTOR, arguments, configure_connector, refuse_unsupported
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model.tiny_model import ensure_tiny_model
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from services.worker.engines.vllm.kv_events import KvEventSource
     from services.worker.engines.vllm.kv_exchange import VllmExchange
     from services.worker.engines.vllm.stats import EngineMeter
+
+log = logging.getLogger("baton.worker")
 
 DEATH_CHECK_S = 0.25
 """Between two checks whether the engine still lives."""
@@ -56,11 +60,16 @@ class Launch:
     otlp_endpoint: str
     media_hosts: frozenset[str]
 
+    @property
+    def refusal_file(self) -> Path:
+        """Written by the connector, in EngineCore's process."""
+        return self.run_dir / "refused"
+
 
 async def start_engine(
     settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity
 ) -> Engine:
-    """Start vLLM; half a minute on a CPU. ``report`` gets its progress. Raises whatever vLLM raises."""
+    """Start vLLM; half a minute on a CPU. ``report`` gets its progress. Raises EngineRefused, or what vLLM raises."""
     report("preparing the model")
     is_tiny = settings.model == TINY_MODEL
     model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
@@ -136,6 +145,9 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
             exchange.close()
         _kill_children()
         raise
+    facts = _facts(llm.vllm_config, args.served_model_name, fingerprinted, launch.settings.legs_max)
+    if facts.note:
+        log.warning("%s", facts.note)
     return VllmEngine(
         llm,
         app,
@@ -143,14 +155,14 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         exchange,
         run_dir=launch.run_dir,
         chat_template=load_chat_template(args.chat_template) or "",
-        facts=_facts(llm.vllm_config, args.served_model_name, fingerprinted, launch.settings.legs_max),
+        facts=facts,
     )
 
 
 def _construct(
     launch: Launch, typed: list[str], meter: EngineMeter, *, notifications: str
 ) -> tuple[Any, LegEngine, Fingerprint]:
-    """Blocks until the engine is ready."""
+    """Blocks until the engine is ready. Raises EngineRefused."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.platforms import current_platform
@@ -171,13 +183,27 @@ def _construct(
     threads = environment.engine_threads(cores) if current_platform.is_cpu() else contextlib.nullcontext()
     with threads:
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        try:
+            refuse_unsupported(config)
+        except UnsupportedEngine as unsupported:
+            raise EngineRefused(str(unsupported)) from None
         fingerprinted = fingerprint(config)
         configure_connector(
-            config, launch.settings, launch.identity, notifications=notifications, fingerprint=fingerprinted.key()
+            config,
+            launch.settings,
+            launch.identity,
+            notifications=notifications,
+            fingerprint=fingerprinted.key(),
+            refusal_file=launch.refusal_file,
         )
-        llm = LegEngine.from_vllm_config(
-            config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[lambda *_args, **_options: meter]
-        )
+        try:
+            llm = LegEngine.from_vllm_config(
+                config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[lambda *_args, **_options: meter]
+            )
+        except Exception:
+            if launch.refusal_file.exists():  # vLLM's own exception only says that EngineCore did not start.
+                raise EngineRefused(launch.refusal_file.read_text(encoding="utf-8")) from None
+            raise
     return args, llm, fingerprinted
 
 
@@ -299,4 +325,5 @@ def _facts(config: Any, names: list[str], fingerprint: Fingerprint, legs_max: in
         legs_max=legs_max,
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,
         prefix_caching=bool(config.cache_config.enable_prefix_caching),
+        note=window_price(config.model_config) if config.kv_transfer_config.kv_connector == OWN_CONNECTOR else "",
     )

@@ -7,13 +7,15 @@ import json
 import os
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from connector.layout.engine_layout import UnsupportedEngine
 from connector.settings import read
 from services.worker.engines.port import Identity
-from services.worker.engines.vllm.arguments import arguments, configure_connector
+from services.worker.engines.vllm.arguments import arguments, configure_connector, refuse_unsupported
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.engines.vllm.environment import engine_threads, free_port, parse_cores
 from services.worker.settings import Settings
@@ -84,7 +86,8 @@ def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
 
 def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
     config = resolved(settings, async_scheduling=async_scheduling)
-    configure_connector(config, settings, Identity(WorkerId("w1"), Epoch(7)), notifications="ipc://n", fingerprint="f")
+    identity, refusal_file = Identity(WorkerId("w1"), Epoch(7)), Path("/run/refused")
+    configure_connector(config, settings, identity, notifications="ipc://n", fingerprint="f", refusal_file=refusal_file)
     return config
 
 
@@ -94,6 +97,7 @@ def test_the_connector_gets_the_workers_identity():
     told = read(config.kv_transfer_config.kv_connector_extra_config)
     assert (told.worker_id, told.epoch, told.fingerprint, told.notifications) == ("w1", 7, "f", "ipc://n")
     assert told.lease_s == 20.0
+    assert told.refusal_file == "/run/refused"
     assert told.copy_cores == sorted(os.sched_getaffinity(0))
 
 
@@ -110,6 +114,15 @@ def test_vllms_own_connector_gets_vllms_own_scheduler():
 
     assert config.scheduler_config.scheduler_cls is None
     assert config.kv_transfer_config.kv_connector_extra_config == {}
+
+
+@pytest.mark.parametrize("connector", ["baton", "upstream"])
+def test_data_parallel_is_refused_by_name(connector):
+    config = resolved(Settings(connector=connector), async_scheduling=False)
+    config.parallel_config = SimpleNamespace(data_parallel_size=2)
+
+    with pytest.raises(UnsupportedEngine, match=r"data_parallel_size is 2: .* set it to 1 and start 2 workers"):
+        refuse_unsupported(config)
 
 
 def test_a_threshold_above_1_stops_the_start():

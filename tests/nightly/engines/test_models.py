@@ -1,0 +1,177 @@
+"""Models of many families with tiny random weights on real engines: what a decode worker answers after a handoff is what one
+engine answers that computed everything itself. The results are the rows of docs/models.md, which ``REWRITE=1`` writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.inference import LegKind
+from shared.runtime.refusals import refusals
+from shared.runtime.service import EXIT_CONFIGURATION
+from tests.support.kv_driver import MODEL, Driver, driving, transfer_report_of
+from tests.support.kv_tap import Tap
+from tests.support.model_families import make_model
+from tests.support.nats_server import NatsServer
+from tests.support.prompts import VOCABULARY
+from tests.support.worker_processes import READY_S_MAX, WorkerProcess, start_worker, wait_ready
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.timeout(3600)]
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PREFILL, DECODE = "p1", "d1"
+YES = "yes"
+COLUMNS = ("Handoff", "Prefix hits", "Read-back", "fp8 KV")
+LENGTHS = (300, 700, 1100)
+"""Of prompts: several windows, and a tail of less than a block."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a row of the page proves, and why a cell has no run."""
+
+    kv: str
+    """How vLLM keeps its KV, for the page."""
+    no_lookup: str = ""
+    """Why this machine's engine finds no block by hash."""
+    no_fp8: str = ""
+    refused: str = ""
+    """Why the engine refuses to start."""
+
+
+PROOFS = {
+    "gemma-3": Proof("5 of 6 layers with a window"),
+}
+
+
+@contextmanager
+def pair(folder: Path, model: Path, engine_args: str = "") -> Iterator[tuple[str, list[WorkerProcess]]]:
+    """NATS and a prefill and a decode worker."""
+    with NatsServer(folder) as nats:
+        settings = {
+            "model": str(model),
+            "served_model_name": MODEL,
+            "max_model_len": "2000",
+            "engine_args": engine_args,
+        }
+        workers = [
+            start_worker(nats.url, PREFILL, folder, role="prefill", cpu_cores="0", **settings),
+            start_worker(nats.url, DECODE, folder, role="decode", cpu_cores="1", **settings),
+        ]
+        try:
+            asyncio.run(wait_ready(nats.url, workers))
+            yield nats.url, workers
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
+@asynccontextmanager
+async def driver_on(url: str) -> AsyncIterator[Driver]:
+    async with Tap(url) as tap, driving(tap) as driver:
+        await tap.until(lambda: {PREFILL, DECODE} <= tap.loads.keys(), "both workers report")
+        yield driver
+
+
+@pytest.mark.parametrize("family", PROOFS)
+def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
+    proof, cells = PROOFS[family], dict.fromkeys(COLUMNS, "")
+    model = make_model(family, tmp_path)
+    if proof.refused:
+        assert_refused(tmp_path, model, proof.refused)
+        check_page(family, proof, dict.fromkeys(COLUMNS, "refused at start: " + proof.refused))
+        return
+    with pair(tmp_path, model) as (url, workers):
+        block = block_tokens(workers)
+        asyncio.run(prove_handoff(url, block))
+        cells["Handoff"] = YES
+        cells["Prefix hits"] = cells["Read-back"] = proof.no_lookup or YES
+        if not proof.no_lookup:
+            asyncio.run(prove_lookup(url, block))
+    cells["fp8 KV"] = proof.no_fp8 or YES
+    if not proof.no_fp8:
+        with pair(tmp_path, model, "--kv-cache-dtype fp8") as (url, workers):
+            asyncio.run(prove_handoff(url, block_tokens(workers)))
+    check_page(family, proof, cells)
+
+
+def block_tokens(workers: list[WorkerProcess]) -> int:
+    sizes = {worker.record.hashing.block_size for worker in workers if worker.record is not None}
+    (size,) = sizes
+    return size
+
+
+def prompt_of(seed: str, tokens: int) -> list[int]:
+    return random.Random(seed).choices(VOCABULARY, k=tokens)
+
+
+async def prove_handoff(url: str, block: int) -> None:
+    """Whole answers and streamed ones; every full block is read and only the tail computed."""
+    async with driver_on(url) as driver:
+        answers = []
+        for tokens in LENGTHS:
+            for stream in (False, True):
+                prompt = prompt_of(f"{tokens} {stream}", tokens)
+                alone = await driver.alone(DECODE, prompt)
+                offer = await driver.offered(PREFILL, prompt)
+                answer = await driver.taken(DECODE, prompt, offer, fields={"stream": stream})
+                report = transfer_report_of(answer)
+                assert answer.token_ids == alone, (tokens, stream, report)
+                assert report.recomputed_tokens <= block, report
+                assert report.fetched_tokens >= tokens // block * block, report
+                answers.append(tuple(alone))
+        assert len(set(answers)) == len(answers), "the answers do not depend on the prompts"
+
+
+async def prove_lookup(url: str, block: int) -> None:
+    """The decode worker's own cache, and the next turn of a conversation on the prefill worker."""
+    async with driver_on(url) as driver:
+        first = prompt_of("turns", 500)
+        said = await driver.leg(DECODE, LegKind.AGGREGATED, first, fields={"max_tokens": 3 * block})
+        again = await driver.leg(DECODE, LegKind.AGGREGATED, first, fields={"max_tokens": 3 * block})
+        assert again.token_ids == said.token_ids
+        assert again.report.cached_tokens == len(first) // block * block
+
+        second = first + said.token_ids + prompt_of("more", 100)
+        history = (len(first) + len(said.token_ids) - 1) // block * block
+        source = driver.source(DECODE)
+        turn = await driver.leg(PREFILL, LegKind.AGGREGATED, second, kv_sources=[source], cache_hit_threshold=0.0)
+        assert turn.token_ids == await driver.alone(PREFILL, second)
+        assert transfer_report_of(turn).fetched_tokens == history
+
+
+def assert_refused(folder: Path, model: Path, why: str) -> None:
+    """The worker ends with a wrong configuration, and its log and the state folder name the reason."""
+    state = folder / "state"
+    with NatsServer(folder) as nats:
+        environ = {"BATON_STATE_DIR": str(state)}
+        worker = start_worker(nats.url, PREFILL, folder, environ=environ, model=str(model), max_model_len="2000")
+        try:
+            assert worker.process.wait(READY_S_MAX) == EXIT_CONFIGURATION, worker.log.read_text()
+        finally:
+            worker.kill()
+    ((reason, _at_s),) = refusals(str(state)).values()
+    assert why in reason
+    assert why in worker.log.read_text()
+
+
+def check_page(family: str, proof: Proof, cells: dict[str, str]) -> None:
+    """The family's row is on the page; with ``REWRITE`` it is written."""
+    row = f"| {family} | {proof.kv} | {' | '.join(cells.values())} |"
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("|")]
+    known = [number for number in rows if lines[number].startswith(f"| {family} |")]
+    if os.environ.get("REWRITE"):
+        place = known[0] if known else rows[-1] + 1
+        lines[place : place + len(known)] = [row]
+        PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    else:
+        assert row in lines, f"docs/models.md has no row `{row}`: REWRITE=1 writes it"
