@@ -6,13 +6,16 @@ from typing import Any
 
 import msgspec
 
+from shared.contracts.workers import Fingerprint
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations are in seconds."""
 
     worker_id: str
     epoch: int
-    fingerprint: str
+    fingerprint: Fingerprint
+    """Its block size is not valid: vLLM may choose another one while the engine starts."""
     notifications: str = ""
     """ZMQ endpoint at which the worker receives ``EngineNotification``; empty: none."""
     lease_s: float = 30.0
@@ -29,6 +32,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """File for the reason if the engine's KV cache cannot be exchanged; empty: none."""
     agent: str = "connector.transfer.nixl_agent:NixlAgent"
     """Class of the transfer agent, as ``module:name``."""
+
+    def fingerprint_key(self, block_tokens: int) -> str:
+        """``Fingerprint.key`` of an engine with blocks of so many tokens."""
+        return msgspec.structs.replace(self.fingerprint, block_size=block_tokens).key()
 
 
 def read(extra: dict[str, Any]) -> Settings:

@@ -29,6 +29,7 @@ GROUPS = {
     "tests/integration/connector/": WITH_VLLM,
     "tests/unit/connector/": WITH_VLLM,
     "tests/unit/worker/simulated/test_engine.py": WITH_VLLM,
+    "tests/unit/worker/vllm/test_fingerprint.py": WITH_VLLM,
     "tests/unit/worker/store/test_files.py": WITH_VLLM,
 }
 """Files whose paths begin so share what is costly: running processes, or vLLM or NIXL, which import torch, in their own

@@ -43,7 +43,11 @@ def kv_heads_of(vllm_config: Any) -> int:
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedEngine that names each unsupported property of this engine, the reason, and the remedy."""
-    refuse([*config_refusals(vllm_config), *_cache_refusals(kv_cache_config)])
+    refusals = config_refusals(vllm_config)
+    if not refusals:
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        refusals = _cache_refusals(kv_cache_config, len(heads_of(0, ranks, kv_heads_of(vllm_config))))
+    refuse(refusals)
 
 
 def refuse(refusals: list[str]) -> None:
@@ -88,17 +92,18 @@ def _model_refusals(vllm_config: Any) -> list[str]:
     return []
 
 
-def _cache_refusals(kv_cache_config: Any) -> list[str]:
+def _cache_refusals(kv_cache_config: Any, heads: int) -> list[str]:
+    """``heads``: KV heads of a rank."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
-        refusals = (_layer_refusal(name, spec) for name, spec in _specs(groups[0]).items())
+        refusals = (_layer_refusal(name, spec, heads) for name, spec in _specs(groups[0]).items())
         return [refusal for refusal in refusals if refusal][:1]
     kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs(group).values()}))
     about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid models do"
     return [f"{about}: a prefix is then not one chain of blocks; {ALTERNATIVE}"]
 
 
-def _layer_refusal(name: str, spec: Any) -> str:
+def _layer_refusal(name: str, spec: Any, heads: int) -> str:
     kind, window = type(spec).__name__, getattr(spec, "sliding_window", None)
     if kind == "SlidingWindowSpec":
         # vLLM turns windows into full attention only if some layer has full attention.
@@ -109,6 +114,9 @@ def _layer_refusal(name: str, spec: Any) -> str:
     if spec.kv_quant_mode.name not in EXCHANGED_QUANTISATION:
         about = f"layer {name} stores quantised KV ({spec.kv_quant_mode.name}), whose scales are not exchanged"
         return f"{about}; set --kv-cache-dtype to auto, fp8 or fp8_per_token_head"
+    if spec.num_kv_heads != heads:
+        about = f"layer {name} has {spec.num_kv_heads} KV heads on a rank, other layers have {heads}"
+        return f"{about}: ranks read the same heads of all layers; {ALTERNATIVE}"
     if spec.num_heads != spec.num_kv_heads:
         return f"layer {name} packs {spec.num_kv_heads} KV heads into {spec.num_heads}; {ALTERNATIVE}"
     return ""

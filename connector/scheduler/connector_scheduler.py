@@ -98,7 +98,7 @@ class ConnectorScheduler:
             worker_id=WorkerId(self._settings.worker_id),
             epoch=Epoch(self._settings.epoch),
             version=PROTOCOL_VERSION,
-            fingerprint=self._settings.fingerprint,
+            fingerprint=self._settings.fingerprint_key(self._shape.block_tokens),
             clock_s=time.monotonic(),
             block_size=self._shape.block_tokens,
             blocks=blocks,

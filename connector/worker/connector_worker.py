@@ -80,13 +80,14 @@ class ConnectorWorker:
 
     def _handshake(self) -> KvHandshake:
         assert self._memory is not None
+        block_tokens = self._cache.kv_cache_groups[0].kv_cache_spec.block_size
         return KvHandshake(
             worker_id=WorkerId(self._settings.worker_id),
             epoch=Epoch(self._settings.epoch),
             version=PROTOCOL_VERSION,
-            fingerprint=self._settings.fingerprint,
+            fingerprint=self._settings.fingerprint_key(block_tokens),
             clock_s=0.0,
-            block_size=self._cache.kv_cache_groups[0].kv_cache_spec.block_size,
+            block_size=block_tokens,
             blocks=self._cache.num_blocks,
             kv_heads=self._kv_heads,
             ranks=[self._memory],

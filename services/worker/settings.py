@@ -12,6 +12,9 @@ from shared.contracts.workers import Role
 TINY_MODEL = "baton-tiny"
 """A random model that the worker makes itself (see ``services.worker.tiny_model.tiny_model``)."""
 
+BLOCK_TOKENS = 32
+"""vLLM's CPU engines prefer multiples of 32; their own default of 128 finds short shared prefixes in no cache."""
+
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
@@ -34,8 +37,8 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU."""
     max_model_len: int = 0
     """Longest prompt plus completion in tokens; 0: the model's own, or less if the KV memory holds less."""
-    block_size: int = 32
-    """Tokens in a KV block; equal on all workers of a model."""
+    block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens in a KV block, equal on all workers of a model; 0: vLLM's choice for the model on a GPU, 32 elsewhere."""
     legs_max: int = 256
     """Legs served at a time; further ones are refused with WORKER_BUSY."""
     drain_s_max: float = 30.0
@@ -60,3 +63,8 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Address at which other workers reach this one, for ``connector`` upstream and simulated engines."""
     engine_args: str = ""
     """Further arguments for vLLM, such as ``--max-num-seqs 64 --enable-lora``."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a KV block where vLLM does not choose."""
+        return self.block_size or BLOCK_TOKENS

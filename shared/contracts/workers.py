@@ -58,6 +58,8 @@ class Fingerprint(Message, frozen=True, kw_only=True):
     connector: str
     """Connector name and version."""
     engine_version: str
+    options: str = ""
+    """Further options that change KV or tokens, as ``name=value`` or ``name=digest``, separated by spaces."""
 
     def key(self) -> str:
         """The fingerprint as one string."""

@@ -28,6 +28,7 @@ MEANINGS = {
     "kv_layout": "another processor, cache type or layout",
     "connector": "another connector, or another version of it",
     "engine_version": "another version of the engine",
+    "options": "other options of the engine, or other files of adapters",
 }
 """Descriptions of fingerprint fields."""
 

@@ -74,7 +74,7 @@ class WorkerView:
         load, own = self.load, self.own
         if load is None:
             return float(own.legs), float(own.tokens), float(own.context_tokens), np.inf
-        block_size = self.record.fingerprint.block_size
+        block_size = self.record.hashing.block_size
         free_tokens = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
         return (
             max(load.running + load.waiting + own.sent_legs, own.legs),

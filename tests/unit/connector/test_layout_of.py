@@ -51,10 +51,10 @@ def mamba():
     return MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
 
 
-def quantised(mode):
+def quantised(mode, **changes):
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    return attention(kv_quant_mode=KVQuantMode[mode])
+    return attention(kv_quant_mode=KVQuantMode[mode], **changes)
 
 
 def rswa():
@@ -138,6 +138,18 @@ def test_a_layout_with_scattered_heads_is_refused(layout):
         layers_of(caches, config)
 
 
+@pytest.mark.parametrize("mode", ["FP8_PER_TENSOR", "FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD"])
+def test_the_scales_of_quantised_blocks_are_copied_with_them(mode):
+    import torch
+
+    spec = quantised(mode, dtype=torch.uint8, state_content_bytes=2 * SIZE + 8)
+    caches, config = cache_of(spec)
+
+    (plane,) = layers_of(caches, config)[0].planes
+
+    assert plane.heads * plane.head_bytes == spec.page_size_bytes == HEADS * TOKENS * (2 * SIZE + 8)
+
+
 def test_memory_shared_by_layers_is_registered_once():
     caches, config = cache_of(attention())
 
@@ -182,7 +194,7 @@ def engine(spec=None, *, groups=1, kv_heads=HEADS, mla=False, hybrid_off=True, m
 
 def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
     refuse_unsupported(*engine())
-    refuse_unsupported(*engine(tensor_parallel_size=8))
+    refuse_unsupported(*engine(attention(num_kv_heads=1), tensor_parallel_size=8))
     refuse_unsupported(*engine(latent(), mla=True, tensor_parallel_size=2))
 
 
@@ -213,10 +225,18 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
         (lambda: engine(layers_of_kinds(attention(), rswa())), "layer layers.1 is of kind RSWASpec"),
         (lambda: engine(mamba()), "layer layers.0 is of kind MambaSpec"),
         (lambda: engine(quantised("NVFP4")), "quantised KV .NVFP4.*set --kv-cache-dtype to auto"),
+        (
+            lambda: engine(layers_of_kinds(attention(), attention(num_kv_heads=2))),
+            "layer layers.1 has 2 KV heads on a rank, other layers have 4",
+        ),
         (lambda: engine(attention(num_head_slots=2)), "packs 4 KV heads into 2"),
         (lambda: engine(model={"is_hybrid": True}), "TinyForCausalLM has layers with a state"),
         (lambda: engine(model={"is_encoder_decoder": True}), "TinyForCausalLM has an encoder"),
         (lambda: engine(hybrid_off=False), "leave out --no-disable-hybrid-kv-cache-manager"),
+        (
+            lambda: engine(kv_heads=6, tensor_parallel_size=4, model={"is_hybrid": True}),
+            "a state .*6 KV heads do not divide",
+        ),
         (lambda: engine(groups=2), "2 KV cache groups .* not one chain of blocks"),
     ],
 )

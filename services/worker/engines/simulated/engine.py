@@ -65,7 +65,7 @@ def simulation_settings(settings: Settings) -> SimulationSettings:
     """The simulation's settings from a worker's. 0 means the default, reduced where it does not fit."""
     timing = {name: getattr(settings, name) for name in SimulatedTiming.__struct_fields__}
     defaults = SimulationSettings()
-    block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
+    block_bytes = settings.block_tokens * settings.sim_kv_bytes_per_token
     kv_blocks = (
         settings.kv_cache_bytes // block_bytes if settings.kv_cache_bytes and block_bytes else defaults.kv_blocks
     )
@@ -73,9 +73,9 @@ def simulation_settings(settings: Settings) -> SimulationSettings:
         worker_id=settings.worker_id,
         host=settings.kv_host,
         kv_lease_s=settings.kv_lease_s,
-        block_size=settings.block_size,
+        block_size=settings.block_tokens,
         kv_blocks=kv_blocks,
-        max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_size),
+        max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_tokens),
         max_num_seqs=settings.legs_max,
         **timing,
     )

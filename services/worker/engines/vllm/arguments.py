@@ -8,9 +8,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from connector.layout.engine_layout import UnsupportedEngine, config_refusals, refuse
 from services.worker.engines.port import Identity
 from services.worker.settings import Settings
+from shared.contracts.workers import Fingerprint
 
 CPU_KV_BYTES = 256 * 1024 * 1024
 OWN_CONNECTOR = "BatonConnector"
@@ -39,7 +42,7 @@ def arguments(
     events_endpoint, replay_endpoint = events
     chosen = {
         "--model": model,
-        "--block-size": str(settings.block_size),
+        "--block-size": str(settings.block_tokens if on_cpu else settings.block_size or ""),
         "--prefix-caching-hash-algo": "sha256_cbor",
         "--kv-transfer-config": json.dumps(_kv_transfer(settings, on_cpu=on_cpu)),
         "--kv-events-config": json.dumps(
@@ -98,7 +101,13 @@ def refuse_unsupported(config: Any) -> None:
 
 
 def configure_connector(
-    config: Any, settings: Settings, identity: Identity, *, notifications: str, fingerprint: str, refusal_file: Path
+    config: Any,
+    settings: Settings,
+    identity: Identity,
+    *,
+    notifications: str,
+    fingerprint: Fingerprint,
+    refusal_file: Path,
 ) -> None:
     """Configure Baton's connector with what vLLM's resolved configuration shows. Leaves others alone."""
     if config.kv_transfer_config.kv_connector != OWN_CONNECTOR:
@@ -107,7 +116,7 @@ def configure_connector(
     config.kv_transfer_config.kv_connector_extra_config.update(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
-        fingerprint=fingerprint,
+        fingerprint=msgspec.structs.asdict(fingerprint),
         notifications=notifications,
         lease_s=settings.kv_lease_s,
         refusal_file=str(refusal_file),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shlex
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 
 from connector.layout.engine_layout import UnsupportedEngine, window_price
@@ -187,13 +189,13 @@ def _construct(
             refuse_unsupported(config)
         except UnsupportedEngine as unsupported:
             raise EngineRefused(str(unsupported)) from None
-        fingerprinted = fingerprint(config)
+        fingerprinted = fingerprint(config, args.lora_modules or ())
         configure_connector(
             config,
             launch.settings,
             launch.identity,
             notifications=notifications,
-            fingerprint=fingerprinted.key(),
+            fingerprint=fingerprinted,
             refusal_file=launch.refusal_file,
         )
         try:
@@ -204,7 +206,8 @@ def _construct(
             if launch.refusal_file.exists():  # vLLM's own exception only says that EngineCore did not start.
                 raise EngineRefused(launch.refusal_file.read_text(encoding="utf-8")) from None
             raise
-    return args, llm, fingerprinted
+    # vLLM has chosen the block size while the engine started, unless it was given.
+    return args, llm, msgspec.structs.replace(fingerprinted, block_size=llm.vllm_config.cache_config.block_size)
 
 
 async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
@@ -314,13 +317,20 @@ class VllmEngine:
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
+def hash_scheme(cache: Any) -> HashScheme:
+    """How vLLM names blocks, in this environment."""
+    scheme = HashScheme(block_size=cache.block_size, algorithm=cache.prefix_caching_hash_algo)
+    seed = os.environ.get("PYTHONHASHSEED")
+    return scheme if seed is None else msgspec.structs.replace(scheme, seed=seed)
+
+
 def _facts(config: Any, names: list[str], fingerprint: Fingerprint, legs_max: int) -> EngineFacts:
     return EngineFacts(
         engine="vllm",
         models=list(names),
         max_model_len=config.model_config.max_model_len,
         fingerprint=fingerprint,
-        hashing=HashScheme(block_size=config.cache_config.block_size),
+        hashing=hash_scheme(config.cache_config),
         kv_blocks=config.cache_config.num_gpu_blocks or 0,
         legs_max=legs_max,
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,

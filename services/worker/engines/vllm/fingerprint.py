@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,15 @@ SAMPLE_BYTES = 64 * 1024
 """Of each weight file, the head, the middle and the tail have this size: enough to tell two models apart quickly."""
 
 
-def fingerprint(config: Any) -> Fingerprint:
-    """From vLLM's resolved configuration."""
+DIGEST_CHARS = 12
+VOLATILE_KEYS = ("_name_or_path", "_commit_hash", "transformers_version")
+"""Of a model's configuration: they say where it came from, not what the model computes."""
+
+
+def fingerprint(config: Any, adapters: Sequence[Any] = ()) -> Fingerprint:
+    """From vLLM's resolved configuration, which has the operator's arguments applied, and the LoRA adapters that the
+    server loads at its start (each with ``name`` and ``path``).
+    """
     model, cache = config.model_config, config.cache_config
     return Fingerprint(
         model=model.served_model_name if isinstance(model.served_model_name, str) else model.served_model_name[0],
@@ -29,7 +39,59 @@ def fingerprint(config: Any) -> Fingerprint:
         kv_layout=kv_layout(config),
         connector=connector(config),
         engine_version=f"vllm-{vllm.__version__}",
+        options=options(config, adapters),
     )
+
+
+def options(config: Any, adapters: Sequence[Any] = ()) -> str:
+    """What changes KV or tokens and has no field of its own; what vLLM chooses by itself is left out."""
+    model, cache, attention = config.model_config, config.cache_config, config.attention_config
+    speculative = config.speculative_config
+    given = {
+        # With --hf-overrides applied: rope, YaRN, architecture, windows.
+        "config": {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE_KEYS},
+        "class_overrides": model.model_class_overrides,
+        "code": model.code_revision,
+        "impl": model.model_impl if model.model_impl != "auto" else None,
+        "quantization": model.quantization,
+        "quantization_config": model.quantization_config,
+        "windows_off": model.disable_sliding_window or None,
+        "generation": model.override_generation_config,
+        "logits_processors": model.logits_processors,
+        "tokenizer": model.tokenizer if model.tokenizer != model.model else None,
+        "tokenizer_revision": model.tokenizer_revision if model.tokenizer_revision != model.revision else None,
+        "weights": f"{config.load_config.load_format}-{model.seed}" if is_random(config) else None,
+        "media": getattr(model.multimodal_config, "mm_processor_kwargs", None),
+        "kv_skips": cache.kv_cache_dtype_skip_layers,
+        "kv_layout": os.environ.get("VLLM_KV_CACHE_LAYOUT"),
+        "mla_off": os.environ.get("VLLM_MLA_DISABLE"),
+        "attention": attention.backend and attention.backend.name,
+        "attention_kinds": {kind: backend.name for kind, backend in attention.backend_per_kind.items()},
+        "hash": cache.prefix_caching_hash_algo,
+        "hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "draft": speculative and [speculative.method, speculative.model, speculative.revision],
+        "adapters": {one.name: adapter_digest(one.path) for one in adapters},
+    }
+    return " ".join(f"{name}={_short(value)}" for name, value in given.items() if value)
+
+
+def is_random(config: Any) -> bool:
+    """Whether the weights are random numbers."""
+    return str(config.load_config.load_format) == "dummy"
+
+
+def adapter_digest(path: str) -> str:
+    """Of an adapter's files; of its name on the hub where it is no folder of this machine."""
+    folder = Path(path)
+    return directory_digest(folder) if folder.is_dir() else path
+
+
+def _short(value: Any) -> str:
+    """A word as it is, everything else as a digest."""
+    if isinstance(value, str) and value.replace("-", "").replace("_", "").isalnum():
+        return value
+    canonical = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:DIGEST_CHARS]
 
 
 def connector(config: Any) -> str:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from connector.layout.engine_layout import UnsupportedEngine
@@ -21,6 +22,7 @@ from services.worker.engines.vllm.environment import engine_threads, free_port, 
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.runtime.settings import CommonSettings, SettingsError, load
+from tests.support.fleet_builders import FINGERPRINT
 
 
 def line(settings: Settings, *, on_cpu: bool = True, otlp_endpoint: str = "") -> list[str]:
@@ -63,6 +65,12 @@ def test_engines_fetch_media_from_named_hosts_only():
     assert "--allowed-local-media-path" not in none + some
 
 
+def test_vllm_chooses_the_block_size_on_a_gpu():
+    assert "--block-size" not in line(Settings(), on_cpu=False)
+    assert value(line(Settings(block_size=64), on_cpu=False), "--block-size") == "64"
+    assert value(line(Settings(block_size=64)), "--block-size") == "64"
+
+
 def transfer(settings: Settings) -> dict:
     return json.loads(value(line(settings), "--kv-transfer-config"))
 
@@ -87,7 +95,9 @@ def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
 def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
     config = resolved(settings, async_scheduling=async_scheduling)
     identity, refusal_file = Identity(WorkerId("w1"), Epoch(7)), Path("/run/refused")
-    configure_connector(config, settings, identity, notifications="ipc://n", fingerprint="f", refusal_file=refusal_file)
+    configure_connector(
+        config, settings, identity, notifications="ipc://n", fingerprint=FINGERPRINT, refusal_file=refusal_file
+    )
     return config
 
 
@@ -95,7 +105,8 @@ def test_the_connector_gets_the_workers_identity():
     config = introduced(Settings(kv_lease_s=20.0))
 
     told = read(config.kv_transfer_config.kv_connector_extra_config)
-    assert (told.worker_id, told.epoch, told.fingerprint, told.notifications) == ("w1", 7, "f", "ipc://n")
+    assert (told.worker_id, told.epoch, told.notifications) == ("w1", 7, "ipc://n")
+    assert told.fingerprint_key(64) == msgspec.structs.replace(FINGERPRINT, block_size=64).key()
     assert told.lease_s == 20.0
     assert told.refusal_file == "/run/refused"
     assert told.copy_cores == sorted(os.sched_getaffinity(0))

@@ -1,0 +1,134 @@
+"""Two engines whose KV or tokens may differ have different fingerprints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    """vLLM is imported when the first test runs, not by every process that collects this file."""
+    pytest.importorskip("vllm.config")
+
+
+HF_CONFIG = {"hidden_size": 64, "rope_parameters": {"rope_theta": 10000.0}, "_name_or_path": "/models/m"}
+MODEL = {
+    "model_class_overrides": {}, "code_revision": None, "model_impl": "auto", "quantization": None,
+    "quantization_config": None, "disable_sliding_window": False, "override_generation_config": {},
+    "logits_processors": None, "model": "/models/m", "tokenizer": "/models/m", "revision": None,
+    "tokenizer_revision": None, "seed": 0, "multimodal_config": None,
+}  # fmt: skip
+PARTS = {
+    "cache": {"kv_cache_dtype_skip_layers": [], "prefix_caching_hash_algo": "sha256_cbor"},
+    "attention": {"backend": None, "backend_per_kind": {}},
+    "load": {"load_format": "auto"},
+}
+
+
+def config(hf: dict[str, Any] | None = None, draft: Any = None, **changes: dict[str, Any]) -> SimpleNamespace:
+    """What ``options`` reads of vLLM's configuration; ``changes`` are of its parts."""
+    hf_config = SimpleNamespace(to_dict=lambda: HF_CONFIG | (hf or {}))
+    parts = {f"{name}_config": SimpleNamespace(**(given | changes.get(name, {}))) for name, given in PARTS.items()}
+    model = SimpleNamespace(hf_config=hf_config, **(MODEL | changes.get("model", {})))
+    return SimpleNamespace(model_config=model, speculative_config=draft, **parts)
+
+
+def options(*args: Any, **named: Any) -> str:
+    from services.worker.engines.vllm.fingerprint import options as made
+
+    return made(*args, **named)
+
+
+def changed(one: str, other: str) -> set[str]:
+    """Names of the options that differ."""
+    return {pair.partition("=")[0] for pair in set(one.split()) ^ set(other.split())}
+
+
+def test_what_is_read_exists_in_vllms_configuration():
+    from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, SpeculativeConfig
+
+    for kind, read in (
+        (ModelConfig, {*MODEL, "hf_config"}),
+        (CacheConfig, set(PARTS["cache"])),
+        (AttentionConfig, set(PARTS["attention"])),
+        (LoadConfig, set(PARTS["load"])),
+        (SpeculativeConfig, {"method", "model", "revision"}),
+    ):
+        assert read <= {one.name for one in fields(kind)}, kind
+
+
+def test_the_place_of_a_model_is_no_difference():
+    moved = {"_name_or_path": "/elsewhere/m", "_commit_hash": None, "transformers_version": "9"}
+
+    assert options(config(moved, model={"model": "/x", "tokenizer": "/x"})) == options(config())
+
+
+class Backend:
+    name = "TRITON_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("config", {"hf": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}}),
+        ("quantization", {"model": {"quantization": "awq"}}),
+        ("quantization_config", {"model": {"quantization_config": {"bits": 4}}}),
+        ("code", {"model": {"code_revision": "abc"}}),
+        ("impl", {"model": {"model_impl": "transformers"}}),
+        ("class_overrides", {"model": {"model_class_overrides": {"A": "b:C"}}}),
+        ("windows_off", {"model": {"disable_sliding_window": True}}),
+        ("generation", {"model": {"override_generation_config": {"temperature": 0.5}}}),
+        ("logits_processors", {"model": {"logits_processors": ["a.b:C"]}}),
+        ("tokenizer", {"model": {"tokenizer": "/models/t"}}),
+        ("tokenizer_revision", {"model": {"tokenizer_revision": "abc"}}),
+        ("media", {"model": {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"max_pixels": 64})}}),
+        ("weights", {"load": {"load_format": "dummy"}}),
+        ("kv_skips", {"cache": {"kv_cache_dtype_skip_layers": ["0"]}}),
+        ("hash", {"cache": {"prefix_caching_hash_algo": "sha256"}}),
+        ("attention", {"attention": {"backend": Backend}}),
+        ("attention_kinds", {"attention": {"backend_per_kind": {"mla": Backend}}}),
+        ("draft", {"draft": SimpleNamespace(method="eagle", model="/models/d", revision=None)}),
+    ],
+)
+def test_each_option_that_changes_kv_or_tokens_counts(name, other):
+    assert changed(options(config()), options(config(**other))) == {name}
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "value"),
+    [
+        ("hash_seed", "PYTHONHASHSEED", "7"),
+        ("kv_layout", "VLLM_KV_CACHE_LAYOUT", "HND"),
+        ("mla_off", "VLLM_MLA_DISABLE", "1"),
+    ],
+)
+def test_each_variable_of_vllm_counts(monkeypatch, name, variable, value):
+    monkeypatch.delenv(variable, raising=False)
+    before = options(config())
+
+    monkeypatch.setenv(variable, value)
+
+    assert changed(before, options(config())) == {name}
+
+
+def test_adapters_count_by_their_contents(tmp_path):
+    def with_rank(rank: int) -> str:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        return options(config(), [SimpleNamespace(name="a", path=str(tmp_path))])
+
+    assert with_rank(8) == with_rank(8)
+    assert changed(with_rank(8), with_rank(16)) == {"adapters"}
+    assert changed(options(config()), with_rank(8)) == {"adapters"}
+
+
+def test_the_key_contains_the_options():
+    import msgspec
+
+    from tests.support.fleet_builders import FINGERPRINT
+
+    assert msgspec.structs.replace(FINGERPRINT, options="quantization=awq").key() != FINGERPRINT.key()
