@@ -87,7 +87,8 @@ def prometheus(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 def ask(url: str, promql: str) -> list[dict]:
     reply = httpx.get(f"{url}/api/v1/query", params={"query": promql}, timeout=10).json()
     assert reply["status"] == "success", (promql, reply)
-    return reply["data"]["result"]
+    data = reply["data"]
+    return [{"value": data["result"]}] if data["resultType"] == "scalar" else data["result"]
 
 
 def has_data(url: str, promql: str) -> bool:
