@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -28,7 +29,8 @@ from vllm.v1.request import RequestStatus
 from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, refuse_unsupported, required_layout
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.settings import read
-from connector.worker.connector_worker import ConnectorWorker, RankHandshake
+from connector.vllm_version import check_version
+from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class BatonConnector(KVConnectorBase_V1):
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        check_version(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
         settings = read(self._kv_transfer_config.kv_connector_extra_config)
         try:
@@ -78,7 +81,6 @@ class BatonConnector(KVConnectorBase_V1):
             raise
         self.connector_scheduler: ConnectorScheduler
         self._worker: ConnectorWorker
-        self._refusals: dict[str, dict[str, Any]] = {}
         if role is KVConnectorRole.SCHEDULER:
             self._block_tokens: int = vllm_config.cache_config.block_size
             ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -107,7 +109,9 @@ class BatonConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """All ranks have registered their memory."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
-        described = [one.rank() for one in ranks if isinstance(one, RankHandshake)]
+        ranks_of_ours = [one for one in ranks if isinstance(one, RankHandshake)]
+        refuse_other_hosts(ranks_of_ours)
+        described = [one.rank() for one in ranks_of_ours]
         self.connector_scheduler.describe(described, self._kv_cache_config.num_blocks)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -155,14 +159,7 @@ class BatonConnector(KVConnectorBase_V1):
             full = request.num_prompt_tokens // self._block_tokens
             offer = self.connector_scheduler.holder.offer(request.block_hashes[:full], block_ids[:full], order.offer_id)
         transfer_report = self.connector_scheduler.finished(request.request_id, offer, order)
-        params = params_of(transfer_report or KvTransferReport())
-        if transfer_report is not None and transfer_report.refused:
-            self._refusals[request.request_id] = params
-        return False, params
-
-    def refusal_of(self, request_id: str) -> dict[str, Any] | None:
-        """``kv_transfer_params`` of a request that was just refused."""
-        return self._refusals.pop(request_id, None)
+        return False, params_of(transfer_report or KvTransferReport())
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step without a request."""

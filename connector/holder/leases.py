@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shared.contracts.ids import LegId, WorkerId
+from shared.contracts.ids import NO_LEG, LegId, WorkerId
 
 LEASES_MAX = 4096
 """Leases at a time, offers included."""
@@ -45,7 +45,7 @@ class FollowedPrompt:
     until_s: float
     follow_s: float = 0.0
     """Maximum wait for the next block after each grant."""
-    leg_id: LegId = LegId("")  # noqa: RUF009  # a string
+    leg_id: LegId = NO_LEG
     """The leg that computes the blocks; empty if the reader does not name it."""
     granted: int = 0
     """Blocks granted so far, from the first hash on."""

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from connector.messages import PeerKey
-from shared.contracts.ids import Epoch, LegId, WorkerId
+from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import KvRead
 
 
@@ -18,7 +18,7 @@ class Source:
     first: int
     end: int
     follow: bool = False
-    leg_id: LegId = LegId("")  # noqa: RUF009  # a string
+    leg_id: LegId = NO_LEG
     """With ``follow``: the leg that computes the prompt."""
 
 
@@ -69,7 +69,7 @@ class LeaseRequest:
     overdue_at: float
     """Instant of giving up, on the reader's clock."""
     followed: bool = False
-    leg_id: LegId = LegId("")  # noqa: RUF009  # a string
+    leg_id: LegId = NO_LEG
     is_offer: bool = False
     """``lease_id`` is that of an offer: the lease was granted without a request."""
     open: bool = True

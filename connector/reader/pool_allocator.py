@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id, maybe_convert_block_hash
 
-from connector.reader.prefetch import FREE_SHARE_MIN
+from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -24,6 +24,11 @@ class PoolBlockAllocator:
     def __init__(self, pool: BlockPool, block_tokens: int) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
+
+    @property
+    def fetch_blocks_max(self) -> int:
+        """Blocks that all fetches together may pin."""
+        return int(self._pool.num_gpu_blocks * HELD_SHARE_MAX)
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """Pin the longest cached prefix of these."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from connector.messages import FetchEnded, PeerKey, ReadPart, StartFetch
 from connector.reader.fetch import Fetch
 from connector.reader.lease_request import Source
@@ -20,10 +22,22 @@ FETCHES_MAX = 16
 """At a time; further ones are refused."""
 FREE_SHARE_MIN = 0.1
 """Share of the engine's blocks that stays free for requests."""
+HELD_SHARE_MAX = 0.5
+"""Share of the engine's blocks that all fetches together may pin: cached prefixes and blocks that they read into. The
+rest stays for requests, however many fetches are ordered.
+"""
+WAITING_MAX = 64
+"""Orders that wait for fetches of others."""
+DEADLINE = "the deadline passed"
+NO_MORE = "memory or sources had no more blocks"
 
 
 class BlockAllocator(Protocol):
     """The engine's blocks, by id."""
+
+    @property
+    def fetch_blocks_max(self) -> int:
+        """Blocks that all fetches together may pin."""
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """Pin the longest cached prefix of these."""
@@ -42,7 +56,7 @@ class BlockAllocator(Protocol):
 class Prefetch:
     """One fetch under way."""
 
-    fetch_id: str
+    order: StartFetch
     fetch: Fetch
     hashes: list[bytes]
     held: list[int]
@@ -50,6 +64,26 @@ class Prefetch:
     ends_at: float
     blocks: list[int] = field(default_factory=list)
     failure: str = ""
+    waiting: list[Waiting] = field(default_factory=list)
+    """Later orders for blocks of this fetch."""
+
+    @property
+    def pinned(self) -> int:
+        """Blocks that it keeps from requests."""
+        return len(self.held) + len(self.blocks)
+
+    def includes(self, hashes: list[bytes]) -> bool:
+        """Whether it fetches all of these: a block's hash names all blocks before it, too."""
+        return len(hashes) <= len(self.hashes) and self.hashes[len(hashes) - 1] == hashes[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An order whose blocks another fetch under way reads."""
+
+    order: StartFetch
+    hashes: list[bytes]
+    ends_at: float
 
 
 class Prefetcher:
@@ -61,6 +95,8 @@ class Prefetcher:
         self._now = now
         self._allocator: BlockAllocator
         self._under_way: list[Prefetch] = []
+        self._again: list[StartFetch] = []
+        """Orders to start anew: the fetch that they waited for has failed."""
 
     def bind(self, allocator: BlockAllocator) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
@@ -78,14 +114,15 @@ class Prefetcher:
     def start(self, order: StartFetch) -> None:
         """Begin a fetch. Its result is appended to ``ended``, at once if there is nothing to do."""
         hashes = unpack_full_hashes(order.fetch.hashes)
+        now, seconds = self._now(), order.fetch.deadline_s
+        if hashes and order.fetch.sources and self._joins(Waiting(order, hashes, now + seconds)):
+            return
         held = self._allocator.hold(hashes)
-        refusal = "too many fetches at a time: try again later" if len(self._under_way) >= FETCHES_MAX else ""
-        if len(held) == len(hashes) or refusal:
+        if len(held) == len(hashes) or (refusal := self._refusal(len(held))):
             self._allocator.free(held)
             failure = "" if len(held) == len(hashes) else refusal
-            self.ended.append(FetchEnded(fetch_id=order.fetch_id, result=FetchedKv(held=len(held), failure=failure)))
+            self._answer(order, FetchedKv(held=len(held), failure=failure))
             return
-        now, seconds = self._now(), order.fetch.deadline_s
         sources = [
             Source(
                 peer=(source.worker_id, source.epoch),
@@ -95,7 +132,7 @@ class Prefetcher:
             for source in order.fetch.sources
         ]
         fetch = Fetch(self._reader.plan(hashes, len(held), sources, LegOrder(wait_s_max=seconds)), now)
-        self._under_way.append(Prefetch(order.fetch_id, fetch, hashes, held, now, now + seconds))
+        self._under_way.append(Prefetch(order, fetch, hashes, held, now, now + seconds))
         self.advance()
 
     def advance(self) -> None:
@@ -105,6 +142,9 @@ class Prefetcher:
             if prefetch.fetch.over and (prefetch.fetch.begun or prefetch.fetch.stopped):
                 self._under_way.remove(prefetch)
                 self._finish(prefetch)
+        again, self._again = self._again, []
+        for order in again:
+            self.start(order)
 
     def on_grant(self, grant: KvGrant) -> None:
         for prefetch in self._under_way:
@@ -130,13 +170,15 @@ class Prefetcher:
     def _advance(self, prefetch: Prefetch, now: float) -> None:
         fetch = prefetch.fetch
         fetch.on_time(now)
+        if prefetch.waiting:
+            self._end_overdue(prefetch, now)
         if fetch.stopped:
             return
         if now >= prefetch.ends_at:
-            prefetch.failure = "the deadline passed"
+            prefetch.failure = DEADLINE
             fetch.stop()
         elif not fetch.begun and (count := fetch.count()) is not None:
-            prefetch.blocks = self._allocator.allocate(count) if count else []
+            prefetch.blocks = self._allocator.allocate(min(count, self._room())) if count else []
             if prefetch.blocks:
                 fetch.begin(prefetch.blocks, now)
             else:
@@ -155,6 +197,54 @@ class Prefetcher:
             fetched=arrived,
             bytes=sum(read.bytes for read in reads),
             seconds=self._now() - prefetch.started_at,
-            failure="" if whole else failure or "memory or sources had no more blocks",
+            failure="" if whole else failure or NO_MORE,
         )
-        self.ended.append(FetchEnded(fetch_id=prefetch.fetch_id, result=result))
+        self._answer(prefetch.order, result)
+        for waiting in prefetch.waiting:
+            self._end_waiting(waiting, prefetch)
+
+    def _end_overdue(self, prefetch: Prefetch, now: float) -> None:
+        for waiting in prefetch.waiting:
+            if now >= waiting.ends_at:
+                self._answer(waiting.order, FetchedKv(failure=DEADLINE))
+        prefetch.waiting = [waiting for waiting in prefetch.waiting if now < waiting.ends_at]
+
+    def _room(self) -> int:
+        """Further blocks that fetches may pin."""
+        pinned = sum(prefetch.pinned for prefetch in self._under_way)
+        return max(0, self._allocator.fetch_blocks_max - pinned)
+
+    def _refusal(self, held: int) -> str:
+        """Why no further fetch with so many cached blocks may begin; empty: it may."""
+        if len(self._under_way) >= FETCHES_MAX:
+            return "too many fetches at a time: try again later"
+        return "fetches pin too many blocks: try again later" if held > self._room() else ""
+
+    def _joins(self, waiting: Waiting) -> bool:
+        """Whether the order waits for a fetch under way, which fetches its blocks anyway."""
+        if sum(len(prefetch.waiting) for prefetch in self._under_way) >= WAITING_MAX:
+            return False
+        for prefetch in self._under_way:
+            if not prefetch.fetch.stopped and prefetch.includes(waiting.hashes):
+                prefetch.waiting.append(waiting)
+                return True
+        return False
+
+    def _end_waiting(self, waiting: Waiting, ended: Prefetch) -> None:
+        """The fetch that an order waited for has ended. Report what is cached now, or fetch the rest if the order has
+        more time or other sources than that fetch had.
+        """
+        held = self._allocator.hold(waiting.hashes)
+        self._allocator.free(held)
+        left_s = waiting.ends_at - self._now()
+        tried = {(source.worker_id, source.epoch) for source in ended.order.fetch.sources}
+        has_more = waiting.ends_at > ended.ends_at and ended.failure == DEADLINE
+        has_more |= any((source.worker_id, source.epoch) not in tried for source in waiting.order.fetch.sources)
+        if len(held) < len(waiting.hashes) and left_s > 0 and has_more:
+            self._again.append(replace(waiting.order, fetch=replace(waiting.order.fetch, deadline_s=left_s)))
+            return
+        failure = "" if len(held) == len(waiting.hashes) else ended.failure or NO_MORE
+        self._answer(waiting.order, FetchedKv(held=len(held), failure=failure))
+
+    def _answer(self, order: StartFetch, result: FetchedKv) -> None:
+        self.ended.append(FetchEnded(fetch_id=order.fetch_id, result=result))

@@ -93,15 +93,13 @@ class BatonScheduling:
         if not reader.refused:
             return
         refused, reader.refused = reader.refused, []
+        reports = {request_id: params_of(reader.transfer_report(request_id)) for request_id in refused}
         for request in self.finish_requests(refused, RequestStatus.FINISHED_ABORTED):
             core_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            core_outputs.outputs = [
-                *core_outputs.outputs,
-                _refusal(request, self.connector.refusal_of(request.request_id)),
-            ]
+            core_outputs.outputs = [*core_outputs.outputs, _refusal(request, reports[request.request_id])]
 
 
-def _refusal(request: Request, params: dict[str, Any] | None) -> EngineCoreOutput:
+def _refusal(request: Request, params: dict[str, Any]) -> EngineCoreOutput:
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],

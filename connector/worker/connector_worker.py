@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from connector.worker.transfer_thread import TransferThread
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvRank
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MakeAgent = Callable[[str], TransferAgent]
 """Takes a name that is never used again."""
 
@@ -37,9 +39,30 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
     packed: bytes
     """A KvRank, msgpack."""
+    host: str
+    """``host_id`` of the rank's process."""
 
     def rank(self) -> KvRank:
         return msgspec.msgpack.decode(self.packed, type=KvRank)
+
+
+def host_id() -> str:
+    """Names this host, from its boot to its shutdown. Processes with equal ids share a monotonic clock."""
+    return BOOT_ID.read_text().strip()
+
+
+def refuse_other_hosts(ranks: Iterable[RankHandshake]) -> None:
+    """Raises ValueError if a rank runs on another host than the scheduler.
+
+    The scheduler says on its own monotonic clock until when a lease may be read (``Read.until_s``), and another host's
+    clock may be hours behind.
+    """
+    own = host_id()
+    if any(one.host != own for one in ranks):
+        raise ValueError(
+            "The Baton connector does not support tensor parallelism over several hosts: a rank's clock is not the "
+            "scheduler's. Use as many ranks as one host has devices, or WORKER_CONNECTOR=upstream."
+        )
 
 
 class ConnectorWorker:
@@ -95,7 +118,7 @@ class ConnectorWorker:
 
     def handshake_rank(self) -> RankHandshake | None:
         """What a peer must know of this rank's memory; None until it is registered."""
-        return RankHandshake(msgspec.msgpack.encode(self._memory)) if self._memory is not None else None
+        return RankHandshake(msgspec.msgpack.encode(self._memory), host_id()) if self._memory is not None else None
 
     def wake_on_results(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` on the transfer thread after each report."""

@@ -13,6 +13,8 @@ RequestId = NewType("RequestId", str)
 """A client's request, as the client sees it; shared by all its legs."""
 LegId = NewType("LegId", str)
 """One leg (prefill, decode or aggregated) of a request: 128 random bits. A prefill leg's offer of KV has its id too."""
+NO_LEG = LegId("")
+"""Says that a message names no leg."""
 DecisionId = NewType("DecisionId", str)
 """One placement: the id of the router that made it, ``-d`` and 128 random bits. Nobody can guess another tenant's."""
 Epoch = NewType("Epoch", int)

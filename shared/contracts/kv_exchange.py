@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.contracts.ids import Epoch, LegId, WorkerId
+from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.message import Message
 
 FULL_HASH_BYTES = 32
@@ -84,7 +84,7 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """Requested lifetime of each grant; the holder may shorten it."""
     follow_s: float = 0.0
     """How long after each grant to wait for the next block that the holder computes; 0: grant only present blocks."""
-    leg_id: LegId = LegId("")
+    leg_id: LegId = NO_LEG
     """With ``follow_s``: the prefill leg that computes the blocks. Its end ends the wait. Empty: unknown."""
 
 
@@ -147,14 +147,14 @@ class KvSource(Message, frozen=True, kw_only=True):
     """Index after the last block; 0: to the end of the prompt."""
     follow: bool = False
     """The source is computing the prompt: read its blocks as they are computed."""
-    leg_id: LegId = LegId("")
+    leg_id: LegId = NO_LEG
     """With ``follow``: the prefill leg that computes the prompt."""
 
 
 class LegOrder(Message, frozen=True, kw_only=True):
     """Worker -> its engine, per request: which KV to read and offer. Passed beside the body, never inside it."""
 
-    leg_id: LegId = LegId("")
+    leg_id: LegId = NO_LEG
     """PREFILL: the leg, whose end ends the wait of readers that follow it."""
     offer: bool = False
     """PREFILL: lease the prompt's blocks at the end and put the offer into the transfer report."""

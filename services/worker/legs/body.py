@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.ids import LegId
+from shared.contracts.ids import NO_LEG
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import KvOffer, LegOrder
 
@@ -150,7 +150,7 @@ class KvPolicy:
         is_exempt = start.kind is LegKind.PREFILL or not can_refuse or start.resume is not None
         offers = is_plain and start.kind is LegKind.PREFILL and start.kv_offer
         moves = LegOrder(
-            leg_id=start.leg_id if is_plain and start.kind is LegKind.PREFILL else LegId(""),
+            leg_id=start.leg_id if is_plain and start.kind is LegKind.PREFILL else NO_LEG,
             offer=offers,
             offer_id=start.leg_id if offers else "",
             take=read_offer(start.kv_transfer) if is_plain and start.kind is LegKind.DECODE else None,

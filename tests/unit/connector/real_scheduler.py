@@ -34,8 +34,20 @@ MODEL = {
 }
 
 
-def make_scheduler(folder: Path, *, asynchronous: bool):
-    """A scheduler as EngineCore builds it, for a model that has a configuration and no weights."""
+CONNECTOR = {
+    "kv_connector": "BatonConnector",
+    "kv_connector_module_path": "connector.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"worker_id": "d", "epoch": 1, "fingerprint": "f"},
+}
+
+
+def make_scheduler(folder: Path, *, asynchronous: bool, with_connector: bool = False):
+    """A scheduler as EngineCore builds it, for a model that has a configuration and no weights.
+
+    ``with_connector``: Baton's, with Baton's connector, instead of vLLM's own.
+    """
     config = pytest.importorskip("vllm.config")
     import torch
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -54,10 +66,19 @@ def make_scheduler(folder: Path, *, asynchronous: bool):
         async_scheduling=False,
     )
     cache = config.CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
-    whole = config.VllmConfig(model_config=model, cache_config=cache, scheduler_config=limits)
+    transfer = config.KVTransferConfig(**CONNECTOR) if with_connector else None
+    whole = config.VllmConfig(
+        model_config=model, cache_config=cache, scheduler_config=limits, kv_transfer_config=transfer
+    )
     whole.cache_config.num_gpu_blocks = BLOCKS
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return (AsyncScheduler if asynchronous else Scheduler)(
+    if with_connector:
+        from connector.scheduler.engine_scheduler import BatonAsyncScheduler, BatonScheduler
+
+        kinds = BatonAsyncScheduler, BatonScheduler
+    else:
+        kinds = AsyncScheduler, Scheduler
+    return (kinds[0] if asynchronous else kinds[1])(
         vllm_config=whole,
         kv_cache_config=KVCacheConfig(
             num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]

@@ -63,6 +63,11 @@ class Tiers:
         self._saves_at = 0.0
         self.counts = Counts()
 
+    @property
+    def fetch_blocks_max(self) -> int:
+        """All: a store has no requests to keep blocks for."""
+        return self.memory.blocks + self.files.slots
+
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """Hold the longest prefix of these that is in memory or in files."""
         held: list[int] = []

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 
 from connector.layout.engine_layout import UnsupportedEngine, window_price
+from connector.vllm_version import check_version
 from services.worker.engines.port import (
     AsgiApp,
     Engine,
@@ -103,9 +104,12 @@ def _kill_children() -> None:
 
 def _import_vllm() -> None:
     """Takes ten seconds, so it runs off the event loop."""
+    import vllm
+
+    check_version(vllm.__version__)
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.app
-    import vllm.v1.engine.async_llm  # noqa: F401
+    import vllm.v1.engine.async_llm
 
     import services.worker.engines.vllm.client  # noqa: F401
 

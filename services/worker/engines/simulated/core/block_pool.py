@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from connector.reader.prefetch import FREE_SHARE_MIN
+from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
 from services.worker.engines.simulated.core.block_cache import BlockCache
 
 
@@ -44,6 +44,11 @@ class CacheBlockAllocator:
 
     def __init__(self, cache: BlockCache) -> None:
         self._cache = cache
+
+    @property
+    def fetch_blocks_max(self) -> int:
+        """Blocks that all fetches together may pin."""
+        return int(self._cache.blocks * HELD_SHARE_MAX)
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """Hold the longest cached prefix of these."""

@@ -1,0 +1,54 @@
+"""The interfaces of vLLM that Baton touches are listed, and are those of the version that it was written for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from connector.vllm_version import SUPPORTED, check_version
+from tests.unit.connector.vllm_interfaces import INTERFACES, differences, installed, recorded
+
+ROOT = Path(__file__).parents[3]
+DYNAMIC = {"current_platform"}
+"""Made at import; the module has no such name in its source."""
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllms_interfaces_are_the_recorded_ones():
+    changed = differences(installed(), recorded())
+
+    assert not changed, "docs/vllm.md says what to do:\n" + "\n".join(changed)
+
+
+def test_every_listed_interface_was_found():
+    assert not [name for name, about in recorded().items() if about == "missing"]
+
+
+def test_everything_imported_from_vllm_is_listed():
+    listed = {name.split(".")[0] for names in INTERFACES.values() for name in names.split()} | DYNAMIC
+    imported = {name for folder in ("connector", "services") for name in names_of_vllm(ROOT / folder)}
+
+    assert imported >= {"BlockPool", "AsyncLLM"}, "the search finds imports"
+    assert not imported - listed
+
+
+def names_of_vllm(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+def test_a_supported_version_is_accepted(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "1.32.0", "0.33.0rc1"])
+def test_another_version_is_refused_with_the_supported_ones(version):
+    with pytest.raises(ValueError, match=rf"supports vLLM {SUPPORTED[0]}\.x.*{version}"):
+        check_version(version)

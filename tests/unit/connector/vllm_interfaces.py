@@ -1,0 +1,168 @@
+"""Every interface of vLLM and NIXL that Baton touches beyond their documented API, read from the installed sources.
+
+``python -m tests.unit.connector.vllm_interfaces`` prints what differs from ``vllm_interfaces.txt``, and with ``--write``
+records the installed version. docs/vllm.md says when to do that. Nothing is imported, so it takes a second.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+RECORDED = Path(__file__).with_suffix(".txt")
+KV = "vllm/distributed/kv_transfer"
+
+INTERFACES = {
+    f"{KV}/kv_connector/v1/base.py": (
+        "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole KVConnectorTransferResults "
+        "KVConnectorWorkerMetadata"
+    ),
+    f"{KV}/kv_transfer_state.py": "get_kv_transfer_group has_kv_transfer_group",
+    f"{KV}/kv_connector/v1/nixl/connector.py": "NixlPullConnector.__init__",
+    f"{KV}/kv_connector/v1/nixl/metadata.py": "NIXL_CONNECTOR_VERSION",
+    "vllm/distributed/kv_events.py": (
+        "BlockStored BlockRemoved AllBlocksCleared KVEventBatch MEDIUM_CPU MEDIUM_GPU MEDIUM_STORAGE ZmqEventPublisher"
+    ),
+    "vllm/config/vllm.py": "VllmConfig",
+    "vllm/config/model.py": "ModelConfig",
+    "vllm/config/scheduler.py": "SchedulerConfig.get_scheduler_cls",
+    "vllm/v1/core/block_pool.py": (
+        "BlockPool.__init__ BlockPool.get_cached_block BlockPool.touch BlockPool.free_blocks BlockPool.get_new_blocks "
+        "BlockPool.get_num_free_blocks BlockPool._insert_block_hash BlockPool.cache_full_blocks "
+        "BlockPool.reset_prefix_cache"
+    ),
+    "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks",
+    "vllm/v1/core/kv_cache_utils.py": (
+        "BlockHash make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
+        "hash_block_tokens generate_block_hash_extra_keys"
+    ),
+    "vllm/v1/core/sched/scheduler.py": (
+        "Scheduler.__init__ Scheduler.schedule Scheduler.update_from_output Scheduler.add_request "
+        "Scheduler.finish_requests Scheduler.has_requests Scheduler.has_finished_requests Scheduler._free_request "
+        "Scheduler._connector_finished Scheduler._update_waiting_for_remote_kv "
+        "Scheduler._update_from_kv_xfer_finished Scheduler._handle_invalid_blocks"
+    ),
+    "vllm/v1/core/sched/async_scheduler.py": (
+        "AsyncScheduler AsyncScheduler._update_after_schedule AsyncScheduler._update_request_with_output"
+    ),
+    "vllm/v1/core/sched/output.py": "SchedulerOutput NewRequestData CachedRequestData",
+    "vllm/v1/engine/__init__.py": "EngineCoreOutput EngineCoreOutputs EngineCoreRequest FinishReason",
+    "vllm/v1/engine/async_llm.py": (
+        "AsyncLLM.generate AsyncLLM.encode AsyncLLM._add_request AsyncLLM.from_vllm_config AsyncLLM._run_output_handler"
+    ),
+    "vllm/v1/engine/core.py": (
+        "EngineCore.step EngineCore.step_with_batch_queue EngineCoreProc.run_busy_loop "
+        "EngineCoreProc._process_engine_step EngineCoreProc._process_input_queue EngineCoreProc._invoke_utility_method"
+    ),
+    "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async",
+    "vllm/v1/engine/exceptions.py": "EngineDeadError",
+    "vllm/v1/engine/output_processor.py": (
+        "OutputProcessor.add_request OutputProcessor.process_outputs OutputProcessor.abort_requests "
+        "RequestOutputCollector.put RequestOutputCollector.get_nowait RequestState"
+    ),
+    "vllm/v1/executor/uniproc_executor.py": "UniProcExecutor UniProcExecutor._init_executor",
+    "vllm/v1/kv_cache_interface.py": "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec",
+    "vllm/v1/metrics/cache_hit_source.py": "CacheHitSource",
+    "vllm/v1/metrics/loggers.py": "StatLoggerBase",
+    "vllm/v1/metrics/stats.py": "SchedulerStats IterationStats PromptTokenStats PrefillStats",
+    "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput LogprobsLists",
+    "vllm/v1/request.py": "Request Request.__init__ RequestStatus",
+    "vllm/v1/utils.py": "IterationDetails",
+    "vllm/v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin._get_kv_connector_output",
+    "vllm/v1/attention/backends/cpu_attn.py": "_get_attn_isa",
+    "vllm/outputs.py": "RequestOutput PoolingRequestOutput",
+    "vllm/pooling_params.py": "PoolingParams",
+    "vllm/sampling_params.py": "SamplingParams RequestOutputKind",
+    "vllm/engine/arg_utils.py": "AsyncEngineArgs EngineArgs.create_engine_config",
+    "vllm/entrypoints/launchers/app.py": "build_app",
+    "vllm/entrypoints/launchers/api_server/app_state.py": "init_app_state",
+    "vllm/entrypoints/launchers/cli_args.py": "make_arg_parser validate_parsed_serve_args",
+    "vllm/renderers/chat_utils.py": "load_chat_template",
+    "vllm/usage/usage_lib.py": "UsageContext",
+    "vllm/utils/argparse_utils.py": "FlexibleArgumentParser",
+    "vllm/utils/gc_utils.py": "freeze_gc_heap",
+    "vllm/utils/hashing.py": "get_hash_fn_by_name sha256_cbor",
+    "nixl_cu12/_api.py": "nixl_agent.__init__ nixl_agent_config",
+}
+"""By file: functions and methods count with their code, classes with their fields and the signatures of their methods."""
+
+
+def installed() -> dict[str, str]:
+    """``file::name`` of each interface, and its digest and signature; ``missing`` for one that does not exist."""
+    return {f"{file}::{name}": _described(file, name) for file, names in INTERFACES.items() for name in names.split()}
+
+
+def recorded() -> dict[str, str]:
+    """The same of the version that was recorded last."""
+    return dict(line.split(" ", 1) for line in RECORDED.read_text().splitlines())
+
+
+def differences(now: dict[str, str], before: dict[str, str]) -> list[str]:
+    """One text for each interface that differs."""
+    return [
+        f"{name}\n  recorded:  {before.get(name, 'not recorded')}\n  installed: {now.get(name, 'not listed')}"
+        for name in sorted({*now, *before})
+        if now.get(name) != before.get(name)
+    ]
+
+
+def _described(file: str, name: str) -> str:
+    source = _source(file)
+    node = _find(source, name) if source is not None else None
+    if node is None:
+        return "missing"
+    if isinstance(node, ast.ClassDef):
+        text = "\n".join(_shape(node))
+        about = f"class {node.name}({', '.join(map(ast.unparse, node.bases))})"
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        about = f"def {node.name}({ast.unparse(node.args)})"
+        text = about + ast.unparse(_without_docstring(node))
+    else:
+        about = text = ast.unparse(node)
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {' '.join(about.split())}"
+
+
+def _shape(node: ast.ClassDef) -> Iterator[str]:
+    yield from map(ast.unparse, [*node.bases, *node.decorator_list])
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{[ast.unparse(each) for each in one.decorator_list]} {one.name}({ast.unparse(one.args)})"
+        elif isinstance(one, ast.AnnAssign | ast.Assign):
+            yield ast.unparse(one)
+
+
+def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.Module:
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return ast.Module(body=[*body], type_ignores=[])
+
+
+@cache
+def _source(file: str) -> ast.Module | None:
+    package, _, path = file.partition("/")
+    spec = find_spec(package)
+    found = [Path(folder) / path for folder in (spec.submodule_search_locations or ())] if spec is not None else []
+    return ast.parse(found[0].read_text()) if found and found[0].exists() else None
+
+
+def _find(source: ast.AST, name: str) -> ast.stmt | None:
+    first, _, rest = name.partition(".")
+    for node in ast.walk(source):
+        is_named = getattr(node, "name", "") == first
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            is_named = any(isinstance(target, ast.Name) and target.id == first for target in targets)
+        if is_named and isinstance(node, ast.stmt):
+            return _find(node, rest) if rest else node
+    return None
+
+
+if __name__ == "__main__":
+    now = installed()
+    print("\n".join(differences(now, recorded() if RECORDED.exists() else {})) or "nothing has changed")
+    if "--write" in sys.argv[1:]:
+        RECORDED.write_text("".join(f"{name} {about}\n" for name, about in now.items()))
