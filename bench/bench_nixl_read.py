@@ -40,7 +40,10 @@ class Bench:
         self.reading.memory.fill()  # so that every page is there before anything is measured
         self.plain = NixlAgent(f"plain-{os.getpid()}-{time.monotonic_ns()}", split_bytes=sys.maxsize)
         self.own = self.reading.own(self.plain)
-        self.name = self.plain.connect(self.holder.handshake.ranks[0].agent)
+        connecting = self.plain.connect(self.holder.handshake.ranks[0].agent)
+        while (name := connecting.name()) is None:
+            time.sleep(POLL_S)
+        self.name = name
         agent = NixlAgent(f"transfers-{os.getpid()}-{time.monotonic_ns()}")
         own = self.reading.own(agent)
         self.transfers = TransferThread(lambda: Copier(agent, own, time.monotonic))

@@ -37,6 +37,30 @@ class Region:
     device_id: int
 
 
+class Connecting(Protocol):
+    """A connection that is being opened."""
+
+    def name(self) -> str | None:
+        """The name of the peer's agent; None while it is opened. Raises TransferFailed."""
+
+    def cancel(self) -> None:
+        """Give it up, opened or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A ``Connecting`` of an agent that connects at once."""
+
+    agent: TransferAgent
+    peer: str
+
+    def name(self) -> str:
+        return self.peer
+
+    def cancel(self) -> None:
+        self.agent.forget(self.peer)
+
+
 class TransferAgent(Protocol):
     """The agent of one process. Not thread-safe: one thread calls it."""
 
@@ -46,11 +70,15 @@ class TransferAgent(Protocol):
     def metadata(self) -> bytes:
         """What a peer needs to connect."""
 
-    def connect(self, metadata: bytes) -> str:
-        """Connect to the agent with this metadata; returns its name. Raises TransferFailed."""
+    def connect(self, metadata: bytes) -> Connecting:
+        """Begin to connect to the agent with this metadata. Does not block: NIXL registers all memory for a connection,
+        which takes up to seconds. Raises TransferFailed.
+        """
 
     def forget(self, name: str) -> None:
-        """Disconnect: no byte of a read from this peer moves any more. Unknown names are ignored."""
+        """Disconnect: reads from this peer end, each at the latest when ``release`` returns True. Does not block.
+        Unknown names are ignored.
+        """
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
         """Begin to copy each remote span to the local one at the same index, which has the same length; returns a
@@ -63,7 +91,9 @@ class TransferAgent(Protocol):
         """State of a read."""
 
     def release(self, handle: Any) -> bool:
-        """Release the handle, cancelling what still runs. False: it cannot be stopped yet, call again."""
+        """Release the handle, cancelling what still runs. True: no byte of the read moves any more. False: it cannot be
+        stopped yet, call again.
+        """
 
     def close(self) -> None:
         """Disconnect from all peers and end the agent."""

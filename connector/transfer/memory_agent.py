@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
+from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState
 
 PIECES_AT_ONCE = 64
 """Spans copied by each check of a read's state, if ``in_steps``."""
@@ -40,6 +40,8 @@ class Behaviour:
 
     fail_reads: bool = False
     """Each read fails before it has copied anything."""
+    opening: set[str] = field(default_factory=set)
+    """Connections to these agents are not opened."""
     stalled: bool = False
     """Nothing moves, and no handle can be released."""
     hung: set[str] = field(default_factory=set)
@@ -48,6 +50,22 @@ class Behaviour:
     """Each check of the state copies a few spans, instead of ``read`` copying all."""
     reads: list[Copying] = field(default_factory=list)
     """All reads begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A connection that opens at once, unless the agent's behaviour says otherwise."""
+
+    agent: MemoryAgent
+    peer: str
+
+    def name(self) -> str | None:
+        """See ``Connecting``."""
+        return None if self.peer in self.agent.behaviour.opening else self.peer
+
+    def cancel(self) -> None:
+        """See ``Connecting``."""
+        self.agent.forget(self.peer)
 
 
 class MemoryAgent:
@@ -69,13 +87,13 @@ class MemoryAgent:
         """See ``TransferAgent``."""
         return self.name.encode()
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, metadata: bytes) -> Connecting:
         """See ``TransferAgent``."""
         name = metadata.decode()
         if name not in self._network.agents:
             raise TransferFailed(f"connecting: there is no {name}")
         self._known.add(name)
-        return name
+        return Opening(self, name)
 
     def forget(self, name: str) -> None:
         """See ``TransferAgent``."""

@@ -8,17 +8,20 @@ later large reads from it are split: a second thread with an agent of its own co
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from connector.layout.routes import halves_of
-from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
+from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState
 from connector.transfer.cpu_affinity import leave_cores
+from connector.transfer.daemon_threads import DaemonThreads
 from connector.transfer.nixl_read_agent import (
-    COPY_S_MAX,
+    ERRORS,
     MEMORY,
     ReadAgent,
     deregister,
@@ -30,6 +33,13 @@ from connector.transfer.nixl_read_agent import (
 
 SPLIT_BYTES = 32 << 20
 """Smaller reads end before a second thread would wake up on a machine whose cores are all busy."""
+OPENING_AT_ONCE_MAX = 2
+"""Connections."""
+STUCK_S = 1.0
+"""A copy on the second thread normally takes milliseconds. After this time the thread gets no more until it ends."""
+CLOSE_S_MAX = 2.0
+"""For each thread to end its work."""
+OpenAgent = Callable[[str, Sequence[Region], bytes], ReadAgent]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +51,10 @@ class _Transfer:
     """Of the connection's first agent; None after its release."""
     second_half: Future[TransferState] | None = None
     """The half that the second agent copies."""
+    has_failed: bool = False
 
     def state(self) -> TransferState:
-        if self.handle is None:
+        if self.handle is None or self.has_failed:
             return TransferState.FAILED
         state = self.connection.first.state(self.handle)
         if self.second_half is None or state is TransferState.FAILED:
@@ -63,6 +74,13 @@ class _Connection:
     opening: Future[ReadAgent] | None = None
     """The second agent, once large reads have shown that it pays."""
     transfers: set[_Transfer] = field(default_factory=set)
+    ending: Future[None] | None = None
+    """The end of the second agent, after the copy that it is at."""
+
+    @property
+    def is_over(self) -> bool:
+        """After ``forget``: whether no byte moves any more."""
+        return self.ending is None or self.ending.done()
 
     @property
     def second(self) -> ReadAgent | None:
@@ -71,26 +89,51 @@ class _Connection:
         return opening.result() if opening is not None and opening.done() and not opening.exception() else None
 
 
-class NixlAgent:
-    """A TransferAgent on nixl. Its name must never be used again: peers identify connections by it."""
+class _Opening:
+    """A connection that another thread opens."""
 
-    def __init__(self, name: str, *, split_bytes: int = SPLIT_BYTES) -> None:
+    def __init__(self, agent: NixlAgent, metadata: bytes, opening: Future[ReadAgent]) -> None:
+        self._agent = agent
+        self._metadata = metadata
+        self._opening = opening
+        self._name: str | None = None
+
+    def name(self) -> str | None:
+        """See ``Connecting``."""
+        if self._name is None and self._opening.done():
+            self._name = self._agent.opened(self._opening.result(), self._metadata)
+        return self._name
+
+    def cancel(self) -> None:
+        """See ``Connecting``."""
+        if self._name is not None:
+            self._agent.forget(self._name)
+        elif not self._opening.cancel():
+            self._opening.add_done_callback(_end_opened)
+
+
+class NixlAgent:
+    """A TransferAgent on nixl. Its name must never be used again: peers identify connections by it.
+
+    ``open_agent`` makes the agent of one connection, on a thread of its own.
+    """
+
+    def __init__(self, name: str, *, split_bytes: int = SPLIT_BYTES, open_agent: OpenAgent = open_read_agent) -> None:
         self._name = name
+        self._open_agent = open_agent
         self._split_bytes = split_bytes
         self._agent = make_agent(name, progress=True)
         self._regions: list[Region] = []
         self._registered: list[Any] = []
         self._connections: dict[str, _Connection] = {}
         self._agent_numbers = count(1)
-        self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-connect")
+        self._opening = DaemonThreads("kv-connect", OPENING_AT_ONCE_MAX)
         # This thread and its copies inherit the affinity of the model's thread, and the transfer thread that wakes the
         # second one copies there too: the second one runs on other cores.
-        self._second_thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="kv-second-copy",
-            initializer=leave_cores,
-            initargs=(os.sched_getaffinity(0),),
-        )
+        cores = os.sched_getaffinity(0)
+        self._second_thread = DaemonThreads("kv-second-copy", 1, lambda: leave_cores(cores))
+        self._second_jobs: deque[tuple[Future[Any], float]] = deque()
+        """Of the second thread, with the time of submission, oldest first."""
 
     def register(self, regions: Sequence[Region]) -> None:
         """See ``TransferAgent``."""
@@ -101,30 +144,38 @@ class NixlAgent:
         """See ``TransferAgent``."""
         return bytes(self._agent.get_agent_metadata())
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, metadata: bytes) -> Connecting:
         """See ``TransferAgent``."""
-        first = self._open(metadata)
+        return _Opening(self, metadata, self._open(metadata))
+
+    def opened(self, first: ReadAgent, metadata: bytes) -> str:
+        """Use the opened connection; returns the name of the peer's agent."""
         self.forget(first.name)
         self._connections[first.name] = _Connection(first, metadata)
         return first.name
 
-    def _open(self, metadata: bytes) -> ReadAgent:
-        return open_read_agent(f"{self._name}-{next(self._agent_numbers)}", self._regions, metadata)
+    def _open(self, metadata: bytes) -> Future[ReadAgent]:
+        name = f"{self._name}-{next(self._agent_numbers)}"
+        return self._opening.submit(self._open_agent, name, self._regions, metadata)
 
     def forget(self, name: str) -> None:
-        """See ``TransferAgent``. Raises TimeoutError when the second agent is stuck."""
+        """See ``TransferAgent``. A copy on the second thread cannot be stopped: its end is awaited by ``release``, so a
+        thread that is stuck keeps the blocks of one read and nothing else.
+        """
         connection = self._connections.pop(name, None)
         if connection is None:
             return
         for transfer in connection.transfers:
-            if transfer.second_half is not None and not transfer.second_half.cancel():
-                transfer.second_half.exception(2 * COPY_S_MAX)
+            if transfer.second_half is not None:
+                transfer.second_half.cancel()
             if transfer.handle is not None:
                 connection.first.release(transfer.handle)
                 transfer.handle = None
         connection.transfers.clear()
         connection.first.end()
-        if connection.opening is not None and not connection.opening.cancel():
+        if (second := connection.second) is not None:
+            connection.ending = self._on_second_thread(second.end)
+        elif connection.opening is not None and not connection.opening.cancel():
             connection.opening.add_done_callback(_end_opened)
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
@@ -134,18 +185,21 @@ class NixlAgent:
             raise TransferFailed(f"reading: {name} is not connected")
         memories, first = (MEMORY[remote_device], MEMORY[device]), connection.first
         is_large = int(remote[:, 1].sum()) >= self._split_bytes
-        second = connection.second if is_large else None
+        second = connection.second if is_large and not self._is_second_thread_stuck() else None
         own, other = ((remote, local), None) if second is None else halves_of(remote, local)
         transfer = _Transfer(connection)
         connection.transfers.add(transfer)
         with failing(f"reading {len(remote)} pieces"):
             transfer.handle = first.prepare(*own, memories)
             if second is not None and other is not None:
-                transfer.second_half = self._second_thread.submit(second.copy, *other, memories)
+                transfer.second_half = self._on_second_thread(second.copy, *other, memories)
+        try:
             first.agent.transfer(transfer.handle)
+        except ERRORS:
+            transfer.has_failed = True  # Not raised: the second half may be under way, and must be awaited.
         has_cores = len(os.sched_getaffinity(0)) > 1
         if is_large and has_cores and connection.opening is None and transfer.state() is TransferState.DONE:
-            connection.opening = self._opening.submit(self._open, connection.metadata)
+            connection.opening = self._open(connection.metadata)
         return transfer
 
     def state(self, handle: Any) -> TransferState:
@@ -156,7 +210,7 @@ class NixlAgent:
     def release(self, handle: Any) -> bool:
         """Release the handle. False: the read still runs; nixl cannot stop it, only ``forget`` can."""
         if handle.handle is None:
-            return True
+            return bool(handle.connection.is_over)
         is_second_over = handle.second_half is None or handle.second_half.done()
         first = handle.connection.first
         if (
@@ -173,10 +227,21 @@ class NixlAgent:
         """Disconnect from all peers and destroy the agent."""
         for name in list(self._connections):
             self.forget(name)
-        self._opening.shutdown()
-        self._second_thread.shutdown()
+        self._opening.close(CLOSE_S_MAX)
+        self._second_thread.close(CLOSE_S_MAX)
         deregister(self._agent, self._registered)
         self._agent = None
+
+    def _on_second_thread(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = self._second_thread.submit(work, *args)
+        self._second_jobs.append((future, time.monotonic()))
+        return future
+
+    def _is_second_thread_stuck(self) -> bool:
+        jobs = self._second_jobs
+        while jobs and jobs[0][0].done():
+            jobs.popleft()
+        return bool(jobs) and time.monotonic() > jobs[0][1] + STUCK_S
 
 
 def _end_opened(opening: Future[ReadAgent]) -> None:

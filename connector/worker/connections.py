@@ -15,10 +15,13 @@ import numpy as np
 from connector.layout.routes import ReaderRank, Route, routes_to
 from connector.layout.tensors import why_not
 from connector.messages import Connected, Peer, PeerKey
-from connector.transfer.agent import TransferAgent, TransferFailed, TransferState
+from connector.transfer.agent import Connecting, TransferAgent, TransferFailed, TransferState
 from shared.contracts.kv_exchange import KvHandshake, KvRank
 
+OPEN_S_MAX = 30.0
+"""For the agent to register all memory for a connection; several connections may wait for one another."""
 CONNECT_S_MAX = 5.0
+"""For the first read over an opened connection."""
 PROBE_BYTES = 8
 
 
@@ -43,6 +46,9 @@ class Connection:
 
     handshake: KvHandshake
     since_s: float
+    opening: list[Connecting] = field(default_factory=list)
+    """Empty when it is open."""
+    opened_s: float = 0.0
     names: list[str] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     probes: list[Any] = field(default_factory=list)
@@ -61,9 +67,9 @@ class Connections:
         """Ended connection attempts and lost connections; the caller empties the list."""
 
     @property
-    def probing(self) -> bool:
-        """Whether a connection is being tested."""
-        return any(one.probes for one in self._connections.values())
+    def busy(self) -> bool:
+        """Whether a connection is being opened or tested."""
+        return any(one.opening or one.probes for one in self._connections.values())
 
     def of(self, key: PeerKey) -> Connection | None:
         return self._connections.get(key)
@@ -74,7 +80,7 @@ class Connections:
         known = self._connections.get(key)
         if known is None:
             self._connect(key, peer.handshake)
-        elif not known.probes:
+        elif not known.opening and not known.probes:
             self.connected.append(Connected(key, 0.0))
 
     def _connect(self, key: PeerKey, handshake: KvHandshake) -> None:
@@ -83,17 +89,31 @@ class Connections:
         failure = why_not(self._own.handshake, handshake)
         try:
             if not failure:
-                self._begin_probes(connection)
+                connection.routes = routes_to(self._own.reader, handshake)
+                for route in connection.routes:
+                    connection.opening.append(self._agent.connect(handshake.ranks[route.rank].agent))
         except TransferFailed as refused:
             failure = str(refused)
         if failure:
             self.lose(key, failure)
+        else:
+            self._check_opening(key, connection)
+
+    def _check_opening(self, key: PeerKey, connection: Connection) -> None:
+        """Test the connection once it is open."""
+        try:
+            names = [one.name() for one in connection.opening]
+            if all(name is not None for name in names):
+                connection.names, connection.opening = [name for name in names if name is not None], []
+                connection.opened_s = self._clock()
+                self._begin_probes(connection)
+            elif self._clock() - connection.since_s > OPEN_S_MAX:
+                self.lose(key, f"the connection was not opened within {OPEN_S_MAX} s")
+        except TransferFailed as refused:
+            self.lose(key, str(refused))
 
     def _begin_probes(self, connection: Connection) -> None:
         peer = connection.handshake
-        connection.routes = routes_to(self._own.reader, peer)
-        for route in connection.routes:
-            connection.names.append(self._agent.connect(peer.ranks[route.rank].agent))
         for name, route in zip(connection.names, connection.routes, strict=True):
             rank = peer.ranks[route.rank]
             there = np.array([[route.remote[0], PROBE_BYTES, rank.device_id]], dtype=np.uint64)
@@ -101,8 +121,10 @@ class Connections:
             probe = self._agent.read(name, there, here, device="cpu", remote_device=rank.device)
             connection.probes.append(probe)
 
-    def check_probes(self) -> None:
-        """Check connections that are being tested."""
+    def check(self) -> None:
+        """Check connections that are being opened or tested."""
+        for key in [key for key, one in self._connections.items() if one.opening]:
+            self._check_opening(key, self._connections[key])
         for key in [key for key, one in self._connections.items() if one.probes]:
             connection = self._connections[key]
             states = {self._agent.state(probe) for probe in connection.probes}
@@ -112,7 +134,7 @@ class Connections:
             elif TransferState.RUNNING not in states:
                 self._release_probes(connection)
                 self.connected.append(Connected(key, took_s))
-            elif took_s > CONNECT_S_MAX:
+            elif self._clock() - connection.opened_s > CONNECT_S_MAX:
                 self.lose(key, f"no byte could be read within {CONNECT_S_MAX} s")
 
     def lose(self, key: PeerKey, failure: str) -> None:
@@ -127,6 +149,8 @@ class Connections:
         connection = self._connections.pop(key, None)
         if connection is None:
             return
+        for one in connection.opening:
+            one.cancel()
         for name in connection.names:
             self._agent.forget(name)
         self._release_probes(connection)

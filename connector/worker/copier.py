@@ -64,7 +64,7 @@ class Copier:
     @property
     def busy(self) -> bool:
         """Whether anything waits or is under way."""
-        return bool(self._waiting or self._running or self._connections.probing)
+        return bool(self._waiting or self._running or self._connections.busy)
 
     def submit(self, orders: Orders) -> None:
         """Accept orders. A peer may be forgotten, connected again and read in the same step."""
@@ -81,7 +81,7 @@ class Copier:
     def advance(self) -> bool:
         """Check everything under way and begin what the limits allow. Returns whether anything began or ended."""
         before = len(self._ended_parts)
-        self._connections.check_probes()
+        self._connections.check()
         self._running = [part for part in self._running if not self._has_ended(part)]
         begun = [self._begin_one(key) for key in list(self._waiting)]
         return any(begun) or len(self._ended_parts) > before
@@ -117,11 +117,14 @@ class Copier:
     def _begin_one(self, key: PeerKey) -> bool:
         if sum(part.read.peer == key for part in self._running) >= PARTS_PER_PEER_MAX:
             return False
-        part = self._waiting[key].popleft()
+        connection = self._connections.of(key)
+        part = self._waiting[key][0]
+        if connection is not None and connection.opening and self._may_wait(part):
+            return False
+        self._waiting[key].popleft()
         if not self._waiting[key]:
             del self._waiting[key]
         part.started_s = self._clock()
-        connection = self._connections.of(key)
         if connection is None:
             part.failure = part.failure or "not connected"
         elif not part.failure:
@@ -129,6 +132,10 @@ class Copier:
         if not self._has_ended(part):
             self._running.append(part)
         return True
+
+    def _may_wait(self, part: _Part) -> bool:
+        """For the connection to be opened."""
+        return not part.failure and self._clock() < part.read.until_s
 
     def _begin(self, part: _Part, connection: Connection) -> None:
         chosen = slice(part.first, part.first + part.count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from connector.transfer.agent import Region, Spans, TransferAgent, TransferState
+from connector.transfer.agent import Connecting, Region, Spans, TransferAgent, TransferState
 
 
 class FaultyAgent:
@@ -25,7 +25,7 @@ class FaultyAgent:
     def metadata(self) -> bytes:
         return self.inner.metadata()
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, metadata: bytes) -> Connecting:
         return self.inner.connect(metadata)
 
     def forget(self, name: str) -> None:

@@ -39,6 +39,8 @@ class ReadingEngine:
 
     shape: Shape
     before_read: Callable[[int], None] = lambda _: None
+    open_agent: Callable | None = None
+    """Replaces the agent's own way of opening a connection."""
     ranks: list[ReadingRank] = field(default_factory=list)
     transfers: list[TransferThread] = field(default_factory=list)
     reports: list[Results] = field(default_factory=list)
@@ -48,7 +50,9 @@ class ReadingEngine:
         from connector.transfer.nixl_agent import NixlAgent
 
         for rank in range(self.shape.ranks):
-            agent = FaultyAgent(NixlAgent(f"reader-{os.getpid()}-{time.monotonic_ns()}"), self.before_read)
+            name = f"reader-{os.getpid()}-{time.monotonic_ns()}"
+            own = NixlAgent(name) if self.open_agent is None else NixlAgent(name, open_agent=self.open_agent)
+            agent = FaultyAgent(own, self.before_read)
             reading = ReadingRank(RankMemory(self.shape, rank))
             copier = Copier(agent, reading.own(agent), time.monotonic, part_bytes=PART_BLOCKS << 20)
             self.ranks.append(reading)
@@ -232,6 +236,86 @@ def test_a_restarted_holder_is_read_after_dying_under_two_threads(engines, holde
     engine.read(straight(128), key=key, read_id=2)
     engine.until_parts(before + 8)
     engine.ranks[0].assert_holds(straight(128))
+
+
+@dataclass
+class Gate:
+    """Holds up work of the reader's agents."""
+
+    opened: int = 0
+    reached: threading.Event = field(default_factory=threading.Event)
+    passed: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> None:
+        self.reached.set()
+        self.passed.wait(REPORT_S_MAX)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.passed.set()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core copies alone")
+def test_a_stuck_second_thread_keeps_the_blocks_of_its_read_and_nothing_else(engines, holders, gate):
+    from connector.transfer.nixl_read_agent import ReadAgent, open_read_agent
+
+    class StuckAgent(ReadAgent):
+        def copy(self, *args):
+            gate.wait()
+            return ReadAgent.copy(self, *args)
+
+    def open_agent(*args):
+        gate.opened += 1
+        agent = open_read_agent(*args)
+        the_second_one = 2
+        return agent if gate.opened != the_second_one else StuckAgent(agent.agent, agent.registered, agent.name)
+
+    holder = holders(BIG)
+    engine = engines(BIG, open_agent=open_agent)
+    engine.connect(holder.handshake)
+    parts = 0
+    while not gate.reached.is_set():
+        engine.read(straight(PART_BLOCKS), read_id=1000 + parts, within_s=1.0)
+        parts += 1
+        engine.until(lambda parts=parts: gate.reached.is_set() or len(engine.reports[0].parts) == parts)
+    engine.until(lambda: any(one.failure for one in engine.reports[0].connected))
+    key = engine.connect(holders(BIG, epoch=2).handshake)
+    engine.read(straight(128), key=key, read_id=2)
+    others = len(straight(128)) // PART_BLOCKS
+    engine.until_parts(parts - 1 + others)
+
+    assert [part.failure for part in engine.reports[0].parts if part.read_id == 2] == [""] * others
+    assert not [part for part in engine.reports[0].parts if part.read_id == 1000 + parts - 1]
+
+    gate.passed.set()
+    engine.until_parts(parts + others)
+    assert engine.reports[0].parts[-1].failure
+
+
+def test_reads_go_on_while_another_peer_is_connected(engines, holders, gate):
+    from connector.transfer.nixl_read_agent import open_read_agent
+
+    def open_agent(*args):
+        gate.opened += 1
+        if gate.opened > 1:
+            gate.wait()
+        return open_read_agent(*args)
+
+    engine = engines(Shape(), open_agent=open_agent)
+    engine.connect(holders(Shape()).handshake)
+    slow = holders(Shape(), epoch=2)
+    engine.submit(Orders(connect=[Peer(handshake=slow.handshake, clock_ahead_s=0.0)]))
+    assert gate.reached.wait(REPORT_S_MAX)
+
+    engine.read({1: 1})
+    engine.until_parts(1)
+    assert engine.reports[0].parts[0].failure == ""
+    gate.passed.set()
+    engine.until(lambda: len(engine.reports[0].connected) > 1)
+    assert engine.reports[0].connected[-1].failure == ""
 
 
 def test_a_dead_holder_is_not_connected(engines, holders):

@@ -9,7 +9,7 @@ import pytest
 
 from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.transfer.memory_agent import MemoryAgent, MemoryNetwork
-from connector.worker.connections import CONNECT_S_MAX
+from connector.worker.connections import CONNECT_S_MAX, OPEN_S_MAX
 from connector.worker.copier import PARTS_PER_PEER_MAX, READ_S_MAX, SELF_END_S_MAX, Copier
 from shared.contracts.kv_exchange import KvHandshake
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
@@ -310,3 +310,72 @@ def test_the_ranks_of_an_engine_report_the_same_parts():
 
     assert cut[0] == cut[1]
     assert len(cut[0]) == 1, "half the heads, half the bytes"
+
+
+def opening(world: World) -> Peer:
+    """Ordered to connect to a peer whose connection is being opened."""
+    peer = Peer(handshake=world.holder("slow"), clock_ahead_s=0.0)
+    world.agent.behaviour.opening.add("slow-1")
+    world.copier.submit(Orders(connect=[peer]))
+    assert not world.settled()
+    return peer
+
+
+def test_reads_go_on_while_another_connection_is_opened():
+    world = World()
+    quick = world.connected("quick")
+    opening(world)
+
+    world.read({2: 2}, key=quick)
+
+    assert [part.failure for part in world.settled().parts] == [""]
+    assert world.copier.busy
+
+
+def test_a_read_waits_until_its_connection_is_open():
+    world = World()
+    opening(world)
+    world.read({1: 1}, key=("slow", 1))
+    assert not world.settled()
+
+    world.agent.behaviour.opening.clear()
+    results = world.settled()
+
+    assert ([one.failure for one in results.connected], [part.failure for part in results.parts]) == ([""], [""])
+    world.reading.assert_holds({1: 1})
+
+
+def test_a_read_waits_no_longer_than_its_lease():
+    world = World()
+    opening(world)
+    world.read({1: 1}, until_s=world.now + 1.0, key=("slow", 1))
+    assert not world.settled()
+
+    world.now += 1.0
+
+    assert [part.failure for part in world.settled().parts] == ["the lease ended before the read began"]
+
+
+def test_a_connection_that_is_not_opened_in_time_is_reported():
+    world = World()
+    opening(world)
+    world.read({1: 1}, key=("slow", 1))
+
+    world.now += OPEN_S_MAX + 0.1
+    results = world.settled()
+
+    assert "not opened within" in results.connected[0].failure
+    assert [part.failure for part in results.parts] == ["not connected"]
+    assert not world.copier.busy
+
+
+def test_a_peer_forgotten_while_its_connection_is_opened_can_be_connected_again():
+    world = World()
+    peer = opening(world)
+
+    world.copier.submit(Orders(forget=[("slow", 1)]))
+    assert (world.copier.busy, world.settled()) == (False, Results())
+    world.agent.behaviour.opening.clear()
+    world.copier.submit(Orders(connect=[peer]))
+
+    assert [one.failure for one in world.settled().connected] == [""]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
+from connector.transfer.agent import Connecting, Opened, Region, Spans, TransferFailed, TransferState
 
 REPLY_S_MAX = 1.0
 """Time limit for a peer to send the requested bytes."""
@@ -52,8 +52,8 @@ class TcpAgent:
         host, port = self._listening.getsockname()[:2]
         return msgspec.msgpack.encode(_Address(self._name, host, port))
 
-    def connect(self, metadata: bytes) -> str:
-        """Connect to an agent and return its name. Raises TransferFailed."""
+    def connect(self, metadata: bytes) -> Connecting:
+        """Connect to an agent. Raises TransferFailed."""
         try:
             address = msgspec.msgpack.decode(metadata, type=_Address)
             peer = socket.create_connection((address.host, address.port), timeout=REPLY_S_MAX)
@@ -61,7 +61,7 @@ class TcpAgent:
             raise TransferFailed(f"connecting: {error}") from error
         self.forget(address.name)
         self._peers[address.name] = peer
-        return address.name
+        return Opened(self, address.name)
 
     def forget(self, name: str) -> None:
         """Disconnect; does nothing for an unknown name."""

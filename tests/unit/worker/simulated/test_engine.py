@@ -355,7 +355,7 @@ async def test_a_tcp_reader_gets_registered_memory_only(directory):
     async with running(directory, worker_id="p", sim_transfer="tcp") as engine:
         told = (await engine.exchange.call(EngineCall(describe=True))).handshake
         reader = TcpAgent("reader", "127.0.0.1")
-        name = reader.connect(told.ranks[0].agent)
+        name = reader.connect(told.ranks[0].agent).name()
         room, secret = array("q", [7]), array("q", [42])
         here = np.array([[room.buffer_info()[0], 8, 0]], dtype=np.uint64)
         there = np.array([[secret.buffer_info()[0], 8, 0]], dtype=np.uint64)
