@@ -34,12 +34,21 @@ MODEL = {
 }
 
 
+FINGERPRINT = {
+    "model": "m",
+    "revision": "r",
+    "dtype": "float32",
+    "block_size": BLOCK_TOKENS,
+    "kv_layout": "l",
+    "connector": "c",
+    "engine_version": "v",
+}
 CONNECTOR = {
     "kv_connector": "BatonConnector",
     "kv_connector_module_path": "connector.connector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"worker_id": "d", "epoch": 1, "fingerprint": "f"},
+    "kv_connector_extra_config": {"worker_id": "d", "epoch": 1, "fingerprint": FINGERPRINT},
 }
 
 
