@@ -49,6 +49,9 @@ class Proof:
 
 PROOFS = {
     "gemma-3": Proof("5 of 6 layers with a window"),
+    "gemma-4": Proof("5 of 6 layers with a window; two block lengths"),
+    "gpt-oss": Proof("2 of 4 layers with a window; sinks"),
+    "llama-4": Proof("3 of 4 layers in chunks"),
 }
 
 
