@@ -80,7 +80,7 @@ def make_scheduler(folder: Path, *, asynchronous: bool, with_connector: bool = F
         model_config=model, cache_config=cache, scheduler_config=limits, kv_transfer_config=transfer
     )
     whole.cache_config.num_gpu_blocks = BLOCKS
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=1, dtype=torch.float32)
     if with_connector:
         from connector.scheduler.engine_scheduler import BatonAsyncScheduler, BatonScheduler
 
