@@ -25,7 +25,8 @@ READS_AT_ONCE = 8
 VALUE_BYTES_MAX = 32 * 1024
 MESSAGE_BYTES_MAX = 2 * VALUE_BYTES_MAX
 """Value and headers, as the server counts them."""
-BUCKET_BYTES_MAX = 64 * 1024 * 1024
+MEMORY_BYTES_MAX, FILE_BYTES_MAX = 64 * 1024 * 1024, 1024 * 1024
+"""Of a bucket: of all worker records, or of a setting or two, for which a small disk must have room."""
 DUPLICATE_WINDOW_S_MAX = 1.0
 """Baton does not use it; the server has no zero."""
 NS = 1_000_000_000
@@ -221,12 +222,12 @@ def stream_config(bucket: str, ttl_s: float | None) -> dict[str, Any]:
         "subjects": [written_subject(bucket, "*")],
         "retention": "limits",
         # Values that are renewed need no disk. On a full one the server would refuse them, until it is restarted.
-        "storage": "memory" if ttl_s else "file",
+        "storage": "memory" if ttl_ns else "file",
         "discard": "new",
         "num_replicas": 1,
         "max_msgs_per_subject": 1,
         "max_msg_size": MESSAGE_BYTES_MAX,
-        "max_bytes": BUCKET_BYTES_MAX,
+        "max_bytes": MEMORY_BYTES_MAX if ttl_ns else FILE_BYTES_MAX,
         "max_age": ttl_ns,
         "duplicate_window": min(ttl_ns, duplicate_window_ns) if ttl_ns else duplicate_window_ns,
         "deny_delete": True,
