@@ -9,7 +9,7 @@ import msgspec
 from services.worker.engines.store.partner import ORPHAN_S, find_partner, fitting, wait_until_orphaned
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
-from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
 from tests.support.fleet_builders import record
 from tests.support.kv_engines import RankMemory, Shape, handshake
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -97,6 +97,7 @@ def test_a_handshake_of_another_fingerprint_is_no_partner():
 def test_a_store_ends_when_its_fingerprint_has_been_gone_long_enough():
     async def scenario():
         bus, old, new = MemoryBus(MemoryHub()), of("w1"), of("w2", revision="r2")
+        await bus.make_bucket(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         watch = asyncio.create_task(wait_until_orphaned(bus, old.fingerprint.key(), "m"))
         for fleet in ([old], [old, new], []):
             for _ in range(30):
