@@ -36,6 +36,8 @@ GROUPS = {
 process. The first match counts. The engines make two groups, because one would still run when all other tests have ended.
 """
 
+KILLS_ENGINES = "test_loss_and_drain.py"
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
@@ -59,9 +61,10 @@ def _group(path: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the tests that wait most."""
+    """Begin with the tests that wait most; among those of the shared engines, end with those that kill them."""
     if hasattr(config, "workerinput"):
         items.sort(key=_rank)
+    items.sort(key=lambda item: item.path.name == KILLS_ENGINES)
 
 
 def _rank(item: pytest.Item) -> int:
