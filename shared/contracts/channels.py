@@ -195,7 +195,10 @@ LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, E
 # Workers watch the registry too, to find peers for the KV exchange.
 WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEY_VALUE, WORKERS, (*EVERYONE, *WORKERS))
 WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), (*EVERYONE, *WORKERS))
-FLEET_STATE = Channel("fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), OPERATORS)
+# The orchestrator hears itself: while it hears nothing, no worker's silence counts.
+FLEET_STATE = Channel(
+    "fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, *OPERATORS)
+)
 DESCRIBE_FLEET = AskChannel(
     "fleet.describe", DescribeFleet, Delivery.ASK, (Party.LAUNCHER,), (Party.ORCHESTRATOR,), answer=FleetState
 )
