@@ -23,11 +23,9 @@ PROMPT_S = 0.25
 """Such a prompt takes its engine so long."""
 TARGET_S = 6.0
 SLOS = {"classes": {"quick": {"ttft_s": TARGET_S}, "patient": {"priority": 10}}}
-BURST = 48
-"""Requests at once: 12 s of work."""
+BURST = 96
+"""Requests at once: 24 s of work, so that the line is long enough also when a busy machine is late to ask."""
 SOME = 4
-HURRY_S = 1.0
-"""A target that the line leaves no room for, also when a busy machine is late to ask."""
 ENGINE = {"WORKER_SIM_PREFILL_TOKENS_PER_S": str(TOKENS / PROMPT_S), "WORKER_SIM_DECODE_BASE_S": "0.001"}
 
 
@@ -68,7 +66,7 @@ def test_in_an_overload_those_that_are_served_are_served_in_time(system: System)
         asks = burst(clients, system, baton={"class": "quick"})
         until(lambda: served(system) >= SOME, "it is known how fast the line moves")
         begun = time.monotonic()
-        late = ask(system, baton={"class": "quick", "ttft_s": HURRY_S})
+        late = ask(system, baton={"class": "quick"})
         told_after_s = time.monotonic() - begun
         answers = [one.result() for one in asks]
 
@@ -76,7 +74,8 @@ def test_in_an_overload_those_that_are_served_are_served_in_time(system: System)
     assert set(statuses) == {200, 503}
     assert statuses.count(200) >= 0.25 * TARGET_S / PROMPT_S
     assert (late.status_code, told_after_s < TARGET_S / 2) == (503, True)
-    assert 1 <= int(late.headers["retry-after"]) <= 30  # Up to 11 s of work were before it.
+    # About 23 s of work were before it.
+    assert 2 <= int(late.headers["retry-after"]) <= 60
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 503)
     metrics = system.metrics()
     in_time = metrics.sum("baton_router_time_to_first_token_seconds_bucket", le="10.0")
