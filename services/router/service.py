@@ -21,7 +21,6 @@ from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
-from services.router.placement.placement import PlacementPolicy
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.leg_load import LegLoads
@@ -30,7 +29,7 @@ from services.router.relay.relay import Relay
 from services.router.relay.retry import Retry
 from services.router.relay.start_leg import LegStarter
 from services.router.relay.suspects import Suspects
-from services.router.settings import Settings, admission_policy, failure_policy, request_policy
+from services.router.settings import Settings, admission_policy, failure_policy, placement_policy, request_policy
 from services.router.state.block_table import IS_COMPILED
 from services.router.state.bus_health import BusHealth
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
@@ -83,13 +82,7 @@ class Router:
         self.bus = bus
         self.waits = waits or Waits(clock.now)
         self.registry = CollectorRegistry()
-        self.fleet = fleet = Fleet(
-            PlacementPolicy(
-                silent_s_max=settings.silent_s_max,
-                stream_tokens_min=settings.stream_tokens_min,
-                fetch_tokens_min=settings.fetch_tokens_min,
-            )
-        )
+        self.fleet = fleet = Fleet(placement_policy(settings))
         self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
         self.prompts = Prompts(settings, bus, clock, fleet, media_hosts)

@@ -11,6 +11,7 @@ import msgspec
 
 from services.router.admission.admission import AdmissionPolicy
 from services.router.auth.api_keys import SALT_CHARS_MIN, Keyring, read_keys, salt_key
+from services.router.placement.placement import PlacementPolicy
 from services.router.placement.policy import Forcing, RequestPolicy, read_policy_fields, read_weights
 from services.router.placement.revisions import read_shares
 from services.router.relay.failure_policy import FailurePolicy, read_policy
@@ -262,6 +263,15 @@ def request_policy(settings: Settings) -> RequestPolicy:
         return msgspec.structs.replace(policy, shares=read_shares(settings.revision_shares))
     except ValueError as error:
         raise SettingsError(f"ROUTER_REVISION_SHARES: {error}; correct it or unset it") from error
+
+
+def placement_policy(settings: Settings) -> PlacementPolicy:
+    """Which workers may get a request, and when KV moves."""
+    return PlacementPolicy(
+        silent_s_max=settings.silent_s_max,
+        stream_tokens_min=settings.stream_tokens_min,
+        fetch_tokens_min=settings.fetch_tokens_min,
+    )
 
 
 def admission_policy(settings: Settings) -> AdmissionPolicy:

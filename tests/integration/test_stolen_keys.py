@@ -67,6 +67,12 @@ async def join(guarded, keys):
         await bus.close()
 
 
+async def read_present(watching):
+    """Until the watch has yielded all that is stored."""
+    while await anext(watching) is not None:
+        pass
+
+
 class Thief:
     """nats-py itself with a stolen key."""
 
@@ -211,8 +217,7 @@ async def test_headers_of_a_record_have_no_effect_beyond_it(guarded, keys, join)
     registry = await (await join(f"worker.{VICTIM}")).key_value_store(WORKER_RECORDS)
     await registry.put(record(VICTIM))
     async with asyncio.timeout(SOON_S):
-        while await anext(watching) is not None:
-            pass
+        await read_present(watching)
         own = f"$KV.workers.{THIEF}"
         async with thief_with(guarded, keys, OWN_KEY) as thief:
             for headers in (
@@ -239,8 +244,7 @@ async def test_replies_of_jetstream_directed_to_the_registrys_subject_deceive_no
     registry = await (await join(f"worker.{VICTIM}")).key_value_store(WORKER_RECORDS)
     await registry.put(record(VICTIM))
     async with asyncio.timeout(SOON_S):
-        while await anext(watching) is not None:
-            pass
+        await read_present(watching)
         target = f"stored.workers.{VICTIM}"
         async with thief_with(guarded, keys, OWN_KEY) as thief:
             await thief.publish(f"$KV.workers.{THIEF}", pack(record(THIEF)), reply=target)

@@ -113,8 +113,9 @@ class Fleet:
         if worker.phase in OVER:
             if now - max(worker.since, worker.heard) >= self.limits.remember_s:
                 yield Event.FORGETTABLE
-        elif absent is not None and now - max(absent, worker.heard) >= self.limits.unregistered_s_max:
-            yield Event.STAYS_UNREGISTERED
+        elif worker.phase is WorkerPhase.STARTING:  # It reports nothing yet.
+            if absent is not None and now - max(absent, worker.heard) >= self.limits.unregistered_s_max:
+                yield Event.STAYS_UNREGISTERED
         elif now - worker.heard >= self.limits.silence_s_max:
             yield Event.SILENT
 

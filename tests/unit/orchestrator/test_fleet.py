@@ -46,6 +46,14 @@ def test_a_ready_worker_that_is_silent_for_three_seconds_is_lost_once():
     assert tick(fleet, 5.0) == []
 
 
+def test_a_silent_worker_without_a_record_is_lost_however_late_one_looks():
+    fleet = hearing_fleet(record())
+    fleet.heard(load(), 1.0)
+    fleet.unregistered("w1", 1.0)
+
+    assert [lost.worker_id for lost in tick(fleet, 20.0)] == ["w1"]
+
+
 def test_renewing_the_record_is_a_sign_of_life():
     fleet = hearing_fleet(record())
     fleet.registered(record(), 2.5)
