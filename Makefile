@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
+.PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,15 +44,15 @@ down: setup ## Stop a system that `make up` started on another terminal
 doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
 	@.venv/bin/baton doctor $(ARGS)
 
-test: ## All tests that need no GPU, in about 10 minutes on two cores; K="a word in the test's name" selects some
+test: ## All tests that need no GPU; 20 minutes on two slow cores; K="a word in the test's name" selects some
 	@$(MAKE) -j 2 setup-dev test-tools
 	@$(PYTEST) $(ARGS)
 
 nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, containers, benchmarks, many more examples
 	@$(MAKE) -j 2 setup-dev test-tools
-	@BATON_TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
+	@TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
-check: setup-dev ## Format, lint, types, layers, generated files and all tests that need no process; about a minute
+check: setup-dev ## Format, lint, types, layers, generated files and all tests that need no process; some minutes
 	@scripts/check.sh
 
 fix: setup-dev ## Formatter and safe automatic fixes
@@ -61,6 +61,9 @@ fix: setup-dev ## Formatter and safe automatic fixes
 
 test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
 	@$(PYTHON) -m pytest -rs tests/engines $(ARGS)
+
+test-gpu: setup-dev ## KV from GPU to GPU, for one or two NVIDIA GPUs; skips what the machine cannot run; ON_CPU=1 rehearses on the CPU
+	@ON_CPU=$(ON_CPU) $(PYTHON) -m pytest -rs -v -m gpu tests/gpu $(ARGS)
 
 chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten minutes; ARGS="--workers 8 --minutes 1 --seed 2"
 	@$(PYTHON) -m tests.nightly.chaos $(ARGS)

@@ -6,7 +6,8 @@ over NIXL and released. See ARCHITECTURE.md. The interface is vLLM's ``KVConnect
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -50,18 +51,28 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def kv_exchange(core: Any, call: bytes) -> bytes:
-    """Utility method added to ``EngineCore``: runs between two steps, or at once in an idle engine.
-
-    A utility call is the only way to reach an idle engine; connector hooks run in steps only.
-    """
+    """Utility method added to ``EngineCore``: the only way to reach an idle engine, as connector hooks run in steps."""
     side: ConnectorScheduler = core.scheduler.connector.connector_scheduler
     side.idle_wait.attach_to(core)
+    side.calls.attach_to(core)
     if side.idle_wait.is_attached and not side.idle_wait.wakes_on_reads and has_kv_transfer_group():
         worker_role = get_kv_transfer_group()  # in this process too, where vLLM runs the model in EngineCore
         assert isinstance(worker_role, BatonConnector)
         worker_role.wake_on_results(side.idle_wait.wake)
         side.idle_wait.wakes_on_reads = True
-    return side.exchange(call)
+    with side.calls.lock:
+        return side.exchange(call)
+
+
+@contextmanager
+def refusals_saved(file: str) -> Iterator[None]:
+    """Writes an UnsupportedEngine's message to the file: the exception itself does not reach the worker's process."""
+    try:
+        yield
+    except UnsupportedEngine as unsupported:
+        if file:
+            Path(file).write_text(str(unsupported), encoding="utf-8")
+        raise
 
 
 class BatonConnector(KVConnectorBase_V1):
@@ -73,12 +84,8 @@ class BatonConnector(KVConnectorBase_V1):
         check_version(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
         settings = read(self._kv_transfer_config.kv_connector_extra_config)
-        try:
+        with refusals_saved(settings.refusal_file):
             refuse_unsupported(vllm_config, kv_cache_config)
-        except UnsupportedEngine as unsupported:
-            if settings.refusal_file:  # The exception itself does not reach the worker's process.
-                Path(settings.refusal_file).write_text(str(unsupported), encoding="utf-8")
-            raise
         self.connector_scheduler: ConnectorScheduler
         self._worker: ConnectorWorker
         if role is KVConnectorRole.SCHEDULER:
@@ -110,7 +117,8 @@ class BatonConnector(KVConnectorBase_V1):
         """All ranks have registered their memory."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         ranks_of_ours = [one for one in ranks if isinstance(one, RankHandshake)]
-        refuse_other_hosts(ranks_of_ours)
+        with refusals_saved(read(self._kv_transfer_config.kv_connector_extra_config).refusal_file):
+            refuse_other_hosts(ranks_of_ours)
         described = [one.rank() for one in ranks_of_ours]
         self.connector_scheduler.describe(described, self._kv_cache_config.num_blocks)
 
@@ -163,7 +171,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step without a request."""
-        return self.connector_scheduler.must_step
+        with self.connector_scheduler.calls.lock:
+            return self.connector_scheduler.must_step
 
     def reset_cache(self) -> bool | None:
         """Whether no block is leased: vLLM cannot reset the prefix cache while blocks are pinned."""

@@ -16,6 +16,7 @@ import msgspec
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, KvHandshake, KvLedgerState, LeaseKv, ReleaseKv
 from shared.contracts.message import Message
+from shared.contracts.workers import KvMemory
 
 
 class Peer(Message, frozen=True, kw_only=True):
@@ -38,6 +39,14 @@ class StartFetch(Message, frozen=True, kw_only=True):
 
     fetch_id: str
     fetch: FetchKv
+
+
+class MeasureRead(Message, frozen=True, kw_only=True):
+    """Measure how fast this engine reads blocks of the worker; the result is a ``ReadMeasured`` with the same id."""
+
+    measure_id: str
+    worker_id: WorkerId
+    epoch: Epoch
 
 
 class Chain(Message, frozen=True, kw_only=True):
@@ -65,6 +74,7 @@ class EngineCall(Message, frozen=True, kw_only=True):
     grants: list[KvGrant] = msgspec.field(default_factory=list)
     """Grants of other workers to this engine."""
     fetches: list[StartFetch] = msgspec.field(default_factory=list)
+    measures: list[MeasureRead] = msgspec.field(default_factory=list)
     chains_max: int = 0
     """Reply with at most so many ``EngineNotification.chains``."""
     chains_uses_min: int = 1
@@ -91,6 +101,19 @@ class FetchEnded(Message, frozen=True, kw_only=True):
     result: FetchedKv
 
 
+class ReadMeasured(Message, frozen=True, kw_only=True):
+    """A MeasureRead has ended."""
+
+    measure_id: str
+    bytes: int = 0
+    """In the fastest read."""
+    bytes_per_s: float = 0.0
+    """Of the fastest read."""
+    memory: KvMemory = KvMemory.CPU
+    failure: str = ""
+    """Why nothing was measured."""
+
+
 class EngineNotification(Message, frozen=True, kw_only=True):
     """News from an engine to its worker. Most lists are empty."""
 
@@ -104,6 +127,7 @@ class EngineNotification(Message, frozen=True, kw_only=True):
     releases: list[ReleaseKv] = msgspec.field(default_factory=list)
     connected: list[PeerConnected] = msgspec.field(default_factory=list)
     fetched: list[FetchEnded] = msgspec.field(default_factory=list)
+    measured: list[ReadMeasured] = msgspec.field(default_factory=list)
     chains: list[Chain] = msgspec.field(default_factory=list)
     """Most used first; none is a prefix of another."""
     state: KvLedgerState | None = None

@@ -7,13 +7,17 @@ another version they might fail late, or hand over wrong KV; so an engine of ano
 
 from __future__ import annotations
 
+from connector.layout.engine_layout import UnsupportedEngine
+
 SUPPORTED = ("0.32",)
 """Release series, each with all its patch releases."""
 
 
 def check_version(version: str) -> None:
-    """Raises ValueError for a version that is not supported."""
+    """Raises UnsupportedEngine for a version that is not supported."""
     series = ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
     if series not in SUPPORTED:
         known = " and ".join(f"{one}.x" for one in SUPPORTED)
-        raise ValueError(f"Baton supports vLLM {known}, and this is vLLM {version}: install a supported version.")
+        raise UnsupportedEngine(
+            f"Baton supports vLLM {known}, and this is vLLM {version}: install a supported version."
+        )

@@ -21,27 +21,32 @@ PURE = {
     "connector": "messages",
     "connector.holder": "*",
     "connector.layout": "routes tensors",
-    "connector.reader": "fetch lease_request peers prefetch reader token_counts",
+    "connector.reader": "fetch lease_request peers prefetch reader speed_test token_counts",
     "connector.scheduler": "exchange_core rank_aggregation stats",
-    "services.collector.console": "decision events health orders requests state traffic views workers",
+    "services.collector.console": "decision events health models orders requests state traffic views workers",
     "services.collector.metrics": "engine_work fleet_metrics requests windows",
     "services.collector.report": "*",
     "services.launcher.cluster": "folder",
-    "services.launcher.doctor": "facts findings installation services workers",
-    "services.launcher.system": "board devices failure_text plan restart scaling_steps",
+    "services.launcher.doctor": "adapters facts findings installation kv_reads services workers",
+    "services.launcher.system": (
+        "board devices failure_text gpu_topology options plan process_plan restart scaling_steps worker_plan"
+    ),
     "services.launcher.views": "watch",
+    "services.orchestrator.adapters": "wanted",
     "services.orchestrator.fleet": "*",
     "services.orchestrator.leadership": "leadership",
+    "services.orchestrator.sleep": "sleeper",
     "services.orchestrator.planner": "change demand engine_work family plan_log planner rules steadiness work",
     "services.router.admission": "admission fair_share queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit",
     "services.router.placement": (
-        "cost decision decision_log evaluation kv_sources media placement placer policy request_fields "
+        "cost decision decision_log evaluation kv_sources media model_names placement placer policy request_fields "
         "revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration timings",
     "services.router.state": (
-        "block_table cluster_view fleet_table prefix_index quarantine reservations sent_work worker_speed worker_speeds"
+        "adapters block_table cluster_view fleet_table prefix_index quarantine reservations sent_work worker_speed "
+        "worker_speeds worker_view"
     ),
     "services.router.telemetry": "outcome trace_sampling ttft",
     "services.router.tokenize": "block_hash parity",

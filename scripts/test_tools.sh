@@ -2,7 +2,7 @@
 # Installs what some tests need and pip does not have: a browser (chromium) for the console's, prometheus with promtool for
 # dashboards and alerts. Only where that takes no question: as root, on Debian and its like. Never an error: what is
 # missing afterwards is said here, and tests that need it are skipped, which pytest's summary says once more.
-# BATON_TEST_TOOLS=none leaves the machine as it is.
+# TEST_TOOLS=none leaves the machine as it is.
 set -u
 
 UPDATE_S_MAX=90
@@ -32,7 +32,7 @@ apt() {
 }
 
 wanted=$(missing)
-[ -n "$wanted" ] && [ "${BATON_TEST_TOOLS:-}" != none ] || exit 0
+[ -n "$wanted" ] && [ "${TEST_TOOLS:-}" != none ] || exit 0
 
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     # The package of prometheus would start a server of its own, which no test wants.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,6 +27,7 @@ GROUPS = {
     "tests/engines/test_kv_": "engines of the KV exchange",
     "tests/engines/": "engines",
     "tests/nightly/engines/": "engines",
+    "tests/gpu/": "engines",
     "tests/nightly/chaos/": "chaos",
     "tests/integration/connector/": WITH_VLLM,
     "tests/unit/connector/": WITH_VLLM,
@@ -37,6 +40,8 @@ process. The first match counts. The engines make two groups, because one would 
 """
 
 KILLS_ENGINES = "test_loss_and_drain.py"
+ENGINES_S_MAX = 900.0
+"""For a test that starts engines: on a busy machine they alone take seven minutes."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,11 +70,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         items.sort(key=_rank)
     items.sort(key=lambda item: item.path.name == KILLS_ENGINES)
+    for item in items:
+        if _group(str(item.path.relative_to(ROOT))).startswith("engines") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINES_S_MAX))
 
 
 def _rank(item: pytest.Item) -> int:
     folder = item.path.relative_to(ROOT).parts[1]
     return {"engines": 0, "e2e": 1, "nightly": 1, "integration": 2}.get(folder, 3)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _parsing_again() -> Iterator[None]:
+    """CPython 3.11 may fail to parse while its garbage collector runs (gh-106905). pytest parses the source of a test that
+    fails, and would end the whole run.
+    """
+    parse = ast.parse
+
+    def parse_again(*args: Any, **options: Any) -> ast.AST:
+        try:
+            return parse(*args, **options)
+        except SystemError:
+            return parse(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ast, "parse", parse_again)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

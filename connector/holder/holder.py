@@ -40,6 +40,8 @@ PROMPTS_NOTED_MAX = 1024
 """Prompts of which the number of cached tokens is kept, to report it to readers that follow them."""
 ENDED_LEGS_NOTED_MAX = 1024
 """Ended prefill legs that are remembered, for lease requests that arrive after them."""
+UNWANTED_OFFERS_NOTED_MAX = 1024
+"""Releases of offers that are remembered, because the offer may be made after them."""
 FOLLOW_S_MAX = 300.0
 """Maximum of ``LeaseKv.follow_s``."""
 FULL_S_MAX = 0.5
@@ -96,6 +98,7 @@ class Holder:
         self._draining = False
         self._prompts: OrderedDict[bytes, int] = OrderedDict()
         self._ended_legs: OrderedDict[LegId, None] = OrderedDict()
+        self._unwanted_offers: OrderedDict[str, None] = OrderedDict()
         self._pool: Pool
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0, block_size=1)
@@ -141,21 +144,28 @@ class Holder:
     def release(self, release: ReleaseKv) -> None:
         """End leases of a reader. Unknown leases, and leases of other readers, are ignored.
 
-        A release that overtakes its lease request is ignored too; that lease expires.
+        A release that overtakes its lease request is ignored too; that lease expires. An offer that this worker itself
+        releases before it is made is never made: the leg broke off, but its request may still end in the engine.
         """
-        if (release.worker_id, release.epoch) != (self._settings.worker_id, self._settings.epoch):
+        me = self._settings.worker_id
+        if (release.worker_id, release.epoch) != (me, self._settings.epoch):
             return
         for lease_id in (*release.ask_ids, *release.lease_ids):
             self._free(self._leases.release(lease_id, release.reader_id))
+        if release.reader_id == me:
+            self._unwanted_offers.update(dict.fromkeys(release.lease_ids))
+            while len(self._unwanted_offers) > UNWANTED_OFFERS_NOTED_MAX:
+                self._unwanted_offers.popitem(last=False)
 
     def offer(self, hashes: Sequence[bytes], block_ids: Sequence[int], offer_id: str = "") -> KvOffer | None:
-        """Pin the full blocks of a computed prompt, as many as the limits allow; None if they allow none.
+        """Pin the full blocks of a computed prompt, as many as the limits allow; None if they allow none or
+        the offer was released already.
 
         vLLM frees the request's blocks when it finishes; without this pin they could be evicted before the decode
         worker has read them.
         """
         held = list(block_ids[: min(len(hashes), LEASE_BLOCKS_MAX)])
-        if not held:
+        if not held or offer_id in self._unwanted_offers:
             return None
         count = 0 if self._draining or self._leases.is_full() else self._leases.pinnable(held)
         if not count:

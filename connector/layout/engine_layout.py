@@ -71,6 +71,7 @@ def _parallel_refusals(parallel: Any) -> list[str]:
         "pipeline_parallel_size": "each stage holds different layers, and a rank reads from ranks with the same layers",
         "decode_context_parallel_size": "a block's tokens are spread over ranks",
         "prefill_context_parallel_size": "a block's tokens are spread over ranks",
+        "nnodes": "a lease ends at an instant of one host's clock, which the ranks of another host do not have",
     }
     return [
         f"{name} is {getattr(parallel, name, 1)}: {reason}; set it to 1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from connector.messages import Peer, PeerKey
 from shared.contracts.ids import WorkerId
 
@@ -14,11 +16,21 @@ def key_of(peer: Peer) -> PeerKey:
 SHUNNED_MAX = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """A peer's blocks."""
+
+    blocks: int
+    device: str
+    """cpu or cuda."""
+
+
 class Peers:
     """Known peers, and the most that their clocks may be ahead of this one."""
 
     def __init__(self) -> None:
         self._ahead_s: dict[PeerKey, float] = {}
+        self._memory: dict[PeerKey, PeerMemory] = {}
         self._shunned: set[PeerKey] = set()
 
     def know(self, peer: Peer) -> list[PeerKey] | None:
@@ -26,6 +38,8 @@ class Peers:
         key = key_of(peer)
         known = key in self._ahead_s
         self._ahead_s[key] = peer.clock_ahead_s
+        devices = {rank.device for rank in peer.handshake.ranks}
+        self._memory[key] = PeerMemory(peer.handshake.blocks, "cuda" if devices == {"cuda"} else "cpu")
         self._shunned = {other for other in self._shunned if other[0] != key[0]}
         if known:
             return None
@@ -33,7 +47,12 @@ class Peers:
 
     def forget(self, key: PeerKey) -> bool:
         """Whether the peer was known."""
+        self._memory.pop(key, None)
         return self._ahead_s.pop(key, None) is not None
+
+    def memory(self, key: PeerKey) -> PeerMemory | None:
+        """None for an unknown peer."""
+        return self._memory.get(key)
 
     def clock_ahead_s(self, key: PeerKey) -> float | None:
         """Seconds; None for an unknown peer."""

@@ -76,11 +76,14 @@ class Reader:
         self._limits = limits
         self._now = now
         self._requests: dict[str, RequestState] = {}
+        self._by_goal: dict[bytes, Fetch] = {}
+        """Attached fetches by the hash of their last block, which names the whole prompt."""
         self._unfinished: list[Fetch] = []
         """Abandoned fetches whose reads are not over."""
 
     def matched(self, request: EngineRequest, order: LegOrder, local_tokens: int) -> int | None:
-        """Tokens after ``local_tokens`` that can be fetched. None: not known yet, or the request is in ``refused``.
+        """Tokens after ``local_tokens`` that can be fetched. None: not known yet, or another request fetches the same
+        blocks, or the request is in ``refused``.
 
         vLLM calls this in every step while ``num_computed_tokens`` is 0, so also after each preemption.
         """
@@ -89,7 +92,10 @@ class Reader:
         if request.num_preemptions != counts.preemptions:
             counts.preempted(request.num_preemptions)
             state.fetches = 0
-        fetch = self._fetch(state, request, local_tokens // self._block_tokens)
+        start = local_tokens // self._block_tokens
+        if self._is_coming(state, request.block_hashes, start):
+            return None
+        fetch = self._fetch(state, request, start)
         blocks: int | None = 0
         if fetch is not None:
             fetch.on_time(self._now())
@@ -162,6 +168,7 @@ class Reader:
                 continue
             ended.add(request_id)
             if state.aborted:
+                self._drop(state)
                 del self._requests[request_id]
                 continue
             empty.update(fetch.missing())
@@ -236,6 +243,13 @@ class Reader:
             next_number=lambda: next(self.numbers),
         )
 
+    def _is_coming(self, state: RequestState, hashes: Sequence[bytes], start: int) -> bool:
+        """Whether another request fetches exactly the blocks that this one would fetch: they will be cached."""
+        if not hashes or not (state.order.sources or state.order.take):
+            return False
+        other = self._by_goal.get(hashes[-1])
+        return other is not None and other is not state.fetch and other.plan.start == start and not other.stopped
+
     def _fetch(self, state: RequestState, request: EngineRequest, start: int) -> Fetch | None:
         """The fetch of this admission. One under way is kept if it still begins where the cached part ends."""
         if state.fetch is not None:
@@ -259,7 +273,7 @@ class Reader:
             plan.take = take
             if self._peers.clock_ahead_s(_holder(take)) is None:
                 self.unknown_peers.add(_holder(take))
-        state.fetch = Fetch(plan, self._now())
+        state.fetch = self._by_goal[hashes[-1]] = Fetch(plan, self._now())
         state.has_used_offer = state.has_used_offer or any(request.is_offer for request in state.fetch.requests)
         return state.fetch
 
@@ -279,6 +293,8 @@ class Reader:
         fetch, state.fetch = state.fetch, None
         if fetch is None:
             return
+        if self._by_goal.get(fetch.plan.hashes[-1]) is fetch:
+            del self._by_goal[fetch.plan.hashes[-1]]
         fetch.stop()
         state.counts.reads.extend(fetch.reads())
         if not fetch.over:

@@ -1,7 +1,7 @@
 """The connector's scheduler role: grants leases, fetches KV for the engine's requests, gives orders to the worker role.
 
-Runs on the engine's scheduler thread, and is called in two ways: by hooks of the scheduler in every step, and through
-``exchange``, a utility call of the worker process that an idle engine answers without a step.
+Called in two ways: by hooks of the scheduler in every step, and through ``exchange``, a utility call of the worker
+process, which needs no step and may come while one is computed (see ``calls_during_steps``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import EngineCall, Orders, Results
 from connector.reader.fetch import FetchLimits
 from connector.reader.pool_allocator import PoolBlockAllocator
+from connector.scheduler.calls_during_steps import CallsDuringSteps
 from connector.scheduler.exchange_core import ExchangeCore
 from connector.scheduler.idle_wait import READ_WAIT_S_MAX, IdleWait
 from connector.scheduler.notification_socket import NotificationSocket
@@ -76,6 +77,7 @@ class ConnectorScheduler:
         self._aggregation = RankAggregation(shape.ranks)
         self._socket = NotificationSocket(settings.notifications)
         self.idle_wait = IdleWait()
+        self.calls = CallsDuringSteps()
         holder_settings = HolderSettings(
             worker_id=WorkerId(settings.worker_id),
             epoch=Epoch(settings.epoch),
@@ -108,7 +110,7 @@ class ConnectorScheduler:
 
     def exchange(self, packed: bytes) -> bytes:
         """Carry out a packed ``EngineCall`` of the worker; returns a packed ``EngineNotification``."""
-        self.idle_wait.note_change()
+        self.idle_wait.wake()
         call = _call.decode(packed)
         self._core.handle(call)
         self._core.grant()
@@ -170,7 +172,8 @@ class ConnectorScheduler:
     def must_step(self) -> bool:
         """Whether the engine must step without a request: there are orders, or reads for no request are under way."""
         core = self._core
-        return bool(core.orders or core.connecting) or not (core.prefetcher.idle and self.reader.has_only_wanted_reads)
+        is_working = core.orders or core.connecting or core.works_without_request
+        return bool(is_working) or not self.reader.has_only_wanted_reads
 
     def push_notifications(self) -> None:
         """Notify the worker if there is something new."""
@@ -185,7 +188,7 @@ class ConnectorScheduler:
     @property
     def _is_moving(self) -> bool:
         core = self._core
-        return bool(core.connecting or self.reader.reads_under_way or not core.prefetcher.idle)
+        return bool(core.connecting or self.reader.reads_under_way or core.works_without_request)
 
     def _take_outbox(self) -> None:
         outbox, orders = self.reader.outbox, self._core.orders

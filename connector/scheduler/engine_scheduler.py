@@ -1,5 +1,6 @@
-"""vLLM's schedulers with three additions: reads may end between steps, requests below the cache threshold are refused,
-and transfer reports are sent with the first token.
+"""vLLM's schedulers with five additions: reads may end between steps, the worker's calls are answered while a step is
+computed, requests below the cache threshold are refused, transfer reports are sent with the first token, and LoRA
+adapters are hashed by their content.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.connector import BatonConnector, params_of
+from connector.scheduler.adapters import make_loadable
 from connector.scheduler.connector_scheduler import StepReport
 
 if TYPE_CHECKING:
@@ -28,28 +30,42 @@ CACHE_THRESHOLD = "cache_threshold"
 
 
 class BatonScheduling:
-    """Mixed in before one of vLLM's schedulers."""
+    """Mixed in before one of vLLM's schedulers. Methods that use blocks hold the lock of ``CallsDuringSteps``."""
 
     connector: Any
 
     def add_request(self, request: Request) -> None:
         """A new request: schedule it without waiting."""
-        self.connector.connector_scheduler.idle_wait.note_change()
-        super().add_request(request)  # type: ignore[misc]
+        side = self.connector.connector_scheduler
+        side.idle_wait.note_change()
+        with side.calls.lock:
+            super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         """Ended requests free memory. Their releases are sent at once: an engine without requests does not step."""
-        self.connector.connector_scheduler.idle_wait.note_change()
-        finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
-        self.connector.connector_scheduler.push_notifications()
+        side = self.connector.connector_scheduler
+        side.idle_wait.note_change()
+        with side.calls.lock:
+            finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+            side.push_notifications()
         return finished
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's."""
+        with self.connector.connector_scheduler.calls.lock:
+            was_reset: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+            return was_reset
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Wait first, if the step could only check for grants or ended reads."""
         side = self.connector.connector_scheduler
         side.wait_if_idle()
-        scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
+        with side.calls.lock:
+            side.calls.end()
+            scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
+            make_loadable(scheduled)
+            side.calls.begin()
         return scheduled
 
     def update_from_output(
@@ -60,6 +76,13 @@ class BatonScheduling:
         """
         if not isinstance(self.connector, BatonConnector):
             raise TypeError("this scheduler is for the Baton connector: set kv_connector to BatonConnector")
+        with self.connector.connector_scheduler.calls.lock:
+            self.connector.connector_scheduler.calls.end()
+            return self._update_from_output(scheduler_output, model_runner_output)
+
+    def _update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         side = self.connector.connector_scheduler
         side.holder.computed(scheduler_output)
         report = model_runner_output.kv_connector_output

@@ -29,6 +29,7 @@ from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers, key_of
 from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader
+from connector.reader.speed_test import SpeedTests
 from connector.scheduler.stats import ExchangeStats
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvTransferReport, LegOrder
@@ -65,12 +66,14 @@ class ExchangeCore:
         self.holder = Holder(settings, now)
         self.reader = Reader((settings.worker_id, settings.epoch), block_tokens, self._peers, limits, now)
         self.prefetcher = Prefetcher(self.reader, now)
+        self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
         self._hot: HotChains
 
     def bind(self, pool: Pool, allocator: BlockAllocator) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
         self.holder.bind(pool, self._block_tokens)
         self.prefetcher.bind(allocator)
+        self._speed_tests.bind(allocator)
         self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
 
     def handle(self, call: EngineCall) -> None:
@@ -87,6 +90,9 @@ class ExchangeCore:
             self.prefetcher.on_grant(grant)
         for fetch in call.fetches:
             self.prefetcher.start(fetch)
+        for measure in call.measures:
+            memory = self._peers.memory((measure.worker_id, measure.epoch))
+            self._speed_tests.start(measure, memory, self._device)
         if call.chains_max:
             self._replies.chains = self._hot.hottest(
                 call.chains_max, self._now(), uses_min=call.chains_uses_min, idle_s_max=call.chains_idle_s_max
@@ -104,6 +110,7 @@ class ExchangeCore:
             self.reader.on_time()
         if not self.prefetcher.idle:
             self.prefetcher.advance()
+        self._speed_tests.on_time()
 
     def on_connected(self, ended: Iterable[Connected]) -> None:
         """Connection attempts have ended, with or without success."""
@@ -116,6 +123,8 @@ class ExchangeCore:
 
     def on_part(self, part: ReadPart) -> None:
         """A part of a read has ended."""
+        if self._speed_tests.on_part(part):
+            return  # Nothing was received.
         self._stats.part(part)
         if not self.reader.on_part(part):
             self.prefetcher.on_part(part)
@@ -137,14 +146,22 @@ class ExchangeCore:
     @property
     def reads(self) -> int:
         """Number of reads under way, with and without a request."""
-        return self.reader.reads_under_way + self.prefetcher.reads_under_way
+        return self.reader.reads_under_way + self.prefetcher.reads_under_way + self._speed_tests.reads_under_way
+
+    @property
+    def works_without_request(self) -> bool:
+        """Whether it fetches or measures for no request: the engine must step without one."""
+        return not self.prefetcher.idle or self._speed_tests.reads_under_way > 0
 
     @property
     def has_notifications(self) -> bool:
         """Whether ``notifications`` would say something new."""
         outbox, reader = self.reader.outbox, self.reader
-        has_messages = outbox.lease_requests or outbox.releases or self._replies or self.prefetcher.ended
-        return bool(has_messages or reader.unknown_peers or self._stats.changed(self.holder, reads=self.reads))
+        has_messages = outbox.lease_requests or outbox.releases or self._replies
+        has_ended = self.prefetcher.ended or self._speed_tests.ended
+        return bool(
+            has_messages or has_ended or reader.unknown_peers or self._stats.changed(self.holder, reads=self.reads)
+        )
 
     def notifications(self, *, describe: bool = False) -> EngineNotification:
         """Everything new for the worker, once; with the handshake if ``describe``."""
@@ -160,13 +177,20 @@ class ExchangeCore:
             releases=outbox.releases,
             connected=replies.connected,
             fetched=self.prefetcher.ended,
+            measured=self._speed_tests.ended,
             chains=replies.chains,
             state=self._stats.state(self.holder, reads=self.reads),
         )
-        outbox.lease_requests, outbox.releases, self.prefetcher.ended = [], [], []
+        outbox.lease_requests, outbox.releases = [], []
+        self.prefetcher.ended, self._speed_tests.ended = [], []
         self._replies = PendingReplies()
         reader.unknown_peers.clear()
         return notifications
+
+    @property
+    def _device(self) -> str:
+        """Of this engine's blocks."""
+        return self.handshake.ranks[0].device if self.handshake is not None and self.handshake.ranks else ""
 
     def _add_peer(self, peer: Peer) -> None:
         key = key_of(peer)
@@ -192,6 +216,7 @@ class ExchangeCore:
         self.orders.forget.append(key)
         self.reader.on_peer_gone(key)
         self.prefetcher.on_peer_gone(key)
+        self._speed_tests.on_peer_gone(key)
 
     def _reply_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
         connected = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)

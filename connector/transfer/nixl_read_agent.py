@@ -4,7 +4,8 @@ Over shared memory the calling thread copies the whole read when it begins it, w
 
 Over TCP, after a transfer is released or its peer is removed, UCX still writes into local memory when a frozen peer
 resumes. Only destroying the agent stops that. So each peer is read with an agent of its own, which is destroyed with
-the connection. It has no progress thread, because the reader polls the state until the read ends.
+the connection, whatever memory it reads into (DECISIONS 44). It has no progress thread, because the reader polls the
+state until the read ends.
 
 Also over TCP, and a fault of UCX: a reader that dies during a read can kill the holder's process ("Fatal: unexpected
 error: Endpoint timeout"), about one time in five. Shared memory and RDMA need no action of the holder's process.
@@ -34,6 +35,12 @@ ERRORS = tuple(one for name, one in vars(nixl_bindings).items() if name.startswi
 PROGRESS_DELAY_US = 10_000
 """Longest sleep of a progress thread. Without a delay it spins and keeps a core busy; with one it still wakes at once
 when something arrives.
+"""
+os.environ.setdefault("UCX_TCP_CONN_NB", "y")
+"""UCX connects over TCP without waiting, because its waiting connect has two faults. A host that does not answer blocks
+the thread for two minutes. And if the peer's process ends just after it has accepted, the endpoint is freed, yet used
+by the next read, which kills this process (seen in UCX of nixl 1.5.1, twice in 5,000 such deaths). UCX reads the
+variable when an agent starts.
 """
 if "NIXL_LOG_LEVEL" not in os.environ:
     logging.getLogger("nixl").setLevel(logging.WARNING)  # otherwise it logs two lines per connection

@@ -17,10 +17,11 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from connector import settings
-from connector.layout.engine_layout import kv_heads_of, layers_of, regions_of
+from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, layers_of, regions_of
 from connector.layout.routes import ReaderRank
 from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import Orders, Results
+from connector.transfer import ucx
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier
@@ -52,14 +53,14 @@ def host_id() -> str:
 
 
 def refuse_other_hosts(ranks: Iterable[RankHandshake]) -> None:
-    """Raises ValueError if a rank runs on another host than the scheduler.
+    """Raises UnsupportedEngine if a rank runs on another host than the scheduler.
 
     The scheduler says on its own monotonic clock until when a lease may be read (``Read.until_s``), and another host's
     clock may be hours behind.
     """
     own = host_id()
     if any(one.host != own for one in ranks):
-        raise ValueError(
+        raise UnsupportedEngine(
             "The Baton connector does not support tensor parallelism over several hosts: a rank's clock is not the "
             "scheduler's. Use as many ranks as one host has devices, or WORKER_CONNECTOR=upstream."
         )
@@ -82,6 +83,7 @@ class ConnectorWorker:
         """Make the engine's blocks readable by peers, and start the transfer thread."""
         rank = int(self._parallel.rank) % int(self._parallel.tensor_parallel_size)
         name = f"{self._settings.worker_id}-{self._settings.epoch}-{rank}-{uuid.uuid4().hex[:8]}"
+        ucx.set_defaults({cache.device.type for cache in kv_caches.values()})
         agent = self._make_agent(name)
         _create_pages(kv_caches)
         regions = regions_of(kv_caches)

@@ -91,6 +91,12 @@ MOVING = (
         "Bytes divided by the time during which reads ran. Good: near the bandwidth of the network.",
     ),
     graph(
+        "Bandwidth in KV self-tests",
+        "Bps",
+        {"{{worker_id}} from {{source}} ({{memory}})": gauge(names.WORKER_KV_READ_SPEED, "worker_id, source, memory")},
+        "Each pair of workers, when the younger one started. cuda below 5 GB/s: TCP, or copies through host memory.",
+    ),
+    graph(
         "KV received in 1 h",
         "bytes",
         {"received": increase(names.FLEET_RECEIVED_BYTES)},

@@ -14,8 +14,8 @@ from replay.legs import Active, RequestCounts
 from replay.profile import Profile
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
-from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet
+from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from replay.policies.base import Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest
-from services.router.state.cluster_view import WorkerView
+from services.router.state.worker_view import WorkerView
 from shared.contracts.ids import WorkerId
 
 

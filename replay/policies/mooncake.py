@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from replay.policies.base import TOKENS_OUT_UNKNOWN, Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest, Rejection
-from services.router.state.cluster_view import WorkerView
+from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource

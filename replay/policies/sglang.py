@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from replay.policies.base import Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest
-from services.router.state.cluster_view import WorkerView
+from services.router.state.worker_view import WorkerView
 from shared.contracts.ids import WorkerId
 
 TREE_TOKENS_MAX = 67_108_864

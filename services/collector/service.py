@@ -19,7 +19,9 @@ from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.report.report import ReportBuilder
 from services.collector.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope
+from shared.contracts.adapters import AdapterOrdered
 from shared.contracts.channels import (
+    ADAPTER_ORDERED,
     DEFAULT_MODE,
     DISAGGREGATION_REPORT,
     DRAINED,
@@ -44,6 +46,7 @@ from shared.runtime.service import Service
 from shared.runtime.version import baton_version
 from shared.telemetry.families import Family, to_prometheus
 from shared.telemetry.setup import MetricsPush
+from shared.text.fleet_text import adapter_ordered
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class Collector:
         await self._bus.subscribe(DRAINED, self._on_worker_drained)
         await self._bus.subscribe(SERVICE_STATUS, self._on_service_status)
         await self._bus.subscribe(PLAN, self._on_plan)
+        await self._bus.subscribe(ADAPTER_ORDERED, self._on_adapter_ordered)
         await self._bus.answer(DISAGGREGATION_REPORT, self._on_report_asked)
         self._bus.on_disconnect(self.feed.wake)
         self._bus.on_reconnect(self.feed.wake)
@@ -150,6 +154,11 @@ class Collector:
         self._metrics.plans.update(decision, moment.now)
         self._console.events.planned(decision, moment.at)
         self.feed.wake()
+
+    def _on_adapter_ordered(self, done: AdapterOrdered, _envelope: Envelope) -> None:
+        failed = bool(done.refusal) or any(change.failure for change in done.changes)
+        by = f"{done.order.by or 'an operator'}{', again on a worker that started' if done.automatic else ''}"
+        self._note_order(done.order.name, f"{adapter_ordered(done)} (by {by})", not failed)
 
     def _note_order(self, subject: str, text: str, succeeded: bool) -> None:
         self._console.events.order_given(subject, text, self._moment().at, succeeded=succeeded)

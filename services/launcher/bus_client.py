@@ -12,12 +12,16 @@ from services.launcher.cluster.access import launcher_access
 from services.launcher.errors import CommandFailed
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import AskRefused, AskTimedOut, Bus, Envelope, NoResponders
+from shared.contracts.adapters import AdapterOrdered, Adapters, AskAdapters, OrderAdapter
 from shared.contracts.channels import (
     CHANGE_ROLE,
+    DESCRIBE_ADAPTERS,
     DESCRIBE_FLEET,
     DRAIN,
     DRAINED,
     LOAD,
+    ORDER_ADAPTER,
+    ORDER_MODEL,
     SERVICE_STATUS,
     WORKER_RECORDS,
     AskChannel,
@@ -26,6 +30,7 @@ from shared.contracts.control import ServiceStatus
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.load import LoadReport
 from shared.contracts.message import Message
+from shared.contracts.sleeping import ModelOrdered, OrderModel
 from shared.contracts.workers import DescribeFleet, FleetState, FleetWorker, WorkerPhase
 
 M = TypeVar("M", bound=Message)
@@ -37,6 +42,9 @@ ACCEPT_S_MAX = 5.0
 """For a worker to accept an order."""
 ROLE_S_MAX = 60.0
 """For a worker to verify another role: longer than all of its attempts."""
+ADAPTER_S_MAX = 600.0
+"""For all workers to load an adapter, of which several do it at the same time."""
+NO_ORCHESTRATOR = "No orchestrator responds: it carries out and logs orders about adapters. Start one (`baton up`)."
 SILENCE_S_MAX = 10.0
 """A draining worker reports its load once a second; after its last report it may take this long to stop."""
 
@@ -159,6 +167,44 @@ async def change_role(nats_url: str, order: ChangeRole) -> RoleChanged:
     if changed.failure:
         raise CommandFailed(f"{changed.worker_id} remains a {changed.role.value} worker: {changed.failure}")
     return changed
+
+
+async def order_adapter(nats_url: str, order: OrderAdapter) -> AdapterOrdered:
+    """Returns when the workers have carried it out, or failed to. Raises CommandFailed, BusError."""
+    async with open_bus(nats_url) as bus:
+        try:
+            return await bus.ask(ORDER_ADAPTER, order, timeout_s=ADAPTER_S_MAX)
+        except NoResponders as error:
+            raise CommandFailed(NO_ORCHESTRATOR) from error
+        except (AskTimedOut, AskRefused) as error:
+            raise CommandFailed(f"The orchestrator did not carry out the order: {error}. See its log.") from error
+
+
+@dataclass(frozen=True)
+class AdapterView:
+    """The fleet, and what the orchestrator says of its adapters."""
+
+    fleet: Fleet
+    adapters: Adapters
+
+
+async def read_adapters(nats_url: str) -> AdapterView:
+    """From registry and orchestrator; without an orchestrator only what is loaded. Raises BusError."""
+    fleet = await read_fleet(nats_url)
+    async with open_bus(nats_url) as bus:
+        try:
+            return AdapterView(fleet, await bus.ask(DESCRIBE_ADAPTERS, AskAdapters(), timeout_s=ASK_S_MAX))
+        except (NoResponders, AskTimedOut):
+            return AdapterView(fleet, Adapters())
+
+
+async def order_model(nats_url: str, order: OrderModel) -> ModelOrdered:
+    """Returns when the orchestrator has taken the order. Raises CommandFailed, BusError."""
+    missing = "No orchestrator responds. Check that one runs: `baton doctor`."
+    ordered = await ask_service(nats_url, ORDER_MODEL, order, s_max=ASK_S_MAX, missing=missing)
+    if ordered.refusal:
+        raise CommandFailed(f"The order was refused: {ordered.refusal}")
+    return ordered
 
 
 async def _no_such_worker(nats_url: str, worker_id: str) -> str:

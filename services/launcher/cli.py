@@ -14,6 +14,7 @@ import typer
 from services.launcher.commands import doctor as doctor_command
 from services.launcher.commands import init as init_command
 from services.launcher.commands import keys as key_commands
+from services.launcher.commands import lora as lora_commands
 from services.launcher.commands import orders as order_commands
 from services.launcher.commands import up as up_command
 from services.launcher.commands import views as view_commands
@@ -57,6 +58,7 @@ def down(state_dir: StateDir = None) -> None:
 
 view_commands.add_to(app)
 order_commands.add_to(app)
+lora_commands.add_to(app)
 doctor_command.add_to(app)
 init_command.add_to(app)
 key_commands.add_to(app)

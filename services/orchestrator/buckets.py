@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from shared.bus.port import Bus, BusError
-from shared.contracts.channels import DEFAULT_MODE, LEADERSHIP, WORKER_RECORDS
+from shared.contracts.channels import DEFAULT_MODE, LEADERSHIP, WANTED_ADAPTERS, WORKER_RECORDS
 from shared.contracts.workers import WORKER_RECORD_TTL_S
 
 log = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ async def make_buckets(bus: Bus, lease_s: float) -> None:
     await bus.make_bucket(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     await bus.make_bucket(LEADERSHIP, ttl_s=lease_s)
     await bus.make_bucket(DEFAULT_MODE, ttl_s=None)
+    await bus.make_bucket(WANTED_ADAPTERS, ttl_s=None)
 
 
 async def keep_buckets(bus: Bus, lease_s: float) -> None:

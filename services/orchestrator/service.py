@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
+from services.orchestrator.adapters.orders import AdapterOrders
 from services.orchestrator.buckets import keep_buckets, make_buckets
 from services.orchestrator.fleet.fleet import Fleet, Limits
 from services.orchestrator.leadership.leader import stand_for_leadership
@@ -13,6 +14,7 @@ from services.orchestrator.leadership.leadership import Candidate
 from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
+from services.orchestrator.sleep.sleeping import Sleeping
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, StoredValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.control import Leadership
@@ -51,6 +53,14 @@ class Orchestrator:
         self._fleet = Fleet(Limits())
         self._candidate = Candidate(ROLE, name, settings.lease_s)
         self._planning = Planning(bus, clock, settings, rules or settings.rules(), leading=lambda: self.leading)
+        self._adapters = AdapterOrders(bus, clock, lambda: self.describe().workers, leading=lambda: self.leading)
+        self._sleeping = Sleeping(
+            bus,
+            clock,
+            settings.sleep_policy(),
+            leading=lambda: self.leading,
+            fleet=lambda: self.describe().workers,
+        )
         self._unpublished: list[WorkerLost] = []
         """Losses to publish. A standby drops them: its fleet still has them when it takes over."""
         self._fleet_known = asyncio.Event()
@@ -80,17 +90,22 @@ class Orchestrator:
             await self._bus.subscribe(LOAD, self._load_reported)
             await self._bus.subscribe(FLEET_STATE, self._state_published)
             await self._planning.listen()
+            await self._sleeping.listen()
             keeping = tasks.create_task(keep_buckets(self._bus, self._candidate.lease_s), name="keep-buckets")
             following = tasks.create_task(self._follow(records.watch()), name="follow-records")
             await unless(stopping, self._waits.until(REGISTRY, self._fleet_known.wait))
             publishing = tasks.create_task(self._publish(), name="publish")
             planning = tasks.create_task(self._planning.run(lambda: self.describe().workers), name="plan")
+            adapting = tasks.create_task(self._adapters.run(), name="look-after-adapters")
+            sleeping = tasks.create_task(self._sleeping.run(), name="sleep")
             on_ready()
             await stand_for_leadership(self._candidate, leadership, self._clock, stopping)
             keeping.cancel()
             following.cancel()
             publishing.cancel()
             planning.cancel()
+            adapting.cancel()
+            sleeping.cancel()
 
     async def _open_stores(self) -> tuple[KeyValueStore[WorkerRecord], KeyValueStore[Leadership]]:
         bus, until = self._bus, self._waits.until

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from services.orchestrator.planner.rules import Rules
+from services.orchestrator.planner.rules import Rules, read_models
+from services.orchestrator.sleep.sleeper import SleepPolicy, read_after
 from shared.contracts.control import LEADERSHIP_TTL_S
 
 
@@ -24,15 +25,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     planner_itl_s: float = Rules().itl_s
     """Target for the time between tokens, which limits decode batches; 0: no target."""
     planner_workers_min: int = Rules().workers_min
-    """Workers of one fleet, all roles together."""
+    """Workers of one model, all roles together."""
     planner_workers_max: int = Rules().workers_max
-    """0: no limit."""
+    """Workers of one model, all roles together; 0: no limit."""
+    planner_models: str = ""
+    """JSON: targets and limits of single models, such as ``{"my-model": {"ttft_s": 1, "workers_max": 4}}`` with any of
+    ``ttft_s``, ``itl_s``, ``workers_min`` and ``workers_max``."""
     planner_time_scale: float = 1.0
     """Multiplies all times of the planner: below 1 it reacts sooner, and also to shorter peaks."""
     scaler: Literal["launcher", "webhook", "advice"] = "launcher"
     """Starts and stops workers: `baton up --workers-max`, the webhook ``scaler_url``, or nothing."""
     scaler_url: str = ""
     """POST, with a ``ScaleFleet`` as JSON."""
+
+    sleep_after_s: str = ""
+    """JSON: seconds without a request after which a model's workers end their engines and sleep, such as
+    ``{"my-model": 600}``. Models that are not named stay awake."""
+    awake_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Models that may be awake at a time; 0: all. For another one, the model that was unused longest goes to sleep."""
+    wake_on_request: bool = True
+    """Whether a request for a model that sleeps wakes it; otherwise only `baton wake` does."""
 
     def __post_init__(self) -> None:
         if self.scaler == "webhook" and not self.scaler_url:
@@ -41,6 +53,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("a planner's time_scale must be above 0")
         if self.planner_workers_min < 1:
             raise ValueError("a fleet needs at least one worker")
+        try:
+            self.sleep_policy()
+        except (ValueError, msgspec.DecodeError) as error:
+            raise ValueError(f"ORCHESTRATOR_SLEEP_AFTER_S: {error}; correct it or unset it") from error
+        try:
+            rules = self.rules()
+        except (ValueError, msgspec.DecodeError) as error:
+            raise ValueError(f"ORCHESTRATOR_PLANNER_MODELS: {error}; correct it or unset it") from error
+        for model in rules.models:
+            least, most = rules.of(model).workers_min, rules.of(model).workers_max
+            if 0 < most < least:
+                raise ValueError(f"ORCHESTRATOR_PLANNER_MODELS: {model} has workers_min {least}, workers_max {most}")
 
     def rules(self) -> Rules:
         """The planner's rules with these targets and limits."""
@@ -49,5 +73,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             itl_s=self.planner_itl_s,
             workers_min=self.planner_workers_min,
             workers_max=self.planner_workers_max,
+            models=read_models(self.planner_models),
         )
         return rules.with_times(self.planner_time_scale)
+
+    def sleep_policy(self) -> SleepPolicy:
+        """Which models sleep, and when they wake. Raises ValueError, msgspec.DecodeError."""
+        after_s = msgspec.json.decode(self.sleep_after_s.strip().encode() or b"{}", type=dict[str, float])
+        return SleepPolicy(after_s=read_after(after_s), awake_max=self.awake_max, on_request=self.wake_on_request)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from services.router.admission.admission import Admission
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
+from services.router.admission.waker import Waker
 from services.router.auth.authenticator import Authenticator
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
@@ -37,7 +38,7 @@ from services.router.state.fleet import Fleet
 from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.health import health_of
-from services.router.telemetry.metrics import LiveMetrics, QueueMetrics, RequestMetrics, SpeedMetrics
+from services.router.telemetry.metrics import CountMetrics, LiveMetrics, QueueMetrics, RequestMetrics, SpeedMetrics
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
@@ -140,7 +141,8 @@ class Router:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster
         failures, response_headers = failure_policy(settings), ResponseHeaders()
         bus_health = BusHealth(self.bus, cluster, self.clock)
-        placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=settings.bus_wait_s_max)
+        waker = Waker(self.bus, self.fleet, now, wake_s_max=settings.wake_s_max)
+        placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=settings.bus_wait_s_max, waker=waker)
         runner = LegRunner(
             settings=settings,
             now=now,
@@ -189,6 +191,7 @@ class Router:
         gauge(names.ROUTER_INDEX_COMPILED, self.registry).set(IS_COMPILED)
         gauge(names.ROUTER_PEERS, self.registry).set_function(lambda: book.others)
         self.registry.register(SpeedMetrics(self.speeds))
+        self.registry.register(CountMetrics(names.ROUTER_RENDERED_PROMPTS, self.prompts.rendered.counts))
         parity, orphans = self.prompts.parity.book, self.inbox.orphans
         self.registry.register(LiveMetrics(self.relay.in_flight, self.fleet, self.kv, parity, self.bus, orphans))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -114,6 +114,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A TOML file with the recovery actions for each kind of failure; empty: the defaults."""
     bus_wait_s_max: float = 5.0
     """How long new requests wait for NATS and the workers to come back; then 503."""
+    wake_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
+    """How long a request waits for its model to wake, if the model sleeps; then, or if that is expected to take longer,
+    503 with Retry-After. 0: no request waits.
+    """
     drain_s_max: float = 30.0
     """For running requests to end after SIGTERM."""
     silent_s_max: float = 3.0

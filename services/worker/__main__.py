@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 
 from services.worker.engines.port import StartEngine
+from services.worker.lifecycle.sleeping import begin_anew
 from services.worker.service import SHUTDOWN_S_MAX, engine_starter, run_worker
 from services.worker.settings import Settings
 from shared.bus.port import Bus
@@ -16,6 +17,9 @@ from shared.contracts.workers import Role
 from shared.runtime.service import Service, refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
+ENVIRONMENT = dict(os.environ)
+"""Before an engine adds to it."""
+
 
 def main() -> None:
     try:
@@ -23,10 +27,18 @@ def main() -> None:
     except SettingsError as error:
         refuse("worker", error)
 
-    async def live(service: Service) -> None:
-        await run_worker(service, settings, common, starter_of(settings, service.bus))
+    sleeps = False
 
-    run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + SHUTDOWN_S_MAX)
+    async def live(service: Service) -> None:
+        nonlocal sleeps
+        sleeps = await run_worker(service, settings, common, starter_of(settings, service.bus))
+
+    try:
+        run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + SHUTDOWN_S_MAX)
+    except SystemExit as ended:
+        if sleeps and not ended.code:
+            begin_anew(ENVIRONMENT)
+        raise
 
 
 def starter_of(settings: Settings, bus: Bus) -> StartEngine:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
@@ -19,13 +20,17 @@ from services.worker.legs.body import KvPolicy
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.server import LegServer
 from services.worker.legs.unread_offers import UnreadOffers
+from services.worker.lifecycle.adapter_handler import AdapterHandler
 from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan
 from services.worker.lifecycle.order_handler import OrderHandler
 from services.worker.lifecycle.probing import Prober
+from services.worker.lifecycle.read_speeds import ReadSpeeds
 from services.worker.lifecycle.registration import Registration, new_epoch
 from services.worker.lifecycle.role import SavedRole
 from services.worker.lifecycle.self_test_handler import SelfTestHandler
+from services.worker.lifecycle.sleeping import Sleep
 from services.worker.lifecycle.status import WorkerStatus
+from services.worker.render_handler import RenderHandler
 from services.worker.settings import Settings
 from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
 from services.worker.tokenizer_handler import TokenizerHandler
@@ -56,9 +61,9 @@ def engine_starter(name: str) -> StartEngine:
     return cast("StartEngine", importlib.import_module(ENGINES[name]).start_engine)
 
 
-async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> None:
-    """From registration to removal. Raises EngineRefused when the engine cannot serve and EngineDead when it dies; both
-    end the process.
+async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> bool:
+    """From registration to removal. Returns whether the worker sleeps now: then the process begins anew. Raises
+    EngineRefused when the engine cannot serve and EngineDead when it dies; both end the process.
     """
     saved_role = SavedRole(common.state_dir, settings.worker_id, settings.role)
     settings = msgspec.structs.replace(settings, role=saved_role.role)
@@ -70,16 +75,21 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
         service.set_phase(ServicePhase.STARTING, detail)
 
     try:
+        if settings.asleep and not await Sleep(service, registration).until_woken():
+            saved_role.forget()
+            return False
         starting = start_engine(settings, common, report, identity=Identity(registration.record.worker_id, epoch))
         engine = await _unless_stopped(starting, service.stopping)
         if engine is None:
             saved_role.forget()
-            return
-        forget_refusal(common.state_dir, settings.worker_id)
+            return False
         try:
-            await Worker(service, settings, engine, registration, saved_role).run()
+            await load_at_start(engine.adapters, settings.lora_adapters, settings.lora_dir)
+            forget_refusal(common.state_dir, settings.worker_id)
+            plan = await Worker(service, settings, engine, registration, saved_role).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
+        return plan.sleeps and not service.stopping.is_set()
     except EngineRefused as refused:
         save_refusal(common.state_dir, settings.worker_id, str(refused))
         raise
@@ -116,24 +126,32 @@ class Worker:
             None if exchange is None else UnreadOffers(exchange, identity),
         )
         self._prober = None
-        self._opens = [TokenizerHandler(engine, worker_id, epoch, service.bus).open]
+        self._opens = [
+            TokenizerHandler(engine, worker_id, epoch, service.bus).open,
+            RenderHandler(engine.renderer, worker_id, epoch, service.bus).open,
+        ]
         self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
         if exchange is not None:
             self._opens.append(exchange.open)
             self._follows.append(exchange.follow)
         if exchange is not None and record.role is not Role.STORE:  # A store cannot generate, so it runs no self-test.
-            self_tests = SelfTestHandler(service.bus, service.clock, engine, identity)
+            speeds = ReadSpeeds(exchange.measure_read, registration)
+            self_tests = SelfTestHandler(service.bus, service.clock, engine, identity, speeds.measure)
             self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
             self._opens.append(self_tests.open)
             copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
             self._follows.append(copies.follow)
-        self._status = WorkerStatus(service, registration, load, self._server, engine.facts, saved_role)
+        self._status = WorkerStatus(
+            service, registration, load, self._server, engine.facts, saved_role, engine.adapters
+        )
+        adapter_orders = AdapterHandler(service.bus, service.clock, self._status, engine.adapters, settings.lora_dir)
+        self._opens.append(adapter_orders.open)
         self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
         self._drain = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
         )
 
-    async def run(self) -> None:
+    async def run(self) -> DrainPlan:
         """Serve until an order or SIGTERM, then drain. Raises EngineDead."""
         tasks = self._service.tasks
         background: list[asyncio.Task[Any]] = [
@@ -149,8 +167,9 @@ class Worker:
             background.append(drain_wanted)
             await self._until(self._be_ready_unless(drain_wanted))
             plan = await self._until(drain_wanted)
-            await self._status.draining()
+            await self._status.draining(sleeps=plan.sleeps)
             await self._until(self._drain.run(plan))
+            return plan
         except EngineDead as dead:
             await self._die(str(dead))
             raise
@@ -241,9 +260,8 @@ async def _unless_stopped(starting: Awaitable[Engine], stopping: asyncio.Event) 
 
 def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
     """The record before the engine has started."""
-    model = settings.served_model_name or settings.model
     fingerprint = Fingerprint(
-        model=model,
+        model=settings.model_names[0],
         revision=settings.revision,
         dtype="",
         block_size=settings.block_tokens,
@@ -255,9 +273,9 @@ def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
         worker_id=WorkerId(settings.worker_id),
         epoch=epoch,
         role=settings.role,
-        phase=WorkerPhase.STARTING,
+        phase=WorkerPhase.ASLEEP if settings.asleep else WorkerPhase.STARTING,
         engine=settings.engine if settings.role is not Role.STORE else Role.STORE.value,
-        models=[model],
+        models=settings.model_names,
         max_model_len=settings.max_model_len,
         fingerprint=fingerprint,
         hashing=HashScheme(block_size=settings.block_tokens),

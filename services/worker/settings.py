@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from services.worker.engines.simulated.core.settings import SimulatedTiming
+from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.workers import Role
 
 TINY_MODEL = "baton-tiny"
@@ -14,6 +15,8 @@ TINY_MODEL = "baton-tiny"
 
 BLOCK_TOKENS = 32
 """vLLM's CPU engines prefer multiples of 32; their own default of 128 finds short shared prefixes in no cache."""
+
+NAMES_MAX = 64
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -31,8 +34,14 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Hugging Face branch, tag or commit; empty: the newest that is cached or the hub's main."""
     served_model_name: str = ""
     """The model name in requests; empty: ``model``."""
+    aliases: str = ""
+    """Further names of the model in requests, separated by commas. The same on all workers of a model."""
+    asleep: bool = False
+    """Start without an engine, and start that when a request for the model comes."""
     cpu_cores: str = ""
     """CPU cores of the engine, such as ``0`` or ``0,2-3``; empty: all that the process may use."""
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Ranks of a vLLM engine: GPUs, or on a CPU equal parts of ``cpu_cores``, with a core each at least."""
     kv_cache_bytes: int = 0
     """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU."""
     max_model_len: int = 0
@@ -62,7 +71,27 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     kv_host: str = "127.0.0.1"
     """Address at which other workers reach this one, for ``connector`` upstream and simulated engines."""
     engine_args: str = ""
-    """Further arguments for vLLM, such as ``--max-num-seqs 64 --enable-lora``."""
+    """Further arguments for vLLM, such as ``--max-num-seqs 64``."""
+    lora_dir: str = ""
+    """Folder with LoRA adapters; the operator may load those in it at run time. Empty: none."""
+    lora_adapters: str = ""
+    """LoRA adapters to load at start, such as ``sql=sql-v2 mail=/adapters/mail``: paths, relative to ``lora_dir``."""
+
+    def __post_init__(self) -> None:
+        if self.asleep and self.role is Role.STORE:
+            raise ValueError("WORKER_ASLEEP: a store has no engine to start later; unset it")
+        names = self.model_names
+        if len(names) > NAMES_MAX:
+            raise ValueError(f"WORKER_ALIASES: {len(names)} names are more than {NAMES_MAX}")
+        for name in names[1:]:
+            if not is_model_alias(name):
+                raise ValueError(f"WORKER_ALIASES: {name!r} is no alias; write {ALIAS_RULE}")
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names of the model in requests, the primary one first."""
+        aliases = [alias.strip() for alias in self.aliases.split(",")] if self.aliases else []
+        return list(dict.fromkeys([self.served_model_name or self.model, *aliases]))
 
     @property
     def block_tokens(self) -> int:

@@ -6,6 +6,7 @@ arrive in order; parts of several senders interleave.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar
@@ -85,7 +86,10 @@ class _Incomplete:
 
 
 class Assembler:
-    """Joins the parts of interleaved messages; bounded in bytes, messages and age. ``lost`` counts dropped messages."""
+    """Joins the parts of interleaved messages; bounded in bytes, messages and age. ``lost`` counts dropped messages.
+
+    When there are too many, the subject that holds most loses its oldest, so that no sender pushes out another's.
+    """
 
     def __init__(self, *, message_bytes_max: int, held_bytes_max: int) -> None:
         self.lost = 0
@@ -129,8 +133,17 @@ class Assembler:
             self._drop(oldest_id)
 
     def _free_space(self) -> None:
-        while self._held_bytes > self._held_bytes_max or len(self._incomplete) > INCOMPLETE_MAX:
-            self._drop(next(iter(self._incomplete)))
+        while self._held_bytes > self._held_bytes_max:
+            self._drop_oldest_of_most({one: message.size for one, message in self._incomplete.items()})
+        while len(self._incomplete) > INCOMPLETE_MAX:
+            self._drop_oldest_of_most(dict.fromkeys(self._incomplete, 1))
+
+    def _drop_oldest_of_most(self, weights: Mapping[tuple[str, str], int]) -> None:
+        held: Counter[str] = Counter()
+        for (subject, _message), weight in weights.items():
+            held[subject] += weight
+        ((most, _weight),) = held.most_common(1)
+        self._drop(next(message_id for message_id in weights if message_id[0] == most))
 
     def _drop(self, message_id: tuple[str, str]) -> None:
         self._release(message_id)

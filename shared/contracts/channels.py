@@ -16,6 +16,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from shared.contracts.adapters import (
+    AdapterChanged,
+    AdapterOrdered,
+    Adapters,
+    AskAdapters,
+    ChangeAdapter,
+    OrderAdapter,
+    WantedAdapter,
+)
 from shared.contracts.control import (
     AskTokenizer,
     AskTokens,
@@ -43,7 +52,9 @@ from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
+from shared.contracts.rendering import RenderedPrompt, RenderPrompt
 from shared.contracts.reservations import Reservations
+from shared.contracts.sleeping import ModelOrdered, ModelWaking, OrderModel, SleepWorker, WakeModel, WakeWorker
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -168,18 +179,20 @@ KV_RELEASE = Channel(
     "kv.{worker_id}.release.{reader_id}", ReleaseKv, Delivery.COMMAND, WORKERS, WORKERS, sent_by="reader_id"
 )
 KV_FETCH = AskChannel(
-    "kv.{worker_id}.fetch",
+    "kv.{worker_id}.fetch.{sender_id}",
     FetchKv,
     Delivery.ASK,
     WORKERS,
     WORKERS,
     answer=FetchedKv,
+    sent_by="sender_id",
 )
 TOKENIZER = AskChannel(
     "worker.{worker_id}.tokenizer", AskTokenizer, Delivery.ASK, ROUTERS, WORKERS, answer=TokenizerAsset
 )
 
 TOKENS = AskChannel("worker.{worker_id}.tokens", AskTokens, Delivery.ASK, ROUTERS, WORKERS, answer=TokensFound)
+RENDER = AskChannel("worker.{worker_id}.render", RenderPrompt, Delivery.ASK, ROUTERS, WORKERS, answer=RenderedPrompt)
 
 RESERVATIONS = Channel("router.{router_id}.reserved", Reservations, Delivery.EVENT, ROUTERS, ROUTERS)
 DECISION = AskChannel(
@@ -225,6 +238,33 @@ RUN_SELF_TEST = AskChannel(
     WORKERS,
     answer=SelfTestResult,
     sent_by="source_id",
+)
+
+# Only an orchestrator's key can make a worker load an adapter; operators' orders go through it and are logged there.
+ORDER_ADAPTER = AskChannel(
+    "fleet.adapter", OrderAdapter, Delivery.ASK, OPERATORS, (Party.ORCHESTRATOR,), answer=AdapterOrdered
+)
+CHANGE_ADAPTER = AskChannel(
+    "worker.{worker_id}.adapter", ChangeAdapter, Delivery.ASK, (Party.ORCHESTRATOR,), WORKERS, answer=AdapterChanged
+)
+ADAPTER_ORDERED = Channel(
+    "fleet.adapter_ordered", AdapterOrdered, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR,)
+)
+DESCRIBE_ADAPTERS = AskChannel(
+    "fleet.adapters", AskAdapters, Delivery.ASK, OPERATORS, (Party.ORCHESTRATOR,), answer=Adapters
+)
+WANTED_ADAPTERS = Channel(
+    "adapters.{key}", WantedAdapter, Delivery.KEY_VALUE, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR,)
+)
+WAKE_MODEL = AskChannel("fleet.wake", WakeModel, Delivery.ASK, ROUTERS, (Party.ORCHESTRATOR,), answer=ModelWaking)
+ORDER_MODEL = AskChannel(
+    "fleet.sleep", OrderModel, Delivery.ASK, (Party.LAUNCHER,), (Party.ORCHESTRATOR,), answer=ModelOrdered
+)
+SLEEP = AskChannel(
+    "worker.{worker_id}.sleep", SleepWorker, Delivery.ASK, (Party.ORCHESTRATOR,), WORKERS, answer=OrderTaken
+)
+WAKE = AskChannel(
+    "worker.{worker_id}.wake", WakeWorker, Delivery.ASK, (Party.ORCHESTRATOR,), WORKERS, answer=OrderTaken
 )
 
 PLAN = Channel("fleet.plan", PlanDecision, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR, Party.LAUNCHER))

@@ -91,8 +91,13 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     earlier: DecisionId = DecisionId("")
     """The decision of the previous, failed attempt."""
     prompt_tokens: int = 0
+    """As placement knew it: what no worker holds of the prompt is not tokenized, and its length is estimated."""
+    counted_prompt_tokens: int = -1
+    """As the engine counted it; -1 while that is unknown."""
     exact: bool = False
     """Whether the prompt was tokenized exactly as by the engine; otherwise cached tokens are an estimate."""
+    why_inexact: str = ""
+    """Why not, where the router knows: its media were not rendered in time, ...; text for people."""
     tenant: str = ""
     priority: int = 0
     ttft_target_s: float = -1.0

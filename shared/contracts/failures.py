@@ -14,6 +14,8 @@ class Reason(StrEnum):
     """No worker has ever offered this model: 404."""
     NO_WORKER = "no_worker"
     """The model is known but no suitable worker is ready: 503 with Retry-After."""
+    MODEL_ASLEEP = "model_asleep"
+    """The model's workers sleep, and it is not woken, or not soon enough: 503 with Retry-After."""
     WORKER_DRAINING = "worker_draining"
     """The worker takes no new legs: place again."""
     WORKER_BUSY = "worker_busy"
@@ -55,6 +57,7 @@ class Reason(StrEnum):
 HTTP_STATUS: dict[Reason, int] = {
     Reason.MODEL_UNKNOWN: 404,
     Reason.NO_WORKER: 503,
+    Reason.MODEL_ASLEEP: 503,
     Reason.WORKER_DRAINING: 503,
     Reason.WORKER_BUSY: 503,
     Reason.CACHE_MISSED: 503,

@@ -21,12 +21,19 @@ Epoch = NewType("Epoch", int)
 """One life of a worker process: milliseconds since 1970 at its start, so a later life has a larger epoch."""
 
 DECISION_ID = re.compile(r"([A-Za-z0-9_-]{1,128})-d[0-9a-f]{32}")
+MODEL_ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
+ALIAS_RULE = "up to 128 letters, digits and ._:/+- that begin with a letter or digit"
 SUBJECT_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def is_subject_token(text: str) -> bool:
     """Whether an id may stand in a subject."""
     return SUBJECT_TOKEN.fullmatch(text) is not None
+
+
+def is_model_alias(text: str) -> bool:
+    """Whether a model may have this further name (``ALIAS_RULE``)."""
+    return MODEL_ALIAS.fullmatch(text) is not None
 
 
 def router_of(decision_id: str) -> RouterId:

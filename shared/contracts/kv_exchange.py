@@ -220,6 +220,7 @@ class FetchKv(Message, frozen=True, kw_only=True):
     """Worker -> worker: fetch these blocks (prefetch, replicate, evacuate). No token is computed."""
 
     worker_id: WorkerId
+    sender_id: WorkerId
     hashes: bytes
     """Full hashes of consecutive blocks from the start of a chain."""
     sources: list[KvSource]

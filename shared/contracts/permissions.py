@@ -38,7 +38,7 @@ REPLIES = "a"
 """The token of reply subjects that replies go to: ``{inbox prefix}.{connection}.a.{ask}``."""
 BUCKET_MAKER = Party.ORCHESTRATOR
 
-_WORKER_IDS = ("worker_id", "reader_id", "source_id", "instance")
+_WORKER_IDS = ("worker_id", "reader_id", "source_id", "sender_id", "instance")
 """Placeholders that stand for a worker where a worker is the end that they name."""
 
 

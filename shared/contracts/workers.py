@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
@@ -31,8 +32,14 @@ class WorkerPhase(StrEnum):
     """The engine runs; the worker tests the KV exchange before it accepts traffic."""
     READY = "ready"
     DRAINING = "draining"
+    ASLEEP = "asleep"
+    """It has no engine and starts one when it is woken."""
     GONE = "gone"
     LOST = "lost"
+
+
+WITHOUT_ENGINE = frozenset({WorkerPhase.STARTING, WorkerPhase.ASLEEP})
+"""In these phases a worker reports no load, and answers no asks about its engine, whose facts are not known yet."""
 
 
 class HashScheme(Message, frozen=True, kw_only=True):
@@ -66,6 +73,47 @@ class Fingerprint(Message, frozen=True, kw_only=True):
         return "|".join(str(value) for value in msgspec.structs.astuple(self))
 
 
+ADAPTERS_MAX = 64
+"""LoRA adapters that a worker loads at a time."""
+
+
+class LoraAdapter(Message, frozen=True, kw_only=True):
+    """A LoRA adapter that a worker has loaded. A request names it as its model."""
+
+    name: str
+    digest: str
+    """SHA-256 of its files. Workers with other files under the same name do not share its KV."""
+    hashed_as: str
+    """The text that the engine hashes into every block of the adapter's requests, beside the name."""
+
+
+KV_SPEEDS_MAX = 16
+"""Partners in a record whose KV the worker has read in a self-test; the newest are kept."""
+
+
+KV_SPEED_MAX = 10**15
+"""Bytes per second. A greater speed is none."""
+
+
+class KvMemory(StrEnum):
+    """The memory that KV is read from and into."""
+
+    CPU = "cpu"
+    """One end at least is host memory."""
+    CUDA = "cuda"
+    """From GPU memory to GPU memory."""
+
+
+class KvReadSpeed(Message, frozen=True, kw_only=True):
+    """How fast a worker read blocks of another one in their newest KV self-test, while neither served requests."""
+
+    source_id: WorkerId
+    """The worker that holds the blocks."""
+    bytes_per_s: int
+    """The best of a few reads."""
+    memory: KvMemory
+
+
 class WorkerRecord(Message, frozen=True, kw_only=True):
     """The registry entry of a worker; it expires when the worker stops renewing it."""
 
@@ -93,6 +141,22 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     """
     step_tokens_max: int = 2048
     """Maximum number of tokens that its engine computes in one step."""
+    renders: bool = False
+    """Whether it renders prompts for routers (see ``RenderPrompt``)."""
+    adapters: list[LoraAdapter] = msgspec.field(default_factory=list)
+    """LoRA adapters of its model that requests may name, at most ``ADAPTERS_MAX``."""
+    kv_reads: list[KvReadSpeed] = msgspec.field(default_factory=list)
+    """Speeds of reads in KV self-tests, one for each source, at most ``KV_SPEEDS_MAX``."""
+
+    @property
+    def model(self) -> str:
+        """The primary name of its model: for planning, metrics and tables."""
+        return self.models[0] if self.models else ""
+
+    def reads_from(self, registered: Collection[WorkerId]) -> list[KvReadSpeed]:
+        """``kv_reads`` from these workers, one for each, whatever a faulty worker wrote."""
+        possible = {one.source_id: one for one in self.kv_reads if 0 <= one.bytes_per_s <= KV_SPEED_MAX}
+        return [one for source, one in possible.items() if source in registered][:KV_SPEEDS_MAX]
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):

@@ -111,6 +111,12 @@ ROUTER_TOKEN_PARITY = gauge(
     "worker_id",
     "state",
 )
+ROUTER_RENDERED_PROMPTS = counter(
+    "baton_router_rendered_prompts_total",
+    "requests",
+    "Requests by what came of asking a worker to render their prompt.",
+    "outcome",
+)
 ROUTER_SNAPSHOTS = counter(
     "baton_router_snapshots_total", "requests", "KV snapshots requested from new workers or after missed events."
 )
@@ -153,6 +159,14 @@ WORKER_RECEIVED_BYTES = counter(
 WORKER_RECEIVED_SECONDS = counter(
     "baton_worker_kv_received_seconds_total", "seconds", "Time spent reading KV from other workers.", *OF_WORKER
 )
+WORKER_KV_READ_SPEED = gauge(
+    "baton_worker_kv_read_bytes_per_second",
+    "bytes/s",
+    "Speed at which the worker read KV blocks of another worker (source) in their newest KV self-test.",
+    *OF_WORKER,
+    "source",
+    "memory",
+)
 WORKER_PREEMPTIONS = counter(
     "baton_worker_preemptions_total", "requests", "Requests preempted for lack of KV blocks.", *OF_WORKER
 )
@@ -190,6 +204,14 @@ WORKER_CACHED_MISSED = counter(
     "tokens",
     "Absolute error of the predicted cached tokens, summed over the prompts that this worker computed.",
     *OF_WORKER,
+)
+WORKER_INFO = gauge(
+    "baton_worker_info",
+    "workers",
+    "1; other metrics of the worker join it to be grouped by model.",
+    "worker_id",
+    "role",
+    "model",
 )
 WORKER_PHASE = gauge("baton_worker_phase", "1", "1 for the current phase of the worker.", *OF_WORKER, "phase")
 WORKER_SILENCE = gauge(
@@ -252,7 +274,7 @@ STORE_GRANTED = counter(
 )
 
 # Fleet (exposed by the metrics collector). Totals include workers that have left.
-FLEET_WORKERS = gauge("baton_fleet_workers", "workers", "Workers by role and phase.", "role", "phase")
+FLEET_WORKERS = gauge("baton_fleet_workers", "workers", "Workers by model, role and phase.", "model", "role", "phase")
 FLEET_WORKERS_LOST = counter("baton_fleet_workers_lost_total", "workers", "Workers declared lost.")
 FLEET_TERM = gauge(
     "baton_fleet_term", "terms", "Leadership term of the orchestrator; grows with each change of leader."
@@ -269,7 +291,7 @@ PLANNER_CHANGES = counter(
 FLEET_REQUESTS = counter(
     "baton_fleet_requests_total", "requests", "Finished requests by HTTP status.", "model", "mode", "status"
 )
-FLEET_FAILURES = counter("baton_fleet_failures_total", "requests", "Failed requests by reason.", "reason")
+FLEET_FAILURES = counter("baton_fleet_failures_total", "requests", "Failed requests by reason.", "model", "reason")
 FLEET_REQUEST_RATE = gauge("baton_fleet_requests_per_second", "requests/s", "Finished requests, 10 s mean.")
 FLEET_TOKENS_IN = gauge(
     "baton_fleet_tokens_in_per_second", "tokens/s", "Prompt tokens of finished requests, 10 s mean."
@@ -278,7 +300,7 @@ FLEET_TOKENS_OUT = gauge(
     "baton_fleet_tokens_out_per_second", "tokens/s", "Completion tokens of finished requests, 10 s mean."
 )
 FLEET_REQUEST_TOKENS = counter(
-    "baton_fleet_request_tokens_total", "tokens", "Prompt and completion tokens of finished requests.", "kind"
+    "baton_fleet_request_tokens_total", "tokens", "Prompt and completion tokens of finished requests.", "model", "kind"
 )
 FLEET_PROMPT_TOKENS = counter(
     "baton_fleet_prompt_tokens_total", "tokens", "Sum of baton_worker_prompt_tokens_total over all workers.", "source"

@@ -146,18 +146,29 @@ def ttft_text(decision: DecisionRecord) -> str:
 
 
 def cached_text(decision: DecisionRecord) -> str:
-    """Predicted and actual cached tokens."""
+    """Length of the prompt; predicted and actual cached tokens."""
     whole, predicted, actual = (
-        counted(number) for number in (decision.prompt_tokens, decision.predicted_cached_tokens, decision.cached_tokens)
+        _length(decision),
+        counted(decision.predicted_cached_tokens),
+        counted(decision.cached_tokens),
     )
     if decision.predicted_cached_tokens < 0:
         were = f"; {actual} were cached" if decision.cached_tokens >= 0 else ""
-        return f"about {whole} tokens; cached tokens could not be predicted{were}"
+        because = f", because {decision.why_inexact}" if decision.why_inexact else ""
+        return f"{whole}; cached tokens could not be predicted{because}{were}"
     if decision.cached_tokens < 0:
-        return f"{whole} tokens, {predicted} predicted to be cached"
+        return f"{whole}, {predicted} predicted to be cached"
     if decision.cached_tokens == decision.predicted_cached_tokens:
-        return f"{whole} tokens, {actual} cached, as predicted"
-    return f"{whole} tokens, {predicted} predicted to be cached, {actual} were cached"
+        return f"{whole}, {actual} cached, as predicted"
+    return f"{whole}, {predicted} predicted to be cached, {actual} were cached"
+
+
+def _length(decision: DecisionRecord) -> str:
+    if decision.counted_prompt_tokens < 0:
+        return f"about {counted(decision.prompt_tokens)} tokens"
+    estimated = decision.prompt_tokens != decision.counted_prompt_tokens
+    note = f" (about {counted(decision.prompt_tokens)} estimated)" if estimated else ""
+    return f"{counted(decision.counted_prompt_tokens)} tokens{note}"
 
 
 def printable(decision: DecisionRecord) -> DecisionRecord:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from shared.contracts.adapters import AdapterAction, AdapterOrdered
 from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
 from shared.contracts.load import StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
+from shared.contracts.sleeping import ModelOrdered
 from shared.text.quantities import in_bytes
 
 
@@ -55,6 +57,26 @@ def role_changed(report: RoleChanged) -> str:
         f"{report.worker_id} changed its role from {report.before.value} to {report.role.value}: "
         f"verified and registered in {report.seconds:.2f} s{legs}."
     )
+
+
+def adapter_ordered(done: AdapterOrdered) -> str:
+    """The result of an order about an adapter."""
+    verb = "loaded" if done.order.action is AdapterAction.LOAD else "unloaded"
+    if done.refusal:
+        return f"{done.order.name} was not {verb}: {done.refusal}"
+    failed = [f"{change.worker_id}: {change.failure}" for change in done.changes if change.failure]
+    count = len(done.changes) - len(failed)
+    return "; ".join((f"{done.order.name} was {verb} on {many(count, 'worker')}", *failed))
+
+
+def model_ordered(model: str, ordered: ModelOrdered, *, asleep: bool) -> str:
+    """The result of an order to sleep or to wake."""
+    if not ordered.workers:
+        return f"{model} has no worker that {'is ready' if asleep else 'sleeps'}: nothing is to be done."
+    engines = many(len(ordered.workers), "engine")
+    if asleep:
+        return f"{model} goes to sleep: {engines} will end when running requests have finished. A request wakes it."
+    return f"{model} wakes up: {engines} will start, which takes about {ordered.expected_s:.0f} s."
 
 
 def many(count: int, one: str, more: str = "") -> str:

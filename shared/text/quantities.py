@@ -22,6 +22,12 @@ def counted(number: int) -> str:
     return f"{number:,}"
 
 
+def bytes_per_second(speed: float) -> str:
+    """In decimal units, as networks and buses are sold: ``0.52 GB/s``."""
+    giga = speed / 1e9
+    return f"{giga:.2g} GB/s" if giga < 10 else f"{giga:.0f} GB/s"
+
+
 def in_bytes(count: int) -> str:
     """In the largest binary unit that gives at least 1."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]

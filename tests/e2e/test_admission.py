@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -23,9 +22,9 @@ PROMPT_S = 0.25
 """Such a prompt takes its engine so long."""
 TARGET_S = 6.0
 SLOS = {"classes": {"quick": {"ttft_s": TARGET_S}, "patient": {"priority": 10}}}
+SOME = 4
 BURST = 96
 """Requests at once: 24 s of work, so that the line is long enough also when a busy machine is late to ask."""
-SOME = 4
 ENGINE = {"WORKER_SIM_PREFILL_TOKENS_PER_S": str(TOKENS / PROMPT_S), "WORKER_SIM_DECODE_BASE_S": "0.001"}
 
 
@@ -62,25 +61,36 @@ def served(system: System) -> float:
 
 
 def test_in_an_overload_those_that_are_served_are_served_in_time(system: System):
-    with ThreadPoolExecutor(BURST + 1) as clients:
-        asks = burst(clients, system, baton={"class": "quick"})
-        until(lambda: served(system) >= SOME, "it is known how fast the line moves")
-        begun = time.monotonic()
-        late = ask(system, baton={"class": "quick"})
-        told_after_s = time.monotonic() - begun
-        answers = [one.result() for one in asks]
+    before = served(system)
+    with ThreadPoolExecutor(BURST + SOME) as clients:
+        asks = [clients.submit(ask, system, baton={"class": "quick"}) for _ in range(BURST)]
+        until(lambda: line_is_full(system, before), "nobody who comes now can be served in time")
+        late = [clients.submit(ask, system, baton={"class": "quick"}) for _ in range(SOME)]
+        answers = [one.result() for one in (*asks, *late)]
 
-    statuses = [answer.status_code for answer in answers]
-    assert set(statuses) == {200, 503}
-    assert statuses.count(200) >= 0.25 * TARGET_S / PROMPT_S
-    assert (late.status_code, told_after_s < TARGET_S / 2) == (503, True)
-    # About 23 s of work were before it.
-    assert 2 <= int(late.headers["retry-after"]) <= 60
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 503)
+    ended_well = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert len(ended_well) + len(refused) == len(answers)
+    assert len(ended_well) >= 0.25 * TARGET_S / PROMPT_S
+    told_after_s = [one.result().elapsed.total_seconds() for one in late if one.result().status_code == 503]
+    assert min(told_after_s) < TARGET_S / 2
+    retry_after = [int(answer.headers["retry-after"]) for answer in refused]
+    assert 1 <= min(retry_after) <= max(retry_after) <= 60
+    assert max(retry_after) >= 2
     metrics = system.metrics()
     in_time = metrics.sum("baton_router_time_to_first_token_seconds_bucket", le="10.0")
     assert in_time == metrics.sum("baton_router_time_to_first_token_seconds_count")
-    assert metrics.sum("baton_router_refusals_total", reason="overloaded") == statuses.count(503) + 1
+    assert metrics.sum("baton_router_refusals_total", reason="overloaded") == len(refused)
+
+
+def line_is_full(system: System, served_before: float) -> bool:
+    """Somebody was refused, which a busy machine's clients come late enough for, or so many wait that some will be, and it
+    is known how fast the line moves.
+    """
+    metrics = system.metrics()
+    if metrics.sum("baton_router_refusals_total", reason="overloaded"):
+        return True
+    return metrics.sum("baton_router_requests_waiting") > BURST / 4 and served(system) >= served_before + SOME
 
 
 def test_without_a_target_all_of_them_wait_and_are_served(system: System):

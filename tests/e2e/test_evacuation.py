@@ -63,9 +63,12 @@ class Fleet:
     def exact(self) -> dict[str, int]:
         """The workers whose blocks the router knows exactly, and how many these are."""
         try:
-            told = Metrics(self.http.get("/metrics").text)
+            answer = self.http.get("/metrics")
         except httpx.TransportError:
             return {}
+        if not answer.is_success:  # It starts.
+            return {}
+        told = Metrics(answer.text)
         exact = [labels["worker_id"] for labels, is_so in told.each("baton_router_index_state", state=EXACT) if is_so]
         return {one: int(told.sum("baton_router_index_blocks", worker_id=one)) for one in exact}
 

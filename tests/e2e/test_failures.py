@@ -211,5 +211,5 @@ def test_requests_are_served_while_orchestrator_and_collector_are_down(system: S
 def answers_metrics(system: System) -> bool:
     try:
         return system.fleet_metrics().sum("baton_fleet_workers", phase="ready") == 4
-    except httpx.TransportError:
+    except httpx.HTTPError:
         return False

@@ -137,6 +137,8 @@ def test_a_second_start_with_the_same_state_directory_is_refused(system: System)
         (("--prefill", "0", "--decode", "0"), "No workers"),
         (("--nats-url", "nats://127.0.0.1:9"), "127.0.0.1:9"),
         (("--join",), "No system runs"),
+        (("--gpus-per-worker", "2"), "Simulated engines have no ranks"),
+        (("--model", "a", "--model", "a"), "--model a is given twice"),
     ],
 )
 def test_impossible_options_give_a_clear_error(tmp_path: Path, arguments: tuple[str, ...], text: str):

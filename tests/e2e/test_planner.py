@@ -1,4 +1,6 @@
-"""`baton up --workers-max`: the fleet grows while long prompts come, and shrinks when they stay away."""
+"""`baton up --workers-max`: a model's fleet grows while long prompts come, and shrinks when they stay away; another
+model's fleet stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import START_S_MAX
+from tests.support.second_model import second_model
 from tests.support.system import System, baton, until
 
 pytestmark = pytest.mark.nats
@@ -61,8 +64,9 @@ def count(system: System, role: str) -> int:
 
 
 def test_prefill_workers_come_with_long_prompts_and_leave_after_them(tmp_path: Path):
-    arguments = ("--engine", "simulated", "--prefill", "1", "--decode", "1", "--workers-max", "3")
-    with System(tmp_path, *arguments, env={**FAST, **SLOW_PREFILL}) as system:
+    scaled = ("--model", "baton-tiny", "--prefill", "1", "--decode", "1", "--workers-max", "3")
+    other = ("--model", second_model(tmp_path), "--both", "1")
+    with System(tmp_path, "--engine", "simulated", *scaled, *other, env={**FAST, **SLOW_PREFILL}) as system:
         system.wait_ready(START_S_MAX)
 
         with long_prompts(system) as statuses:
@@ -70,6 +74,8 @@ def test_prefill_workers_come_with_long_prompts_and_leave_after_them(tmp_path: P
         until(lambda: count(system, "prefill") == 1, "it has left again", SHRUNK_S_MAX)
 
         assert set(statuses) == {200}
+        assert {each["model"] for each in plans(system)} == {"baton-tiny", other[1]}
+        assert count(system, "both") == 1
         done = [(each["action"], each["role"], each["change"]) for each in plans(system) if each["action"] == "scale"]
         assert done == [("scale", "prefill", -1), ("scale", "prefill", 1)]
         assert "prefill-2 is ready" in system.said()

@@ -61,9 +61,10 @@ def router(simulated: System, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def knows_all(client: httpx.Client) -> bool:
     try:
-        return Metrics(client.get("/metrics").text).sum("baton_router_index_state", state=EXACT) >= ENGINES
+        told = client.get("/metrics")
     except httpx.TransportError:
         return False
+    return told.is_success and Metrics(told.text).sum("baton_router_index_state", state=EXACT) >= ENGINES
 
 
 def fresh(rng: random.Random) -> list[int]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from shared.bus.nats_bus import connect_nats
 from tests.support.nats_server import NatsServer
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.support.worker_processes import Router, WorkerProcess, start_worker, wait_ready
+from tests.support.worker_processes import Router, WorkerProcess, ready_workers, start_worker
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +30,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 @pytest.fixture(scope="session")
-def pair(nats_url: str, run_dir: Path, receiver: OtlpReceiver) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+def pair(nats_url: str, run_dir: Path, receiver: OtlpReceiver) -> Iterator[tuple[WorkerProcess, ...]]:
     """A prefill and a decode worker with real engines, shared by all tests: each takes half a minute to start. They trace
     only what asks for it.
     """
@@ -41,16 +40,12 @@ def pair(nats_url: str, run_dir: Path, receiver: OtlpReceiver) -> Iterator[tuple
         "max_model_len": "8192",
         "engine_args": "--enable-auto-tool-choice --tool-call-parser pythonic",
     }
-    workers = [
+    with ready_workers(
+        nats_url,
         start_worker(nats_url, "p1", run_dir, role="prefill", cpu_cores="0", **both),
         start_worker(nats_url, "d1", run_dir, role="decode", cpu_cores="1", **both),
-    ]
-    try:
-        asyncio.run(wait_ready(nats_url, workers))
-        yield workers[0], workers[1]
-    finally:
-        for worker in workers:
-            worker.kill()
+    ) as pair:
+        yield pair
 
 
 @pytest.fixture

@@ -159,9 +159,10 @@ class Pieces:
 class Front:
     """A worker's front end and shell, with ``core`` behind them."""
 
-    def __init__(self, app: AsgiApp, core: Core) -> None:
+    def __init__(self, app: AsgiApp, core: Core, cache_config: Any) -> None:
         self.app = app
         self.core = core
+        self.cache_config = cache_config
 
     async def serve(
         self,
@@ -220,7 +221,7 @@ async def front(
     engine = _bare_engine(AsyncEngineArgs.from_cli_args(args).create_engine_config())
     engine.engine_core = core = Core(engine, answer)
     try:
-        yield Front(await _openai_app(engine, args, EngineMeter()), core)
+        yield Front(await _openai_app(engine, args, EngineMeter()), core, engine.vllm_config.cache_config)
     finally:
         engine.output_handler = None
         engine.shutdown()

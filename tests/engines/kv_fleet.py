@@ -89,7 +89,9 @@ def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
         fleet = Fleet(nats, system, endpoints, folder, start_store(nats, folder))
         try:
             system.wait_ready(ENGINES_START_S_MAX)
-            until(lambda: all(exact(url) == 4 for url in endpoints.values()), "all indexes are exact", 120.0)
+            until(
+                lambda: all(exact(url) == 4 for url in endpoints.values()), "all indexes are exact", ENGINES_START_S_MAX
+            )
             yield fleet
         finally:
             picky.kill()

@@ -50,7 +50,9 @@ FORGERIES: dict[str, Callable[[LeaseKv], Message]] = {
     "block ids out of range": lambda request: forged(
         request, block_ids=pack_block_ids([2**31] * (len(request.hashes) // 32))
     ),
-    "too many blocks": lambda request: forged(request, block_ids=pack_block_ids(range(1, 40))),
+    "too many blocks": lambda request: forged(
+        request, block_ids=pack_block_ids(range(1, len(unpack_full_hashes(request.hashes)) + 2))
+    ),
     "not from the first block on": lambda request: forged(request, first=3),
     "truncated block ids": lambda request: forged(request, block_ids=b"abc"),
     "garbage": lambda request: Garbled(reader_id=request.reader_id, worker_id=request.worker_id, ask_id=request.ask_id),

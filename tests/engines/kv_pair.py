@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from shared.bus.leg_inbox import Leg
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.workers import WorkerPhase
-from tests.support.kv_driver import Driver, driving
+from tests.support.kv_driver import BLOCK, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
 from tests.support.prompts import VOCABULARY
@@ -32,13 +32,27 @@ PREFILL, DECODE = "p1", "d1"
 LEASE_S = 6.0
 CHUNK_TOKENS = 256
 """Prompt tokens that the prefill engine computes in one step."""
-DECODE_KV_BYTES = 8 * 2**20
-"""64 blocks, of which vLLM reserves one: two long prompts fill it."""
+DECODE_TOKENS = 2048
+"""The decode engine's KV memory, of which vLLM reserves a block."""
+HALF_TOKENS = 960
+"""Two prompts of this length leave the decode engine memory for about 100 tokens more."""
 START_S_MAX = 480.0
 LEG_S_MAX = 40.0
 """Maximum duration of any leg in these tests, under any fault."""
-READ_BEGUN_S = 0.5
 ENVIRON = {"UCX_TLS": "tcp,self"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of both engines."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of a worker that serves it."""
+    block: int = BLOCK
+    """Tokens of a KV block."""
+
+
+TINY = Model()
 
 
 @dataclass
@@ -47,8 +61,11 @@ class Pair:
 
     nats: NatsServer
     folder: Path
+    model: Model
     prefill: WorkerProcess
     decode: WorkerProcess
+    lends: bool = True
+    """Whether the engines lend blocks by hash."""
 
     @contextmanager
     def frozen_prefill_engine(self) -> Iterator[psutil.Process]:
@@ -65,7 +82,7 @@ class Pair:
         """Kill the prefill worker, start it again and wait until it is ready."""
         old = tap.loads[PREFILL].epoch
         self.prefill.kill()
-        self.prefill = start_prefill(self.nats.url, self.folder)
+        self.prefill = start_prefill(self.nats.url, self.folder, self.model)
 
         def is_back() -> bool:
             load = tap.loads[PREFILL]
@@ -74,7 +91,7 @@ class Pair:
         await tap.until(is_back, "the prefill worker is back", START_S_MAX)
 
 
-def start_prefill(url: str, folder: Path) -> WorkerProcess:
+def start_prefill(url: str, folder: Path, model: Model) -> WorkerProcess:
     return start_worker(
         url,
         PREFILL,
@@ -85,10 +102,11 @@ def start_prefill(url: str, folder: Path) -> WorkerProcess:
         kv_lease_s=str(LEASE_S),
         max_model_len="2000",
         engine_args=f"--max-num-batched-tokens {CHUNK_TOKENS}",
+        **model.settings,
     )
 
 
-def start_decode(url: str, folder: Path) -> WorkerProcess:
+def start_decode(url: str, folder: Path, model: Model) -> WorkerProcess:
     return start_worker(
         url,
         DECODE,
@@ -98,17 +116,23 @@ def start_decode(url: str, folder: Path) -> WorkerProcess:
         cpu_cores="1",
         kv_lease_s=str(LEASE_S),
         max_model_len="2000",
-        kv_cache_bytes=str(DECODE_KV_BYTES),
+        engine_args=f"--num-gpu-blocks-override {DECODE_TOKENS // model.block}",
+        **model.settings,
     )
 
 
 @contextmanager
-def kv_pair(folder: Path) -> Iterator[Pair]:
+def kv_pair(folder: Path, model: Model = TINY) -> Iterator[Pair]:
     """Starts two engines, so share one pair between tests."""
     with NatsServer(folder, has_buckets=True) as nats:
-        pair = Pair(nats, folder, start_prefill(nats.url, folder), start_decode(nats.url, folder))
+        workers = start_prefill(nats.url, folder, model), start_decode(nats.url, folder, model)
+        pair = Pair(nats, folder, model, *workers)
         try:
-            asyncio.run(wait_ready(nats.url, [pair.prefill, pair.decode]))
+            asyncio.run(wait_ready(nats.url, list(workers)))
+            record = pair.prefill.record
+            assert record is not None
+            assert record.hashing.block_size == model.block
+            pair.lends = record.prefix_caching
             yield pair
         finally:
             for worker in (pair.prefill, pair.decode):
@@ -119,9 +143,9 @@ def kv_pair(folder: Path) -> Iterator[Pair]:
 async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
     """A driver for one test. Restarts a worker that an earlier test killed, so that failures do not spread."""
     if pair.prefill.process.poll() is not None:
-        pair.prefill = start_prefill(pair.nats.url, pair.folder)
+        pair.prefill = start_prefill(pair.nats.url, pair.folder, pair.model)
     if pair.decode.process.poll() is not None:
-        pair.decode = start_decode(pair.nats.url, pair.folder)
+        pair.decode = start_decode(pair.nats.url, pair.folder, pair.model)
     async with Tap(pair.nats.url) as tap, driving(tap) as driver:
 
         def ready() -> bool:
@@ -154,9 +178,16 @@ async def remaining_frames(leg: Leg, frames: Sequence[Frame] = ()) -> list[Frame
 
 
 async def until_decode_reads(driver: Driver, legs: int) -> None:
-    """Wait until the decode worker serves ``legs`` legs and the last has begun its read, which no message reports."""
-    await driver.tap.until(lambda: driver.tap.loads[DECODE].legs == legs, f"decode serves {legs}")
-    await asyncio.sleep(READ_BEGUN_S)
+    """Wait until the decode worker serves ``legs`` legs and reads. An engine that only waits for a read reports nothing;
+    its reply to a request for a lease brings its state.
+    """
+    tap = driver.tap
+    await tap.until(lambda: tap.loads[DECODE].legs == legs, f"decode serves {legs}")
+    async with asyncio.timeout(LEG_S_MAX):
+        while not tap.ledger(DECODE).reads:
+            await driver.lease(DECODE, random_prompt(legs, BLOCK), hold_s=1.0)
+            del tap.loads[DECODE]
+            await tap.until(lambda: DECODE in tap.loads, "decode reports")
 
 
 def tokens_of(frames: Sequence[Frame]) -> list[int]:
@@ -191,6 +222,16 @@ async def start_two_that_do_not_fit(
             )
         )
     return legs[0], legs[1]
+
+
+async def start_following(driver: Driver, prompt: list[int]) -> Leg:
+    """Start a prefill leg and a decode leg that follows it; returns the decode leg when its first blocks are granted."""
+    known = len(driver.tap.grants)
+    await driver.start(PREFILL, LegKind.PREFILL, prompt, kv_offer=False)
+    leg = await driver.start(DECODE, LegKind.DECODE, prompt, kv_sources=[driver.source(PREFILL, follow=True)])
+    granted = lambda: [grant for grant in driver.tap.grants[known:] if grant.block_ids]  # noqa: E731
+    await driver.tap.until(granted, "the first chunk is granted")
+    return leg
 
 
 def packed(offer: KvOffer) -> bytes:

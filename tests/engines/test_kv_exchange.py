@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import unpack_block_ids
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
 from tests.engines.kv_fleet import DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
@@ -32,6 +33,8 @@ CACHED_SOON_S = 2.0
 ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 1.0
 IDLE_CPU_MAX = 0.1
 CONNECTED_S_MAX, AGAIN_S = 60.0, 0.2
+GRANTS_BETWEEN_STEPS_MAX = 8
+"""In two or three steps, if each grant waited for the end of one."""
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +251,23 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(clie
     assert (await client.ask(prompt, "disaggregated")).token_ids == await client.alone(prompt)
 
 
+async def test_a_holder_grants_while_it_computes_a_step(client: Client):
+    driver, held = client.driver, draw(131, 300)
+    await driver.leg(PREFILL, LegKind.AGGREGATED, held)
+    granted = 0
+
+    computing = asyncio.create_task(driver.leg(PREFILL, LegKind.AGGREGATED, draw(132, 4000), fields={"max_tokens": 1}))
+    while not computing.done():
+        grant = await driver.lease(PREFILL, held, hold_s=5.0)
+        assert len(unpack_block_ids(grant.block_ids)) == 300 // BLOCK
+        await driver.release(grant)
+        granted += not computing.done()
+    cost = (await computing).report
+
+    print(f"\n{granted} grants in the {cost.prefill_s:.2f} s of a prefill")
+    assert granted > GRANTS_BETWEEN_STEPS_MAX
+
+
 async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Client, fleet: Fleet):
     await client.tap.until_settled(*WORKERS)
     trees = [[process, *process.children(True)] for process in map(psutil.Process, worker_pids(fleet))]
@@ -267,6 +287,20 @@ async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Cli
 
 def worker_pids(fleet: Fleet) -> list[int]:
     return [fleet.system.worker_pid(worker) for worker in (PREFILL, DECODE)]
+
+
+async def test_equal_prompts_that_come_together_are_read_once(client: Client):
+    driver, tap, prompt = client.driver, client.tap, draw(141, 1000)
+    alone = await client.alone(prompt)
+    offers = [await driver.offered(PREFILL, prompt) for _ in range(3)]
+    await tap.until_settled(DECODE)
+    before = tap.ledger(DECODE).read_bytes_total
+
+    answers = await asyncio.gather(*(driver.taken(DECODE, prompt, offer) for offer in offers))
+    await tap.until_settled(PREFILL, DECODE)
+
+    assert [answer.token_ids for answer in answers] == [alone] * 3
+    assert tap.ledger(DECODE).read_bytes_total - before == whole_blocks(1000) * KV_BYTES_PER_TOKEN
 
 
 async def test_a_store_copies_a_prompt_and_lends_it_after_its_restart(client: Client):

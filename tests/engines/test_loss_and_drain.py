@@ -15,7 +15,7 @@ from shared.contracts.inference import FrameKind, LegKind
 from shared.contracts.workers import WorkerPhase
 from tests.engines.test_handover import completion, prompt_of
 from tests.support.processes import quietest_cpu
-from tests.support.worker_processes import GONE_S_MAX, STOP_S_MAX, gone, handoff, start_worker
+from tests.support.worker_processes import GONE_S_MAX, READY_S_MAX, STOP_S_MAX, gone, handoff, start_worker
 
 pytestmark = pytest.mark.vllm
 
@@ -153,7 +153,7 @@ async def test_sigterm_while_starting_ends_the_worker_and_its_children(pair, rou
     worker = start_worker(nats_url, "w4", run_dir, cpu_cores="0")
     records = await router.bus.key_value_store(WORKER_RECORDS)
     try:
-        async with asyncio.timeout(STOP_S_MAX):
+        async with asyncio.timeout(READY_S_MAX):
             async for change in records.watch():
                 if change and change.key == "w4" and change.value:
                     assert change.value.phase is WorkerPhase.STARTING

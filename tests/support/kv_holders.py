@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -55,10 +56,14 @@ class Holder:
 
 
 def start_holder(shape: Shape, worker_id: str = "holder", epoch: int = 1) -> Holder:
-    """Start a holder; its memory is filled and readable on return."""
-    context = multiprocessing.get_context("spawn")
+    """Start a holder; its memory is filled and readable on return. Holders are forked from one process that has imported
+    NIXL and used none of it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["connector.transfer.nixl_agent", "tests.support.kv_holders"])
     ours, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(theirs, shape, worker_id, epoch), daemon=True)
+    arguments = (theirs, shape, worker_id, epoch, dict(os.environ))
+    process = context.Process(target=hold, args=arguments, daemon=True)
     process.start()
     theirs.close()
     if not ours.poll(START_S_MAX):
@@ -67,10 +72,11 @@ def start_holder(shape: Shape, worker_id: str = "holder", epoch: int = 1) -> Hol
     return Holder(process, ours, msgspec.msgpack.decode(ours.recv_bytes(), type=KvHandshake))
 
 
-def hold(pipe: Connection, shape: Shape, worker_id: str, epoch: int) -> None:
+def hold(pipe: Connection, shape: Shape, worker_id: str, epoch: int, environ: Mapping[str, str]) -> None:
     """Main function of the process: runs until it is killed or its parent has ended."""
     from connector.transfer.nixl_agent import NixlAgent
 
+    os.environ.update(environ)
     ranks, agents = [], []
     memories = [RankMemory(shape, rank) for rank in range(shape.ranks)]
     for memory in memories:

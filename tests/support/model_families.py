@@ -68,6 +68,8 @@ class Family:
     """Its configuration class in transformers."""
     differs: dict[str, Any] = field(default_factory=dict)
     """From ``COMMON``; None takes a key away."""
+    block: int = 32
+    """Tokens of a KV block in vLLM's CPU backend."""
 
 
 FAMILIES = {
@@ -105,7 +107,7 @@ FAMILIES = {
         },
     ),
     "cohere-2": Family("Cohere2Config", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
-    "deepseek-v2": Family("DeepseekV2Config", LATENT),
+    "deepseek-v2": Family("DeepseekV2Config", LATENT, block=16),
 }
 
 

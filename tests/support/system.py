@@ -230,7 +230,9 @@ class System(Launched):
         nats = ("--nats-url", nats_url) if nats_url else ("--nats-port", str(self.nats_port))
         ports = ("--port", str(self.port), "--collector-port", str(self.collector_port))
         super().__init__(folder, *ports, *nats, *arguments, env=env)
-        self.http = httpx.Client(base_url=self.endpoint, timeout=httpx.Timeout(60.0), trust_env=False)
+        # Tests use it in many threads. One of them may close a connection that another has just taken from the pool.
+        unpooled = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.endpoint, timeout=httpx.Timeout(60.0), trust_env=False, limits=unpooled)
 
     def wait_ready(self, s_max: float) -> Self:
         """Until the launcher says that the system answers."""

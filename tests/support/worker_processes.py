@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,6 +113,17 @@ async def wait_ready(nats_url: str, workers: list[WorkerProcess]) -> None:
                 await asyncio.sleep(0.2)
     finally:
         await bus.close()
+
+
+@contextmanager
+def ready_workers(nats_url: str, *workers: WorkerProcess) -> Iterator[tuple[WorkerProcess, ...]]:
+    """Started workers: the block begins when all are ready and ends them."""
+    try:
+        asyncio.run(wait_ready(nats_url, list(workers)))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 @dataclass

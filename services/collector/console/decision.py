@@ -14,6 +14,7 @@ from shared.text import explanation
 MEANINGS = {
     Reason.MODEL_UNKNOWN: "No worker has ever offered that model.",
     Reason.NO_WORKER: "No worker that could have served it was ready.",
+    Reason.MODEL_ASLEEP: "The workers of its model slept, and it could not wait until they were awake.",
     Reason.WORKER_DRAINING: "Its worker was draining.",
     Reason.WORKER_BUSY: "Its worker already ran its maximum number of requests.",
     Reason.OVERLOADED: "The admission queue was full, or its wait would have been too long.",

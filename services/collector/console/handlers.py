@@ -9,7 +9,8 @@ from services.collector.console.decision import detail_of
 from services.collector.console.orders import Order, Refusal
 from services.collector.console.requests import RecentRequests
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
-from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
+from shared.contracts.adapters import OrderAdapter
+from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN, ORDER_ADAPTER
 from shared.contracts.control import DefaultMode
 from shared.contracts.decisions import AskDecision
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
@@ -21,6 +22,8 @@ ACCEPT_S_MAX = 5.0
 """For a worker to accept an order."""
 ROLE_S_MAX = 60.0
 """For a worker to verify another role: longer than all of its attempts."""
+ADAPTER_S_MAX = 600.0
+"""For all workers to load an adapter."""
 AUTO = "auto"
 NATS_DOWN = Refusal(status=503, message="The collector cannot reach NATS. Try again shortly.")
 NOT_STORED = Refusal(
@@ -62,6 +65,8 @@ class OrderHandler:
         """A sentence that says what was done, or why it was not."""
         if isinstance(order, DefaultMode):
             return await self._set_mode(order)
+        if isinstance(order, OrderAdapter):
+            return await self._change_adapter(order)
         try:
             result = await (self._drain(order) if isinstance(order, DrainWorker) else self._change_role(order))
         except NoResponders:
@@ -87,6 +92,21 @@ class OrderHandler:
             text = "the default mode is auto now: placement chooses the mode of each request"
         self._on_order("routers", text, True)
         return f"{text[0].upper()}{text[1:]}."
+
+    async def _change_adapter(self, order: OrderAdapter) -> str | Refusal:
+        """The orchestrator publishes the result, which becomes the event."""
+        try:
+            result = await self._bus.ask(ORDER_ADAPTER, order, timeout_s=ADAPTER_S_MAX)
+        except NoResponders:
+            return Refusal(status=503, message="No orchestrator responds: it carries out orders about adapters.")
+        except (AskTimedOut, AskRefused):
+            return Refusal(status=503, message="The orchestrator did not carry out the order in time: see its log.")
+        except BusError:
+            return NATS_DOWN
+        failed = [change for change in result.changes if change.failure]
+        if result.refusal or failed:
+            return Refusal(status=409, message=fleet_text.adapter_ordered(result))
+        return f"{fleet_text.adapter_ordered(result)}."
 
     async def _drain(self, order: DrainWorker) -> str | Refusal:
         accepted = await self._bus.ask(DRAIN, order, timeout_s=ACCEPT_S_MAX)

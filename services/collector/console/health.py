@@ -36,6 +36,7 @@ REQUESTS_MIN = 10
 FAILED_SHARE_DEGRADED, FAILED_SHARE_UNHEALTHY = 0.01, 0.1
 LATE_SHARE_MAX = 0.1
 READY = WorkerPhase.READY.value
+ASLEEP = WorkerPhase.ASLEEP.value
 PREFILL = {Role.PREFILL.value, Role.BOTH.value}
 DECODE = {Role.DECODE.value, Role.BOTH.value}
 ENDED = {WorkerPhase.GONE.value, WorkerPhase.LOST.value}
@@ -130,20 +131,34 @@ def _workers(cards: list[WorkerCard]) -> Iterator[Sentence]:
 
 
 def _roles(cards: list[WorkerCard]) -> Iterator[Sentence]:
-    ready = Counter(card.role for card in cards if card.phase == READY)
+    """For each model, whether its workers can serve it."""
     engines = [card for card in cards if card.phase not in ENDED and card.role != Role.STORE.value]
     if not engines:
         action = "Start one: `baton up --join --both 1`."
         yield Sentence(level=ERROR, text="There are no workers: nothing can be served.", action=action)
-        return
+    by_model: dict[str, list[WorkerCard]] = {}
+    for card in engines:
+        by_model.setdefault(card.model, []).append(card)
+    if len(by_model) > 1:
+        by_model.pop("", None)  # Workers whose record is not known yet.
+    for model, workers in sorted(by_model.items()):
+        if all(card.phase == ASLEEP for card in workers):
+            text = f"{model or 'The model'} is asleep; a request wakes it."
+            yield Sentence(level=INFO, text=text)
+            continue
+        yield from _roles_of(f" of {model}" if len(by_model) > 1 else "", workers)
+
+
+def _roles_of(model: str, workers: list[WorkerCard]) -> Iterator[Sentence]:
+    """``model``: names it in a sentence; empty if there is only one."""
+    ready = Counter(card.role for card in workers if card.phase == READY)
     prefilling, decoding = sum(ready[role] for role in PREFILL), sum(ready[role] for role in DECODE)
     if not prefilling and not decoding:
-        yield Sentence(
-            level=ERROR, text="No worker is ready: nothing can be served yet.", action="See their phases below."
-        )
+        what = "requests for it get 503" if model else "nothing can be served yet"
+        yield Sentence(level=ERROR, text=f"No worker{model} is ready: {what}.", action="See their phases below.")
     elif not prefilling or not decoding:
         missing, there = ("prefill", "decode") if not prefilling else ("decode", "prefill")
-        text = f"No {missing} worker is ready: {there} workers compute both phases until one is."
+        text = f"No {missing} worker{model} is ready: {there} workers compute both phases until one is."
         yield Sentence(
             level=WARNING,
             text=text,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.contracts.adapters import AdapterAction, OrderAdapter
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.ids import WorkerId, is_subject_token
@@ -51,8 +52,22 @@ class ModeRequest(
     mode: str
 
 
-Order = DrainWorker | ChangeRole | DefaultMode
-REQUEST = msgspec.json.Decoder(DrainRequest | RoleRequest | ModeRequest)
+class AdapterRequest(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="adapter", forbid_unknown_fields=True
+):
+    """Load or unload a LoRA adapter."""
+
+    change: AdapterAction
+    name: str
+    path: str = ""
+    model: str = ""
+    workers: list[str] = msgspec.field(default_factory=list)
+
+
+Order = DrainWorker | ChangeRole | DefaultMode | OrderAdapter
+REQUEST = msgspec.json.Decoder(DrainRequest | RoleRequest | ModeRequest | AdapterRequest)
+CONSOLE = "console"
+"""Who gives the orders of this page, for the orchestrator's log."""
 
 
 class OrderClient(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +106,10 @@ def parse_order(body: bytes) -> Order | Refusal:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Refusal(status=400, message=f"That is not an order: {error}.")
     if isinstance(request, ModeRequest):
-        if request.mode not in DEFAULT_MODES:
-            return Refusal(status=400, message=f"`mode` must be one of {', '.join(DEFAULT_MODES)}.")
-        return DefaultMode(mode=request.mode)
+        wrong = Refusal(status=400, message=f"`mode` must be one of {', '.join(DEFAULT_MODES)}.")
+        return DefaultMode(mode=request.mode) if request.mode in DEFAULT_MODES else wrong
+    if isinstance(request, AdapterRequest):
+        return adapter_order(request)
     if not is_subject_token(request.worker_id):
         return Refusal(status=400, message="`worker_id` is not a worker id: see the list of workers.")
     worker_id = WorkerId(request.worker_id)
@@ -104,3 +120,15 @@ def parse_order(body: bytes) -> Order | Refusal:
     if request.role not in ROLES:
         return Refusal(status=400, message="`role` must be prefill, decode or both.")
     return ChangeRole(worker_id=worker_id, role=request.role)
+
+
+def adapter_order(request: AdapterRequest) -> OrderAdapter:
+    """The orchestrator, which carries it out, checks its contents."""
+    return OrderAdapter(
+        action=request.change,
+        name=request.name,
+        path=request.path,
+        model=request.model,
+        workers=[WorkerId(one) for one in request.workers],
+        by=CONSOLE,
+    )

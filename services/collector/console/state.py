@@ -9,6 +9,7 @@ from typing import Any
 
 from services.collector.console.events import EventLog
 from services.collector.console.health import health_of
+from services.collector.console.models import Models
 from services.collector.console.requests import RecentRequests
 from services.collector.console.traffic import Flows, LastMinute, Tenants
 from services.collector.console.views import Health, Page, View, WorkerCard
@@ -19,7 +20,7 @@ from shared.contracts.inference import RequestFinished
 SENT_MAX = 50
 """Requests and events in one update; when more arrive, the oldest are left out."""
 REFRESH_S = 1.0
-WHOLE_FIELDS = ("flows", "tenants", "health", "model_names", "default_mode")
+WHOLE_FIELDS = ("flows", "tenants", "models", "health", "model_names", "default_mode")
 """Fields of the page that are sent as a whole when they change."""
 
 
@@ -43,6 +44,7 @@ class ConsoleState:
         self._worker_cards = WorkerCards()
         self._flows = Flows()
         self._tenants = Tenants()
+        self._models = Models()
         self._minute = LastMinute(now)
         self._refreshed_at = now
 
@@ -52,6 +54,7 @@ class ConsoleState:
             self.recent.add(request, moment.at)
             self._flows.add(request, moment.now)
             self._tenants.add(request, moment.now)
+            self._models.add(request, moment.now)
             self._minute.add(request, moment.now)
 
     def fleet_updated(self, moment: Moment) -> None:
@@ -80,6 +83,7 @@ class ConsoleState:
             requests=self.recent.rows(),
             events=self.events.lines(),
             tenants=self._tenants.rows(moment.now),
+            models=self._models.rows(cards, moment.now),
         )
 
     def _refresh(self, moment: Moment, *, connected: bool) -> tuple[list[WorkerCard], Health]:
@@ -87,6 +91,7 @@ class ConsoleState:
         self._metrics.expire(moment.now)
         self.events.services_heard(set(self._metrics.services), moment.at)
         cards = self._worker_cards.cards(self._metrics, moment.now)
+        self._models.update(cards, moment.now)
         health = health_of(self._metrics, cards, self._minute, moment.now, connected=connected)
         self.events.health_changed(health, moment.at)
         return cards, health

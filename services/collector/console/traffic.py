@@ -141,6 +141,14 @@ def _tenant_row(name: str, one: TenantTraffic, now: float) -> TenantRow:
     )
 
 
+def counts_as_failure(request: RequestFinished) -> bool:
+    """Whether it failed, and not because of overload, a sleeping model, its client or itself."""
+    if request.reason in REFUSED or request.reason == Reason.MODEL_ASLEEP:
+        return False
+    broken = request.reason and request.reason not in NOT_OURS and request.status < 400
+    return bool(request.status >= SERVER_ERROR or broken)
+
+
 class LastMinute:
     """Outcomes of the last minute's requests, all tenants together."""
 
@@ -154,9 +162,7 @@ class LastMinute:
         self._all.add(1, now)
         if request.reason in REFUSED:
             self._refused.add(1, now)
-        elif request.status >= SERVER_ERROR or (
-            request.reason and request.reason not in NOT_OURS and request.status < 400
-        ):
+        elif counts_as_failure(request):
             self._failed.add(1, now)
             self._reasons.append((now, request.reason or str(request.status)))
         if missed_target(request):

@@ -54,6 +54,8 @@ class WorkerCard(View, frozen=True, kw_only=True):
     generation_tokens_per_s: float
     heard_s_ago: int
     """Whole seconds since its last report; 0 while reports arrive on time."""
+    adapters: list[str]
+    """LoRA adapters that it has loaded, each with the beginning of its files' digest."""
 
 
 class FlowLine(View, frozen=True, kw_only=True):
@@ -132,6 +134,21 @@ class TenantRow(View, frozen=True, kw_only=True):
     cached_ratio: float | None
 
 
+class ModelRow(View, frozen=True, kw_only=True):
+    """One model: its workers, and its last minute."""
+
+    model: str
+    ready: dict[str, int]
+    """Ready workers by role."""
+    requests_per_s: float
+    tokens_in_per_s: float
+    """Prompt tokens of finished requests."""
+    tokens_out_per_s: float
+    failed_per_s: float
+    ttft_s: float | None
+    """Mean."""
+
+
 class Page(View, frozen=True, kw_only=True):
     """The whole page at one moment."""
 
@@ -146,3 +163,4 @@ class Page(View, frozen=True, kw_only=True):
     """The newest first; likewise the events."""
     events: list[EventLine]
     tenants: list[TenantRow]
+    models: list[ModelRow]

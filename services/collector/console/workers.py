@@ -6,12 +6,13 @@ from services.collector.console.views import WorkerCard
 from services.collector.metrics.fleet_metrics import FleetMetrics, WorkerView
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import FleetState, FleetWorker, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, FleetState, FleetWorker, WorkerPhase, WorkerRecord
 
 SILENT_S_MIN = 3
 """Workers report at least once a second; a shorter gap does not count as silence."""
 SHOWN_S = 60.0
 """A worker that is missing in the fleet state is shown for this long after its last report."""
+DIGEST_CHARS = 12
 OVER = (WorkerPhase.GONE, WorkerPhase.LOST)
 
 
@@ -41,6 +42,8 @@ class WorkerCards:
 
     def _card(self, worker_id: WorkerId, listed: FleetWorker | None, view: WorkerView | None, now: float) -> WorkerCard:
         record = listed.record if listed is not None else self._records.get(worker_id)
+        if listed is not None and listed.phase in WITHOUT_ENGINE:
+            view = None  # Of its engine before it slept or was restarted.
         load = view.load if view is not None else None
         silent_s = now - view.heard if view is not None else listed.silent_s if listed is not None else 0.0
         hits, prompt = (view.cached.per_second(now), view.prompt.per_second(now)) if view is not None else (0.0, 0.0)
@@ -48,7 +51,7 @@ class WorkerCards:
             id=worker_id,
             role=_role(record, load),
             phase=_phase(listed, load, record),
-            model=record.models[0] if record is not None and record.models else "",
+            model=record.model if record is not None else "",
             engine=record.engine if record is not None else "",
             revision=record.fingerprint.revision if record is not None else "",
             host=record.host if record is not None else "",
@@ -62,12 +65,19 @@ class WorkerCards:
             prompt_tokens_per_s=round(view.tokens_in.per_second(now), 1) if view is not None else 0.0,
             generation_tokens_per_s=round(view.tokens_out.per_second(now), 1) if view is not None else 0.0,
             heard_s_ago=int(silent_s) if silent_s >= SILENT_S_MIN else 0,
+            adapters=adapter_texts(record),
         )
 
 
 def kv_used(load: LoadReport | None) -> float:
     """0.0 to 1.0."""
     return load.kv_blocks_used / load.kv_blocks_total if load is not None and load.kv_blocks_total else 0.0
+
+
+def adapter_texts(record: WorkerRecord | None) -> list[str]:
+    """``sql (0a1b2c3d4e5f)``."""
+    loaded = record.adapters if record is not None else []
+    return [f"{adapter.name} ({adapter.digest[:DIGEST_CHARS]})" for adapter in loaded]
 
 
 def _role(record: WorkerRecord | None, load: LoadReport | None) -> str:

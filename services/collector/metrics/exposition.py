@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from services.collector.metrics.fleet_metrics import FleetMetrics, PlanView, WorkerView
 from services.collector.metrics.requests import Bounds, Handoffs, Latencies, Requests
@@ -181,13 +181,15 @@ def _fleet(metrics: FleetMetrics) -> Iterator[Family]:
     state = metrics.fleet.state
     workers: list[FleetWorker] = state.workers if state else []
     named = [((each.record.worker_id, each.record.role.value), each) for each in workers]
+    yield Family(names.WORKER_INFO, [Sample((*labels, each.record.model), 1.0) for labels, each in named])
     yield Family(names.WORKER_PHASE, [Sample((*labels, each.phase.value), 1.0) for labels, each in named])
     yield Family(names.WORKER_SILENCE, [Sample(labels, each.silent_s) for labels, each in named])
     yield Family(
         names.WORKER_LEGS_MAX,
         [Sample(labels, float(each.record.legs_max)) for labels, each in named if each.record.legs_max > 0],
     )
-    by_phase = Counter((each.record.role.value, each.phase.value) for each in workers)
+    yield Family(names.WORKER_KV_READ_SPEED, list(_read_speeds(named)))
+    by_phase = Counter((each.record.model, each.record.role.value, each.phase.value) for each in workers)
     yield Family(names.FLEET_WORKERS, [Sample(labels, count) for labels, count in sorted(by_phase.items())])
     yield Family(names.FLEET_TERM, [Sample((), state.term)] if state else [])
     totals = metrics.worker_totals
@@ -203,6 +205,13 @@ def _fleet(metrics: FleetMetrics) -> Iterator[Family]:
     )
 
 
+def _read_speeds(named: Sequence[tuple[tuple[str, str], FleetWorker]]) -> Iterator[Sample]:
+    registered = {each.record.worker_id for _labels, each in named}
+    for labels, each in named:
+        for read in each.record.reads_from(registered):
+            yield Sample((*labels, read.source_id, read.memory.value), float(read.bytes_per_s))
+
+
 def _plans(plans: PlanView) -> Iterator[Family]:
     yield Family(names.PLANNER_WANTED, [Sample(labels, float(wanted)) for labels, wanted in plans.wanted().items()])
     yield Family(names.PLANNER_LOAD, [Sample(labels, load) for labels, load in plans.load().items()])
@@ -211,10 +220,10 @@ def _plans(plans: PlanView) -> Iterator[Family]:
 
 def _requests(requests: Requests, now: float) -> Iterator[Family]:
     yield Family(names.FLEET_REQUESTS, [Sample(labels, count) for labels, count in requests.finished.items()])
-    yield Family(names.FLEET_FAILURES, [Sample((reason,), count) for reason, count in requests.failed.items()])
+    yield Family(names.FLEET_FAILURES, [Sample(labels, count) for labels, count in requests.failed.items()])
     yield Family(
         names.FLEET_REQUEST_TOKENS,
-        [Sample(("prompt",), requests.prompt_tokens.total), Sample(("completion",), requests.completion_tokens.total)],
+        [Sample(labels, float(count)) for labels, count in requests.tokens.items()],
     )
     for metric, pick in FLEET_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])
@@ -222,8 +231,8 @@ def _requests(requests: Requests, now: float) -> Iterator[Family]:
     yield from _unlabelled(
         {
             names.FLEET_REQUEST_RATE: requests.rate.per_second(now),
-            names.FLEET_TOKENS_IN: requests.prompt_tokens.rate.per_second(now),
-            names.FLEET_TOKENS_OUT: requests.completion_tokens.rate.per_second(now),
+            names.FLEET_TOKENS_IN: requests.prompt_tokens.per_second(now),
+            names.FLEET_TOKENS_OUT: requests.completion_tokens.per_second(now),
             names.FLEET_CACHED_PREDICTED: requests.predictions.predicted,
             names.FLEET_CACHED_ACTUAL: requests.predictions.actual,
             names.FLEET_CACHED_MISSED: requests.predictions.missed,

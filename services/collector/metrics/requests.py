@@ -86,37 +86,22 @@ class Handoffs:
                 histogram.observe(value)
 
 
-class TokenFlow:
-    """Tokens of one kind: total and recent rate."""
-
-    __slots__ = ("rate", "total")
-
-    def __init__(self, now: float) -> None:
-        self.total = 0
-        self.rate = Rate(now)
-
-    def add(self, tokens: int, now: float) -> None:
-        """Add tokens; -1 means not known."""
-        known = max(0, tokens)
-        self.total += known
-        self.rate.add(known, now)
-
-
 class Requests:
     """All requests since the start. Label values are bounded."""
 
     def __init__(self, bounds: Bounds, now: float) -> None:
         self.finished: Counter[tuple[str, str, str]] = Counter()
         """By model, mode and HTTP status."""
-        self.failed: Counter[str] = Counter()
-        """By reason."""
+        self.failed: Counter[tuple[str, str]] = Counter()
+        """By model and reason."""
+        self.tokens: Counter[tuple[str, str]] = Counter()
+        """By model and kind: prompt or completion."""
         self.latencies: dict[tuple[str, str], Latencies] = {}
         """By model and mode."""
         self.predictions = CachePredictions()
         self.handoffs = Handoffs(bounds)
         self.rate = Rate(now)
-        self.prompt_tokens = TokenFlow(now)
-        self.completion_tokens = TokenFlow(now)
+        self.prompt_tokens, self.completion_tokens = Rate(now), Rate(now)
         self._bounds = bounds
         self._models = LabelSet(MODELS_MAX)
 
@@ -127,15 +112,20 @@ class Requests:
         model, mode = OTHER if is_unknown else self._models.bounded(request.model), mode_of(request)
         self.finished[model, mode, str(request.status)] += 1
         if request.reason:
-            self.failed[reason_of(request)] += 1
+            self.failed[model, reason_of(request)] += 1
         if (model, mode) not in self.latencies:
             self.latencies[model, mode] = Latencies(self._bounds)
         self.latencies[model, mode].observe(request)
         self.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
         self.handoffs.add(request)
         self.rate.add(1, now)
-        self.prompt_tokens.add(request.prompt_tokens, now)
-        self.completion_tokens.add(request.completion_tokens, now)
+        for kind, tokens, rate in (
+            ("prompt", request.prompt_tokens, self.prompt_tokens),
+            ("completion", request.completion_tokens, self.completion_tokens),
+        ):
+            known = max(0, tokens)
+            self.tokens[model, kind] += known
+            rate.add(known, now)
 
 
 def mode_of(request: RequestFinished) -> str:

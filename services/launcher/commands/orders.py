@@ -1,8 +1,9 @@
-"""``baton drain`` and ``baton role``: orders to one worker of the running system."""
+"""``baton drain`` and ``baton role``: orders to one worker; ``baton sleep`` and ``baton wake``: to those of a model."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.console import Console
 from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, print_json, reply_of
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
+from shared.contracts.sleeping import ModelOrdered, OrderModel
 from shared.contracts.workers import Role
 from shared.text import fleet_text
 
@@ -27,6 +29,8 @@ OPERATE = "Operate it"
 
 Worker = Annotated[str, typer.Argument(help="A worker id, as `baton workers` lists it.")]
 
+Model = Annotated[str, typer.Argument(help="A model, by the name that `baton workers` shows.")]
+
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands."""
@@ -38,6 +42,8 @@ def add_to(app: typer.Typer) -> None:
         rich_help_panel=OPERATE,
         epilog="[bold]Example[/]\n\n[cyan]baton role prefill-1 decode[/]   turns a prefill worker into a decode worker",
     )(role)
+    app.command(rich_help_panel=OPERATE)(sleep)
+    app.command(rich_help_panel=OPERATE)(wake)
 
 
 def drain(
@@ -88,6 +94,25 @@ def role(
     show_result(console, result, fleet_text.role_changed(result), json=json)
 
 
+def sleep(model: Model, nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = False) -> None:
+    """Put a model to sleep: its workers end their engines and free their memory. A request wakes it."""
+    order_model(model, nats_url, state_dir, asleep=True, json=json)
+
+
+def wake(model: Model, nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = False) -> None:
+    """Wake a model that sleeps: its workers start their engines."""
+    order_model(model, nats_url, state_dir, asleep=False, json=json)
+
+
+def order_model(model: str, nats_url: str, state_dir: Path | None, *, asleep: bool, json: bool) -> None:
+    """Give the order and show the answer."""
+    from services.launcher import bus_client
+
+    url = find_nats(nats_url, state_dir)
+    result = reply_of(bus_client.order_model(url, OrderModel(model=model, asleep=asleep)), url)
+    show_result(Console(), result, fleet_text.model_ordered(model, result, asleep=asleep), json=json)
+
+
 def checked(worker: str) -> WorkerId:
     """The id, if it can be part of a NATS subject; otherwise exits."""
     if not is_subject_token(worker):
@@ -95,7 +120,7 @@ def checked(worker: str) -> WorkerId:
     return WorkerId(worker)
 
 
-def show_result(console: Console, result: WorkerDrained | RoleChanged, text: str, *, json: bool) -> None:
+def show_result(console: Console, result: WorkerDrained | RoleChanged | ModelOrdered, text: str, *, json: bool) -> None:
     """As JSON or as a sentence."""
     if json:
         print_json(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,14 +13,39 @@ from typing import Annotated, Any
 import typer
 
 from services.launcher.cluster.access import keys_for
-from services.launcher.commands.options import StateDir, common_settings, keys_folder, parse_bytes
+from services.launcher.commands.model_options import (
+    MODELS_MAX,
+    ORDER,
+    Alias,
+    Both,
+    Connector,
+    Decode,
+    EngineArgs,
+    GpusPerDecode,
+    GpusPerPrefill,
+    GpusPerWorker,
+    KvCache,
+    Model,
+    Prefill,
+    SleepAfter,
+    Store,
+    UpCommand,
+    WorkersMax,
+    WorkersMin,
+    by_model,
+    model_options,
+    option,
+)
+from services.launcher.commands.options import StateDir, common_settings, fail, keys_folder
 from services.launcher.system import state_file
 from services.launcher.system.machine import KEYS_VARIABLE
-from services.launcher.system.plan import UpOptions
+from services.launcher.system.options import ModelOptions, UpOptions
 
 ROUTERS_MAX = 64
 ACCESS_VARIABLES = (KEYS_VARIABLE, "ROUTER_KEYS", "ROUTER_INSECURE")
 """With one of these set, the user has decided about client access; routers validate the values."""
+OF_ONE_MODEL = ("WORKER_SERVED_MODEL_NAME", "WORKER_ALIASES", "WORKER_REVISION")
+"""Settings that workers of different models cannot share."""
 
 
 class EngineKind(StrEnum):
@@ -29,48 +55,28 @@ class EngineKind(StrEnum):
     SIMULATED = "simulated"
 
 
-class ConnectorKind(StrEnum):
-    """KV connectors between vLLM engines."""
-
-    BATON = "baton"
-    UPSTREAM = "upstream"
-
-
-def _option(group: str, help_text: str, default: str | bool = True, *names: str, **limits: Any) -> Any:
-    """An option in a group of the help. ``default``: what the help shows as its default."""
-    return typer.Option(*names, help=help_text, show_default=default, rich_help_panel=group, **limits)
-
-
-Prefill = Annotated[int | None, _option("Workers", "Prefill workers.", "1", min=0)]
-Decode = Annotated[int | None, _option("Workers", "Decode workers.", "1", min=0)]
-Both = Annotated[int | None, _option("Workers", "Aggregated workers.", "0", min=0)]
-Store = Annotated[int, _option("Workers", "Store workers: they keep KV in memory and in files.", min=0)]
-Join = Annotated[bool, _option("Workers", "Add workers to a running system.", True, "--join")]
-Model = Annotated[str, _option("Engine", "Hugging Face id or local path.", "baton-tiny")]
-Engine = Annotated[EngineKind | None, _option("Engine", "Engine of the workers.", "vllm")]
-Connector = Annotated[
-    ConnectorKind | None, _option("Engine", "KV connector: Baton's, or vLLM's NixlConnector.", "baton")
+Join = Annotated[bool, option("Workers", "Add workers to a running system.", True, "--join")]
+AwakeMax = Annotated[
+    int, option("Workers", "Models that may be awake at a time; the others sleep.", "all", min=0, metavar="N")
 ]
-KvCache = Annotated[str, _option("Engine", "KV cache per worker, such as 512M or 8G.", "vLLM's")]
-EngineArgs = Annotated[str, _option("Engine", "Further vLLM arguments, quoted.", False)]
-Host = Annotated[str, _option("Network", "Address to listen on.")]
-Port = Annotated[int, _option("Network", "Port of the OpenAI API.")]
-Routers = Annotated[int, _option("Network", "Routers that share this port.", min=1, max=ROUTERS_MAX)]
-CollectorHost = Annotated[str, _option("Network", "Address of the console and the metrics.")]
-CollectorPort = Annotated[int, _option("Network", "Port of the console and the metrics.")]
-NatsPort = Annotated[int, _option("Network", "Port of the NATS that is started.")]
-RunningNats = Annotated[str, _option("Network", "Use this running NATS instead.", False)]
-Insecure = Annotated[bool, _option("Network", "Accept other machines without API keys.", True, "--insecure")]
+Engine = Annotated[EngineKind | None, option("Workers", "Engine of the workers.", "vllm")]
+Host = Annotated[str, option("Network", "Address to listen on.")]
+Port = Annotated[int, option("Network", "Port of the OpenAI API.")]
+Routers = Annotated[int, option("Network", "Routers that share this port.", min=1, max=ROUTERS_MAX)]
+CollectorHost = Annotated[str, option("Network", "Address of the console and the metrics.")]
+CollectorPort = Annotated[int, option("Network", "Port of the console and the metrics.")]
+NatsPort = Annotated[int, option("Network", "Port of the NATS that is started.")]
+RunningNats = Annotated[str, option("Network", "Use this running NATS instead.", False)]
+Insecure = Annotated[bool, option("Network", "Accept other machines without API keys.", True, "--insecure")]
 OpenNats = Annotated[
-    bool, _option("Network", "Start NATS without keys and TLS, open to all local users.", True, "--open")
+    bool, option("Network", "Start NATS without keys and TLS, open to all local users.", True, "--open")
 ]
-WorkersMin = Annotated[int, _option("Scaling", "Fewest workers that the planner leaves running.", min=1)]
-WorkersMax = Annotated[int, _option("Scaling", "Most workers; the planner may start and drain.", "no scaling", min=0)]
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
+        cls=UpCommand,
         rich_help_panel="Run a system",
         epilog="""[bold]Examples[/]
 
@@ -78,9 +84,19 @@ def add_to(app: typer.Typer) -> None:
 
 [cyan]baton up --prefill 2 --decode 2 --model Qwen/Qwen3-0.6B[/]   a model from Hugging Face
 
+[cyan]baton up --model A --prefill 1 --decode 1 --model B --both 1[/]   two models, each with its own workers
+
+[cyan]baton up --awake-max 1 --model A --both 1 --model B --both 1[/]   one at a time, on the whole machine
+
+[cyan]baton up --model Qwen/Qwen3-8B --alias chat[/]   requests may call the model "chat"
+
 [cyan]baton up --engine simulated[/]   no vLLM needed: for trying out clients and the console
 
 [cyan]baton up --join --decode 1[/]   in a second terminal: add a worker to the running system
+
+[cyan]baton up --join --model B --both 1[/]   in a second terminal: add a model
+
+[cyan]baton up --gpus-per-prefill 1 --gpus-per-decode 2[/]   tensor parallel decode workers
 
 [cyan]baton up --store 1[/]   add a store worker, which keeps evicted KV in memory and in files (WORKER_STORE_*)
 
@@ -100,16 +116,25 @@ BATON_OTLP_ENDPOINT turns on tracing.""",
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
+    ctx: typer.Context,
+    model: Model = None,
+    aliases: Alias = None,
     prefill: Prefill = None,
     decode: Decode = None,
     both: Both = None,
-    store: Store = 0,
-    join: Join = False,
-    model: Model = "",
-    engine: Engine = None,
+    store: Store = None,
     connector: Connector = None,
-    kv_cache: KvCache = "",
-    engine_args: EngineArgs = "",
+    kv_cache: KvCache = None,
+    engine_args: EngineArgs = None,
+    gpus_per_worker: GpusPerWorker = None,
+    gpus_per_prefill: GpusPerPrefill = None,
+    gpus_per_decode: GpusPerDecode = None,
+    workers_min: WorkersMin = None,
+    workers_max: WorkersMax = None,
+    sleep_after: SleepAfter = None,
+    awake_max: AwakeMax = 0,
+    engine: Engine = None,
+    join: Join = False,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     routers: Routers = 1,
@@ -119,24 +144,33 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     nats_url: RunningNats = "",
     insecure: Insecure = False,
     open_nats: OpenNats = False,
-    workers_min: WorkersMin = 1,
-    workers_max: WorkersMax = 0,
     state_dir: StateDir = None,
 ) -> None:
     """Start a whole system on this machine and run it until Ctrl-C."""
     common = common_settings()
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
-    if prefill is decode is both is None:
-        prefill, decode, both = (0, 0, 0 if store else 1) if join else (1, 1, 0)
     nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
     options = UpOptions(
-        prefill=prefill or 0,
-        decode=decode or 0,
-        both=both or 0,
-        store=store,
-        model=model,
+        models=models_of(
+            ctx,
+            join=join,
+            model=model,
+            aliases=aliases,
+            prefill=prefill,
+            decode=decode,
+            both=both,
+            store=store,
+            connector=connector,
+            kv_cache=kv_cache,
+            engine_args=engine_args,
+            gpus_per_worker=gpus_per_worker,
+            gpus_per_prefill=gpus_per_prefill,
+            gpus_per_decode=gpus_per_decode,
+            workers_min=workers_min,
+            workers_max=workers_max,
+            sleep_after=sleep_after,
+        ),
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
-        connector=connector.value if connector else "",
         host=host,
         port=port,
         routers=routers,
@@ -145,23 +179,22 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         nats_port=nats_port,
         nats_url=nats_url,
         state_dir=str((state_dir or Path(common.state_dir)).expanduser().absolute()),
-        kv_cache_bytes=size(kv_cache),
-        engine_args=engine_args,
         insecure=insecure,
         access_configured=any(os.environ.get(name) for name in ACCESS_VARIABLES),
         keys_dir="" if open_nats else keys_for(nats_url, keys) if nats_url else keys,
         join=join,
-        workers_min=workers_min,
-        workers_max=workers_max,
+        awake_max=awake_max,
     )
     from services.launcher.system.up import run_up  # Imported here so that `baton --help` is quick.
 
     sys.exit(asyncio.run(run_up(options)))
 
 
-def size(text: str) -> int:
-    """Bytes of an option; 0 when it is not given."""
-    try:
-        return parse_bytes(text) if text else 0
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--kv-cache") from error
+def models_of(ctx: typer.Context, *, join: bool, **given: Sequence[Any] | None) -> tuple[ModelOptions, ...]:
+    """The models with their workers. Exits when a variable would give several models one name."""
+    models = [model_options(each, join=join) for each in by_model(ctx.meta[ORDER], given)]
+    if len(models) > MODELS_MAX:
+        fail(f"{len(models)} models are more than {MODELS_MAX}.")
+    if len(models) > 1 and (names := [name for name in OF_ONE_MODEL if os.environ.get(name)]):
+        fail(f"{names[0]} is set, but holds for every worker, and there are {len(models)} models: unset it.")
+    return tuple(models)

@@ -21,7 +21,7 @@ from shared.contracts.channels import DESCRIBE_FLEET, LOAD, SERVICE_STATUS, WORK
 from shared.contracts.control import ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import DescribeFleet, FleetState, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, DescribeFleet, FleetState, WorkerRecord
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.version import baton_version
 
@@ -130,7 +130,7 @@ class Listener:
     def is_complete(self, records: list[WorkerRecord]) -> bool:
         """Whether all required services and all registered workers have reported."""
         kinds = {service for service, _instance in self._services}
-        expected = {record.worker_id for record in records if record.phase is not WorkerPhase.STARTING}
+        expected = {record.worker_id for record in records if record.phase not in WITHOUT_ENGINE}
         return (
             {"router", "orchestrator", "collector"} <= kinds
             and expected <= self._loads.keys()

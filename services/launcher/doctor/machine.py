@@ -37,7 +37,7 @@ from services.launcher.doctor.facts import (
 )
 from services.launcher.system import machine
 from services.launcher.system.machine import KEYS_VARIABLE
-from services.launcher.system.plan import PlanRefused
+from services.launcher.system.process_plan import PlanRefused
 from shared.bus.nats_errors import without_password
 from shared.runtime.refusals import refusals
 from shared.runtime.settings import CommonSettings

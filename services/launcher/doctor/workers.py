@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from services.launcher.doctor.adapters import about_adapters
 from services.launcher.doctor.facts import HeardLoad, SystemFacts
 from services.launcher.doctor.findings import Area, Finding, Level, many, named
+from services.launcher.doctor.kv_reads import about_kv_reads
 from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.message import WIRE_VERSION
-from shared.contracts.workers import FleetWorker, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, Role, WorkerPhase, WorkerRecord
 from shared.text.quantities import counted, duration
 
 STARTING_S_MAX = 600.0
@@ -28,7 +30,7 @@ MEANINGS = {
     "kv_layout": "another processor, cache type or layout",
     "connector": "another connector, or another version of it",
     "engine_version": "another version of the engine",
-    "options": "other options of the engine, or other files of adapters",
+    "options": "other options of the engine",
 }
 """Descriptions of fingerprint fields."""
 
@@ -55,6 +57,7 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
             if record.phase is not WorkerPhase.READY:
                 yield _finding(Level.NOTE, f"{record.worker_id} is {record.phase.value}.", record.note)
     yield from _models(facts.records)
+    yield from about_kv_reads(facts.records)
     for heard in facts.loads:
         yield from _load(heard)
     yield from _known_to_routers(facts)
@@ -67,6 +70,8 @@ def _counts(records: list[WorkerRecord]) -> Finding:
     what = f"{len(ready)} of {many(len(records), 'worker')} ready{f': {text}' if text else ''}"
     if ready:
         return _finding(Level.OK, what)
+    if any(record.phase is WorkerPhase.ASLEEP for record in records):
+        return _finding(Level.NOTE, f"{what}; the others sleep.", "A request for a model wakes its workers.")
     loading = all(record.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING} for record in records)
     wait = "Wait: engines take seconds to minutes to load. " if loading else ""
     todo = f"{wait}`baton workers` shows what each one does."
@@ -75,7 +80,7 @@ def _counts(records: list[WorkerRecord]) -> Finding:
 
 def _reports(record: WorkerRecord, heard: HeardLoad | None, facts: SystemFacts) -> Iterator[Finding]:
     worker = record.worker_id
-    if record.phase in {WorkerPhase.STARTING, WorkerPhase.GONE}:
+    if record.phase in {*WITHOUT_ENGINE, WorkerPhase.GONE}:
         return
     if heard is None:
         what = f"{worker} is registered but has not reported within {facts.heard_s:.0f} s."
@@ -135,6 +140,8 @@ def _life(worker: FleetWorker) -> Iterator[Finding]:
         yield _finding(Level.WARNING, f"{name} has been probing for {since}.", why, todo)
     elif worker.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING}:
         yield _finding(Level.NOTE, f"{name} has been {worker.phase.value} for {since}.", note)
+    elif worker.phase is WorkerPhase.ASLEEP:
+        yield _finding(Level.NOTE, f"{name} has been asleep for {since}.", "A request for its model wakes it.")
     elif worker.phase is WorkerPhase.DRAINING:
         yield _finding(Level.NOTE, f"{name} has been draining for {since}.", note)
     elif worker.phase is WorkerPhase.READY and worker.silent_s > SILENT_S_MAX:
@@ -153,6 +160,7 @@ def _models(records: list[WorkerRecord]) -> Iterator[Finding]:
         yield from _roles(model, those)
         yield from _revisions(model, those)
         yield from _schemes(model, those)
+        yield from about_adapters(model, those)
 
 
 def _roles(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from services.launcher.system import guard
-from services.launcher.system.plan import ProcessPlan
+from services.launcher.system.process_plan import ProcessPlan
 from services.launcher.system.waiting import first_of
 
 KILL_S_MAX = 10.0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from services.launcher.system.gpu_topology import nearest, parse_topology
+from services.launcher.system.process_plan import Machine, PlanRefused
 
 GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory for all engines on it together: vLLM's default for one engine."""
 SPARE_CORES_MIN = 2
-"""With at least this many more cores than workers, one core is left to NATS and the services."""
+"""With at least this many more cores than ranks, one core is left to NATS and the services."""
+RANKS = "WORKER_TENSOR_PARALLEL_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The cores or GPU of one worker."""
+    """The cores or GPUs of one worker."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     engine_args: str = ""
@@ -21,41 +26,89 @@ class Device:
     """Such as "core 0"."""
 
 
-def share_cores(cores: Sequence[int], count: int, running: int) -> tuple[list[Device], list[str]]:
-    """Split the cores into equal ranges, one per worker; the second value has warnings about shared cores.
+def share_cores(cores: Sequence[int], ranks: Sequence[int], running: int) -> tuple[list[Device], list[str]]:
+    """Split the cores, for each rank of each worker equally many; the second value has warnings about shared cores.
+    Raises PlanRefused if two ranks of one engine would share a core: each would wait for the other.
 
-    ``running`` workers already use the whole machine, so a worker that joins shares their cores.
+    ``ranks``: of each worker. ``running`` workers already use the whole machine: one that joins shares their cores.
     """
-    if running or len(cores) < count:
-        shared = [on_cores([cores[(running + index) % len(cores)]]) for index in range(count)]
-        return shared, [f"{running + count} engines share {len(cores)} CPU cores, so each is slower."]
-    usable = list(cores[1:]) if len(cores) >= count + SPARE_CORES_MIN else list(cores)
-    each, rest = divmod(len(usable), count)
+    if (most := max(ranks)) > len(cores):
+        raise PlanRefused(f"A CPU engine with {most} ranks needs as many cores, but there are {len(cores)}.")
+    if running or len(cores) < sum(ranks):
+        shared, at = [], running
+        for count in ranks:
+            shared.append(on_cores([cores[(at + index) % len(cores)] for index in range(count)], count))
+            at += count
+        return shared, [f"{running + len(ranks)} engines share {len(cores)} CPU cores, so each is slower."]
+    usable = list(cores[1:]) if len(cores) >= sum(ranks) + SPARE_CORES_MIN else list(cores)
+    each, rest = divmod(len(usable), sum(ranks))
     devices = []
-    for index in range(count):
-        size = each + (1 if index < rest else 0)
-        devices.append(on_cores(usable[:size]))
+    for count in ranks:
+        # Ranks of one engine work in lockstep: a core more for one of them would not help.
+        extra = 1 if count == 1 and rest else 0
+        rest -= extra
+        size = count * each + extra
+        devices.append(on_cores(usable[:size], count))
         usable = usable[size:]
     return devices, []
 
 
-def on_cores(cores: Sequence[int]) -> Device:
+def on_cores(cores: Sequence[int], ranks: int) -> Device:
     """The device of a CPU engine."""
     listed = ",".join(str(core) for core in cores)
     text = f"core {listed}" if len(cores) == 1 else f"{len(cores)} cores"
-    return Device(env={"WORKER_CPU_CORES": listed}, text=text)
+    if ranks == 1:
+        return Device(env={"WORKER_CPU_CORES": listed}, text=text)
+    return Device(env={"WORKER_CPU_CORES": listed, RANKS: str(ranks)}, text=f"{text}, {ranks} ranks")
 
 
-def share_gpus(gpus: Sequence[str], count: int, running: int) -> tuple[list[Device], list[str]]:
-    """One GPU per worker, round robin. With fewer GPUs than workers, engines share GPUs and their memory."""
-    engines = running + count
-    per_gpu = -(-engines // len(gpus))
-    share = f"--gpu-memory-utilization {GPU_MEMORY_SHARE / per_gpu:.2f}" if per_gpu > 1 else ""
-    devices = []
-    for index in range(count):
-        gpu = gpus[(running + index) % len(gpus)]
-        devices.append(Device(env={"CUDA_VISIBLE_DEVICES": gpu}, engine_args=share, text=f"GPU {gpu}"))
-    if per_gpu == 1:
-        return devices, []
-    each = f"{GPU_MEMORY_SHARE / per_gpu:.0%}"
-    return devices, [f"{engines} engines share {len(gpus)} GPU(s): each may take {each} of a GPU's memory."]
+def share_gpus(machine: Machine, counts: Sequence[int], running: int) -> tuple[list[Device], list[str]]:
+    """GPUs of their own for each worker, near ones together, from those that no running worker uses. If they do not
+    suffice, engines with one GPU share GPUs and their memory, round robin. Raises PlanRefused for engines with several.
+
+    ``counts``: GPUs of each worker.
+    """
+    free = [gpu for gpu in machine.gpus if gpu not in machine.gpus_used]
+    if sum(counts) <= len(free):
+        return own_gpus(machine, free, counts), []
+    if max(counts) > 1:
+        raise PlanRefused(too_few(machine, counts, len(free)))
+    engines = running + len(counts)
+    per_gpu = -(-engines // len(machine.gpus))
+    each = GPU_MEMORY_SHARE / per_gpu
+    share = f"--gpu-memory-utilization {each:.2f}" if per_gpu > 1 else ""
+    gpus = [machine.gpus[(running + index) % len(machine.gpus)] for index in range(len(counts))]
+    note = f"{engines} engines share {len(machine.gpus)} GPU(s): each may take {each:.0%} of a GPU's memory."
+    return [on_gpus(machine, [gpu], share) for gpu in gpus], [note] if share else []
+
+
+def own_gpus(machine: Machine, free: list[str], counts: Sequence[int]) -> list[Device]:
+    """The largest engines choose first."""
+    topology, left = parse_topology(machine.gpu_topology), list(free)
+    chosen: dict[int, Device] = {}
+    for index in sorted(range(len(counts)), key=lambda index: -counts[index]):
+        gpus = nearest(left, counts[index], topology) if counts[index] > 1 else (left[0],)
+        left = [gpu for gpu in left if gpu not in gpus]
+        chosen[index] = on_gpus(machine, gpus)
+    return [chosen[index] for index in range(len(counts))]
+
+
+def on_gpus(machine: Machine, gpus: Sequence[str], engine_args: str = "") -> Device:
+    """The device of a GPU engine."""
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    if machine.gpu_topology:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order; CUDA's own default begins with the fastest GPU.
+    if len(gpus) > 1:
+        env[RANKS] = str(len(gpus))
+    text = f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {','.join(gpus)}"
+    return Device(env=env, engine_args=engine_args, text=text)
+
+
+def too_few(machine: Machine, counts: Sequence[int], free: int) -> str:
+    """So many GPUs wanted, so many there."""
+    workers = " and ".join(f"{number} with {each}" for each, number in sorted(Counter(counts).items(), reverse=True))
+    used = f", of which running workers use {len(machine.gpus) - free}" if free < len(machine.gpus) else ""
+    return (
+        f"{sum(counts)} GPUs are wanted (workers: {workers}), but there are {len(machine.gpus)}{used}. An engine with "
+        "several GPUs shares none: start fewer workers, or give each fewer with --gpus-per-worker."
+    )

@@ -14,12 +14,14 @@ import textwrap
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from services.launcher.system.plan import Machine, PlanRefused, RequiredPort
+from services.launcher.system.process_plan import Machine, PlanRefused, RequiredPort
 
 NVIDIA_SMI_S_MAX = 30.0
+WORKER_MODULE = "services.worker"
 PORT_MAX = 65535
 COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
@@ -38,7 +40,7 @@ def describe_machine() -> Machine:
         python=sys.executable,
         nats_server=find_nats_server(),
         cores=physical_cores(),
-        gpus=gpus() if has_distribution("vllm") else (),
+        **(gpu_facts() if has_distribution("vllm") else {}),
     )
 
 
@@ -79,16 +81,43 @@ def physical_cores() -> tuple[int, ...]:
     return tuple(first)
 
 
+def gpu_facts() -> dict[str, Any]:
+    """The GPU fields of ``Machine``."""
+    found = gpus()
+    if not found:
+        return {}
+    # With indexes of the user's own the order may be another one than nvidia-smi's.
+    own = os.environ.get("CUDA_VISIBLE_DEVICES") and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    topology = "" if own or len(found) == 1 else nvidia_smi("topo", "-m")
+    return {"gpus": found, "gpus_used": gpus_of_workers(), "gpu_topology": topology}
+
+
 def gpus() -> tuple[str, ...]:
     """GPU indexes as nvidia-smi lists them, within CUDA_VISIBLE_DEVICES if that is set."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return tuple(visible.split(","))
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    return tuple(nvidia_smi("--query-gpu=index", "--format=csv,noheader").split())
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """What it prints; empty if it cannot."""
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S_MAX, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_S_MAX, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def gpus_of_workers() -> tuple[str, ...]:
+    """GPUs of all workers that this user's launchers have started on this machine."""
+    used: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if WORKER_MODULE in process.cmdline():
+                used.update(process.environ().get("CUDA_VISIBLE_DEVICES", "").split(","))
+    return tuple(sorted(used - {""}))
 
 
 def has_distribution(name: str) -> bool:

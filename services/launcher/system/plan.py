@@ -2,130 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from services.launcher.cluster.folder import SECURE, variables
-from services.launcher.system.devices import Device, share_cores, share_gpus
+from services.launcher.system.options import UpOptions
+from services.launcher.system.process_plan import Machine, PlanRefused, ProcessPlan, RequiredPort, Stage, SystemPlan
+from services.launcher.system.worker_plan import plan_workers
 from shared.contracts.channels import Party
-from shared.contracts.workers import Role
 
-
-class PlanRefused(Exception):
-    """The requested system cannot be started; the message says what to do instead."""
-
-
-class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `baton up`."""
-
-    prefill: int = 0
-    decode: int = 0
-    both: int = 0
-    store: int = 0
-    """Workers that store KV blocks and compute nothing."""
-    model: str = ""
-    """Empty: the worker's default."""
-    engine: Literal["vllm", "simulated"] = "vllm"
-    connector: Literal["baton", "upstream", ""] = ""
-    """KV connector of vLLM engines; empty: the worker's default."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    routers: int = 1
-    """Several routers share ``port``."""
-    router_ports: tuple[int, ...] = ()
-    """With several routers, each one's own port."""
-    collector_host: str = "127.0.0.1"
-    collector_port: int = 8001
-    nats_port: int = 4222
-    nats_url: str = ""
-    """A running NATS; empty: start one."""
-    keys_dir: str = ""
-    """A folder of `baton init`: NATS requires keys and TLS. Empty: neither (`baton up --open`, or another NATS)."""
-    state_dir: str
-    kv_cache_bytes: int = 0
-    engine_args: str = ""
-    insecure: bool = False
-    """Serve every client that reaches ``host``, without API keys."""
-    access_configured: bool = False
-    """The environment configures client access to the routers."""
-    join: bool = False
-    workers_min: int = 1
-    workers_max: int = 0
-    """Above 0: the planner may start and drain workers up to this number; 0: no scaling."""
-
-
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about this machine."""
-
-    python: str
-    nats_server: str
-    """Path of the binary; empty when there is none."""
-    cores: tuple[int, ...]
-    """One logical CPU per physical core that this process may use."""
-    gpus: tuple[str, ...] = ()
-    """GPU indexes; empty when the installed engine is the CPU one."""
-
-
-STORES = f"{Role.STORE.value}-"
-"""Prefix of store workers' names: they need no device."""
-STORE = Device(text="no engine")
 OPEN = "NATS is open: every user of this machine can read prompts and give orders. Leave out --open to require keys."
 LOCAL_HOSTS = ("localhost", "::1")
 LOCAL_PREFIX = "127."
-
-
-class Stage(IntEnum):
-    """Processes start in this order and stop in reverse."""
-
-    NATS = 0
-    SERVICES = 1
-    WORKERS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessPlan:
-    """One process to start."""
-
-    name: str
-    """Unique in this system; for a worker, its worker id."""
-    stage: Stage
-    command: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
-    """Where it runs, such as "core 0"."""
-    is_extra: bool = False
-    """The system continues if this process cannot be started."""
-    serves_requests: bool = True
-    """False: requests are served without it, so it is restarted even if its configuration is wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequiredPort:
-    """A port that must be free before anything starts."""
-
-    host: str
-    port: int
-    option: str
-    purpose: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SystemPlan:
-    """Everything `baton up` starts."""
-
-    processes: tuple[ProcessPlan, ...]
-    ports: tuple[RequiredPort, ...]
-    nats_url: str
-    notes: tuple[str, ...] = ()
-    """Warnings to print before the start."""
-
-    def stage(self, stage: Stage) -> list[ProcessPlan]:
-        """The processes of one stage, in order."""
-        return [process for process in self.processes if process.stage is stage]
 
 
 def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str] = ()) -> SystemPlan:
@@ -133,8 +23,7 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     nats_url = options.nats_url or f"{'tls' if options.keys_dir else 'nats'}://127.0.0.1:{options.nats_port}"
     base = {party: base_environment(options, nats_url, party) for party in Party}
     workers, notes = plan_workers(options, machine, base[Party.WORKER], names_taken)
-    if options.join and (options.routers > 1 or options.workers_max):
-        given = "--routers" if options.routers > 1 else "--workers-max"
+    if options.join and (given := for_new_systems(options)):
         raise PlanRefused(f"{given} is for a new system: --join adds workers only.")
     if options.join:
         return SystemPlan(processes=tuple(workers), ports=(), nats_url=nats_url, notes=tuple(notes))
@@ -157,6 +46,17 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     if not options.keys_dir:
         notes.append(OPEN)
     return SystemPlan(processes=(nats, *services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
+
+
+def for_new_systems(options: UpOptions) -> str:
+    """The first option given that workers which join cannot have; empty if there is none."""
+    given = {
+        "--routers": options.routers > 1,
+        "--workers-max": options.scales,
+        "--awake-max": options.awake_max,
+        "--sleep-after": any(each.sleep_after_s for each in options.models),
+    }
+    return next((name for name, is_given in given.items() if is_given), "")
 
 
 def check_access(options: UpOptions) -> None:
@@ -204,12 +104,39 @@ def service(machine: Machine, name: str, base: Mapping[str, str], *, host: str =
 
 def plan_orchestrator(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> ProcessPlan:
     """With its planner on when scaling is allowed."""
+    return aside(service(machine, "orchestrator", {**base, **planner_limits(options), **sleep_limits(options)}))
+
+
+def sleep_limits(options: UpOptions) -> dict[str, str]:
+    """Which models sleep, and how many may be awake; only what the options say."""
+    limits = {}
+    if after_s := {each.model: each.sleep_after_s for each in options.models if each.sleep_after_s}:
+        limits["ORCHESTRATOR_SLEEP_AFTER_S"] = msgspec.json.encode(after_s).decode()
+    if options.awake_max:
+        limits["ORCHESTRATOR_AWAKE_MAX"] = str(options.awake_max)
+    return limits
+
+
+def planner_limits(options: UpOptions) -> dict[str, str]:
+    """The planner's settings; none when nothing scales."""
+    if not options.scales:
+        return {}
+    if len(options.models) == 1:
+        [model] = options.models
+        return {
+            "ORCHESTRATOR_PLANNER": "act",
+            "ORCHESTRATOR_PLANNER_WORKERS_MIN": str(model.workers_min),
+            "ORCHESTRATOR_PLANNER_WORKERS_MAX": str(model.workers_max),
+        }
+    # Of a model that does not scale, the planner may change roles.
     limits = {
-        "ORCHESTRATOR_PLANNER": "act",
-        "ORCHESTRATOR_PLANNER_WORKERS_MIN": str(options.workers_min),
-        "ORCHESTRATOR_PLANNER_WORKERS_MAX": str(options.workers_max),
+        each.model: {
+            "workers_min": each.workers_min if each.workers_max else len(each.roles),
+            "workers_max": each.workers_max or len(each.roles),
+        }
+        for each in options.models
     }
-    return aside(service(machine, "orchestrator", {**base, **limits} if options.workers_max else base))
+    return {"ORCHESTRATOR_PLANNER": "act", "ORCHESTRATOR_PLANNER_MODELS": msgspec.json.encode(limits).decode()}
 
 
 def plan_collector(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> ProcessPlan:
@@ -235,71 +162,3 @@ def plan_routers(options: UpOptions, machine: Machine, base: Mapping[str, str]) 
         env = {**alone.env, "ROUTER_SHARED_PORT": str(options.port), "ROUTER_INSTANCE": name}
         routers.append(replace(alone, name=name, env=env))
     return routers
-
-
-def plan_workers(
-    options: UpOptions, machine: Machine, base: Mapping[str, str], names_taken: Sequence[str]
-) -> tuple[list[ProcessPlan], list[str]]:
-    """The workers with their devices, and warnings. Raises PlanRefused."""
-    roles = [Role.PREFILL] * options.prefill + [Role.DECODE] * options.decode + [Role.BOTH] * options.both
-    if not roles and not (options.join and options.store):
-        raise PlanRefused("No workers: request at least one with --prefill, --decode or --both.")
-    if options.store and options.connector == "upstream":
-        raise PlanRefused("--store needs the KV exchange: leave out --connector upstream.")
-    if roles and not options.join and not options.both and not (options.prefill and options.decode):
-        missing, given = ("decode", "--prefill") if options.prefill else ("prefill", "--decode")
-        raise PlanRefused(f"Only {given} workers: none would {missing}. Add --{missing} 1 or --both 1.")
-    if options.workers_max and not options.workers_min <= len(roles) <= options.workers_max:
-        raise PlanRefused(
-            f"{len(roles)} workers are not between --workers-min {options.workers_min} and "
-            f"--workers-max {options.workers_max}."
-        )
-    names = list(fresh_names([*roles, *[Role.STORE] * options.store], names_taken))
-    # Devices are divided among all workers that may ever run; otherwise the first ones would get everything.
-    count, running = max(len(roles), options.workers_max), sum(not name.startswith(STORES) for name in names_taken)
-    devices, notes = devices_for(options, machine, count, running) if count else ([], [])
-    settings = worker_settings(options, base)
-    engines = [
-        plan_worker(machine, settings, role, name, device)
-        for role, name, device in zip(roles, names, devices, strict=False)
-    ]
-    # Stores start last: they become ready only when engines are there.
-    return [*engines, *(plan_worker(machine, settings, Role.STORE, name, STORE) for name in names[len(roles) :])], notes
-
-
-def worker_settings(options: UpOptions, base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of all workers."""
-    optional = {
-        "WORKER_MODEL": options.model,
-        "WORKER_CONNECTOR": options.connector,
-        "WORKER_KV_CACHE_BYTES": str(options.kv_cache_bytes) if options.kv_cache_bytes else "",
-        "WORKER_ENGINE_ARGS": options.engine_args,
-    }
-    return {**base, "WORKER_ENGINE": options.engine, **{name: value for name, value in optional.items() if value}}
-
-
-def plan_worker(machine: Machine, settings: Mapping[str, str], role: Role, name: str, device: Device) -> ProcessPlan:
-    """One worker on its device."""
-    env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
-    if device.engine_args:
-        env["WORKER_ENGINE_ARGS"] = f"{device.engine_args} {settings.get('WORKER_ENGINE_ARGS', '')}".rstrip()
-    command = (machine.python, "-m", "services.worker")
-    return ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env=env, note=device.text)
-
-
-def devices_for(options: UpOptions, machine: Machine, count: int, running: int) -> tuple[list[Device], list[str]]:
-    """A device for each worker, and warnings."""
-    if options.engine == "simulated":
-        return [Device(text="simulated")] * count, []
-    if machine.gpus:
-        return share_gpus(machine.gpus, count, running)
-    return share_cores(machine.cores, count, running)
-
-
-def fresh_names(roles: Sequence[Role], names_taken: Sequence[str]) -> Iterator[str]:
-    """``prefill-1``, ``decode-1``...: the lowest free numbers."""
-    taken = set(names_taken)
-    for role in roles:
-        number = next(n for n in range(1, len(taken) + 2) if f"{role.value}-{n}" not in taken)
-        taken.add(f"{role.value}-{number}")
-        yield f"{role.value}-{number}"

@@ -8,19 +8,13 @@ from collections.abc import Mapping
 from rich.markup import escape
 
 from services.launcher.system.devices import Device
-from services.launcher.system.plan import (
-    Machine,
-    ProcessPlan,
-    UpOptions,
-    base_environment,
-    devices_for,
-    fresh_names,
-    plan_worker,
-    worker_settings,
-)
+from services.launcher.system.options import UpOptions
+from services.launcher.system.plan import base_environment
+from services.launcher.system.process_plan import Machine, ProcessPlan
 from services.launcher.system.scaling_steps import OwnWorker, own_worker, steps_for
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import System
+from services.launcher.system.worker_plan import WorkerPlans, devices_by_model, fresh_names
 from shared.bus.port import BusError, Envelope
 from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS, Party
 from shared.contracts.fleet_orders import DrainWorker
@@ -42,10 +36,11 @@ class Scaler:
         self._screen = screen
         self._lock = asyncio.Lock()
         self._leaving: set[str] = set()
-        devices, _notes = devices_for(options, machine, options.workers_max, 0)
-        self._devices = devices
-        self._device_of: dict[str, int] = {each.name: index for index, each in enumerate(self._engines)}
-        """Index of each worker's device."""
+        self._devices, _notes = devices_by_model(options, machine, 0)
+        self._device_of: dict[str, int] = {}
+        """Index of each worker's device among those of its model."""
+        for index in range(len(options.models)):
+            self._device_of |= {each.name: place for place, each in enumerate(self._engines_of(index))}
 
     async def listen(self) -> None:
         """Accept scale requests from now on."""
@@ -63,16 +58,25 @@ class Scaler:
             except BusError as error:
                 return FleetScaled(refusal=f"the launcher cannot read the registry: {error}")
 
+    def _engines_of(self, model: int) -> list[ProcessPlan]:
+        return [each for each in self._engines if each.model == model]
+
     async def _scale(self, request: ScaleFleet) -> FleetScaled:
         records = await self._records()
-        served = {model for each in self._engines if each.name in records for model in records[each.name].models}
+        served = {
+            name: each.model for each in self._engines if each.name in records for name in records[each.name].models
+        }
         if request.model not in served:
             return FleetScaled(refusal=f"this launcher runs {', '.join(sorted(served)) or 'no model'}")
-        steps = steps_for(
-            request, self._own(records), workers_min=self._options.workers_min, workers_max=self._options.workers_max
-        )
+        model = served[request.model]
+        limits = self._options.models[model]
+        if not limits.workers_max:
+            return FleetScaled(refusal=f"{request.model} was started without --workers-max")
+        own = self._own(model, records)
+        steps = steps_for(request, own, workers_min=limits.workers_min, workers_max=limits.workers_max)
         if steps.start:
-            return self._start(request, steps.start, steps.refusal, records)
+            self._start(model, request, steps.start, records)
+            return FleetScaled(change=steps.start, refusal=steps.refusal)
         gone, refusal = 0, steps.refusal
         for worker_id in steps.stop:
             if refused := await self._drain(worker_id, request.why):
@@ -85,29 +89,28 @@ class Scaler:
         entries = await (await self._system.bus.key_value_store(WORKER_RECORDS)).all()
         return {each.key: each.value for each in entries if each.value is not None}
 
-    def _own(self, records: Mapping[str, WorkerRecord]) -> list[OwnWorker]:
+    def _own(self, model: int, records: Mapping[str, WorkerRecord]) -> list[OwnWorker]:
         self._leaving &= {each.name for each in self._engines}
         return [
             own_worker(each.name, _role_at_start(each), records.get(each.name), is_leaving=each.name in self._leaving)
-            for each in self._engines
+            for each in self._engines_of(model)
         ]
 
-    def _start(self, request: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:
+    def _start(self, model: int, request: ScaleFleet, count: int, records: Mapping[str, WorkerRecord]) -> None:
         running = [each.name for each in self._engines]
         base = base_environment(self._options, self._system.plan.nats_url, Party.WORKER)
-        settings = worker_settings(self._options, base)
+        workers = WorkerPlans(self._options, self._machine, base)
         for name in fresh_names([request.role] * count, [*records, *running]):
-            self._system.add(plan_worker(self._machine, settings, request.role, name, self._free_device(name)))
+            self._system.add(workers.plan(model, request.role, name, self._free_device(model, name)))
             self._screen.show(f"[cyan]●[/] Starting {name}: {escape(request.why)}.")
-        return FleetScaled(change=count, refusal=refusal)
 
-    def _free_device(self, name: str) -> Device:
+    def _free_device(self, model: int, name: str) -> Device:
         """A free device; the least used one while a draining worker still has its own."""
-        running = [each.name for each in self._engines]
+        running = [each.name for each in self._engines_of(model)]
         taken = [index for each, index in self._device_of.items() if each in running]
-        index = min(range(len(self._devices)), key=taken.count)
+        index = min(range(len(self._devices[model])), key=taken.count)
         self._device_of[name] = index
-        return self._devices[index]
+        return self._devices[model][index]
 
     async def _drain(self, worker_id: str, why: str) -> str:
         """Returns why the worker does not drain; empty if it does."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.contracts.planning import ScaleFleet
-from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, Role, WorkerRecord
 
 REVISION_CHARS = 12
 """Characters of a revision in a refusal."""
@@ -37,7 +37,7 @@ def own_worker(worker_id: str, role_at_start: Role, record: WorkerRecord | None,
     """With its present role; before it registers, with the role that it was started for."""
     if record is None:
         return OwnWorker(worker_id, role_at_start, is_leaving)
-    revision = "" if record.phase is WorkerPhase.STARTING else record.fingerprint.revision
+    revision = "" if record.phase in WITHOUT_ENGINE else record.fingerprint.revision
     return OwnWorker(worker_id, record.role, is_leaving, revision, record.epoch)
 
 

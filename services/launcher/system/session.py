@@ -17,8 +17,9 @@ import httpx
 from rich.markup import escape
 
 from services.launcher.system.children import open_child_starter
-from services.launcher.system.machine import describe_machine, inherited_environment, key_headers
-from services.launcher.system.plan import Stage, SystemPlan, UpOptions
+from services.launcher.system.machine import inherited_environment, key_headers
+from services.launcher.system.options import UpOptions
+from services.launcher.system.process_plan import Machine, Stage, SystemPlan
 from services.launcher.system.scaling import Scaler
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import StartFailed, System
@@ -38,6 +39,8 @@ class Session:
 
     plan: SystemPlan
     options: UpOptions
+    machine: Machine
+    """As it was when the plan was made."""
     screen: Screen
     has_ended: Callable[[], bool]
     """Whether the system that this session joined has ended; polled every ``ENDED_POLL_S``."""
@@ -66,8 +69,8 @@ class Session:
         try:
             with self.screen.watching():
                 await first_of(system.bring_up(), stop.wait())
-            if not stop.is_set() and self.options.workers_max:
-                await Scaler(system, self.options, describe_machine(), self.screen).listen()
+            if not stop.is_set() and self.options.scales:
+                await Scaler(system, self.options, self.machine, self.screen).listen()
             if not stop.is_set():
                 await first_of(system.unless_broken(self._announce(stop)), stop.wait())
         except StartFailed as failure:
@@ -89,19 +92,19 @@ class Session:
             return
         where = endpoints(self.options)
         for router in where.routers.values():
-            await self._served_model(router, stop)
-        model = await self._served_model(where.api, stop)
-        self.screen.show(self._greeting(where, model, workers))
+            await self._served_models(router, stop)
+        models = await self._served_models(where.api, stop)
+        self.screen.show(self._greeting(where, models, workers))
 
-    def _greeting(self, where: Endpoints, model: str, workers: str) -> str:
+    def _greeting(self, where: Endpoints, models: list[str], workers: str) -> str:
         endpoint = where.api
         is_default = self.options.state_dir == load_common(inherited_environment()).state_dir
         folder = "" if is_default else f" --state-dir {self.options.state_dir}"
-        key = "" if model else " -H 'Authorization: Bearer KEY'"
-        model = model or self.options.model or "MODEL"
-        body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
+        key = "" if models else " -H 'Authorization: Bearer KEY'"
+        models = models or [each.model or "MODEL" for each in self.options.models]
+        body = json.dumps({"model": models[0], "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
         return f"""
-[bold green]Baton is ready:[/] {endpoint}/v1   model [bold]{escape(model)}[/]   {workers}
+[bold green]Baton is ready:[/] {endpoint}/v1   model [bold]{escape(", ".join(models))}[/]   {workers}
 
   Try it    [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json'{key} \\
               -d {escape(shlex.quote(body))}[/]
@@ -114,29 +117,35 @@ class Session:
 
 Ctrl-C stops everything."""
 
-    async def _served_model(self, endpoint: str, stop: asyncio.Event) -> str:
-        """The first model that a router serves once it is ready; empty if listing needs a key, or on ``stop``."""
+    async def _served_models(self, endpoint: str, stop: asyncio.Event) -> list[str]:
+        """The models that a router lists once it is ready; empty if listing needs a key, or on ``stop``."""
         reason, said, began = "it does not respond", False, self.screen.clock.now()
+        names_min = sum(1 + len(each.aliases) for each in self.options.models)
         async with httpx.AsyncClient(base_url=endpoint, timeout=HTTP_S_MAX, trust_env=False) as client:
             while not stop.is_set():  # httpx could swallow a cancellation; each attempt ends by itself.
+                late = self.screen.clock.now() - began > ROUTER_READY_S_MAX
                 try:
                     response = await client.get("/ready")
                     reason = response.text
                     if response.status_code == httpx.codes.OK:
                         models = await client.get("/v1/models", headers=key_headers())
                         if models.status_code == httpx.codes.UNAUTHORIZED:
-                            return ""
-                        return str(models.json()["data"][0]["id"])
+                            return []
+                        names = [str(each["id"]) for each in models.json()["data"]]
+                        reason = f"it serves {', '.join(names) or 'no model'}"
+                        # A key may be for some models only: do not wait for the others for ever.
+                        if len(names) >= names_min or (names and late):
+                            return names
                 except (httpx.TransportError, LookupError):
                     pass
-                if not said and self.screen.clock.now() - began > ROUTER_READY_S_MAX:
+                if late and not said:
                     said = True
                     self.screen.show_error(
                         f"All processes have started, but after {ROUTER_READY_S_MAX:.0f} s {endpoint} is not ready: "
                         f"{reason}"
                     )
                 await asyncio.sleep(POLL_S)
-        return ""
+        return []
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,14 @@ class AlreadyRunning(Exception):
     """Another launcher holds this state directory."""
 
 
+class RunningModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that `baton up` started."""
+
+    model: str = ""
+    """Empty: the worker's default."""
+    aliases: tuple[str, ...] = ()
+
+
 class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
     """What `baton up --join`, `baton workers` and `baton down` need to find a system."""
 
@@ -24,7 +32,7 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str
     endpoint: str
     engine: str
-    model: str = ""
+    models: list[RunningModel] = msgspec.field(default_factory=list)
     routers: dict[str, str] = msgspec.field(default_factory=dict)
     """Each router's own address, if several share the endpoint."""
     keys_dir: str = ""

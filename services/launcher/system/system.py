@@ -15,7 +15,7 @@ from services.launcher.system import logs
 from services.launcher.system.board import Row
 from services.launcher.system.children import Child, ChildStarter
 from services.launcher.system.failure_text import last_lines, why_it_died
-from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan
+from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.system.restart import RestartHistory, RestartPolicy
 from services.launcher.system.screen import Screen
 from services.launcher.system.waiting import first_of

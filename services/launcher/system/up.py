@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from services.launcher.cluster.access import use_keys
 from services.launcher.cluster.folder import CannotCreate, InitRequest
 from services.launcher.system import logs, machine, state_file
 from services.launcher.system.board import Board
-from services.launcher.system.plan import PlanRefused, UpOptions, plan_system
+from services.launcher.system.options import ModelOptions, UpOptions
+from services.launcher.system.plan import plan_system
+from services.launcher.system.process_plan import PlanRefused
 from services.launcher.system.screen import Screen
 from services.launcher.system.session import Session, endpoints
-from services.launcher.system.state_file import RunningSystem
+from services.launcher.system.state_file import RunningModel, RunningSystem
 from shared.bus.port import BusDown, BusError
 from shared.runtime.clock import SystemClock
 
@@ -46,7 +49,7 @@ async def run_up(options: UpOptions) -> int:
 
 async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     """Run a whole system. Raises PlanRefused before any process starts."""
-    options = msgspec.structs.replace(options, model=machine.find_model(options.model))
+    options = msgspec.structs.replace(options, models=tuple(map(with_model_folder, options.models)))
     if options.keys_dir:
         create_keys(Path(options.keys_dir), owns_nats=not options.nats_url)
     if options.routers == 1:
@@ -72,7 +75,8 @@ def create_keys(folder: Path, *, owns_nats: bool) -> None:
 
 async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     """Run a fully specified system. Raises PlanRefused when a port is in use."""
-    plan = plan_system(options, machine.describe_machine())
+    here = machine.describe_machine()
+    plan = plan_system(options, here)
     if taken := machine.taken_ports(plan.ports):
         raise PlanRefused("\n  ".join(taken))
     logs.remove(state_dir / "logs")
@@ -82,12 +86,12 @@ async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Pat
         nats_url=plan.nats_url,
         endpoint=where.api,
         engine=options.engine,
-        model=options.model,
+        models=[RunningModel(model=each.model, aliases=each.aliases) for each in options.models],
         routers=where.routers,
         keys_dir=options.keys_dir,
     )
     state_file.write(state_dir, running)
-    return await Session(plan, options, screen, has_ended=lambda: False).run()
+    return await Session(plan, options, here, screen, has_ended=lambda: False).run()
 
 
 async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
@@ -103,13 +107,32 @@ async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     keys_dir = ours.keys_dir if ours else options.keys_dir
     if keys_dir:
         use_keys(keys_dir)
-    model = machine.find_model(options.model or (ours.model if ours else ""))
-    options = msgspec.structs.replace(options, nats_url=nats_url, keys_dir=keys_dir, model=model)
+    models = tuple(named(with_model_folder(each), ours.models if ours else []) for each in options.models)
+    options = msgspec.structs.replace(options, nats_url=nats_url, keys_dir=keys_dir, models=models)
     try:
         fleet = await read_fleet(nats_url)
     except BusError as error:
         raise PlanRefused(f"NATS at {nats_url} does not respond: {error}") from error
-    plan = plan_system(options, machine.describe_machine(), fleet.worker_ids)
+    here = machine.describe_machine()
+    plan = plan_system(options, here, fleet.worker_ids)
     return await Session(
-        plan, options, screen, has_ended=lambda: ours is not None and not state_file.is_held(state_dir)
+        plan, options, here, screen, has_ended=lambda: ours is not None and not state_file.is_held(state_dir)
     ).run()
+
+
+def named(model: ModelOptions, running: Sequence[RunningModel]) -> ModelOptions:
+    """The model of workers that join, with the aliases that it has: if none is named, the one that runs. Raises
+    PlanRefused if there are several.
+    """
+    same = [each for each in running if each.model == model.model or not model.model]
+    if not model.model and len(running) > 1:
+        names = ", ".join(each.model for each in running)
+        raise PlanRefused(f"The running system serves several models: name one with --model ({names}).")
+    if not same:
+        return model
+    return msgspec.structs.replace(model, model=same[0].model, aliases=model.aliases or same[0].aliases)
+
+
+def with_model_folder(model: ModelOptions) -> ModelOptions:
+    """A local path made absolute. Raises PlanRefused when there is no model."""
+    return msgspec.structs.replace(model, model=machine.find_model(model.model))

@@ -177,5 +177,5 @@ def _revision(one: Worker) -> Text:
 
 
 def _model(one: Worker) -> Text:
-    name = one.record.models[0] if one.record.models else ""
+    name = one.record.model
     return Text(shortened(name, MODEL_COLUMNS_MAX), "dim")

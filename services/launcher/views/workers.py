@@ -14,6 +14,7 @@ PHASE_STYLES = {
     WorkerPhase.PROBING: "cyan",
     WorkerPhase.READY: "green",
     WorkerPhase.DRAINING: "yellow",
+    WorkerPhase.ASLEEP: "blue",
     WorkerPhase.GONE: "dim",
     WorkerPhase.LOST: "bold red",
 }
@@ -39,7 +40,7 @@ def fleet_table(fleet: Fleet, columns: int) -> Table:
             record.worker_id,
             record.role.value,
             Text(worker.phase.value, PHASE_STYLES[worker.phase]),
-            record.models[0] if record.models else "",
+            record.model,
             *((record.engine, f"{record.host}:{record.pid}") if columns >= COLUMNS_OF_ALL else ()),
             str(worker.running) if has_load else "?",
             str(worker.waiting) if has_load else "?",

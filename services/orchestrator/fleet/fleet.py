@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from services.orchestrator.fleet.lifecycle import SAYS, Event, Worker, decide
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import FleetWorker, WorkerLost, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, WorkerLost, WorkerPhase, WorkerRecord
 
 OVER = (WorkerPhase.LOST, WorkerPhase.GONE)
 
@@ -113,7 +113,7 @@ class Fleet:
         if worker.phase in OVER:
             if now - max(worker.since, worker.heard) >= self.limits.remember_s:
                 yield Event.FORGETTABLE
-        elif worker.phase is WorkerPhase.STARTING:  # It reports nothing yet.
+        elif worker.phase in WITHOUT_ENGINE:  # It reports nothing yet.
             if absent is not None and now - max(absent, worker.heard) >= self.limits.unregistered_s_max:
                 yield Event.STAYS_UNREGISTERED
         elif now - worker.heard >= self.limits.silence_s_max:

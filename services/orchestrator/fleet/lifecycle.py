@@ -1,8 +1,8 @@
 """A worker's life as a transition table: (phase, event) -> the next phase, and what is announced.
 
-starting -> probing -> ready -> draining -> gone, as the worker's record says; lost when it falls silent, was replaced
-or, while it starts, is no longer registered. A lost worker that reports again returns: it was paused or cut off, and
-has its caches.
+starting -> probing -> ready -> draining -> gone, as the worker's record says; asleep before it starts, if it sleeps;
+lost when it falls silent, was replaced or, while it starts, is no longer registered. A lost worker that reports again
+returns: it was paused or cut off, and has its caches.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Event(StrEnum):
     SAYS_PROBING = "says probing"
     SAYS_READY = "says ready"
     SAYS_DRAINING = "says draining"
+    SAYS_ASLEEP = "says asleep"
     SAYS_GONE = "says gone"
     UNREGISTERED = "record removed"
     STAYS_UNREGISTERED = "no record for too long"
@@ -35,6 +36,7 @@ SAYS: Mapping[WorkerPhase, Event] = {
     WorkerPhase.PROBING: Event.SAYS_PROBING,
     WorkerPhase.READY: Event.SAYS_READY,
     WorkerPhase.DRAINING: Event.SAYS_DRAINING,
+    WorkerPhase.ASLEEP: Event.SAYS_ASLEEP,
     WorkerPhase.GONE: Event.SAYS_GONE,
 }
 """A worker cannot report itself lost."""
@@ -94,13 +96,14 @@ def forget(_worker: Worker, _now: float) -> Decision:
     return Decision(None)
 
 
-start, probe, be_ready, drain, leave = (
+start, probe, be_ready, drain, sleep, leave = (
     _enter(phase)
     for phase in (
         WorkerPhase.STARTING,
         WorkerPhase.PROBING,
         WorkerPhase.READY,
         WorkerPhase.DRAINING,
+        WorkerPhase.ASLEEP,
         WorkerPhase.GONE,
     )
 )
@@ -131,16 +134,22 @@ TRANSITIONS: Mapping[tuple[WorkerPhase, Event], Handler] = {
     (WorkerPhase.DRAINING, Event.UNREGISTERED): leave,
     (WorkerPhase.DRAINING, Event.SILENT): lose,
     (WorkerPhase.DRAINING, Event.REPLACED): lose,
+    # A worker that sleeps has no legs: nothing is lost with it.
+    (WorkerPhase.ASLEEP, Event.SAYS_STARTING): start,
+    (WorkerPhase.ASLEEP, Event.SAYS_GONE): leave,
+    (WorkerPhase.ASLEEP, Event.UNREGISTERED): leave,
     (WorkerPhase.LOST, Event.SAYS_STARTING): start,
     (WorkerPhase.LOST, Event.SAYS_PROBING): probe,
     (WorkerPhase.LOST, Event.SAYS_READY): be_ready,
     (WorkerPhase.LOST, Event.SAYS_DRAINING): drain,
+    (WorkerPhase.LOST, Event.SAYS_ASLEEP): sleep,
     (WorkerPhase.LOST, Event.SAYS_GONE): leave,
     (WorkerPhase.LOST, Event.FORGETTABLE): forget,
     (WorkerPhase.GONE, Event.SAYS_STARTING): start,
     (WorkerPhase.GONE, Event.SAYS_PROBING): probe,
     (WorkerPhase.GONE, Event.SAYS_READY): be_ready,
     (WorkerPhase.GONE, Event.SAYS_DRAINING): drain,
+    (WorkerPhase.GONE, Event.SAYS_ASLEEP): sleep,
     (WorkerPhase.GONE, Event.FORGETTABLE): forget,
 }
 

@@ -33,7 +33,7 @@ def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
     families: dict[Key, list[FleetWorker]] = {}
     coming = []
     for worker in workers:
-        if worker.record.models and worker.record.role in PLANNED:
+        if worker.record.models and worker.record.role in PLANNED and worker.phase is not WorkerPhase.ASLEEP:
             if worker.phase in COMING:
                 coming.append(worker)
             else:
@@ -54,8 +54,15 @@ def revision_of(key: Key, family: Iterable[FleetWorker]) -> str:
     return next(each.record.fingerprint.revision for each in family if _key(each) == key)
 
 
+def names_of(family: Iterable[FleetWorker]) -> frozenset[str]:
+    """Names of its model and of the LoRA adapters that its workers have loaded."""
+    return frozenset(
+        name for each in family for name in (*each.record.models, *(one.name for one in each.record.adapters))
+    )
+
+
 def _key(worker: FleetWorker) -> Key:
-    return worker.record.models[0], worker.record.fingerprint.key()
+    return worker.record.model, worker.record.fingerprint.key()
 
 
 @dataclass(frozen=True, slots=True)

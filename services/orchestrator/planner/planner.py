@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.planner.change import Change, RoleLoad, choose
-from services.orchestrator.planner.family import Count, Family, FamilyWorkers, Key, by_family, revision_of, workers_of
+from services.orchestrator.planner.family import (
+    Count,
+    Family,
+    FamilyWorkers,
+    Key,
+    by_family,
+    names_of,
+    revision_of,
+    workers_of,
+)
 from services.orchestrator.planner.plan_log import PlanLog
 from services.orchestrator.planner.rules import Rules
 from shared.contracts.ids import WorkerId
@@ -58,6 +67,8 @@ class Planner:
         self._families: dict[Key, Family] = {}
         self._restraints: dict[Key, Restraint] = {}
         self._key_of: dict[WorkerId, Key] = {}
+        self._names: dict[Key, frozenset[str]] = {}
+        """What requests for the family may name: the model's names and its LoRA adapters."""
         self._leads_since = now
 
     def leads(self, now: float) -> None:
@@ -76,18 +87,19 @@ class Planner:
         if key is not None:
             self._families[key].ended(request, now)
             return
-        for (model, _fingerprint), family in self._families.items():
-            if model == request.model:
+        for key, family in self._families.items():
+            if request.model in self._names[key]:
                 family.ended(request, now)
 
     def update(self, workers: Sequence[FleetWorker], now: float) -> dict[Key, list[FleetWorker]]:
         """Update the families; returns the workers by family."""
         by_key = by_family(workers)
         self._families = {
-            key: self._families.get(key) or Family(self._rules, now, revision_of(key, mine))
+            key: self._families.get(key) or Family(self._rules.of(key[0]), now, revision_of(key, mine))
             for key, mine in by_key.items()
         }
         self._key_of = {each.record.worker_id: key for key, family in by_key.items() for each in family}
+        self._names = {key: names_of(family) for key, family in by_key.items()}
         return by_key
 
     def plan(self, workers: Sequence[FleetWorker], now: float, wall_ms: int) -> list[PlanDecision]:
@@ -136,7 +148,7 @@ class Planner:
             workers = _with_expected(workers, restraint, now)
             work, demand = family.sample(workers, now)
             roles = family.roles(workers, work, now)
-            choice = self._choose(roles, restraint, now)
+            choice = self._choose(roles, family.rules, restraint, now)
         worker_id = _worker_to_change(choice, workers, restraint, now)
         if choice.action is PlanAction.CHANGE_ROLE and not worker_id:
             choice = Change(why=f"{choice.why}; but all its workers refuse another role")
@@ -164,7 +176,7 @@ class Planner:
         siblings = [each.revision for other, each in self._families.items() if other[0] == model and other != key]
         return bool(siblings) and (not revision or revision in siblings)
 
-    def _choose(self, roles: list[RoleLoad], restraint: Restraint, now: float) -> Change:
+    def _choose(self, roles: list[RoleLoad], rules: Rules, restraint: Restraint, now: float) -> Change:
         """The most useful change, unless the family must not be changed now."""
         wait_s = max(restraint.cools_down_until, self._leads_since + self._rules.cool_down_s) - now
         if not roles:
@@ -175,7 +187,7 @@ class Planner:
             not restraint.is_ambiguous and now >= restraint.refused.get(more, Refusals()).until
             for more in (True, False)
         )
-        choice = choose(roles, self._rules, can_grow=can_grow, can_shrink=can_shrink)
+        choice = choose(roles, rules, can_grow=can_grow, can_shrink=can_shrink)
         if wait_s > 0.0 and choice.action is not PlanAction.NOTHING:
             return Change(why=f"{choice.why}; to be decided in {wait_s:.0f} s")
         return choice

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+MODELS_MAX = 256
+"""With rules of their own."""
 TIMES = ("sample_s", "clear_s", "window_s", "lasting_s", "spare_s", "hold_s", "cool_down_s", "refused_s")
 """The times that ``ORCHESTRATOR_PLANNER_TIME_SCALE`` multiplies."""
+
+
+class ModelRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Targets and limits of one model. Left out: those of all models."""
+
+    ttft_s: Annotated[float, msgspec.Meta(ge=0.0)] | msgspec.UnsetType = msgspec.UNSET
+    itl_s: Annotated[float, msgspec.Meta(ge=0.0)] | msgspec.UnsetType = msgspec.UNSET
+    workers_min: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
+    workers_max: Annotated[int, msgspec.Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
+
+
+def read_models(text: str) -> dict[str, ModelRules]:
+    """By model, from the operator's JSON; none when empty. Raises ValueError."""
+    if not text.strip():
+        return {}
+    models = msgspec.json.decode(text.encode(), type=dict[str, ModelRules])
+    if len(models) > MODELS_MAX:
+        raise ValueError(f"{len(models)} models are more than {MODELS_MAX}")
+    return models
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +66,18 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """0: no limit."""
     step_max: int = 4
     """Workers asked for at once."""
+
+    models: dict[str, ModelRules] = msgspec.field(default_factory=dict)
+    """Models with targets and limits of their own."""
+
+    def of(self, model: str) -> Rules:
+        """The rules of one model."""
+        own = self.models.get(model)
+        if own is None:
+            return self
+        return msgspec.structs.replace(
+            self, **{name: value for name, value in msgspec.structs.asdict(own).items() if value is not msgspec.UNSET}
+        )
 
     def with_times(self, factor: float) -> Rules:
         """The same rules with all reaction times multiplied."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.queues import QueueEntry
+from services.router.admission.waker import Waker
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.request_context import RequestContext
 from services.router.state.bus_health import BusHealth
@@ -20,6 +21,11 @@ BUS_UNREACHABLE = Rejection(
 )
 
 
+def lacks_worker(result: Placement | Rejection) -> bool:
+    """Whether no worker of the model is ready."""
+    return isinstance(result, Rejection) and result.reason is Reason.NO_WORKER
+
+
 class Placing:
     """Places requests, and records how long that takes."""
 
@@ -31,16 +37,20 @@ class Placing:
         now: Callable[[], float],
         *,
         bus_wait_s_max: float,
+        waker: Waker,
     ) -> None:
         self._fleet = fleet
         self._queue = queue
         self._bus_health = bus_health
         self._now = now
         self._bus_wait_s_max = bus_wait_s_max
+        self._waker = waker
 
     async def first(self, context: RequestContext, entry: QueueEntry) -> Placement | Rejection:
-        """Wait in the admission queue. A request that is rejected during a bus outage is offered again after it."""
-        timings, begun = context.timings, self._now()
+        """Wait in the admission queue. A request that is rejected during a bus outage is offered again after it, one
+        whose model sleeps once that is awake.
+        """
+        timings, begun, is_woken = context.timings, self._now(), False
         until = min(begun + self._bus_wait_s_max, context.ends_at)
         while True:
             if not self._bus_health.reachable and not await self._bus_health.wait_reachable(context, until):
@@ -51,6 +61,12 @@ class Placing:
             if result is None:
                 result = await self._queue.wait(entry, context)
                 context.mark(SpanName.ADMISSION, begun, self._now())
+            if lacks_worker(result) and self._bus_health.reachable and not is_woken:
+                woken = await self._waker.wake(context, entry.request.model)
+                if woken is True:
+                    is_woken = True
+                    continue
+                result = woken or result
             if isinstance(result, Placement) or self._bus_health.reachable or context.http_request.left:
                 timings.admission_s += self._now() - begun
                 return result

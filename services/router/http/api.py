@@ -24,9 +24,10 @@ from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.request_fields import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
 from services.router.placement.revisions import Shares
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
-from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet
+from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
+from shared.contracts.workers import WorkerPhase
 from shared.http.errors import error_body
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import Waits
@@ -245,10 +246,12 @@ def _add_models(app: FastAPI, fleet: Fleet, shares: Shares, clock: Clock) -> Non
 
     @app.get("/v1/models", tags=["inference"])
     async def models(request: Request) -> Response:
-        """The models that ready workers offer, with their revisions and each revision's share of conversations."""
+        """The models and LoRA adapters that ready workers offer, with their revisions and each revision's share of
+        conversations. ``parent`` is the model that an adapter adapts.
+        """
         allowed = request.scope[CLIENT_SCOPE_KEY].key.models
         data = list_models(fleet, shares, clock.now(), created)
-        data = [one for one in data if not allowed or one["id"] in allowed]
+        data = [one for one in data if not allowed or allowed & {one["id"], fleet.cluster.primary_name(one["id"])}]
         return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
 
 
@@ -284,17 +287,37 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def list_models(fleet: Fleet, shares: Shares, now: float, created: int) -> list[dict[str, Any]]:
-    """OpenAI's model objects of all models that ready workers offer."""
+    """OpenAI's model objects of all models, and then all adapters, that workers offer which are ready, or sleep."""
+    offered = [view for view in fleet.cluster.workers.values() if fleet.offered(view, now)]
     offering: dict[str, list[WorkerView]] = {}
-    for view in fleet.cluster.workers.values():
-        if view.fit(now, fleet.policy.silent_s_max):
-            for model in view.record.models:
-                offering.setdefault(model, []).append(view)
-    return [_model(name, views, shares, created) for name, views in offering.items()]
+    for view in offered:
+        for model in view.record.models:
+            offering.setdefault(model, []).append(view)
+    models = [_model(name, views, shares, created) for name, views in offering.items()]
+    adapting: dict[str, list[WorkerView]] = {}
+    for view in offered:
+        for name in view.adapters.keys() - offering.keys():
+            adapting.setdefault(name, []).append(view)
+    return models + [_adapter(name, adapting[name], shares, created) for name in sorted(adapting)]
+
+
+def _adapter(name: str, views: list[WorkerView], shares: Shares, created: int) -> dict[str, Any]:
+    """An adapter, with the digests of its files: of more than one while workers change from one version to the next."""
+    workers: dict[str, dict[str, int]] = {}
+    for view in views:
+        roles = workers.setdefault(view.digest_of(name), {})
+        roles[view.record.role.value] = roles.get(view.record.role.value, 0) + 1
+    return {
+        **_model(name, views, shares, created),
+        "root": name,
+        "parent": views[-1].record.models[0],
+        "files": [{"sha256": digest, "workers": roles} for digest, roles in workers.items()],
+    }
 
 
 def _model(name: str, views: list[WorkerView], shares: Shares, created: int) -> dict[str, Any]:
-    record = views[-1].record
+    awake = [view for view in views if view.record.phase is not WorkerPhase.ASLEEP]
+    record = (awake or views)[-1].record
     return {
         "id": name,
         "object": "model",
@@ -304,7 +327,8 @@ def _model(name: str, views: list[WorkerView], shares: Shares, created: int) -> 
         "parent": None,
         "max_model_len": record.max_model_len,
         "permission": [],
-        "revisions": _revisions(name, views, shares),
+        "asleep": not awake,
+        "revisions": _revisions(name, awake, shares),
     }
 
 

@@ -41,6 +41,7 @@ class Decision:
     prompt_tokens: int
     exact: bool
     """Whether the prompt was tokenized as the engine does."""
+    why_inexact: str
     at_unix_s: float
     attempt: int
     earlier: DecisionId
@@ -51,6 +52,7 @@ class Decision:
     measured: TtftParts | None = None
     ttft_s: float = UNKNOWN
     itl_s: float = UNKNOWN
+    counted_prompt_tokens: int = -1
     cached_tokens: int = -1
 
     def end(
@@ -60,6 +62,7 @@ class Decision:
         measured: TtftParts | None = None,
         ttft_s: float = UNKNOWN,
         itl_s: float = UNKNOWN,
+        prompt_tokens: int = -1,
         cached_tokens: int = -1,
     ) -> None:
         """The attempt is over."""
@@ -67,6 +70,7 @@ class Decision:
         self.measured = measured
         self.ttft_s = ttft_s
         self.itl_s = itl_s
+        self.counted_prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
 
     @property
@@ -114,7 +118,9 @@ class Decision:
             attempt=self.attempt,
             earlier=self.earlier,
             prompt_tokens=self.prompt_tokens,
+            counted_prompt_tokens=self.counted_prompt_tokens,
             exact=self.exact,
+            why_inexact=self.why_inexact,
             tenant=self.tenant,
             priority=self.priority,
             ttft_target_s=self.ttft_target_s,

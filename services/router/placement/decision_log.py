@@ -57,7 +57,7 @@ class DecisionLog:
     def __len__(self) -> int:
         return len(self._decisions)
 
-    def add(
+    def add(  # noqa: PLR0913  # the record's fields
         self,
         request_id: RequestId,
         request: PlacementRequest,
@@ -66,6 +66,7 @@ class DecisionLog:
         at_unix_s: float,
         attempt: int = 1,
         exact: bool = False,
+        why_inexact: str = "",
         earlier: Decision | None = None,
     ) -> Decision:
         """A request was placed or rejected, after an ``earlier`` attempt that failed. The caller ends the decision."""
@@ -78,6 +79,7 @@ class DecisionLog:
             targets=request.targets,
             prompt_tokens=request.prompt_tokens,
             exact=exact,
+            why_inexact=why_inexact,
             at_unix_s=at_unix_s,
             attempt=attempt,
             earlier=earlier.decision_id if earlier is not None else DecisionId(""),

@@ -69,6 +69,7 @@ class DecisionService:
             at_unix_s=self._clock.wall_ms() / 1000,
             attempt=context.attempts + 1,
             exact=context.prompt is not None and context.prompt.exact,
+            why_inexact=context.prompt.why if context.prompt is not None else "",
             earlier=context.decision,
         )
 
@@ -84,6 +85,7 @@ class DecisionService:
                 measured=finished.ttft_parts,
                 ttft_s=finished.ttft_s,
                 itl_s=finished.itl_s,
+                prompt_tokens=finished.prompt_tokens,
                 cached_tokens=finished.cached_tokens,
             )
 

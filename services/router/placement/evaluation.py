@@ -55,7 +55,7 @@ def source_rows(
 class Evaluation:
     """All predictions for one request. Of ``count`` free workers, ``candidates`` are those that can be best."""
 
-    __slots__ = ("candidates", "count", "depths", "full", "holders", "policy", "request", "sources")
+    __slots__ = ("candidates", "count", "depths", "full", "groups", "holders", "policy", "request", "sources")
 
     def __init__(
         self,
@@ -77,9 +77,11 @@ class Evaluation:
         tokens_min = policy.fetch_tokens_min if request.fetch_tokens_min is None else request.fetch_tokens_min
         # A request that cannot be split may need its prompt computed, for example for the prompt's log probabilities.
         self.sources = None if request.unsplittable else source_rows(fit, request, cluster, policy, now)
+        self.groups = cluster.groups(request.model)
+        """See ``ClusterView.groups``."""
         self.depths = depths
         blocks = depths.of(request.hashes) if request.hashes and self.count else None
-        self.holders = Holders(table, blocks, self.sources, tokens_min)
+        self.holders = Holders(table, self.groups, blocks, self.sources, tokens_min)
         if not self.count:
             return
         prompt = Prompt(
@@ -90,7 +92,7 @@ class Evaluation:
             request.targets.itl_s if request.targets.itl_s < inf else 0.0,
         )
         if self.count > policy.weighed_max:
-            shortlist = Shortlist(table, self.holders, prompt)
+            shortlist = Shortlist(table, self.groups, self.holders, prompt)
             chosen = shortlist.rows(free, (request.targets.ttft_s, request.targets.itl_s))
             chosen = list(dict.fromkeys([*chosen, *self._named_by_client(cluster, rows)]))
             self._add(chosen, cluster, shortlist.estimates(chosen))
@@ -145,12 +147,12 @@ class Evaluation:
         numbers = table.numbers[:, row].tolist()
         held = reachable = holders.held_by(row, int(numbers[t.BLOCK_SIZE]), prompt.tokens)
         if table.flags[t.EXCHANGES_KV, row]:
-            reachable = holders.reachable_by(view, int(table.groups[row]), held, prompt.tokens)
+            reachable = holders.reachable_by(view, int(self.groups[row]), held, prompt.tokens)
         return cost_model.estimate(numbers, prompt, held, reachable, SINGLE)
 
     def _add(self, rows: list[int], cluster: ClusterView, estimates: Sequence[Estimate]) -> None:
         numbers = cluster.table.numbers[TABLE_COLUMNS][:, rows].T.tolist()
-        groups = cluster.table.groups[rows].tolist()
+        groups = self.groups[rows].tolist()
         for row, group, of_row, estimate in zip(rows, groups, numbers, estimates, strict=True):
             view = cluster.views[row]
             assert view is not None

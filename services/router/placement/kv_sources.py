@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.router.state import fleet_table as t
-from services.router.state.cluster_view import WorkerView
+from services.router.state.worker_view import WorkerView
 from shared.contracts.kv_exchange import KvSource
 
 SOURCES_MAX = 2
@@ -28,9 +28,12 @@ class Holders:
 
     __slots__ = ("_blocks", "_ranked", "_tokens_min")
 
-    def __init__(self, table: t.FleetTable, blocks: t.Ints | None, sources: t.Bools | None, tokens_min: int) -> None:
-        """``blocks``: how many of the prompt's blocks, from its start, each row of the table holds; None when the
-        prompt's hashes are not known. ``sources``: rows that may be asked; None: none may.
+    def __init__(
+        self, table: t.FleetTable, groups: t.Ints, blocks: t.Ints | None, sources: t.Bools | None, tokens_min: int
+    ) -> None:
+        """``groups``: of each row (see ``ClusterView.groups``). ``blocks``: how many of the prompt's blocks, from its
+        start, each row of the table holds; None when the prompt's hashes are not known. ``sources``: rows that may be
+        asked; None: none may.
         """
         self._tokens_min = max(1, tokens_min)
         self._blocks = blocks
@@ -39,7 +42,7 @@ class Holders:
             return
         rows = np.flatnonzero(sources & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self._tokens_min))
         if len(rows):
-            self._rank(rows[np.argsort(-blocks[rows], kind="stable")], table.groups)
+            self._rank(rows[np.argsort(-blocks[rows], kind="stable")], groups)
 
     def held_by(self, row: int, block_size: int, prompt_tokens: int) -> int:
         """Tokens that a worker need not compute. The engine always computes the last one, however much is cached."""

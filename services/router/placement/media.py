@@ -14,11 +14,16 @@ import msgspec
 
 HINT = b'url"'
 """The end of the name of every field that has a URL."""
+ESCAPE = b"\\u00"
+ESCAPED_HINTS = (b'\\u0075rl"', b'\\u0072l"', b'\\u006c"', b'\\u006C"')
+"""The same end where JSON escapes hide some of its letters."""
 BEGINNING_CHARS = 64
 """Of a value, from which its type is seen."""
 SHOWN_CHARS_MAX = 64
 HOST = re.compile(r"https?://([a-z0-9._-]+)(?::[0-9]+)?(?:[/?#][^\s\\]*)?", re.IGNORECASE | re.ASCII)
 """A URL with nothing that parsers read in different ways, such as a user's name or a backslash."""
+MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video|file)(?:_url|_embeds|_pil)?"')
+"""The names of types and fields of parts that are media, as vLLM reads them."""
 NONE = msgspec.Raw(b"")
 
 
@@ -68,7 +73,7 @@ _elements = msgspec.json.Decoder(list[msgspec.Raw])
 
 def foreign_media(body: bytes, hosts: frozenset[str]) -> ForeignMedia | None:
     """The first medium that comes neither with the body nor from one of ``hosts``."""
-    if HINT not in body:
+    if not _may_have_urls(body):
         return None
     try:
         for value in msgspec.structs.astuple(_body.decode(body)):
@@ -78,6 +83,26 @@ def foreign_media(body: bytes, hosts: frozenset[str]) -> ForeignMedia | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass  # The engine judges it.
     return None
+
+
+def has_media(messages: msgspec.Raw) -> bool:
+    """Whether parts of these messages may be media: a quick look that takes a text in quotes for text."""
+    return MEDIA.search(memoryview(messages)) is not None
+
+
+def has_addresses(messages: msgspec.Raw) -> bool:
+    """Whether an engine must fetch a medium of these messages."""
+    if not _may_have_urls(bytes(messages)):
+        return False
+    try:
+        return any(url[:5].lower() != "data:" for _param, url in _urls(messages))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # The engine judges it.
+
+
+def _may_have_urls(body: bytes) -> bool:
+    """A quick look, because reading all parts of a long conversation takes milliseconds."""
+    return HINT in body or (ESCAPE in body and any(hint in body for hint in ESCAPED_HINTS))
 
 
 def _urls(value: msgspec.Raw) -> Iterator[tuple[str, str]]:

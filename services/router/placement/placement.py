@@ -9,7 +9,8 @@ import msgspec
 from services.router.placement.request_fields import ForcedWorkers, Mode
 from services.router.placement.shortlist import PartCandidates
 from services.router.placement.slo import NO_TARGETS, Targets
-from services.router.state.cluster_view import ClusterView, WorkerView
+from services.router.state.cluster_view import ClusterView
+from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -115,7 +116,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 
 def reject(request: PlacementRequest, cluster: ClusterView, *, busy: bool) -> Rejection:
     """The model is unknown, or its workers are full (``busy``), or none is ready."""
-    if request.model and request.model not in cluster.models_known and cluster.is_whole:
+    if request.model and not cluster.knows(request.model) and cluster.is_whole:
         message = f"The model `{request.model}` does not exist; /v1/models lists those that do."
         return Rejection(reason=Reason.MODEL_UNKNOWN, message=message)
     if busy:

@@ -19,8 +19,9 @@ from services.router.placement.placement import (
 )
 from services.router.placement.request_fields import Mode
 from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
-from services.router.state.cluster_view import ClusterView, can_exchange_kv
+from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_view import can_exchange_kv
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -251,7 +252,7 @@ class Selection:
         if evaluation.sources is None:
             return []
         block_size = view.record.hashing.block_size
-        able = evaluation.sources & (self._cluster.table.groups[: len(evaluation.sources)] == chosen.group)
+        able = evaluation.sources & (evaluation.groups[: len(evaluation.sources)] == chosen.group)
         able[view.row] = False
         first = (prefill.cached + prefill.fetched) // block_size
         last = max(0, self._request.prompt_tokens - 1) // block_size

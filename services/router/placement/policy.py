@@ -48,7 +48,7 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
         options = facts.options
         if facts.fault is not None:
             return facts.fault
-        if (fault := model_forbidden(request_headers.key, facts.model)) is not None:
+        if (fault := model_forbidden(request_headers.key, facts)) is not None:
             return fault
         if request_headers.tenant and not is_subject_token(request_headers.tenant):
             message = f"`{TENANT_HEADER}` must be up to 128 letters, digits, underscores and hyphens."
@@ -70,8 +70,14 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def placement_request(
-        self, facts: RequestFacts, request_headers: RequestHeaders, prompt_tokens: int, hashes: Sequence[int]
+        self,
+        facts: RequestFacts,
+        request_headers: RequestHeaders,
+        prompt_tokens: int,
+        hashes: Sequence[int],
+        unsplittable: str = "",
     ) -> PlacementRequest:
+        """``unsplittable``: why the prompt cannot be split, although the body can."""
         options, name = facts.options, class_of(facts, request_headers)
         slos = self.slos
         priority = options.priority
@@ -80,7 +86,7 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return PlacementRequest(
             model=facts.model,
             mode=requested_mode(facts, request_headers.mode),
-            unsplittable=facts.unsplittable,
+            unsplittable=facts.unsplittable or unsplittable,
             prompt_tokens=prompt_tokens,
             hashes=hashes,
             tokens_out=facts.tokens_out,
@@ -100,9 +106,9 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return self.keys_may_force and key.may(Permission.FORCE_PLACEMENT)
 
 
-def model_forbidden(key: Key, model: str) -> Fault | None:
-    """Whether the key excludes this model."""
-    if not key.models or model in key.models:
+def model_forbidden(key: Key, facts: RequestFacts) -> Fault | None:
+    """Whether the key excludes this model. A key for the model is one for its aliases, not the other way round."""
+    if not key.models or key.models & {facts.model, facts.alias}:
         return None
     message = f"This key is for the models {', '.join(sorted(key.models))}."
     return Fault(param="model", message=message, reason=Reason.FORBIDDEN)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.router.placement.media import foreign_media
-from services.router.placement.sequences import GENERATING, batch_size, completions, lax_count
+from services.router.placement.sequences import GENERATING, batch_size, completions, is_one_input, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.failures import Reason
@@ -18,6 +18,8 @@ from shared.contracts.request_body import body_fault, first_reserved, reserved_i
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+PLACED_BY_PREFIX = frozenset((COMPLETIONS, CHAT, MESSAGES, RESPONSES))
 FETCH_MIN_TOKENS_MAX = 1 << 31
 SOURCES_MAX = 16
 """Workers that a request may name to fetch its KV from."""
@@ -77,9 +79,13 @@ class Body(msgspec.Struct, kw_only=True):
     stream: Any = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    background: Any = None
+    previous_response_id: Any = None
     n: Any = None
     best_of: Any = None
     echo: Any = None
@@ -102,6 +108,10 @@ class Body(msgspec.Struct, kw_only=True):
     baton: msgspec.Raw = msgspec.Raw(b"")
 
 
+class _Tool(msgspec.Struct):
+    type: Any = None
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """An invalid or forbidden value of one of Baton's own fields, which engines do not validate."""
 
@@ -116,7 +126,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     model: str
-    """Empty: any model."""
+    """Its primary name, where that is known. Empty: any model."""
+    alias: str = ""
+    """The name in the request, if it is another one."""
     stream: bool = False
     unsplittable: str = ""
     """Why the request cannot be split into legs; empty when it can."""
@@ -138,6 +150,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 _RawBody = msgspec.defstruct("_RawBody", [(name, msgspec.Raw, None) for name in Body.__struct_fields__])
 _body = msgspec.json.Decoder(Body)
+_tools = msgspec.json.Decoder(list[_Tool])
 _raw_body = msgspec.json.Decoder(_RawBody)
 RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
 
@@ -277,8 +290,13 @@ def read_options(raw: msgspec.Raw) -> RequestOptions | Fault:
 
 def unsplittable_reason(path: str, body: Body) -> str:
     """Why one engine must serve both legs; empty when two may."""
-    if path not in (COMPLETIONS, CHAT):
-        return "only completions can be split"
+    if path not in PLACED_BY_PREFIX:
+        return "only completions, chats, messages and responses can be split"
+    return unsplittable_response(body) if path == RESPONSES else unsplittable_completion(path, body)
+
+
+def unsplittable_completion(path: str, body: Body) -> str:
+    """As ``unsplittable_reason``, of a completion, a chat or a message."""
     if body.n not in (None, 1) or body.best_of not in (None, 1) or body.use_beam_search not in (None, False):
         return "several completions share one prompt"
     if body.prompt_logprobs is not None:
@@ -290,21 +308,29 @@ def unsplittable_reason(path: str, body: Body) -> str:
     if given(body.kv_transfer_params):
         return "the client brings its own KV transfer"
     if path == COMPLETIONS:
-        return "" if _is_one_prompt(body.prompt) else "the body holds several prompts"
+        return "" if is_one_input(body.prompt) else "the body holds several prompts"
     return "" if given(body.messages) else "there are no messages"
+
+
+def unsplittable_response(body: Body) -> str:
+    """As ``unsplittable_reason``."""
+    if body.background not in (None, False):
+        return "the server keeps a response that is made in the background"
+    if body.previous_response_id is not None:
+        return "the previous response is kept by a server"
+    if given(body.tools):
+        try:
+            kinds = {tool.type for tool in _tools.decode(body.tools)}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return "its tools cannot be read"
+        if kinds - {"function"}:
+            return "the server runs its tools"
+    return "" if given(body.input) else "there is no input"
 
 
 def given(raw: msgspec.Raw) -> bool:
     """Whether the field is there and not null."""
     return bytes(memoryview(raw)[:5]) not in (b"", b"null")
-
-
-def _is_one_prompt(raw: msgspec.Raw) -> bool:
-    start = bytes(memoryview(raw)[:64]).lstrip()
-    if start[:1] == b'"':
-        return True
-    inside = start[1:].lstrip()[:1]
-    return start[:1] == b"[" and inside.isdigit()
 
 
 def _sequences(path: str, parsed: Body, body: bytes) -> int:
@@ -316,7 +342,7 @@ def _sequences(path: str, parsed: Body, body: bytes) -> int:
 
 
 def _limit(body: Body) -> int:
-    for value in (body.max_completion_tokens, body.max_tokens):
+    for value in (body.max_completion_tokens, body.max_tokens, body.max_output_tokens):
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return 0

@@ -6,14 +6,16 @@ accepts as a number or as a list is counted.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 NO_RAW = msgspec.Raw(b"")
 QUOTE = ord('"')
-ELEMENT_CHARS = 64
-"""Of a list's beginning that are read to find out what its elements are."""
+LIST = re.compile(rb"[ \t\r\n]*\[")
+ONE_INPUT = re.compile(rb'[ \t\r\n]*("|\[[ \t\r\n]*[-0-9])')
+"""A text, or a list of tokens."""
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Endpoints that generate tokens. Of all others only the inputs cost something."""
 
@@ -53,13 +55,17 @@ def completions(prompt: msgspec.Raw, prompt_embeds: msgspec.Raw, n: Any, best_of
     return each * max(elements(prompt), elements(prompt_embeds))
 
 
+def is_one_input(raw: msgspec.Raw) -> bool:
+    """Whether a field is one text or one list of tokens."""
+    return ONE_INPUT.match(memoryview(raw)) is not None
+
+
 def elements(raw: msgspec.Raw) -> int:
     """Inputs in a field: the elements of a list, or 1. A list of numbers is one input, in tokens."""
     view = memoryview(raw)
     if not view or view[0] == QUOTE:  # Most prompts: one text.
         return 1
-    start = bytes(view[:ELEMENT_CHARS]).lstrip()
-    if start[:1] != b"[" or start[1:].lstrip()[:1] in b"-0123456789":
+    if not LIST.match(view) or ONE_INPUT.match(view):
         return 1
     try:
         return max(1, len(_elements.decode(raw)))

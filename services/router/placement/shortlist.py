@@ -16,8 +16,9 @@ from services.router.placement.cost import ARRAYS, Cost, DecodeEstimate, Estimat
 from services.router.placement.kv_sources import Holders
 from services.router.placement.slo import Targets
 from services.router.state import fleet_table as t
-from services.router.state.cluster_view import ClusterView, WorkerView
+from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import CandidateRecord, Part
 
 SHORTLISTED = 4
@@ -66,9 +67,10 @@ class PrefixDepths:
 class Shortlist:
     """Computes the cost of all rows of the table for one prompt. Selecting rows first would take longer."""
 
-    def __init__(self, table: t.FleetTable, holders: Holders, prompt: Prompt) -> None:
+    def __init__(self, table: t.FleetTable, groups: t.Ints, holders: Holders, prompt: Prompt) -> None:
+        """``groups``: of each row (see ``ClusterView.groups``)."""
         self._numbers, self._flags = table.numbers[:, : table.count], table.flags[:, : table.count]
-        self._groups = table.groups[: table.count]
+        self._groups = groups[: table.count]
         held, reachable = holders.of_all(
             self._numbers[t.BLOCK_SIZE], self._groups, self._flags[t.EXCHANGES_KV], prompt.tokens
         )

@@ -12,6 +12,7 @@ from services.router.http.errors import bad_request, error_event, failed, refuse
 from services.router.http.request import HttpRequest
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
+from services.router.placement.model_names import with_primary_name
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import Mode, default_or_requested
@@ -83,7 +84,8 @@ class Relay:
         """Serve one request from its complete body to the end of its response."""
         now = self._now()
         client = http_request.head.client
-        facts = salted(await self._prompts.read(http_request), client.key, client.secret)
+        facts = with_primary_name(await self._prompts.read(http_request), self._cluster)
+        facts = salted(facts, client.key, client.secret)
         ends_at = now + self._settings.request_s_max
         context = RequestContext(
             http_request=http_request,
@@ -135,7 +137,7 @@ class Relay:
         if (over := charge(context, prompt.tokens, ended)) is not None:
             self._refuse(context, over)
             return
-        request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes)
+        request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes, prompt.unsplittable)
         with self._queue.entry(context, request) as entry:
             await self._serve_in_turn(context, request, entry)
 

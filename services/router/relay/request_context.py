@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,13 +13,13 @@ from services.router.placement.decision import Decision
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import RequestFacts
 from services.router.relay.timings import Timings
+from services.router.state.worker_view import WorkerView
 from services.router.telemetry.trace import Trace
 from services.router.tokenize.segments import Prompt
 from shared.bus.leg_inbox import Leg, LegInbox
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
-from shared.contracts.workers import Fingerprint
 from shared.http.errors import Header
 from shared.telemetry.span_names import SpanName
 
@@ -26,6 +27,27 @@ NEVER = float("inf")
 CLIENT_LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
 CLIENT_SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
 CREATED = re.compile(rb'"created":(\d{1,18})')
+
+
+class Served(NamedTuple):
+    """What a worker serves under the name that a request gives."""
+
+    name: str
+    model: str
+    revision: str
+    dtype: str
+    adapter: str
+    """Digest of the LoRA adapter's files; empty for the model itself."""
+
+    @classmethod
+    def by(cls, view: WorkerView, name: str) -> Served:
+        """What this worker serves under ``name``."""
+        one = view.record.fingerprint
+        return cls(name, one.model, one.revision, one.dtype, view.digest_of(name))
+
+    def same_on(self, view: WorkerView) -> bool:
+        """Whether this worker serves the same under the same name."""
+        return self == Served.by(view, self.name)
 
 
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
@@ -84,8 +106,8 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     resumes: int = 0
     resumed_tokens: int = 0
     """Tokens relayed before each resume, summed over all resumes."""
-    fingerprint: Fingerprint | None = None
-    """Of the worker that began the stream: a worker with another model would continue it differently."""
+    like: Served | None = None
+    """What the worker that began the stream serves: a worker with another model would continue it differently."""
 
     status: int = 0
     """HTTP status of the response; 0 until it is known."""

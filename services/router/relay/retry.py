@@ -19,17 +19,18 @@ from services.router.relay.failure_policy import (
     kind_of,
 )
 from services.router.relay.migration import continued
-from services.router.relay.request_context import RequestContext
+from services.router.relay.request_context import RequestContext, Served
 from services.router.relay.suspects import Suspects
 from services.router.settings import Settings
 from services.router.state.bus_health import CHECK_S_MAX, CHECK_S_MIN, BusHealth
-from services.router.state.cluster_view import ClusterView, WorkerView
+from services.router.state.cluster_view import ClusterView
+from services.router.state.worker_view import WorkerView
 from services.router.telemetry.request_log import RequestLog
 from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.workers import Fingerprint, Role
+from shared.contracts.workers import Role
 
 NextAttempt = tuple[PlacementRequest, Placement | Rejection]
 """The placement of the next attempt, or why there is none; and the request it was made for."""
@@ -120,7 +121,7 @@ class Retry:
 
     def _try(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
         """The first action that placement can carry out; else the first rejection."""
-        without = excluded(context.failed_workers, self._cluster.workers, context.fingerprint) | context.busy_workers
+        without = excluded(context.failed_workers, self._cluster.workers, context.like) | context.busy_workers
         rejected: NextAttempt | None = None
         for action in plan.actions:
             for wanted in requests_for(request, action, without):
@@ -134,8 +135,8 @@ class Retry:
     def _note(self, context: RequestContext, lost: LegFailed, kind: FailureKind) -> None:
         """Remember which worker this request avoids: for good, or until it has room."""
         placement = context.placement
-        if context.fingerprint is None and placement is not None and context.http_request.begun:
-            context.fingerprint = placement.decode.record.fingerprint
+        if context.like is None and placement is not None and context.http_request.begun:
+            context.like = Served.by(placement.decode, context.facts.model)
         if lost.worker_id is None or placement is None:
             return
         if kind in MAY_FREE_SOON:
@@ -166,14 +167,14 @@ def cannot_resume(failure: Failure, why: str) -> Failure:
 
 
 def excluded(
-    failed: Mapping[WorkerId, Epoch], views: Mapping[WorkerId, WorkerView], like: Fingerprint | None
+    failed: Mapping[WorkerId, Epoch], views: Mapping[WorkerId, WorkerView], like: Served | None
 ) -> frozenset[WorkerId]:
     """Workers that may not serve the next attempt: those that failed it and have not restarted since, and for a stream
-    that has begun, those whose model differs from ``like``.
+    that has begun, those that would serve another model than ``like``.
     """
     out = {name for name, epoch in failed.items() if name in views and views[name].record.epoch <= epoch}
     if like is not None:
-        out |= {name for name, view in views.items() if not _same_model(view.record.fingerprint, like)}
+        out |= {name for name, view in views.items() if not like.same_on(view)}
     return frozenset(out)
 
 
@@ -203,7 +204,3 @@ def suits(action: RecoveryAction, placement: Placement) -> bool:
     if action in (RecoveryAction.ANOTHER_PREFILL, RecoveryAction.BOUNCE_TO_PREFILL):
         return placement.prefill is not None or placement.decode.record.role is not Role.DECODE
     return True
-
-
-def _same_model(one: Fingerprint, other: Fingerprint) -> bool:
-    return (one.model, one.revision, one.dtype) == (other.model, other.revision, other.dtype)

@@ -9,79 +9,15 @@ import numpy as np
 
 from services.router.placement.revisions import ANY, means
 from services.router.state import fleet_table as t
-from services.router.state.sent_work import OwnWork, Sent, TokenRate
+from services.router.state.adapters import AdapterHolders, adapter_groups
+from services.router.state.sent_work import Sent
 from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_view import WorkerView, can_exchange_kv
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Role, WorkerRecord
 
-CONNECTOR = "baton"
-"""Names of connectors that lease, offer and fetch KV by content begin with it."""
 DEFAULT_SPEED = WorkerSpeed()
-
-
-def can_exchange_kv(record: WorkerRecord) -> bool:
-    """Whether its engine can be asked for KV by content."""
-    return record.fingerprint.connector.startswith(CONNECTOR)
-
-
-class WorkerView:
-    """One epoch of a worker."""
-
-    __slots__ = ("away", "heard_at", "load", "lost", "own", "pairs_with", "prompts", "record", "registered", "row")
-
-    def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
-        self.record = record
-        self.pairs_with = record.fingerprint.key()
-        """The fingerprint in one string: KV moves only between equal ones."""
-        self.row = row
-        self.heard_at = now
-        self.load: LoadReport | None = None
-        self.lost = False
-        self.away = False
-        """It has not reported since a bus outage, and may not have reconnected."""
-        self.registered = True
-        self.own = OwnWork()
-        self.prompts = TokenRate()
-        """Rate of computed prompt tokens."""
-
-    @property
-    def legs(self) -> int:
-        """Legs that it serves, as far as this router knows; one with several sequences counts as so many."""
-        reported = self.load.legs if self.load is not None else 0
-        return max(reported + self.own.sent_legs, self.own.legs)
-
-    @property
-    def serves(self) -> bool:
-        """A store has no engine and takes no legs."""
-        return self.record.role is not Role.STORE
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is READY by its record and its report, and reachable."""
-        phase = self.load.phase if self.load is not None else self.record.phase
-        return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not (self.lost or self.away)
-
-    def fit(self, now: float, silent_s_max: float) -> bool:
-        """Whether new legs may be placed there."""
-        return self.serves and self.ready and now - self.heard_at <= silent_s_max
-
-    def busy(self) -> tuple[float, float, float, float]:
-        """Requests that decode or will, prompt tokens before a new prompt, context tokens, and free tokens of KV.
-
-        Without a report only this router's own legs are known.
-        """
-        load, own = self.load, self.own
-        if load is None:
-            return float(own.legs), float(own.tokens), float(own.context_tokens), np.inf
-        block_size = self.record.hashing.block_size
-        free_tokens = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
-        return (
-            max(load.running + load.waiting + own.sent_legs, own.legs),
-            load.waiting_tokens + own.sent_tokens,
-            load.kv_blocks_used * block_size + own.sent_context_tokens,
-            free_tokens - own.sent_context_tokens,
-        )
 
 
 class ClusterView:
@@ -99,6 +35,11 @@ class ClusterView:
         """Workers that were ready, and have not reported since a bus outage."""
         self._masks: dict[tuple[str, str], t.Bools] = {}
         """By model and revision."""
+        self._primary_names: dict[str, str] = {}
+        """By alias."""
+        self._adapter_holders = AdapterHolders()
+        self._adapter_groups: dict[str, t.Ints] = {}
+        """By adapter; see ``groups``."""
         self._groups: dict[str, int] = {}
         self._choices_made = 0
 
@@ -115,11 +56,11 @@ class ClusterView:
             view = self.workers[record.worker_id] = WorkerView(record, self._row(), now)
             self.views[view.row] = view
         else:
-            view.record = record
-            view.pairs_with = record.fingerprint.key()  # a starting worker does not know its fingerprint yet
+            view.renew(record)
             view.registered = True
             view.heard_at = max(view.heard_at, now)
-        self._masks.clear()
+        self._adapter_holders.record(record)
+        self._forget_names()
         self._write(view)
         if not known:
             self.table.set_speed(view.row, DEFAULT_SPEED)
@@ -178,7 +119,7 @@ class ClusterView:
             self.away.discard(view.record.worker_id)
             self._remove(view)
         if gone:
-            self._masks.clear()
+            self._forget_names()
             alive = {view.pairs_with for view in self.workers.values()}
             self._groups = {key: group for key, group in self._groups.items() if key in alive}
         return [view.record for view in gone]
@@ -187,11 +128,38 @@ class ClusterView:
         """Workers of a model; of any model when ``model`` is empty."""
         if not model:
             return self.workers.values()
-        return [view for view in self.workers.values() if model in view.record.models]
+        return [view for view in self.workers.values() if view.offers(model)]
+
+    def model_of(self, name: str) -> str:
+        """The model that a request means by the name of a model or of an adapter; empty when it is unknown."""
+        return name if name in self.models_known else self._adapter_holders.model_of(name)
+
+    def knows(self, model: str) -> bool:
+        """Whether a worker has ever offered the model, or the last worker with this adapter may come back with it."""
+        return model in self.models_known or model in self._adapter_holders
+
+    def primary_name(self, name: str) -> str:
+        """The primary name of the model that has this alias, if all workers of the model know the alias and no other
+        model has it; else the name itself.
+        """
+        if name not in self.models_known:
+            return name
+        primary = self._primary_names.get(name)
+        if primary is None:
+            primaries = {view.record.model for view in self.offering(name)}
+            primary = primaries.pop() if len(primaries) == 1 else name
+            if not all(name in view.record.models for view in self.offering(primary)):
+                primary = name
+            self._primary_names[name] = primary
+        return primary
+
+    def models(self) -> set[str]:
+        """The primary names of all models that have workers."""
+        return {view.record.model for view in self.workers.values()}
 
     def mask(self, model: str, revision: str = ANY) -> t.Bools:
         """Rows that offer a model in a revision; any model when ``model`` is empty."""
-        if model and model not in self.models_known:
+        if model and not self.knows(model):
             return np.zeros(self.table.count, dtype=np.bool_)  # not cached: clients can make up any number of names
         mask = self._masks.get((model, revision))
         if mask is None or len(mask) != self.table.count:
@@ -200,6 +168,20 @@ class ClusterView:
             mask[[view.row for view in offering if means(revision, view.record.fingerprint.revision)]] = True
             self._masks[model, revision] = mask
         return mask
+
+    def groups(self, model: str) -> t.Ints:
+        """For each row, its group: workers of a group may exchange the KV of requests for ``model``. Workers of an
+        adapter's group have loaded the same files.
+        """
+        if model not in self._adapter_holders:
+            return self.table.groups
+        groups = self._adapter_groups.get(model)
+        if groups is None or len(groups) != len(self.table.groups):
+            groups = adapter_groups(
+                self.table.groups, {view.row: view.digest_of(model) for view in self.offering(model)}
+            )
+            self._adapter_groups[model] = groups
+        return groups
 
     def picked(self, *views: WorkerView) -> None:
         """Note that these workers were chosen, so that equal workers take turns."""
@@ -235,6 +217,12 @@ class ClusterView:
         if view is not None and view.record.epoch == sent.epoch:
             view.own.ended(sent, context_tokens, legs)
             self._write_load(view)
+
+    def _forget_names(self) -> None:
+        """Which workers a name stands for has changed."""
+        self._masks.clear()
+        self._primary_names.clear()
+        self._adapter_groups.clear()
 
     def _row(self) -> int:
         row = self.table.take()

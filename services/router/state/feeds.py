@@ -37,7 +37,7 @@ from shared.contracts.inference import StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvDigest, KvEventBatch
 from shared.contracts.load import LoadReport
 from shared.contracts.reservations import ANNOUNCE_S, Reservations
-from shared.contracts.workers import Role, WorkerLost, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, Role, WorkerLost, WorkerRecord
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import REGISTRY, Waits
 
@@ -277,7 +277,7 @@ class FleetFeed:
             self._inbox.worker_lost(record.worker_id, known.record.epoch)
         if known is None or known.record.epoch < record.epoch:
             log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
-        if record.phase is not WorkerPhase.STARTING:  # A starting worker does not reply.
+        if record.phase not in WITHOUT_ENGINE:  # Such a worker does not reply.
             if record.role is not Role.STORE:  # A store has neither engine nor tokenizer.
                 self._prompts.worker_seen(record)
             self._kv.worker_joined(record.worker_id, record.epoch)

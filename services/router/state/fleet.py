@@ -5,9 +5,10 @@ from __future__ import annotations
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer, Placer
 from services.router.placement.request_fields import RequestFacts
-from services.router.state.cluster_view import ClusterView, can_exchange_kv
+from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
-from shared.contracts.workers import Role
+from services.router.state.worker_view import WorkerView, can_exchange_kv
+from shared.contracts.workers import Role, WorkerPhase
 
 
 class Fleet:
@@ -39,5 +40,10 @@ class Fleet:
         return False
 
     def ready(self, now: float) -> bool:
-        """Whether any worker can take a request."""
-        return any(view.fit(now, self.policy.silent_s_max) for view in self.cluster.workers.values())
+        """Whether any worker can take a request, now or when it is woken."""
+        return any(self.offered(view, now) for view in self.cluster.workers.values())
+
+    def offered(self, view: WorkerView, now: float) -> bool:
+        """Whether clients may ask for the worker's models: it is ready, or sleeps."""
+        sleeps = view.serves and view.registered and view.record.phase is WorkerPhase.ASLEEP
+        return sleeps or view.fit(now, self.policy.silent_s_max)

@@ -70,7 +70,7 @@ class RequestMetrics:
         self._cached_tokens = counter(names.ROUTER_CACHED_ACTUAL, registry)
         self.gaps = GapMetrics()
         registry.register(self.gaps)
-        registry.register(TraceMetrics(traces_kept))
+        registry.register(CountMetrics(names.ROUTER_TRACES, traces_kept))
 
     def refused(self, status: int, reason: str) -> None:
         """A request was refused before it was read."""
@@ -226,18 +226,18 @@ class QueueMetrics:
         return tenant
 
 
-class TraceMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
-    """Traces by why they were kept."""
+class CountMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
+    """Counts that are kept elsewhere, by the metric's one label."""
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
+    def __init__(self, metric: Metric, counts: Mapping[str, int]) -> None:
+        self._metric = metric
         self._counts = counts
 
     def collect(self) -> list[CounterMetricFamily]:
         """prometheus_client calls this on each scrape."""
-        metric = names.ROUTER_TRACES
-        family = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-        for why, count in self._counts.items():
-            family.add_metric([why], count)
+        family = CounterMetricFamily(self._metric.name, self._metric.meaning, labels=self._metric.labels)
+        for value, count in self._counts.items():
+            family.add_metric([value], count)
         return [family]
 
 

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from shared.contracts.kv_events import BLOCK_HASH_BYTES, unpack_hashes
 from shared.contracts.workers import HashScheme
@@ -24,6 +25,18 @@ TOKEN_PIECES_MAX = 1 << 19
 ARRAY_OF_THREE = b"\x83"
 HASH_PREFIX = b"\x58\x20"
 NULL = b"\xf6"
+
+
+class HashKeys(NamedTuple):
+    """What is hashed into the blocks of a request beside its tokens."""
+
+    salt: str = ""
+    """The tenant's, in the first block."""
+    lora: tuple[str, str] | None = None
+    """The LoRA adapter, in every block: its name, and what stands for its files (``LoraAdapter.hashed_as``)."""
+
+
+NO_KEYS = HashKeys()
 
 
 def cbor_head(major: int, value: int) -> bytes:

@@ -120,8 +120,10 @@ class ParityBook:
         self._differing = frozenset(one.fingerprint for one in states if one.parity is Parity.DIFFERS)
 
 
-def probes(model: str, *, block_size: int, max_model_len: int) -> list[ProbePrompt]:
-    """Prompts of each kind that routers tokenize, with text that tokenizers and templates treat differently."""
+def probes(model: str, *, block_size: int, max_model_len: int, adapter: str = "") -> list[ProbePrompt]:
+    """Prompts of each kind that routers tokenize, with text that tokenizers and templates treat differently.
+    ``adapter``: a LoRA adapter of the model, or empty.
+    """
     chars = min(max(CHARS_MIN, BLOCKS_PROBED * block_size * CHARS_PER_TOKEN_MAX), max_model_len)
     long = (PROSE * (chars // len(PROSE) + 1))[:chars]
     mixed = (MIXTURE * (chars // (4 * len(MIXTURE)) + 1))[:chars]
@@ -137,6 +139,7 @@ def probes(model: str, *, block_size: int, max_model_len: int) -> list[ProbeProm
         _probe(COMPLETIONS, model=model, prompt=long[: chars // 2], cache_salt="a tenant of its own"),
         _probe(CHAT, model=model, messages=turns),
         _probe(CHAT, model=model, messages=turns[1:], add_generation_prompt=False, cache_salt="sält"),
+        *([_probe(COMPLETIONS, model=adapter, prompt=long, cache_salt="sält")] if adapter else []),
     ]
 
 

@@ -33,7 +33,9 @@ ANSWERING = frozenset({WorkerPhase.PROBING, WorkerPhase.READY})
 class Tokenizers(Protocol):
     """The tokenizers of this router: ``Prompts``."""
 
-    async def whole(self, tokenizer: PromptTokenizer, facts: RequestFacts) -> Prompt | None:
+    async def whole(
+        self, tokenizer: PromptTokenizer, facts: RequestFacts, lora: tuple[str, str] | None = None
+    ) -> Prompt | None:
         """All of a probe's prompt; None when it cannot be known exactly now."""
 
     def tokenizer_of(self, fingerprint: str) -> PromptTokenizer | None:
@@ -105,7 +107,13 @@ class ParityWatch:
         self._tokenizers.doubt(record)
 
     async def _compare(self, record: WorkerRecord, tokenizer: PromptTokenizer) -> tuple[Parity, str]:
-        asked = probes(record.models[0], block_size=record.hashing.block_size, max_model_len=record.max_model_len)
+        loras = {adapter.name: (adapter.name, adapter.hashed_as) for adapter in record.adapters[:1]}
+        asked = probes(
+            record.models[0],
+            block_size=record.hashing.block_size,
+            max_model_len=record.max_model_len,
+            adapter=next(iter(loras), ""),
+        )
         try:
             ask = AskTokens(worker_id=record.worker_id, prompts=asked)
             found: TokensFound = await self._bus.ask(TOKENS, ask, timeout_s=PROBE_S_MAX)
@@ -117,7 +125,7 @@ class ParityWatch:
         compared = 0
         for number, (probe, theirs) in enumerate(zip(asked, found.prompts, strict=False), 1):
             facts = read_request(probe.path, probe.body)
-            ours = await self._tokenizers.whole(tokenizer, facts)
+            ours = await self._tokenizers.whole(tokenizer, facts, loras.get(facts.model))
             if ours is None:
                 continue  # The router does not tokenize such requests: they are placed by load alone.
             try:

@@ -8,14 +8,24 @@ from collections.abc import Sequence
 from functools import partial
 
 from services.router.http.request import HttpRequest
-from services.router.placement.request_fields import CHAT, COMPLETIONS, Fault, RequestFacts, read_request
+from services.router.placement.media import has_media
+from services.router.placement.request_fields import (
+    CHAT,
+    MESSAGES,
+    PLACED_BY_PREFIX,
+    RESPONSES,
+    Fault,
+    RequestFacts,
+    read_request,
+)
 from services.router.placement.revisions import means
 from services.router.settings import Settings, request_policy
-from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet
+from services.router.state.worker_view import WorkerView
 from services.router.tokenize.parity_probe import ParityWatch
+from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts
 from services.router.tokenize.segments import Prompt
-from services.router.tokenize.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed
+from services.router.tokenize.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed, is_plain_chat
 from services.router.tokenize.turns import NoTurn, PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
@@ -23,7 +33,7 @@ from shared.contracts.control import AskTokenizer
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
-from shared.contracts.workers import WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, WorkerRecord
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
@@ -64,6 +74,7 @@ class Prompts:
         self._clock = clock
         self._fleet = fleet
         self._work = PromptWork.in_threads()
+        self.rendered = RenderedPrompts(bus, clock, fleet.cluster, silent_s_max=fleet.policy.silent_s_max)
         self.parity = ParityWatch(bus, clock, fleet, self)
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
         """By fingerprint. None: the router cannot tokenize as this engine does."""
@@ -77,20 +88,49 @@ class Prompts:
         """The prompt, tokenized where that can change the placement, else a guess from the body's size. ``more``:
         tokens to append.
         """
-        body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
-        if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, http_request.upload.size):
+        bytes_per_token, why = BYTES_PER_TOKEN_GUESSED, ""
+        size = http_request.upload.size
+        if facts.body is not None and facts.path in PLACED_BY_PREFIX and self._matters(facts, size):
             view = self._likely_worker(facts)
             known = self._tokenizers.get(view.pairs_with) if view is not None else None
-            if view is not None and known is not None:
+            if known is not None:
                 bytes_per_token = known.chars_per_token
-                readable = http_request.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
-                if readable and self.parity.trusted(view.pairs_with):
-                    held, work = self._fleet.index.held, Work(self._work, tenant_of(http_request), http_request)
-                    prompt = await known.prompt(facts, held, work=work, loop_chars_max=LOOP_CHARS_MAX, more=more)
-                    if prompt is not None:
-                        return prompt
-        guess = guessed(facts, http_request.upload.size, bytes_per_token)
-        return Prompt(guess.tokens + len(more), (), exact=False) if more else guess
+            if view is not None:
+                found = await self._known(http_request, facts, more, view, known)
+                if isinstance(found, Prompt):
+                    return found
+                why = found
+        guess = guessed(facts, size, bytes_per_token)
+        return Prompt(guess.tokens + len(more), (), exact=False, why=why) if more or why else guess
+
+    async def _known(
+        self,
+        http_request: HttpRequest,
+        facts: RequestFacts,
+        more: Sequence[int],
+        view: WorkerView,
+        known: PromptTokenizer | None,
+    ) -> Prompt | str:
+        """The prompt as the workers like ``view`` read it, or why it is not known."""
+        readable = http_request.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
+        if known is not None and readable and self.parity.trusted(view.pairs_with):
+            held, work = self._fleet.index.held, Work(self._work, tenant_of(http_request), http_request)
+            lora = view.hashed_adapter(facts.model)
+            prompt = await known.prompt(facts, held, work=work, loop_chars_max=LOOP_CHARS_MAX, more=more, lora=lora)
+            if prompt is not None:
+                return prompt
+        if not _only_engines_render(facts):
+            return ""
+        try:
+            prompt = await self.rendered.of(
+                http_request, facts, view, Work(self._work, tenant_of(http_request), http_request)
+            )
+        except NotRendered as not_rendered:
+            return str(not_rendered)
+        if not more:
+            return prompt
+        # What follows the prompt is not hashed: its blocks are nowhere but where the stream broke off.
+        return Prompt(prompt.tokens + len(more), prompt.hashes, exact=False, unsplittable=prompt.unsplittable)
 
     async def read(self, http_request: HttpRequest) -> RequestFacts:
         """The request as placement sees it. Never fails."""
@@ -103,10 +143,12 @@ class Prompts:
         except NoTurn:
             return RequestFacts(path=path, model="", fault=BUSY)
 
-    async def whole(self, tokenizer: PromptTokenizer, facts: RequestFacts) -> Prompt | None:
+    async def whole(
+        self, tokenizer: PromptTokenizer, facts: RequestFacts, lora: tuple[str, str] | None = None
+    ) -> Prompt | None:
         """All of a probe's prompt; None when it cannot be known exactly now."""
         try:
-            return await Work(self._work, PROBES).run(partial(tokenizer.whole_prompt, facts))
+            return await Work(self._work, PROBES).run(partial(tokenizer.whole_prompt, facts, lora))
         except NoTurn:
             return None
 
@@ -173,7 +215,7 @@ class Prompts:
         for view in views:
             if view.pairs_with in self._tokenizers or not self._can_add({view.pairs_with for view in views}):
                 continue
-            if view.record.phase is WorkerPhase.STARTING or not view.serves:
+            if view.record.phase in WITHOUT_ENGINE or not view.serves:
                 continue
             if self._clock.now() < self._try_at.get(view.pairs_with, 0.0) or not await self._fetch(view.record):
                 waiting = True
@@ -209,6 +251,14 @@ class Prompts:
         self._sources[key] = record.worker_id, asset.epoch
         self.parity.tokenizer_changed(key)
         return True
+
+
+def _only_engines_render(facts: RequestFacts) -> bool:
+    """Whether a worker must be asked how its engine reads the prompt."""
+    if facts.path in (MESSAGES, RESPONSES):
+        return True
+    body = facts.body
+    return body is not None and facts.path == CHAT and (has_media(body.messages) or not is_plain_chat(body))
 
 
 def tenant_of(http_request: HttpRequest) -> str:

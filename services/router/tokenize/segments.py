@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from tokenizers import Tokenizer
 
-from services.router.tokenize.block_hash import PIECES, extend_packed
+from services.router.tokenize.block_hash import PIECES, HashKeys, extend_packed
 from services.router.tokenize.text_cuts import find_cuts
 from services.router.tokenize.word_cache import PackedWords
 from shared.contracts.workers import HashScheme
@@ -68,17 +68,21 @@ class Prompt(msgspec.Struct, frozen=True):
     """Hashes of its blocks, at least as far as any worker held them."""
     exact: bool
     """Whether the cached tokens computed from ``hashes`` are those that the engine will find."""
+    why: str = ""
+    """Why it is not exact, where that is known; for people."""
+    unsplittable: str = ""
+    """Why one engine must serve the request; empty when two may, as far as the prompt tells."""
 
 
 class Walk:
     """Progress through the pieces of one prompt."""
 
-    __slots__ = ("at", "hashes", "node", "salt", "text")
+    __slots__ = ("at", "hashes", "keys", "node", "text")
 
-    def __init__(self, text: str, root: Node, salt: str) -> None:
+    def __init__(self, text: str, root: Node, keys: HashKeys) -> None:
         self.text = text
         self.node = root
-        self.salt = salt
+        self.keys = keys
         self.hashes: list[int] = list(root.hashes)
         self.at = 0
 
@@ -116,15 +120,17 @@ class Segments:
         """Average of all texts tokenized so far."""
         return self._chars / self._tokens
 
-    def begin(self, text: str, *, special: bool, salt: str) -> Walk:
+    def begin(self, text: str, *, special: bool, keys: HashKeys) -> Walk:
         """A walk at the beginning of ``text``."""
-        root = self._nodes.get(0, f"{int(special)}{salt}")
+        # ``repr`` of an adapter begins with a parenthesis and quotes both texts: no salt makes another prefix of it.
+        name = f"{int(special)}{keys.lora!r}{keys.salt}" if keys.lora is not None else f"{int(special)}-{keys.salt}"
+        root = self._nodes.get(0, name)
         if root is None:
             tokens = list(map(PIECES.__getitem__, self._before)) if special else []
-            hashes, digest = extend_packed(None, tokens, self._scheme, salt=salt)
+            hashes, digest = extend_packed(None, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
             tail = tokens[len(hashes) * self._scheme.block_size :]
-            root = self._nodes.put(0, f"{int(special)}{salt}", len(tokens), hashes, digest, tail)
-        return Walk(text, root, salt)
+            root = self._nodes.put(0, name, len(tokens), hashes, digest, tail)
+        return Walk(text, root, keys)
 
     def advance(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> int:
         """Advance until the text ends, no worker holds a block, more than ``chars_max`` characters would have to be
@@ -164,8 +170,13 @@ class Segments:
             tokens += 1 + round(left * (tokens + CHARS_GUESSED / self.chars_per_token) / chars)
         elif behind:
             rest = walk.node.tail + list(map(PIECES.__getitem__, behind))
-            hashes = hashes + extend_packed(walk.node.digest, rest, self._scheme, salt=walk.salt)[0]
+            hashes = hashes + self._extend(walk, rest)[0]
         return Prompt(tokens + len(behind), hashes, exact=True)
+
+    def _extend(self, walk: Walk, tokens: Sequence[bytes]) -> tuple[list[int], bytes | None]:
+        """Hashes of the blocks of ``tokens`` after the walk's node, and the full hash of the last."""
+        keys = walk.keys
+        return extend_packed(walk.node.digest, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
 
     def _end(self, text: str, at: int) -> int:
         chars = self._segment_chars
@@ -197,7 +208,7 @@ class Segments:
                 return
             before = walk.node
             tokens = before.tail + found if before.tail else found
-            hashes, digest = extend_packed(before.digest, tokens, self._scheme, salt=walk.salt)
+            hashes, digest = self._extend(walk, tokens)
             tail = tokens[len(hashes) * self._scheme.block_size :]
             self._chars += len(piece)
             self._tokens += len(found)

@@ -17,7 +17,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from services.router.placement.request_fields import CHAT, COMPLETIONS, TOO_LONG, Body, RequestFacts, given
-from services.router.tokenize.block_hash import ALGORITHMS, extend_chain
+from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
 from services.router.tokenize.segments import PieceTooLong, Prompt, Segments
 from services.router.tokenize.turns import NoTurn, Work
@@ -79,6 +79,7 @@ NOT_EXACT = (
     struct.error,
 )
 """Errors of an invalid or too costly prompt; the engine reports them to the client."""
+Lora = tuple[str, str]
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a step of the work."""
 Held = Callable[[int], bool]
@@ -102,7 +103,7 @@ def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES
 
 def prompt_bytes(body: Body) -> int:
     """Size of the prompt as JSON."""
-    return len(memoryview(body.prompt)) + len(memoryview(body.messages))
+    return len(memoryview(body.prompt)) + len(memoryview(body.messages)) + len(memoryview(body.input))
 
 
 class PromptTokenizer:
@@ -141,8 +142,10 @@ class PromptTokenizer:
         """Mean of the text that was tokenized so far."""
         return self._segments.chars_per_token
 
-    def whole_prompt(self, facts: RequestFacts) -> Prompt | None:
-        """All of its hashes, however long that takes; None when they cannot be known exactly."""
+    def whole_prompt(self, facts: RequestFacts, lora: Lora | None = None) -> Prompt | None:
+        """All of its hashes, however long that takes; None when they cannot be known exactly. ``lora``: see
+        ``HashKeys``.
+        """
         body = facts.body
         if body is None:
             return None
@@ -150,7 +153,8 @@ class PromptTokenizer:
             text = self._read(facts.path, body)
             if not isinstance(text, Text):
                 return None
-            walk = self._segments.begin(text.text, special=text.special, salt=body.cache_salt or "")
+            keys = HashKeys(body.cache_salt or "", lora)
+            walk = self._segments.begin(text.text, special=text.special, keys=keys)
             while self._segments.advance(walk, lambda _block: True, sys.maxsize):
                 pass
         except NOT_EXACT:
@@ -158,49 +162,58 @@ class PromptTokenizer:
         return self._segments.prompt(walk, special=text.special)
 
     async def prompt(
-        self, facts: RequestFacts, held: Held, *, work: Work, loop_chars_max: int, more: Sequence[int] = ()
+        self,
+        facts: RequestFacts,
+        held: Held,
+        *,
+        work: Work,
+        loop_chars_max: int,
+        more: Sequence[int] = (),
+        lora: Lora | None = None,
     ) -> Prompt | None:
         """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly, or
-        not within ``TOKENIZE_S_MAX``. ``more``: tokens that follow it.
+        not within ``TOKENIZE_S_MAX``. ``more``: tokens that follow it. ``lora``: see ``HashKeys``.
         """
         body = facts.body
         if body is None or body.truncate_prompt_tokens is not None or not isinstance(body.cache_salt, str | None):
             return None
+        keys = HashKeys(body.cache_salt or "", lora) if body.cache_salt or lora else NO_KEYS
         try:
             read = self._read_on_loop(facts.path, body, max(READ_ON_LOOP_BYTES, loop_chars_max))
             if isinstance(read, Text):
-                walk = self._segments.begin(read.text, special=read.special, salt=body.cache_salt or "")
+                walk = self._segments.begin(read.text, special=read.special, keys=keys)
                 if not self._segments.advance(walk, held, loop_chars_max):
                     return self._segments.prompt(walk, special=read.special, more=more)
             elif read is not None and len(read) <= max(HASHED_AT_ONCE, loop_chars_max):
-                return await self._prompt_of_tokens([*read, *more], body.cache_salt or "", held, _run_here)
+                return await self._prompt_of_tokens([*read, *more], keys, held, _run_here)
             async with work.within(TOKENIZE_S_MAX):
                 if read is None:
                     step = partial(self._read, facts.path, body, stopped=work.is_stopped)
                     read = await work.run(step, slow=prompt_bytes(body) > READ_ON_LOOP_BYTES)
                 if isinstance(read, Text):
                     work.hold(sys.getsizeof(read.text))
-                    return await self._prompt_of_text(read, body.cache_salt or "", held, work, more)
-                return await self._prompt_of_tokens([*read, *more], body.cache_salt or "", held, work.run)
+                    return await self._prompt_of_text(read, keys, held, work, more)
+                return await self._prompt_of_tokens([*read, *more], keys, held, work.run)
         except (*NOT_EXACT, NoTurn, TimeoutError):
             return None
 
-    async def _prompt_of_text(self, text: Text, salt: str, held: Held, work: Work, more: Sequence[int]) -> Prompt:
-        walk = self._segments.begin(text.text, special=text.special, salt=salt)
+    async def _prompt_of_text(self, text: Text, keys: HashKeys, held: Held, work: Work, more: Sequence[int]) -> Prompt:
+        walk = self._segments.begin(text.text, special=text.special, keys=keys)
         chars = 1
         while chars:
             step = partial(self._segments.advance, walk, held, max(chars, STEP_CHARS))
             chars = await work.run(step, slow=chars > STEP_CHARS)
         return self._segments.prompt(walk, special=text.special, more=more)
 
-    async def _prompt_of_tokens(self, tokens: list[int], salt: str, held: Held, run: Run) -> Prompt:
+    async def _prompt_of_tokens(self, tokens: list[int], keys: HashKeys, held: Held, run: Run) -> Prompt:
         at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
         hashes: list[int] = []
         digest: bytes | None = None
         for begin in range(0, len(tokens), at_once):
             if hashes and not held(hashes[-1]):
                 break
-            step = partial(extend_chain, digest, tokens[begin : begin + at_once], self._scheme, salt=salt)
+            some = tokens[begin : begin + at_once]
+            step = partial(extend_chain, digest, some, self._scheme, salt=keys.salt, lora=keys.lora)
             found, digest = await run(step)
             hashes += found
         return Prompt(len(tokens), hashes, exact=True)
@@ -236,7 +249,7 @@ class PromptTokenizer:
                 return TOKEN_IDS.decode(raw)
             special = self._adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens is True
             return Text(TEXT.decode(raw), special)
-        if path != CHAT or self._template is None or not _renderable(body):
+        if path != CHAT or self._template is None or not is_plain_chat(body):
             raise NotExact
         messages = conversation(MESSAGES.decode(body.messages), as_parts=self._as_parts)
         variables = _template_variables(body)
@@ -287,7 +300,7 @@ def _texts(content: str | list[str | Part] | None) -> list[str]:
     return texts
 
 
-def _renderable(body: Body) -> bool:
+def is_plain_chat(body: Body) -> bool:
     """Whether the template sees nothing but plain messages."""
     simple = body.chat_template is None and body.continue_final_message in (None, False)
     simple = simple and body.reasoning_effort is not TOO_LONG

@@ -108,11 +108,11 @@ class Client(Protocol):
 class Work:
     """The work on one prompt: its tenant's turns, as long as its client waits."""
 
-    __slots__ = ("_client", "_held", "_tenant", "_work", "stopped")
+    __slots__ = ("_client", "_held", "_work", "stopped", "tenant")
 
     def __init__(self, work: PromptWork, tenant: str, client: Client | None = None) -> None:
         self._work = work
-        self._tenant = tenant
+        self.tenant = tenant
         self._client = client
         self._held = 0
         self.stopped = False
@@ -124,7 +124,7 @@ class Work:
 
     async def run(self, step: Callable[[], T], *, slow: bool = False) -> T:
         """The result of a step. Raises NoTurn, and what the step raises."""
-        return await (self._work.slow if slow else self._work.quick).run(self._tenant, step)
+        return await (self._work.slow if slow else self._work.quick).run(self.tenant, step)
 
     def hold(self, size: int) -> None:
         """So many bytes more are in memory until the work ends."""

@@ -8,9 +8,11 @@ generates one token, whatever the body asks for.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from connector.messages import EngineCall, EngineNotification
@@ -20,7 +22,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from shared.contracts.load import StepTotals, StoreState
-from shared.contracts.workers import Fingerprint, HashScheme
+from shared.contracts.workers import Fingerprint, HashScheme, LoraAdapter
 from shared.runtime.service import WrongConfiguration
 from shared.runtime.settings import CommonSettings
 
@@ -57,6 +59,8 @@ class LegRecord:
     """Hashed into the names that the client itself gives to its media; empty: none."""
     order: LegOrder | None = None
     """What to do about KV, for engines with an exchange."""
+    rendered: asyncio.Future[Any] | None = None
+    """Not None: no leg. The engine puts its own form of the request here, instead of computing it."""
     resume: list[int] | None = None
     """Tokens that the client has received from a leg that broke off. The engine continues after them. Its server gets
     them first, and the worker drops what the server sends for them. None: start at the beginning."""
@@ -153,6 +157,8 @@ class EngineFacts:
     step_tokens_max: int = 2048
     """Tokens computed in one step."""
     prefix_caching: bool = True
+    renders: bool = False
+    """Whether it has a renderer."""
     note: str = ""
     """For operators."""
 
@@ -201,6 +207,26 @@ class EngineTokens:
     """Why the engine refuses to tokenize it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrompt:
+    """A request as the engine would get it (see ``RenderedPrompt``)."""
+
+    tokens: int = 0
+    hashes: list[int] = field(default_factory=list)
+    """Of the full blocks, 64 bits each."""
+    media_end: int = 0
+    refusal: str = ""
+
+
+class EngineRenderer(Protocol):
+    """Renders requests as for a leg, and computes nothing."""
+
+    async def render(self, path: str, body: bytes, *, cache_salt: str, media_salt: str) -> EnginePrompt:
+        """``body`` as the engine's server would get it for a leg with these salts (see ``LegRecord``). Cancelled, it
+        ends when the engine's server has. Raises what that raises.
+        """
+
+
 class EngineExchange(Protocol):
     """The engine's end of the KV exchange."""
 
@@ -209,6 +235,22 @@ class EngineExchange(Protocol):
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
         """Call ``listener`` on the event loop with each notification that is no call's response."""
+
+
+class EngineAdapters(Protocol):
+    """The LoRA adapters of an engine."""
+
+    @property
+    def loaded(self) -> list[LoraAdapter]:
+        """Those that requests may name now."""
+
+    async def load(self, name: str, source: Path, within: Path | None = None) -> LoraAdapter:
+        """Load the adapter in the folder ``source``, or replace the one of this name; requests that run go on with what
+        they began with. ``within``: see ``adapters.copy_adapter``. Raises AdapterRefused, EngineDead.
+        """
+
+    async def unload(self, name: str) -> None:
+        """Requests that run may end. Raises AdapterRefused, EngineDead."""
 
 
 class Engine(Protocol):
@@ -225,6 +267,14 @@ class Engine(Protocol):
     @property
     def exchange(self) -> EngineExchange | None:
         """None if the engine's connector moves KV in its own way, or not at all."""
+
+    @property
+    def adapters(self) -> EngineAdapters | None:
+        """None if the engine was started without LoRA."""
+
+    @property
+    def renderer(self) -> EngineRenderer | None:
+        """None if it cannot say what its prompts would be."""
 
     def load(self) -> EngineLoad:
         """Now. Cheap: called at most ``LOAD_HZ_MAX`` times a second."""

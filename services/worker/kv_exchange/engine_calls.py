@@ -35,6 +35,7 @@ def merge_calls(calls: Sequence[EngineCall]) -> EngineCall:
         leases=list(leases.values()),
         grants=[grant for call in calls for grant in call.grants],
         fetches=[fetch for call in calls for fetch in call.fetches],
+        measures=[measure for call in calls for measure in call.measures],
         chains_max=max(call.chains_max for call in calls),
         release_all=any(call.release_all for call in calls),
     )

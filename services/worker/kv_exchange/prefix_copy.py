@@ -129,7 +129,13 @@ class PrefixCopier:
         """Send one order. A worker that does not reply, or refuses because it drains too, is dropped as a target."""
         if seconds <= 0.0:
             return None
-        fetch = FetchKv(worker_id=worker_id, hashes=pack_full_hashes(chain), sources=sources, deadline_s=seconds)
+        fetch = FetchKv(
+            worker_id=worker_id,
+            sender_id=self._source.worker_id,
+            hashes=pack_full_hashes(chain),
+            sources=sources,
+            deadline_s=seconds,
+        )
         try:
             return await self._bus.ask(KV_FETCH, fetch, timeout_s=seconds + OVERTIME_S)
         except AskRefused as refused:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.messages import Chain, EngineCall, EngineNotification
+from connector.messages import Chain, EngineCall, EngineNotification, ReadMeasured
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.fetch_handler import FetchHandler
 from services.worker.kv_exchange.message_handler import MessageHandler
 from services.worker.kv_exchange.peer_watch import PeerWatch
 from services.worker.kv_exchange.peers import PeerTable
+from services.worker.kv_exchange.speed_measurer import SpeedMeasurer
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, WorkerId
@@ -42,6 +43,7 @@ class WorkerExchange:
         self._calls = EngineCalls(engine, self._on_notifications)
         self._handler = MessageHandler(bus, identity, self._calls)
         self._fetches = FetchHandler(self._calls)
+        self._measurer = SpeedMeasurer(self._calls)
         table = PeerTable(identity.worker_id, fingerprint)
         self.peers = PeerWatch(bus, clock, identity.worker_id, table, self._handler.tell_engine)
         engine.on_notifications(self._on_notifications)
@@ -86,6 +88,10 @@ class WorkerExchange:
             log.info("the engine's hot prefixes are unknown: %s", error or "no response")
             return []
 
+    async def measure_read(self, worker_id: WorkerId, epoch: Epoch) -> ReadMeasured:
+        """How fast the engine reads blocks of this worker."""
+        return await self._measurer.measure(worker_id, epoch)
+
     def refuse_fetches(self) -> None:
         """For a worker that drains."""
         self._fetches.is_closed = True
@@ -113,6 +119,7 @@ class WorkerExchange:
     def _on_notifications(self, notifications: EngineNotification) -> None:
         self._handler.send(notifications)
         self._fetches.ended(notifications.fetched)
+        self._measurer.ended(notifications.measured)
         if notifications.unknown_peers:
             self.peers.want(notifications.unknown_peers)
         self.peers.connected(notifications.connected)

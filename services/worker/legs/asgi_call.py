@@ -13,8 +13,11 @@ from shared.contracts.inference import LegKind, StartLeg
 OK = 200
 SERVER_ERROR = 500
 JSON = "application/json"
-DISCONNECT_S_MAX = 0.25
-"""For the app to end its work after the client's disconnect."""
+LISTEN_S_MAX = 0.25
+"""For the app to ask for the client's disconnect, or to end without."""
+DISCONNECT_S_MAX = 5.0
+"""For an app that has asked for the disconnect to end. Longer than a busy event loop stands still: an app that is
+cancelled before it has aborted its request leaves the engine to generate to the last token."""
 
 
 class ResponseSink(Protocol):
@@ -30,7 +33,50 @@ class ResponseSink(Protocol):
         """Wait while the router is behind."""
 
 
-class AsgiCall:
+class _Call:
+    """The app's side of a call: a body, and a disconnect when the caller does not wait any more."""
+
+    def __init__(self, scope: Scope, body: bytes) -> None:
+        self.scope = scope
+        self._request: AsgiMessage | None = {"type": "http.request", "body": body, "more_body": False}
+        self._disconnected = asyncio.Event()
+        self._has_listened = False
+        """The app has asked for the disconnect."""
+
+    async def run(self, app: AsgiApp) -> None:
+        """Until the app has responded. On cancellation the app gets a disconnect, so that it aborts the request: if its
+        task were cancelled instead, vLLM's server would generate a response that is not streamed to its last token.
+        """
+        running = asyncio.ensure_future(app(self.scope, self.receive, self.send))
+        try:
+            await asyncio.shield(running)
+        finally:
+            if not running.done():
+                self._disconnected.set()
+                try:
+                    await asyncio.wait([running], timeout=LISTEN_S_MAX)
+                    if self._has_listened and not running.done():
+                        await asyncio.wait([running], timeout=DISCONNECT_S_MAX)
+                finally:
+                    running.cancel()
+            if running.done() and not running.cancelled():
+                running.exception()  # After a disconnect; any other exception was raised above.
+
+    async def receive(self) -> AsgiMessage:
+        """The body, once; then nothing until the disconnect."""
+        if self._request is not None:
+            request, self._request = self._request, None
+            return request
+        self._has_listened = True
+        await self._disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: AsgiMessage) -> None:
+        """Status and headers, then pieces of the body."""
+        raise NotImplementedError
+
+
+class AsgiCall(_Call):
     """Gives the app ``body`` and relays its response.
 
     ``on_server_error`` runs before a 5xx response is relayed: it may raise, so that an engine's death is reported as
@@ -48,9 +94,10 @@ class AsgiCall:
         response: ResponseSink,
         on_server_error: Callable[[], Awaitable[None]],
     ) -> None:
-        self.scope = http_scope(start.path, body, content_type=start.content_type, request_id=start.request_id)
+        super().__init__(
+            http_scope(start.path, body, content_type=start.content_type, request_id=start.request_id), body
+        )
         self.status = 0
-        self._request: AsgiMessage | None = {"type": "http.request", "body": body, "more_body": False}
         self._record = record
         self._response = response
         self._on_server_error = on_server_error
@@ -59,30 +106,6 @@ class AsgiCall:
         """Output after the last token."""
         self._content_type = ""
         self._created = start.created if start.resume is not None else 0
-        self._disconnected = asyncio.Event()
-
-    async def run(self, app: AsgiApp) -> None:
-        """Until the app has responded. On cancellation the app gets a disconnect, so that it aborts the request: if its
-        task were cancelled instead, vLLM's server would generate a response that is not streamed to its last token.
-        """
-        running = asyncio.ensure_future(app(self.scope, self.receive, self.send))
-        try:
-            await asyncio.shield(running)
-        finally:
-            if not running.done():
-                self._disconnected.set()
-                await asyncio.wait([running], timeout=DISCONNECT_S_MAX)
-                running.cancel()
-            if running.done() and not running.cancelled():
-                running.exception()  # After a disconnect; any other exception was raised above.
-
-    async def receive(self) -> AsgiMessage:
-        """The body, once; then nothing until the disconnect."""
-        if self._request is not None:
-            request, self._request = self._request, None
-            return request
-        await self._disconnected.wait()
-        return {"type": "http.disconnect"}
 
     async def send(self, message: AsgiMessage) -> None:
         """Status and headers, then pieces of the body."""
@@ -129,25 +152,29 @@ class AsgiCall:
             await self._response.drain()
 
 
-async def ask_app(app: AsgiApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """A call with a JSON body that is no leg: returns the status and the body of the response."""
-    request: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
-    statuses, parts = [SERVER_ERROR], []
+class _Ask(_Call):
+    """Keeps the whole response."""
 
-    async def receive() -> AsgiMessage:
-        if request:
-            return request.pop()
-        await asyncio.Event().wait()
-        return {"type": "http.disconnect"}
+    def __init__(self, scope: Scope, body: bytes) -> None:
+        super().__init__(scope, body)
+        self.status = SERVER_ERROR
+        self.parts: list[bytes] = []
 
-    async def send(message: AsgiMessage) -> None:
+    async def send(self, message: AsgiMessage) -> None:
+        """Status and headers, then pieces of the body."""
         if message["type"] == "http.response.start":
-            statuses.append(message["status"])
+            self.status = message["status"]
         elif message["type"] == "http.response.body":
-            parts.append(bytes(message.get("body", b"")))
+            self.parts.append(bytes(message.get("body", b"")))
 
-    await app(http_scope(path, body), receive, send)
-    return statuses[-1], b"".join(parts)
+
+async def ask_app(app: AsgiApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """A call with a JSON body that is no leg: returns the status and the body of the response. On cancellation the app
+    gets a disconnect.
+    """
+    ask = _Ask(http_scope(path, body), body)
+    await ask.run(app)
+    return ask.status, b"".join(ask.parts)
 
 
 def http_scope(path: str, body: bytes, *, content_type: str = JSON, request_id: str = "") -> Scope:

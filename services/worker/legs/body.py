@@ -27,7 +27,10 @@ PRIVATE_HINTS = (*(name.encode() for name in sorted(PRIVATE)), b"\\u", b"\x00")
 """A body without any of these bytes has no private field, not even with escapes or in an encoding other than UTF-8."""
 UNREADABLE = b"null"
 """Replaces a body that cannot be salted, because the engine's parser might accept it without the salt."""
-HANDOFF_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+COMPLETION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Their events end with the engine's own finish reason, and their streams can be resumed."""
+RESPONSES = "/v1/responses"
+HANDOFF_PATHS = frozenset({*COMPLETION_PATHS, RESPONSES, "/v1/messages"})
 OFFER_KV = msgspec.json.encode({"do_remote_decode": True})
 """Makes vLLM's NIXL connector keep a prompt's blocks so that another engine can read them."""
 
@@ -56,7 +59,7 @@ def own_body(path: str, body: bytes, kind: LegKind, *, moves_kv: bool) -> LegBod
     private = fields.keys() & PRIVATE
     for name in private:
         del fields[name]
-    is_plain = path in HANDOFF_PATHS and _is_one_plain_sequence(fields)
+    is_plain = path in HANDOFF_PATHS and _is_one_plain_sequence(path, fields)
     if kind is LegKind.PREFILL and not is_plain:
         return LegBody(None)
     return LegBody(msgspec.json.encode(fields) if private else body, is_plain)
@@ -97,14 +100,14 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw] | None:
         return None
 
 
-def _is_one_plain_sequence(fields: dict[str, msgspec.Raw]) -> bool:
+def _is_one_plain_sequence(path: str, fields: dict[str, msgspec.Raw]) -> bool:
     """Whether the request is one prompt and one completion, without logits of the prompt.
 
     Blocks are handed off once: the first of several sequences would release blocks that the others still read. Logits
     exist only on the engine that computed the prompt.
     """
     try:
-        return not _asks_for_more(fields)
+        return not (_asks_for_more(fields) or (path == RESPONSES and goes_on_alone(fields)))
     except (ValueError, RecursionError):  # The engine reports the error.
         return False
 
@@ -119,6 +122,16 @@ def _asks_for_more(fields: dict[str, msgspec.Raw]) -> bool:
         or (bool(_value(fields, "echo")) and _value(fields, "logprobs") not in (None, False))
         or not _is_one_prompt(_value(fields, "prompt"))
     )
+
+
+def goes_on_alone(fields: dict[str, msgspec.Raw]) -> bool:
+    """Whether the engine's server keeps this response, needs one that it kept, or runs tools and asks the engine again.
+    Raises ValueError, RecursionError.
+    """
+    if _value(fields, "background") or _value(fields, "previous_response_id") is not None:
+        return True
+    tools = _value(fields, "tools") or []
+    return not isinstance(tools, list) or any(not isinstance(it, dict) or it.get("type") != "function" for it in tools)
 
 
 def _is_one_prompt(prompt: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.legs.body import HANDOFF_PATHS, read_fields
+from services.worker.legs.body import COMPLETION_PATHS, read_fields
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, StartLeg, unpack_tokens
 
@@ -76,7 +76,7 @@ def cannot_resume(why: str) -> Failure:
 
 
 def _obstacle(start: StartLeg, *, is_plain: bool) -> str:
-    if start.path not in HANDOFF_PATHS:
+    if start.path not in COMPLETION_PATHS:
         return f"{start.path} has no stream of tokens"
     if not is_plain:
         return "only one completion of one prompt, without the prompt's logprobs, can be resumed"

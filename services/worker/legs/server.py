@@ -14,7 +14,7 @@ from opentelemetry.util.types import AttributeValue
 
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from services.worker.legs.asgi_call import JSON, AsgiCall
-from services.worker.legs.body import HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
+from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.guard import refusal
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
@@ -133,9 +133,9 @@ class LegServer:
 
     def cancel(self, order: CancelLeg, _envelope: Envelope) -> None:
         """Handler of CANCEL_LEG."""
-        if leg := self._legs.get(order.leg_id):
+        leg = self._legs.get(order.leg_id)
+        if leg is not None and leg.task.cancel():
             leg.frames.abandon()
-            leg.task.cancel()
         elif self._unread is not None:
             self._unread.unwanted(order.leg_id)
 
@@ -234,7 +234,7 @@ class LegServer:
         resume = resumed_tokens(start, is_plain=own.is_plain)
         if self._engine.exchange is None:
             return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
-        order = self._policy.order(start, is_plain=own.is_plain, can_refuse=start.path in HANDOFF_PATHS)
+        order = self._policy.order(start, is_plain=own.is_plain, can_refuse=start.path in COMPLETION_PATHS)
         return own.body, order, resume
 
     def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:

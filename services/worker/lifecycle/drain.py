@@ -74,6 +74,8 @@ class DrainPlan:
     s_max: float
     """Time for running legs."""
     evacuate: bool = False
+    sleeps: bool = False
+    """Afterwards the worker begins anew, without an engine."""
     ordered: bool = False
     """Whether the orchestrator ordered the drain. Otherwise the process got SIGTERM, as all processes do when the whole
     system stops; then no other worker may be left for its cache.

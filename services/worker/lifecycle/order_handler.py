@@ -1,4 +1,4 @@
-"""Orders to a worker: drain, or change its role."""
+"""Orders to a worker: drain, sleep, or change its role."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from services.worker.lifecycle.role import refusal
 from services.worker.lifecycle.self_test import NEW_PARTNERS, as_text
 from services.worker.lifecycle.status import WorkerStatus
 from shared.bus.port import Envelope
-from shared.contracts.channels import CHANGE_ROLE, DRAIN
+from shared.contracts.channels import CHANGE_ROLE, DRAIN, SLEEP
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, RoleChanged
-from shared.contracts.workers import Role
+from shared.contracts.sleeping import SleepWorker
+from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.service import Service
 
 log = logging.getLogger("baton.worker")
 
 
 class OrderHandler:
-    """Answers DRAIN and CHANGE_ROLE."""
+    """Answers DRAIN, SLEEP and CHANGE_ROLE."""
 
     def __init__(
         self, service: Service, server: LegServer, prober: Prober | None, status: WorkerStatus, drain_s_max: float
@@ -40,6 +41,7 @@ class OrderHandler:
         """Take orders from now on."""
         worker_id = self._status.record.worker_id
         await self._service.bus.answer(DRAIN, self._drain, worker_id=worker_id)
+        await self._service.bus.answer(SLEEP, self._sleep, worker_id=worker_id)
         await self._service.bus.answer(CHANGE_ROLE, self._change_role, worker_id=worker_id)
 
     async def wait_for_drain(self) -> DrainPlan:
@@ -61,6 +63,22 @@ class OrderHandler:
         log.info("ordered to drain: running legs have %g s", plan.s_max)
         self._order.set_result(plan)
         return OrderTaken(worker_id=record.worker_id, epoch=record.epoch)
+
+    async def _sleep(self, _order: SleepWorker, _envelope: Envelope) -> OrderTaken:
+        """Handler of SLEEP."""
+        record = self._status.record
+        if refusal := self._why_not_sleep():
+            return OrderTaken(worker_id=record.worker_id, epoch=record.epoch, refusal=refusal)
+        log.info("ordered to sleep: running legs have %g s", self._drain_s_max)
+        self._order.set_result(DrainPlan(s_max=self._drain_s_max, sleeps=True))
+        return OrderTaken(worker_id=record.worker_id, epoch=record.epoch)
+
+    def _why_not_sleep(self) -> str:
+        if self._order.done() or self._service.stopping.is_set():
+            return "it drains already"
+        if self._status.record.role is Role.STORE:
+            return "a store has no engine"
+        return "" if self._status.phase is WorkerPhase.READY else f"it is {self._status.phase.value}"
 
     async def _change_role(self, order: ChangeRole, _envelope: Envelope) -> RoleChanged:
         """Handler of CHANGE_ROLE. The KV self-test for the new role runs before the registry shows the role, so that no

@@ -18,6 +18,8 @@ log = logging.getLogger("baton.worker")
 RENEWALS_PER_TTL = 3
 RETRY_S = 1.0
 """After a write that failed: NATS is away, or no orchestrator has made the registry yet."""
+EPOCH_MAX = 2**53
+"""No clock comes near it, and greater numbers do not fit everywhere."""
 
 
 async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
@@ -30,7 +32,12 @@ async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
     except BusError as error:
         log.info("the registry cannot be asked for the earlier epoch: %s", error)
         return Epoch(wall_ms)
-    return Epoch(wall_ms if before is None or before.value is None else max(wall_ms, before.value.epoch + 1))
+    if before is None or before.value is None:
+        return Epoch(wall_ms)
+    if before.value.epoch > EPOCH_MAX:
+        log.warning("the registry has an impossible epoch of this worker, which is ignored: %d", before.value.epoch)
+        return Epoch(wall_ms)
+    return Epoch(max(wall_ms, before.value.epoch + 1))
 
 
 class IdTaken(WrongConfiguration):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -12,12 +13,13 @@ import msgspec
 from services.worker.engines.port import CURRENT_LEG, Engine, Identity, LegRecord
 from services.worker.legs.asgi_call import ask_app
 from services.worker.lifecycle import self_test as core
+from services.worker.lifecycle.read_speeds import MEASURE_S_MAX
 from services.worker.lifecycle.self_test import Outcome, Result
 from shared.bus.port import AskRefused, Bus, BusError, Envelope
 from shared.contracts.channels import RUN_SELF_TEST, SELF_TEST_PROMPT
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import AskSelfTestPrompt, RunSelfTest, SelfTestPrompt, SelfTestResult
-from shared.contracts.ids import RequestId, WorkerId
+from shared.contracts.ids import Epoch, RequestId, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvSource, LegOrder
 from shared.contracts.workers import WorkerRecord
@@ -34,9 +36,12 @@ PROMPT_S_MAX = 5.0
 """For a partner to compute its prompt; a slower one counts as too busy."""
 READ_S_MAX = 10.0
 """For this engine to read a prompt's KV and generate."""
-RUN_S_MAX = PROMPT_S_MAX + READ_S_MAX
-"""For a partner to ask for this worker's prompt and read it."""
+RUN_S_MAX = PROMPT_S_MAX + READ_S_MAX + MEASURE_S_MAX
+"""For a partner to ask for this worker's prompt, read it and measure how fast it reads."""
 ERROR_CHARS_MAX = 300
+
+Measure = Callable[[WorkerId, Epoch], Awaitable[None]]
+"""Measures how fast this worker reads another one's KV, within MEASURE_S_MAX. Never raises."""
 
 
 class CannotCompute(Exception):
@@ -54,7 +59,9 @@ class Completion:
 class SelfTestHandler:
     """Runs KV self-tests with partners and serves theirs. Its engine calls are not legs: no router waits for them."""
 
-    def __init__(self, bus: Bus, clock: Clock, engine: Engine, identity: Identity) -> None:
+    def __init__(self, bus: Bus, clock: Clock, engine: Engine, identity: Identity, measure: Measure) -> None:
+        """``measure``: called after each read of a partner's KV that passed."""
+        self._measure = measure
         self._bus = bus
         self._clock = clock
         self._engine = engine
@@ -79,6 +86,8 @@ class SelfTestHandler:
                 results.append(directions.create_task(self._read_from(partner), name="read-self-test"))
             if self._engine.facts.prefix_caching:
                 results.append(directions.create_task(self._lend_to(partner.worker_id), name="lend-self-test"))
+        if partner.prefix_caching and results[0].result().outcome is Outcome.PASSED:
+            await self._measure(partner.worker_id, partner.epoch)  # After the partner has measured.
         return core.worst(task.result() for task in results)
 
     async def _read_from(self, partner: WorkerRecord) -> Result:
@@ -134,14 +143,17 @@ class SelfTestHandler:
         if prompt.epoch != ask.source_epoch:
             raise AskRefused(Failure(reason=Reason.WORKER_LOST, message="the source has been restarted"))
         result, completion = await self._read(prompt)
+        took_s = self._clock.now() - began
         if result.outcome is Outcome.INCONCLUSIVE:
             raise _busy(result.failure)
+        if result.outcome is Outcome.PASSED:
+            await self._measure(prompt.worker_id, prompt.epoch)
         return SelfTestResult(
             worker_id=me.worker_id,
             epoch=me.epoch,
             fetched_tokens=completion.record.received_tokens if completion else 0,
             bytes=completion.record.received_bytes if completion else 0,
-            seconds=self._clock.now() - began,
+            seconds=took_s,
             failure=result.failure,
             tokens=completion.tokens if completion else [],
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from services.worker.engines.port import EngineFacts
+from services.worker.engines.port import EngineAdapters, EngineFacts
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.registration import Registration
 from services.worker.lifecycle.role import SavedRole
 from services.worker.telemetry.publishers import LoadPublisher
 from shared.contracts.control import ServicePhase
-from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
 from shared.runtime.service import Service
 
 SERVICE_PHASES = {
@@ -31,6 +31,7 @@ class WorkerStatus:
         server: LegServer,
         facts: EngineFacts,
         saved_role: SavedRole,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self._service = service
         self._registration = registration
@@ -38,6 +39,8 @@ class WorkerStatus:
         self._server = server
         self._facts = facts
         self._saved_role = saved_role
+        self._adapters = adapters
+        self._leaving = ""
 
     @property
     def record(self) -> WorkerRecord:
@@ -56,7 +59,8 @@ class WorkerStatus:
     async def enter(self, phase: WorkerPhase, note: str = "") -> None:
         self._server.phase = phase
         self._load.changed()
-        await self._registration.update(full_record(self.record, self._facts, phase, note))
+        record = full_record(self.record, self._facts, phase, note)
+        await self._registration.update(msgspec.structs.replace(record, adapters=self._loaded()))
         self._service.set_phase(SERVICE_PHASES[phase], detail(phase, note))
 
     async def probing(self, failure: str = "") -> None:
@@ -67,9 +71,10 @@ class WorkerStatus:
         """It takes legs; ``note`` is what the operator should know of its start."""
         await self.enter(WorkerPhase.READY, "; ".join(filter(None, (self._saved_role.note, note))))
 
-    async def draining(self) -> None:
-        """The worker ends by order, so its next process starts with the role of its settings."""
-        self._saved_role.forget()
+    async def draining(self, *, sleeps: bool) -> None:
+        """The worker ends by order, so its next process starts with the role of its settings, unless it only sleeps."""
+        if not sleeps:
+            self._saved_role.forget()
         await self.enter(WorkerPhase.DRAINING)
 
     async def change_role(self, role: Role, note: str) -> None:
@@ -78,6 +83,15 @@ class WorkerStatus:
         self._load.role = role
         self._load.changed()
         await self._registration.update(msgspec.structs.replace(self.record, role=role, note=note))
+
+    async def adapters_changed(self, leaving: str = "") -> None:
+        """Adapters were loaded or unloaded: routers must know. ``leaving``: one that will be unloaded."""
+        self._leaving = leaving
+        await self._registration.update(msgspec.structs.replace(self.record, adapters=self._loaded()))
+
+    def _loaded(self) -> list[LoraAdapter]:
+        loaded = self._adapters.loaded if self._adapters is not None else []
+        return [adapter for adapter in loaded if adapter.name != self._leaving]
 
 
 def detail(phase: WorkerPhase, note: str) -> str:
@@ -102,4 +116,5 @@ def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, no
         legs_max=facts.legs_max,
         step_tokens_max=facts.step_tokens_max,
         prefix_caching=facts.prefix_caching,
+        renders=facts.renders,
     )

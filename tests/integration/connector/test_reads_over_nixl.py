@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from connector.messages import Orders, Peer, PeerKey, Read, Results
+from connector.worker.connections import CONNECT_S_MAX
 from connector.worker.copier import SELF_END_S_MAX, Copier
 from connector.worker.transfer_thread import TransferThread
 from shared.contracts.kv_exchange import KvHandshake
@@ -327,6 +331,50 @@ def test_a_dead_holder_is_not_connected(engines, holders):
     engine.until(lambda: bool(engine.reports[0].connected))
 
     assert engine.reports[0].connected[0].failure
+
+
+@contextmanager
+def unanswering_port() -> Iterator[int]:
+    """Attempts to connect to it are dropped: somebody listens there, and its queue is full."""
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        listening.listen(0)
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            yield port
+
+
+def moved(holder: Holder, worker_id: str, port: int) -> KvHandshake:
+    """The holder's handshake under another name of the same length, with another TCP port."""
+    listening = [
+        one.laddr.port
+        for one in psutil.Process(holder.process.pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    rank = holder.handshake.ranks[0]
+    metadata = rank.agent.replace(b"holder", worker_id.encode())
+    for own in listening:
+        assert own.to_bytes(2) in metadata
+        metadata = metadata.replace(own.to_bytes(2), port.to_bytes(2))
+    return replace(holder.handshake, worker_id=worker_id, ranks=[replace(rank, agent=metadata)])
+
+
+def test_hosts_that_do_not_answer_delay_no_other_connection(engines, holders):
+    from connector.transfer.nixl_agent import OPENING_AT_ONCE_MAX
+
+    holder = holders(Shape())
+    engine = engines(Shape())
+    silent = [f"gone-{number}" for number in range(OPENING_AT_ONCE_MAX)]
+
+    with unanswering_port() as port:
+        peers = [*(moved(holder, name, port) for name in silent), holder.handshake]
+        engine.submit(Orders(connect=[Peer(handshake=peer, clock_ahead_s=0.0) for peer in peers]))
+        engine.until(lambda: len(engine.reports[0].connected) == len(peers))
+
+    first, *others = engine.reports[0].connected
+    assert (first.peer, first.failure) == (("holder", 1), "")
+    assert first.seconds < CONNECT_S_MAX
+    assert {one.failure for one in others} == {f"no byte could be read within {CONNECT_S_MAX} s"}
 
 
 def test_a_read_that_is_cancelled_stops_between_parts(engines, holders):

@@ -19,7 +19,9 @@ from rich.console import Console
 from services.launcher.system import guard, logs, machine
 from services.launcher.system.board import Board
 from services.launcher.system.children import open_child_starter
-from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan, UpOptions, aside, plan_nats
+from services.launcher.system.options import UpOptions
+from services.launcher.system.plan import aside, plan_nats
+from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.system.restart import RestartPolicy
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import StartFailed, System
@@ -45,7 +47,7 @@ async def system_of(
     folder: Path, hurry: asyncio.Event | None = None, **habits: tuple[str, ...]
 ) -> AsyncIterator[System]:
     """nats-server, a router and a collector that are none, and the given workers; each with its habits."""
-    options = UpOptions(prefill=1, state_dir=str(folder), nats_port=free_port())
+    options = UpOptions(state_dir=str(folder), nats_port=free_port())
     url = f"nats://127.0.0.1:{options.nats_port}"
     processes = (
         plan_nats(options, machine.describe_machine()),

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from tests.nightly.browser.conftest import ADMIN_KEY
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import service_process
+from tests.support.second_model import second_model
 from tests.support.simulated_system import SimulatedSystem, simulated_system, until_ready
 from tests.support.system import until
 
@@ -246,3 +247,20 @@ def brightness_of(console: Page, selector: str) -> float:
     """Brightness of the background, from 0 to 1."""
     colour = console.locator(selector).evaluate("node => getComputedStyle(node).backgroundColor")
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / (3 * 255)
+
+
+def test_several_models_have_a_table(page: Page, tmp_path: Path):
+    with NatsServer(tmp_path) as nats, simulated_system(tmp_path, nats) as system:
+        page.goto(f"{system.collector_url}/")
+        expect(page.locator("#connection")).to_have_text("Live")
+        expect(page.locator("#models")).to_be_hidden()
+        second = {"WORKER_ENGINE": "simulated", "WORKER_MODEL": second_model(tmp_path), "WORKER_ASLEEP": "true"}
+
+        with service_process("worker", tmp_path, BATON_NATS_URL=nats.url, WORKER_WORKER_ID="b1", **second):
+            expect(page.locator("#models")).to_be_visible()
+            rows = page.locator("#model-table tbody tr")
+            expect(rows.filter(has_text="baton-tiny")).to_contain_text("1 decode, 1 prefill")
+            expect(rows.filter(has_text="second")).to_contain_text("none")
+            expect(page.locator("[data-id=b1]")).to_contain_text("asleep")
+            expect(page.locator("#health-sentences")).to_contain_text("is asleep; a request wakes it")
+        page.goto("about:blank")  # Before its stream ends.

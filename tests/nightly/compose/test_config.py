@@ -48,11 +48,17 @@ def test_the_observability_profile_adds_its_four_services():
     assert added == {"otel-collector", "tempo", "prometheus", "grafana"}
 
 
-def test_the_cuda_file_gives_each_worker_a_gpu_of_its_own():
+def test_the_cuda_file_gives_each_worker_a_gpu_of_its_own_and_shows_it_all():
     system = services("engines", "compose.yaml", "compose/cuda.yaml")
+    engines = [system[name] for name in ("prefill", "decode")]
 
-    devices = [system[name]["deploy"]["resources"]["reservations"]["devices"][0] for name in ("prefill", "decode")]
-    assert [device["device_ids"] for device in devices] == [["0"], ["1"]]
+    assert set(system) == LIGHT | {"prefill", "decode", "namespaces"}
+    devices = [engine["deploy"]["resources"]["reservations"]["devices"][0] for engine in engines]
+    assert [device["count"] for device in devices] == [-1, -1]  # all
+    assert [engine["environment"]["CUDA_VISIBLE_DEVICES"] for engine in engines] == ["0", "1"]
+    assert {(engine["pid"], engine["ipc"]) for engine in engines} == {("service:namespaces", "service:namespaces")}
+    assert all("shm_size" not in engine for engine in engines)
+    assert all(engine["environment"]["WORKER_ROLE"] for engine in engines)
 
 
 def test_every_service_of_ours_is_checked_restarted_and_unprivileged():

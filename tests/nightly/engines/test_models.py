@@ -14,24 +14,38 @@ from pathlib import Path
 
 import pytest
 
-from shared.contracts.inference import LegKind
+from shared.contracts.inference import LegKind, pack_tokens
 from shared.runtime.refusals import refusals
 from shared.runtime.service import EXIT_CONFIGURATION
-from tests.support.kv_driver import MODEL, Driver, driving, transfer_report_of
+from tests.engines.kv_pair import (
+    DECODE,
+    DECODE_TOKENS,
+    HALF_TOKENS,
+    PREFILL,
+    remaining_frames,
+    report_of,
+    start_two_that_do_not_fit,
+    tokens_of,
+)
+from tests.support.kv_driver import ALONE, MODEL, Driver, driving, transfer_report_of
 from tests.support.kv_tap import Tap
-from tests.support.model_families import make_model
+from tests.support.lora_files import make_adapter
+from tests.support.model_families import FAMILIES, WINDOW, make_model
 from tests.support.nats_server import NatsServer
 from tests.support.prompts import VOCABULARY
-from tests.support.worker_processes import READY_S_MAX, WorkerProcess, start_worker, wait_ready
+from tests.support.worker_processes import READY_S_MAX, Answer, WorkerProcess, start_worker, wait_ready
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.timeout(3600)]
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-PREFILL, DECODE = "p1", "d1"
 YES, NOT_HERE = "yes", "not run: needs a CPU with AVX-512"
-COLUMNS = ("Handoff", "Prefix hits", "Read-back", "fp8 KV")
+COLUMNS = ("Handoff", "Preemption", "Resume", "Prefix hits", "Read-back", "LoRA", "fp8 KV")
+ADAPTER = "adapter"
+LORA_ARGS = "--max-lora-rank 8"
 LENGTHS = (300, 700, 1100)
 """Of prompts: several windows, and a tail of less than a block."""
+ANSWER_TOKENS = 60
+"""Where an answer is interrupted."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +56,49 @@ class Proof:
     """How vLLM keeps its KV, for the page."""
     no_lookup: str = ""
     """Why this machine's engine finds no block by hash."""
+    no_lora: str = ""
     no_fp8: str = ""
     refused: str = ""
     """Why the engine refuses to start."""
 
 
+NO_TRITON = "not run: experts need Triton for adapters"
+NO_MLA_CACHE = "not run: no prefix cache for MLA in vLLM's CPU backend"
+NO_MLA_FP8 = "not run: no fp8 for MLA in vLLM's CPU backend"
 PROOFS = {
+    "llama": Proof("all layers alike"),
+    "qwen3": Proof("all layers alike"),
+    "qwen3-moe": Proof("all layers alike; experts", no_lora=NO_TRITON),
+    "mistral": Proof("all layers alike"),
+    "mistral-window": Proof("all layers with a window", refused=f"every layer attends to {WINDOW} tokens only"),
+    "granite": Proof("all layers alike"),
+    "gemma-2": Proof("2 of 4 layers with a window; capped attention scores"),
+    "cohere-2": Proof("3 of 4 layers with a window"),
+    "deepseek-v2": Proof("MLA: one latent head", no_lookup=NO_MLA_CACHE, no_lora=NO_TRITON, no_fp8=NO_MLA_FP8),
     "gemma-3": Proof("5 of 6 layers with a window"),
     "gemma-4": Proof("5 of 6 layers with a window; two block lengths"),
-    "gpt-oss": Proof("2 of 4 layers with a window; sinks"),
-    "llama-4": Proof("3 of 4 layers in chunks"),
+    "gpt-oss": Proof("2 of 4 layers with a window; sinks", no_lora=NO_TRITON),
+    "llama-4": Proof("3 of 4 layers in chunks", no_lora=NO_TRITON),
 }
 
 
 @contextmanager
-def pair(folder: Path, model: Path, engine_args: str = "") -> Iterator[tuple[str, list[WorkerProcess]]]:
-    """NATS and a prefill and a decode worker."""
+def pair(
+    folder: Path, model: Path, engine_args: str = "", decode_args: str = "", **more: str
+) -> Iterator[tuple[str, list[WorkerProcess]]]:
+    """NATS and a prefill and a decode worker; ``more``: of their settings."""
     with NatsServer(folder, has_buckets=True) as nats:
         settings = {
             "model": str(model),
             "served_model_name": MODEL,
             "max_model_len": "2000",
-            "engine_args": engine_args,
+            **more,
         }
+        prefill = {"role": "prefill", "cpu_cores": "0", "engine_args": engine_args}
+        decode = {"role": "decode", "cpu_cores": "1", "engine_args": f"{engine_args} {decode_args}"}
         workers = [
-            start_worker(nats.url, PREFILL, folder, role="prefill", cpu_cores="0", **settings),
-            start_worker(nats.url, DECODE, folder, role="decode", cpu_cores="1", **settings),
+            start_worker(nats.url, PREFILL, folder, **prefill, **settings),
+            start_worker(nats.url, DECODE, folder, **decode, **settings),
         ]
         try:
             asyncio.run(wait_ready(nats.url, workers))
@@ -90,15 +121,23 @@ def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
     model = make_model(family, tmp_path)
     if proof.refused:
         assert_refused(tmp_path, model, proof.refused)
-        check_page(family, proof, dict.fromkeys(COLUMNS, "refused at start: " + proof.refused))
+        check_page(family, proof, {**dict.fromkeys(COLUMNS, "refused"), COLUMNS[0]: f"refused: {proof.refused}"})
         return
-    with pair(tmp_path, model) as (url, workers):
+    memory = f"--num-gpu-blocks-override {DECODE_TOKENS // FAMILIES[family].block}"
+    with pair(tmp_path, model, decode_args=memory) as (url, workers):
         block = block_tokens(workers)
         asyncio.run(prove_handoff(url, block))
-        cells["Handoff"] = YES
+        asyncio.run(prove_preemption(url, refetches=not proof.no_lookup))
+        asyncio.run(prove_resume(url, block))
+        cells["Handoff"] = cells["Preemption"] = cells["Resume"] = YES
         cells["Prefix hits"] = cells["Read-back"] = proof.no_lookup or YES
         if not proof.no_lookup:
             asyncio.run(prove_lookup(url, block))
+    cells["LoRA"] = proof.no_lora or YES
+    if not proof.no_lora:
+        made = make_adapter(model, tmp_path / ADAPTER, seed=1)
+        with pair(tmp_path, model, LORA_ARGS, lora_adapters=f"{ADAPTER}={made}") as (url, workers):
+            asyncio.run(prove_adapter(url, block_tokens(workers), no_lookup=bool(proof.no_lookup)))
     cells["fp8 KV"] = proof.no_fp8 or (YES if can_fp8() else NOT_HERE)
     if cells["fp8 KV"] == YES:
         with pair(tmp_path, model, "--kv-cache-dtype fp8") as (url, workers):
@@ -139,6 +178,33 @@ async def prove_handoff(url: str, block: int) -> None:
         assert len(set(answers)) == len(answers), "the answers do not depend on the prompts"
 
 
+async def prove_preemption(url: str, *, refetches: bool) -> None:
+    """The decode worker's memory does not hold two requests: one is preempted, and its KV read or computed again."""
+    async with driver_on(url) as driver:
+        first, second = (prompt_of(f"preempted {number}", HALF_TOKENS) for number in range(2))
+        expected = await driver.alone(PREFILL, second, ANSWER_TOKENS)
+        hungry, victim = await start_two_that_do_not_fit(driver, first, second)
+        await remaining_frames(hungry)
+        frames = await remaining_frames(victim)
+        _leg_report, report = report_of(frames)
+        assert tokens_of(frames) == expected, report
+        assert report.preemptions >= 1, report
+        assert bool(report.refetched_tokens) == refetches, report
+
+
+async def prove_resume(url: str, block: int) -> None:
+    """An answer that broke off is handed over with its tokens so far, and goes on as if it had not."""
+    async with driver_on(url) as driver:
+        prompt, fields = prompt_of("resumed", 500), {"stream": True, "max_tokens": ANSWER_TOKENS}
+        whole = await driver.alone(DECODE, prompt, ANSWER_TOKENS)
+        sent = whole[: ANSWER_TOKENS // 2]
+        resume = pack_tokens(sent)
+        offer = await driver.offered(PREFILL, prompt, fields=fields, resume=resume)
+        rest = await driver.taken(DECODE, prompt, offer, fields=fields, resume=resume)
+        assert sent + rest.token_ids == whole
+        assert transfer_report_of(rest).recomputed_tokens <= block
+
+
 async def prove_lookup(url: str, block: int) -> None:
     """The decode worker's own cache, and the next turn of a conversation on the prefill worker."""
     async with driver_on(url) as driver:
@@ -154,6 +220,30 @@ async def prove_lookup(url: str, block: int) -> None:
         turn = await driver.leg(PREFILL, LegKind.AGGREGATED, second, kv_sources=[source], cache_hit_threshold=0.0)
         assert turn.token_ids == await driver.alone(PREFILL, second)
         assert transfer_report_of(turn).fetched_tokens == history
+
+
+async def prove_adapter(url: str, block: int, *, no_lookup: bool) -> None:
+    """A prompt of an adapter is handed over; its answers are not the model's, and neither are its cached blocks."""
+    async with driver_on(url) as driver:
+
+        async def answer(model: str, **fields: object) -> Answer:
+            found = await driver.leg(DECODE, LegKind.AGGREGATED, prompt, fields={"model": model, **fields})
+            assert found.token_ids, found
+            return found
+
+        prompt, tokens = prompt_of("adapter", 700), 700
+        alone = (await answer(ADAPTER, cache_salt=ALONE)).token_ids
+        plain = (await answer(MODEL, cache_salt=ALONE)).token_ids
+        assert alone != plain
+        fields = {"model": ADAPTER}
+        offer = await driver.offered(PREFILL, prompt, fields=fields)
+        taken = await driver.taken(DECODE, prompt, offer, fields=fields)
+        assert taken.token_ids == alone
+        assert transfer_report_of(taken).fetched_tokens == tokens // block * block
+        if not no_lookup:
+            assert (await answer(MODEL)).report.cached_tokens == 0
+            again = await answer(ADAPTER)
+            assert (again.report.cached_tokens, again.token_ids) == (tokens // block * block, alone)
 
 
 def assert_refused(folder: Path, model: Path, why: str) -> None:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from shared.contracts.inference import LegKind
 from tests.engines.test_handover import completion, prompt_of
-from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
+from tests.support.worker_processes import WorkerProcess, ready_workers, start_worker
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def upstream(nats_url, run_dir) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+def upstream(nats_url, run_dir) -> Iterator[tuple[WorkerProcess, ...]]:
     """A prefill and a decode worker."""
     settings = {"connector": "upstream", "max_model_len": "4096"}
-    workers = [
+    with ready_workers(
+        nats_url,
         start_worker(nats_url, "up", run_dir, role="prefill", cpu_cores="0", **settings),
         start_worker(nats_url, "ud", run_dir, role="decode", cpu_cores="1", **settings),
-    ]
-    try:
-        asyncio.run(wait_ready(nats_url, workers))
-        yield workers[0], workers[1]
-    finally:
-        for worker in workers:
-            worker.kill()
+    ) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -29,11 +29,11 @@ from services.worker.settings import Settings as WorkerSettings
 from shared.bus.frame_sender import LegFrames
 from shared.bus.port import Envelope
 from shared.bus.wire import pack
-from shared.contracts.channels import PLACEHOLDER, SCALE, Channel, Delivery
+from shared.contracts.channels import PLACEHOLDER, SCALE, WORKER_RECORDS, Channel, Delivery
 from shared.contracts.inference import StartLeg
 from shared.contracts.planning import FleetScaled, ScaleFleet
 from shared.contracts.workers import Role
-from shared.runtime.service import Service, ServiceFacts, live
+from shared.runtime.service import EXIT_CONFIGURATION, Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
 from shared.telemetry.families import to_prometheus
 from tests.nightly.fuzz.mutation import Ids
@@ -115,6 +115,10 @@ class BusWorld:
         self.played: FakeWorker | None = None
         self._common = CommonSettings(state_dir=str(state_dir))
         self._service: Service | None = None
+        self._is_claimed = False
+        """A stranger has written the real worker's record: if that says that another process is the worker since later, the
+        real one stops for good, as it should.
+        """
 
     def _bus(self) -> MemoryBus:
         bus = MemoryBus(self.hub)
@@ -154,7 +158,9 @@ class BusWorld:
                 await run_worker(service, settings, self._common, start_engine)
 
             code = await live(service, main, drain_s_max=STAY_S_MAX)
-            if code or bus.failed.done():
+            if code == EXIT_CONFIGURATION and self._is_claimed:
+                self._is_claimed = False
+            elif code or bus.failed.done():
                 self.ended.append(f"worker: exit code {code}, {bus.failed}")
             await asyncio.sleep(0.01)
 
@@ -188,6 +194,7 @@ class BusWorld:
         subject = PLACEHOLDER.sub(lambda found: named[found[1]], channel.subject)
         if channel.delivery is Delivery.KEY_VALUE:
             bucket, _, key = subject.partition(".")
+            self._is_claimed |= channel is WORKER_RECORDS and key == REAL
             self.hub.buckets[bucket].store(key, payload)
             return len(self.hub.buckets[bucket].watches)
         answer = asyncio.get_running_loop().create_future() if channel.delivery is Delivery.ASK else None

@@ -14,6 +14,10 @@ OBJECTS_GROWN_MAX = 60_000
 """In one campaign, when what is bounded is full: one object for every second input would be more."""
 
 
+DISPLACED = "baton.service: the process ends: another process is worker"
+"""What a worker says when a record tells it that a later process has its id."""
+
+
 class Watch(logging.Handler):
     """``with Watch() as watch``: collects every error that is logged, bugs of tasks that nobody awaits included."""
 
@@ -23,8 +27,9 @@ class Watch(logging.Handler):
         self._formatter = logging.Formatter("%(name)s: %(message)s")
 
     def emit(self, record: logging.LogRecord) -> None:
-        if len(self.findings) < FINDINGS_MAX:
-            self.findings.append(self._formatter.format(record))
+        text = self._formatter.format(record)
+        if len(self.findings) < FINDINGS_MAX and not text.startswith(DISPLACED):
+            self.findings.append(text)
 
     def __enter__(self) -> Self:
         self._root = logging.getLogger()

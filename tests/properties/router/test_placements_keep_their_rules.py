@@ -12,8 +12,9 @@ from services.router.placement.kv_sources import SOURCES_MAX
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import ForcedWorkers, Mode
-from services.router.state.cluster_view import ClusterView, can_exchange_kv
+from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_view import can_exchange_kv
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes

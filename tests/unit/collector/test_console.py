@@ -118,6 +118,44 @@ def test_flows_go_from_router_to_first_worker_and_from_source_to_reader(shown):
     assert shown.page().flows == []
 
 
+def test_each_model_has_a_row_with_its_workers_and_its_last_minute(shown):
+    shown.now = 100.0
+    workers = (P1, D1, record("b1", models=("n",)), record("b2", WorkerPhase.STARTING, models=("n",)))
+    shown.fleet(*workers)
+    shown.finish(finished(ttft_s=0.2), finished(ttft_s=0.4), finished(status=502, reason="worker_lost", ttft_s=-1.0))
+    shown.finish(finished(model="never heard of"), finished(model="n", status=429, reason="over_share"))
+    shown.now = 159.0
+    shown.fleet(*workers)
+
+    first, second = shown.page().models
+    assert (first.model, first.ready, first.ttft_s) == ("m", {"decode": 1, "prefill": 1}, 0.3)
+    assert first.requests_per_s == pytest.approx(3 * first.failed_per_s, abs=0.03)
+    assert (second.model, second.ready, second.failed_per_s) == ("n", {"both": 1}, 0.0)
+    assert second.requests_per_s > 0.0
+
+
+def test_a_model_that_sleeps_is_no_trouble(shown):
+    shown.router()
+    shown.fleet(P1, D1, record("b1", WorkerPhase.ASLEEP, models=("n",)))
+
+    page = shown.page()
+    assert page.health.status == "healthy"
+    assert "n is asleep; a request wakes it." in [one.text for one in page.health.sentences]
+    assert page.models[1].ready == {}
+
+
+def test_health_looks_at_each_model_by_itself(shown):
+    shown.router()
+    shown.fleet(
+        P1, D1, record("d2", role=Role.DECODE, models=("n",)), record("o1", WorkerPhase.STARTING, models=("o",))
+    )
+
+    sentences = shown.sentences()
+    assert "No prefill worker of n is ready: decode workers compute both phases until one is." in sentences
+    assert "No worker of o is ready: requests for it get 503." in sentences
+    assert not [one for one in sentences if " of m " in one]
+
+
 def test_beyond_the_maximum_the_newest_flows_are_kept(shown):
     moves = [KvMoved(source_id=f"w{number}", reader_id="d1", tokens=1, bytes=1) for number in range(FLOWS_MAX + 3)]
     shown.finish(finished(kv_moves=moves[:2]), finished(kv_moves=[moves[0], *moves[2:]]))
@@ -298,7 +336,8 @@ def test_failures_of_the_last_minute_are_counted_with_their_most_frequent_reason
     shown.now = 100.0
     shown.healthy()
     failed = [finished(status=502, reason="worker_lost")] * 3 + [finished(status=502, reason="deadline")]
-    shown.finish(*[finished()] * 16, *failed)
+    asleep = finished(status=503, reason="model_asleep")
+    shown.finish(*[finished()] * 15, asleep, *failed)
 
     assert shown.sentences() == ["In the last minute 4 of 20 requests failed, most often with worker_lost."]
     assert shown.page().health.status == "unhealthy"

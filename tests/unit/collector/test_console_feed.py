@@ -28,6 +28,7 @@ NOTHING = Page(
     requests=[],
     events=[],
     tenants=[],
+    models=[],
 )
 WAIT_S_MAX = 60.0
 EVENTS = b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n"

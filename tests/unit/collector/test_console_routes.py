@@ -15,7 +15,8 @@ from services.collector.http.access import Access, read_permissions
 from services.collector.http.console import BODY_BYTES_MAX, page_files
 from services.collector.settings import Settings, check
 from shared.bus.port import AskRefused
-from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
+from shared.contracts.adapters import AdapterChanged, AdapterOrdered
+from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN, ORDER_ADAPTER
 from shared.contracts.control import FLEET
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, FoundDecision, Part
 from shared.contracts.failures import Failure, Reason
@@ -147,6 +148,27 @@ async def test_a_role_changes_after_the_worker_has_verified_it():
         assert (failed.status_code, message(failed)) == (409, "d1 remains a decode worker: no partner")
 
 
+async def test_an_order_about_an_adapter_goes_to_the_orchestrator():
+    async def orchestrate(order, _envelope):
+        failure = "no such folder" if order.path == "nowhere" else ""
+        changes = [AdapterChanged(worker_id="d1", epoch=1, digest="0" * 64, failure=failure)]
+        done = AdapterOrdered(order=order, at_ms=0, changes=changes)
+        await one.others.publish(ADAPTER_ORDERED, done)
+        return done
+
+    load = {"action": "adapter", "change": "load", "name": "sql", "path": "sql-v1"}
+    async with world() as one, one.client() as client:
+        assert (await client.post("/console/orders", json=load)).status_code == 503
+        await one.others.answer(ORDER_ADAPTER, orchestrate)
+        done = await client.post("/console/orders", json=load)
+        assert (done.status_code, done.json()["message"]) == (200, "sql was loaded on 1 worker.")
+        failed = await client.post("/console/orders", json={**load, "path": "nowhere", "workers": ["d1"]})
+        assert (failed.status_code, message(failed)) == (409, "sql was loaded on 0 workers; d1: no such folder")
+        newest, before = one.collector.page().events[:2]
+        assert (newest.subject, newest.level, before.level) == ("sql", "warning", "info")
+        assert "by console" in newest.text
+
+
 async def test_the_default_mode_is_stored_for_all_routers_and_shown():
     async with world() as one, one.client() as client:
         following = asyncio.get_running_loop().create_task(one.collector.follow_mode())
@@ -174,6 +196,8 @@ async def test_the_default_mode_is_stored_for_all_routers_and_shown():
         (b'{"action": "drain", "worker_id": "d1", "evil": 1}', 400),
         (b'{"action": "role", "worker_id": "d1", "role": "store"}', 400),
         (b'{"action": "mode", "mode": "decode_first"}', 400),
+        (b'{"action": "adapter", "change": "steal", "name": "sql"}', 400),
+        (b'{"action": "adapter", "change": "load", "name": 7}', 400),
         (b'{"action": "drain", "worker_id": "d9"}', 409),
         (b" " * (BODY_BYTES_MAX + 1), 413),
     ],

@@ -1,9 +1,12 @@
 """What is shown of the KV exchange: leases and reads of each worker, handoffs of each request."""
 
+import msgspec
+
+from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvLedgerState
-from shared.contracts.workers import Role
+from shared.contracts.workers import FleetState, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase
 from shared.telemetry import names
-from tests.support.fleet_builders import load
+from tests.support.fleet_builders import load, record
 from tests.unit.collector.test_fleet_metrics import Shown, metrics, request
 
 D1 = {"worker_id": "d1", "role": "decode"}
@@ -48,6 +51,20 @@ def test_a_failed_read_is_not_counted_as_done():
 
     assert shown(names.WORKER_READS, outcome="done", **D1) == 9
     assert shown(names.WORKER_READS, outcome="failed", **D1) == 1
+
+
+def test_the_speed_of_reads_between_registered_workers_is_shown():
+    """A worker that names others that do not exist makes no series."""
+    one, reads = metrics(), [("p1", 42), ("p1", 41), ("nobody", 7)]
+    told = [KvReadSpeed(source_id=WorkerId(source), bytes_per_s=speed, memory=KvMemory.CUDA) for source, speed in reads]
+    records = [record("p1", role=Role.PREFILL), record("d1", role=Role.DECODE)]
+    records[1] = msgspec.structs.replace(records[1], kv_reads=told)
+    workers = [FleetWorker(record=each, phase=WorkerPhase.READY, since_s=1.0, silent_s=0.0) for each in records]
+    one.fleet.update(FleetState(leader="o1", term=1, workers=workers), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.WORKER_KV_READ_SPEED, source="p1", memory="cuda", **D1) == 41
+    assert sum(labels[0] == names.WORKER_KV_READ_SPEED.name for labels in shown.samples) == 1
 
 
 def test_totals_continue_when_an_engine_restarts():

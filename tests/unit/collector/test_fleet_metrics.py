@@ -117,7 +117,7 @@ def test_a_finished_request_counts_by_model_mode_and_status():
     assert shown(names.FLEET_TTFT, "_bucket", model="m", mode="disaggregated", le="0.025") == 0
     assert shown(names.WORKER_E2E, "_count", worker_id="d1", role="decode") == 1
     assert shown(names.WORKER_REQUESTS, worker_id="d1", role="decode", mode="disaggregated") == 1
-    assert shown(names.FLEET_REQUEST_TOKENS, kind="prompt") == 100
+    assert shown(names.FLEET_REQUEST_TOKENS, model="m", kind="prompt") == 100
     assert shown(names.FLEET_REQUEST_RATE) == 1.0
 
 
@@ -142,8 +142,8 @@ def test_unknown_values_are_not_observed():
 
     assert shown(names.FLEET_TTFT, "_count", model="m", mode="disaggregated") == 0
     assert shown(names.FLEET_E2E, "_count", model="m", mode="disaggregated") == 1
-    assert shown(names.FLEET_FAILURES, reason="no_worker") == 1
-    assert shown(names.FLEET_REQUEST_TOKENS, kind="prompt") == 0
+    assert shown(names.FLEET_FAILURES, model="m", reason="no_worker") == 1
+    assert shown(names.FLEET_REQUEST_TOKENS, model="m", kind="prompt") == 0
 
 
 def test_predictions_are_compared_where_both_numbers_are_known():
@@ -163,12 +163,13 @@ def test_the_fleet_is_shown_by_phase_until_its_state_expires():
     one.fleet.update(fleet(("w1", WorkerPhase.READY), ("w2", WorkerPhase.LOST), term=3), 1.0)
     shown = Shown(one, 1.0)
 
-    assert shown(names.FLEET_WORKERS, role="both", phase="ready") == 1
+    assert shown(names.FLEET_WORKERS, model="m", role="both", phase="ready") == 1
     assert shown(names.WORKER_PHASE, worker_id="w2", role="both", phase="lost") == 1
+    assert shown(names.WORKER_INFO, worker_id="w2", role="both", model="m") == 1
     assert shown(names.FLEET_TERM) == 3
 
     one.expire(1.0 + STALE_S_MAX)
-    assert Shown(one, 1.0 + STALE_S_MAX)(names.FLEET_WORKERS, role="both", phase="ready") is None
+    assert Shown(one, 1.0 + STALE_S_MAX)(names.FLEET_WORKERS, model="m", role="both", phase="ready") is None
 
 
 def test_a_leader_of_an_earlier_term_is_ignored():
@@ -211,7 +212,7 @@ def test_label_values_are_bounded():
 
     assert len(one.workers) == WORKERS_MAX
     assert len(one.requests.latencies) <= 65
-    assert set(one.requests.failed) == {"other"}
+    assert {reason for _model, reason in one.requests.failed} == {"other"}
 
 
 def test_unknown_model_names_do_not_displace_served_models():

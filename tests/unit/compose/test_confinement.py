@@ -124,7 +124,34 @@ def test_grafana_has_no_account_and_prometheus_receives_nothing():
     assert not [flag for flag in prometheus["command"] if "receiver" in flag or "web.enable" in flag]
 
 
-def test_the_gpu_variant_loosens_no_restriction():
-    for name, service in CUDA.items():
+def test_the_gpu_variant_loosens_no_other_restriction():
+    """Engines share two namespaces with each other, never with the host, and the store gets no GPU."""
+    engines = {name: service for name, service in CUDA.items() if name != "namespaces"}
+    for name, service in engines.items():
         loosened = service.keys() & {"read_only", "cap_drop", "cap_add", "security_opt", "privileged", "user", "tmpfs"}
         assert not loosened, name
+        assert (service["pid"], service["ipc"]) == ("service:namespaces", "service:namespaces")
+    assert set(engines) == {"prefill", "decode", "store"}
+    assert "deploy" not in engines["store"]
+
+
+def test_gpus_see_each_other_and_engines_compute_on_their_own():
+    """cuda_ipc needs both: with one GPU per container UCX falls back to TCP."""
+    for name in ("prefill", "decode"):
+        (device,) = CUDA[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        assert CUDA[name]["environment"]["CUDA_VISIBLE_DEVICES"].startswith(f"${{{name.upper()}_GPU:-")
+        assert CUDA[name]["environment"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_the_owner_of_the_engines_namespaces_can_do_nothing():
+    owner = CUDA["namespaces"]
+
+    assert owner["cap_drop"] == ["ALL"]
+    assert owner["security_opt"] == ["no-new-privileges:true"]
+    assert owner["read_only"] is True
+    assert owner["network_mode"] == "none"
+    assert owner["ipc"] == "shareable"
+    assert owner["pids_limit"] <= 16
+    assert not owner.keys() & {"privileged", "cap_add", "devices", "deploy", "user", "pid", "volumes", "environment"}
+    assert int(owner["logging"]["options"]["max-size"].removesuffix("m")) <= 16

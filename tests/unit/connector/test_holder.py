@@ -237,6 +237,18 @@ def test_any_reader_that_names_an_offer_may_release_it(holding):
     assert holding.free == holding.free_at_first
 
 
+def test_an_offer_that_its_worker_released_before_is_not_made(holding):
+    running = holding.run(chain(3))
+    ids = [block.block_id for block in running]
+
+    holding.holder.release(release(lease_id="leg-1", reader_id="prefill-1"))
+    holding.holder.release(release(lease_id="leg-2", reader_id="decode-1"))
+
+    assert holding.holder.offer(chain(3), ids, "leg-1") is None
+    assert holding.holder.counts.pinned_blocks == 0
+    assert holding.holder.offer(chain(3), ids, "leg-2") is not None, "another worker cannot forbid an offer"
+
+
 def test_two_offers_of_one_prompt_are_two_leases(holding):
     running = holding.run(chain(2))
     ids = [block.block_id for block in running]

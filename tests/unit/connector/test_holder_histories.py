@@ -78,13 +78,13 @@ class History:
     def offer(self) -> None:
         if self.requests:
             hashes, blocks = self.rng.choice(list(self.requests.values()))
-            offer = self.holder.offer(hashes, [block.block_id for block in blocks])
+            offer = self.holder.offer(hashes, [block.block_id for block in blocks], f"leg-{self.rng.randrange(12)}")
             if offer is not None:
                 assert blocks_of(offer) == [block.block_id for block in blocks][: len(blocks_of(offer))]
 
     def release(self) -> None:
-        offered = f"prefill-1-7-{self.rng.randrange(1, 8)}"
-        reader = self.rng.choice(["decode-1", "decode-2"])
+        offered = f"leg-{self.rng.randrange(12)}"
+        reader = self.rng.choice(["decode-1", "decode-2", "prefill-1"])
         for _ in range(self.rng.choice([1, 1, 2])):
             if self.rng.random() < 0.5:
                 self.holder.release(release(lease_id=offered, reader_id=reader))

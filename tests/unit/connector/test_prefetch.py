@@ -7,7 +7,6 @@ import pytest
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, Peer, ReadPart, StartFetch
 from connector.reader.fetch import FetchLimits
-from connector.reader.pool_allocator import PoolBlockAllocator
 from connector.reader.prefetch import HELD_SHARE_MAX
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
@@ -32,6 +31,8 @@ class Engine:
 
     def __init__(self) -> None:
         pool_module = pytest.importorskip("vllm.v1.core.block_pool")
+        from connector.reader.pool_allocator import PoolBlockAllocator  # Imports vLLM.
+
         self.now = 10.0
         self.pool = pool_module.BlockPool(BLOCKS, True, BLOCK_TOKENS)
         self.free_at_first = self.pool.get_num_free_blocks()
@@ -53,7 +54,11 @@ class Engine:
     def order(self, fetch_id: str, hashes: list[bytes], source: str = "p", deadline_s: float = 5.0) -> None:
         sources = [KvSource(worker_id=WorkerId(source), epoch=Epoch(1))]
         fetch = FetchKv(
-            worker_id=WorkerId("me"), hashes=pack_full_hashes(hashes), sources=sources, deadline_s=deadline_s
+            worker_id=WorkerId("me"),
+            sender_id=WorkerId(source),
+            hashes=pack_full_hashes(hashes),
+            sources=sources,
+            deadline_s=deadline_s,
         )
         self.core.handle(EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch)]))
         self.step()

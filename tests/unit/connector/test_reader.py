@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from connector.messages import Peer, ReadPart
@@ -225,3 +226,66 @@ def test_an_unneeded_offer_is_released(bench):
     bench.reader.finished("r", HAND_OVER, None)
 
     assert bench.released() == ["L"]
+
+
+def test_equal_prompts_are_fetched_once(bench):
+    first, second = Request(), Request(request_id="second")
+    other_offer = LegOrder(
+        take=msgspec.structs.replace(OFFER, lease_id="M"), sources=[KvSource(worker_id="p", epoch=1)]
+    )
+    assert bench.reader.matched(first, HAND_OVER, 0) == 96
+    bench.reader.allocated(first, [101, 102, 103, 104], 96)
+
+    assert bench.reader.matched(second, other_offer, 0) is None
+    bench.read_all()
+    assert bench.reader.matched(second, other_offer, 0) is None, "not cached before the first is scheduled again"
+    assert bench.reader.settle() == ({"r"}, set())
+
+    assert bench.reader.matched(second, other_offer, 96) == 0
+    bench.reader.allocated(second, (), 0)
+    assert bench.reader.outbox.reads == []
+    assert sorted(bench.released()) == ["L", "M"], "the second offer is not needed"
+    assert bench.reader.finished("second", None, other_offer).local_tokens == 96
+
+
+@pytest.mark.parametrize("cut", ["aborted", "aborted while it is read", "failed"])
+def test_a_prompt_is_fetched_again_when_the_equal_fetch_breaks_off(bench, cut):
+    first, second = Request(), Request(request_id="second")
+    assert bench.reader.matched(first, HAND_OVER, 0) == 96
+    if cut != "aborted":
+        bench.reader.allocated(first, [101, 102, 103, 104], 96)
+    assert bench.reader.matched(second, READ_BACK, 0) is None
+
+    if cut == "failed":
+        bench.read_all(failure="broken")
+        bench.reader.on_peer_gone(("p", 1))
+        bench.reader.settle()
+    else:
+        bench.reader.finished("r", None, HAND_OVER)
+
+    assert bench.reader.matched(second, READ_BACK, 0) is None
+    assert bench.reader.outbox.lease_requests, "it asks by itself"
+
+
+def test_other_prompts_do_not_wait_for_a_fetch(bench):
+    longer, other_start = Request(tokens=140, request_id="longer"), Request(request_id="other start")
+    assert bench.reader.matched(Request(), HAND_OVER, 0) == 96
+
+    assert bench.reader.matched(longer, HAND_OVER, 0) is None
+    assert bench.reader.matched(other_start, HAND_OVER, 32) == 64
+    assert len(bench.reader.outbox.lease_requests) == 1, "the longer prompt's last block"
+
+
+def test_nothing_of_ended_requests_is_kept(bench):
+    for number in range(3):
+        request = Request(request_id=f"r{number}")
+        assert bench.reader.matched(request, HAND_OVER, 0) == 96
+        bench.reader.allocated(request, [101, 102, 103, 104], 96)
+        if number == 1:
+            bench.reader.finished(request.request_id, None, HAND_OVER)
+        bench.read_all()
+        bench.reader.settle()
+        bench.reader.finished(request.request_id, None, HAND_OVER)
+
+    assert not bench.reader._by_goal
+    assert bench.reader.idle

@@ -7,8 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.connector import PARAMS
-from connector.scheduler.engine_scheduler import CACHE_THRESHOLD
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from tests.unit.connector.real_scheduler import make_scheduler
 
@@ -20,6 +18,12 @@ def scheduler(tmp_path, request):
     return make_scheduler(tmp_path, asynchronous=request.param, with_connector=True)
 
 
+def params_name() -> str:
+    from connector.connector import PARAMS  # Imports vLLM.
+
+    return PARAMS
+
+
 def add(scheduler, request_id: str, threshold: float) -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256_cbor
@@ -28,7 +32,7 @@ def add(scheduler, request_id: str, threshold: float) -> None:
 
     init_none_hash(sha256_cbor)
     order = msgspec.msgpack.encode(LegOrder(cache_hit_threshold=threshold))
-    params = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {PARAMS: order}})
+    params = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {params_name(): order}})
     hasher = get_request_block_hasher(16, sha256_cbor)
     scheduler.add_request(Request(request_id, PROMPT, params, None, block_hasher=hasher))
 
@@ -61,12 +65,14 @@ def mentions(found: Any, text: str, seen: set[int] | None = None) -> bool:
 
 
 def test_a_refused_request_ends_with_its_report(scheduler):
+    from connector.scheduler.engine_scheduler import CACHE_THRESHOLD
+
     add(scheduler, "r1", threshold=0.9)
 
     (output,) = step(scheduler)
 
     assert (output.request_id, output.stop_reason) == ("r1", CACHE_THRESHOLD)
-    assert msgspec.msgpack.decode(output.kv_transfer_params[PARAMS], type=KvTransferReport).refused
+    assert msgspec.msgpack.decode(output.kv_transfer_params[params_name()], type=KvTransferReport).refused
     assert not mentions(scheduler.connector, "r1")
 
 

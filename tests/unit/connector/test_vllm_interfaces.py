@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from connector.layout.engine_layout import UnsupportedEngine
 from connector.vllm_version import SUPPORTED, check_version
 from tests.unit.connector.vllm_interfaces import INTERFACES, differences, installed, recorded
 
@@ -50,5 +51,5 @@ def test_a_supported_version_is_accepted(version):
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "1.32.0", "0.33.0rc1"])
 def test_another_version_is_refused_with_the_supported_ones(version):
-    with pytest.raises(ValueError, match=rf"supports vLLM {SUPPORTED[0]}\.x.*{version}"):
+    with pytest.raises(UnsupportedEngine, match=rf"supports vLLM {SUPPORTED[0]}\.x.*{version}"):
         check_version(version)

@@ -39,28 +39,32 @@ INTERFACES = {
     "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks",
     "vllm/v1/core/kv_cache_utils.py": (
         "BlockHash make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
-        "hash_block_tokens generate_block_hash_extra_keys"
+        "hash_block_tokens generate_block_hash_extra_keys _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys"
     ),
     "vllm/v1/core/sched/scheduler.py": (
         "Scheduler.__init__ Scheduler.schedule Scheduler.update_from_output Scheduler.add_request "
-        "Scheduler.finish_requests Scheduler.has_requests Scheduler.has_finished_requests Scheduler._free_request "
+        "Scheduler.finish_requests Scheduler.reset_prefix_cache Scheduler.has_requests Scheduler.has_finished_requests Scheduler._free_request "
         "Scheduler._connector_finished Scheduler._update_waiting_for_remote_kv "
-        "Scheduler._update_from_kv_xfer_finished Scheduler._handle_invalid_blocks"
+        "Scheduler._update_from_kv_xfer_finished Scheduler._handle_invalid_blocks "
+        "Scheduler._try_schedule_encoder_inputs"
     ),
     "vllm/v1/core/sched/async_scheduler.py": (
         "AsyncScheduler AsyncScheduler._update_after_schedule AsyncScheduler._update_request_with_output"
     ),
     "vllm/v1/core/sched/output.py": "SchedulerOutput NewRequestData CachedRequestData",
-    "vllm/v1/engine/__init__.py": "EngineCoreOutput EngineCoreOutputs EngineCoreRequest FinishReason",
+    "vllm/v1/engine/__init__.py": "EngineCoreOutput EngineCoreOutputs EngineCoreRequest EngineCoreRequestType FinishReason",
     "vllm/v1/engine/async_llm.py": (
-        "AsyncLLM.generate AsyncLLM.encode AsyncLLM._add_request AsyncLLM.from_vllm_config AsyncLLM._run_output_handler"
+        "AsyncLLM.generate AsyncLLM.encode AsyncLLM._add_request AsyncLLM.from_vllm_config "
+        "AsyncLLM._run_output_handler AsyncLLM.add_lora AsyncLLM.remove_lora"
     ),
     "vllm/v1/engine/core.py": (
         "EngineCore.step EngineCore.step_with_batch_queue EngineCoreProc.run_busy_loop "
-        "EngineCoreProc._process_engine_step EngineCoreProc._process_input_queue EngineCoreProc._invoke_utility_method"
+        "EngineCoreProc._process_engine_step EngineCoreProc._process_input_queue EngineCoreProc._invoke_utility_method "
+        "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCore._process_aborts_queue"
     ),
     "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async",
     "vllm/v1/engine/exceptions.py": "EngineDeadError",
+    "vllm/v1/engine/input_processor.py": "InputProcessor.process_inputs",
     "vllm/v1/engine/output_processor.py": (
         "OutputProcessor.add_request OutputProcessor.process_outputs OutputProcessor.abort_requests "
         "RequestOutputCollector.put RequestOutputCollector.get_nowait RequestState"
@@ -71,7 +75,7 @@ INTERFACES = {
     "vllm/v1/metrics/loggers.py": "StatLoggerBase",
     "vllm/v1/metrics/stats.py": "SchedulerStats IterationStats PromptTokenStats PrefillStats",
     "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput LogprobsLists",
-    "vllm/v1/request.py": "Request Request.__init__ RequestStatus",
+    "vllm/v1/request.py": "Request Request.__init__ Request.from_engine_core_request RequestStatus",
     "vllm/v1/utils.py": "IterationDetails",
     "vllm/v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin._get_kv_connector_output",
     "vllm/v1/attention/backends/cpu_attn.py": "_get_attn_isa",
@@ -82,6 +86,14 @@ INTERFACES = {
     "vllm/entrypoints/launchers/app.py": "build_app",
     "vllm/entrypoints/launchers/api_server/app_state.py": "init_app_state",
     "vllm/entrypoints/launchers/cli_args.py": "make_arg_parser validate_parsed_serve_args",
+    "vllm/entrypoints/openai/models/serving.py": "OpenAIServingModels OpenAIServingModels.init_static_loras",
+    "vllm/lora/request.py": "LoRARequest",
+    "vllm/lora/utils.py": "get_adapter_absolute_path",
+    "vllm/lora/worker_manager.py": "LRUCacheWorkerLoRAManager.add_adapter WorkerLoRAManager._load_adapter",
+    "vllm/config/lora.py": "LoRAConfig",
+    "vllm/multimodal/processing/context.py": "BaseProcessingInfo.model_id",
+    "vllm/multimodal/processing/inputs.py": "ProcessorInputs.get_mm_hashes",
+    "vllm/renderers/base.py": "BaseRenderer._process_multimodal",
     "vllm/renderers/chat_utils.py": "load_chat_template",
     "vllm/usage/usage_lib.py": "UsageContext",
     "vllm/utils/argparse_utils.py": "FlexibleArgumentParser",

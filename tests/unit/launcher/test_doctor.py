@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -27,13 +29,16 @@ from services.launcher.doctor.facts import (
     SystemFacts,
 )
 from services.launcher.doctor.findings import Finding, Level, examination
+from services.launcher.doctor.kv_reads import SLOW_BYTES_PER_S
 from services.launcher.doctor.picture import draw
 from shared.contracts.control import DiskFolder, DiskSpace, RouterHealth, ServicePhase
+from shared.contracts.ids import WorkerId
 from shared.contracts.load import StoreState
-from shared.contracts.workers import FleetState, HashScheme, Role, WorkerPhase
+from shared.contracts.workers import FleetState, HashScheme, KvMemory, KvReadSpeed, Role, WorkerPhase
 from tests.support.examples import examples
-from tests.support.fleet_builders import FINGERPRINT, load, record
+from tests.support.fleet_builders import FINGERPRINT, adapter, load, record
 from tests.unit.launcher.healthy_system import GIB, installation, living, nats, service, system
+from tests.unit.observability.expressions import ALERTS
 
 MIB = 1 << 20
 DAY_S = 86_400.0
@@ -89,6 +94,18 @@ def only(*roles: Role) -> dict[str, object]:
 def changed_record(**changes: object) -> dict[str, object]:
     one, two = system().records
     return {"records": [one, msgspec.structs.replace(two, **changes)]}
+
+
+def adapters_differ() -> dict[str, object]:
+    pairs = zip(system().records, ("1", "2"), strict=True)
+    return {"records": [msgspec.structs.replace(one, adapters=[adapter("sql", digest)]) for one, digest in pairs]}
+
+
+def reading(bytes_per_s: float, memory: str = "cuda", source: str = "p1") -> dict[str, object]:
+    """``d1`` has read from ``source`` at this speed."""
+    return changed_record(
+        kv_reads=[KvReadSpeed(source_id=WorkerId(source), bytes_per_s=int(bytes_per_s), memory=KvMemory(memory))]
+    )
 
 
 def reports(first: HeardLoad) -> dict[str, object]:
@@ -213,6 +230,14 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         two_workers(dtype="bfloat16", kv_layout="HND"),
         Level.ERROR, "p1 and d1 cannot exchange KV: dtype is float32 and bfloat16; kv_layout is NHD and HND.",
     ),
+    "adapter on one": (changed_record(adapters=[adapter("sql")]), Level.NOTE, "The adapter sql of m is not loaded on p1"),
+    "adapters differ": (adapters_differ(), Level.WARNING, "Workers have different files of the adapter sql"),
+    "slow between GPUs": (
+        reading(0.52e9), Level.WARNING, "d1 reads KV from p1 at 0.52 GB/s, slow for GPU memory.",
+    ),
+    "slow between hosts": (
+        reading(0.11e9, "cpu"), Level.WARNING, "d1 reads KV from p1 at 0.11 GB/s, slow for host memory.",
+    ),
     "remark": (changed_record(note="layers keep more"), Level.NOTE, "d1: layers keep more."),
     "hashing": (
         changed_record(hashing=HashScheme(block_size=16)), Level.WARNING, "Workers of m hash their KV blocks differently",
@@ -279,6 +304,31 @@ def test_a_fault_of_the_system_is_the_worst_finding(fault: str):
     assert max(worse(one.level) for one in all_of_them) == worse(level)
     assert level is Level.NOTE or it.why
     assert level is not Level.WARNING or it.todo or it.why
+
+
+@pytest.mark.parametrize(("speed", "memory"), [(42e9, "cuda"), (1.5e9, "cpu")])
+def test_the_speed_of_kv_reads_is_told(speed, memory):
+    there = system(**reading(speed, memory))
+
+    assert faults(installation(), there) == []
+    assert f"KV self-tests read d1 from p1 at {speed / 1e9:.2g} GB/s" in [
+        one.what for one in found(installation(), there)
+    ]
+
+
+def test_a_speed_of_a_worker_that_has_left_is_not_told():
+    there = system(**reading(1e6, source="p9"))
+
+    assert faults(installation(), there) == []
+
+
+def test_the_alert_and_the_doctor_call_the_same_reads_slow():
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    (alert,) = [rule["expr"] for rule in rules if rule["alert"] == "KvReadsSlow"]
+
+    limits = {memory: float(limit) for memory, limit in re.findall(r'memory="(\w+)"} < ([0-9e]+)', alert)}
+
+    assert limits == SLOW_BYTES_PER_S
 
 
 def test_without_a_system_only_the_installation_is_checked():

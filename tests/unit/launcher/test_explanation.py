@@ -50,6 +50,7 @@ def decision(**fields: Any) -> DecisionRecord:
         "mode": "disaggregated",
         "reason": "prefill and decode apart cost least",
         "prompt_tokens": 8192,
+        "counted_prompt_tokens": 8192,
         "exact": True,
         "considered": 4,
         "candidates": [P2, P1, D1, D2],
@@ -154,10 +155,18 @@ def test_cached_tokens_are_shown_as_far_as_known():
     assert explanation.cached_text(decision(cached_tokens=7904)).endswith(
         "7,936 predicted to be cached, 7,904 were cached"
     )
-    assert explanation.cached_text(decision(cached_tokens=-1)).endswith("7,936 predicted to be cached")
+    running = explanation.cached_text(decision(counted_prompt_tokens=-1, cached_tokens=-1))
+    assert running == "about 8,192 tokens, 7,936 predicted to be cached"
+    late = decision(predicted_cached_tokens=-1, why_inexact="its media were not rendered within 1 s")
+    assert "could not be predicted, because its media were not rendered within 1 s; " in explanation.cached_text(late)
     assert "could not be predicted; 32 were cached" in explanation.cached_text(
         decision(predicted_cached_tokens=-1, cached_tokens=32)
     )
+
+
+def test_the_length_of_a_prompt_is_the_engines_count_beside_the_estimate():
+    new = decision(prompt_tokens=540, counted_prompt_tokens=409, predicted_cached_tokens=0, cached_tokens=0)
+    assert explanation.cached_text(new) == "409 tokens (about 540 estimated), 0 cached, as predicted"
 
 
 def test_durations_use_a_readable_unit():

@@ -1,10 +1,16 @@
-"""The environment that child processes inherit."""
+"""The environment that child processes inherit, and the machine's GPUs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 
-from services.launcher.system.machine import inherited_environment
+from services.launcher.system.machine import gpu_facts, gpus_of_workers, inherited_environment
 
 
 @pytest.mark.parametrize(("own", "given"), [(None, "keys.toml"), ("others.toml", "others.toml"), ("", "")])
@@ -24,3 +30,58 @@ def test_a_missing_key_file_is_left_to_the_routers(tmp_path, monkeypatch):
     monkeypatch.delenv("COLLECTOR_ADMIN_KEY_FILE", raising=False)
 
     assert "COLLECTOR_ADMIN_KEY_FILE" not in inherited_environment()
+
+
+TABLE = Path(__file__).with_name("topologies") / "two_cards.txt"
+NVIDIA_SMI = f"""#!/bin/sh
+case "$1" in
+  topo) cat {TABLE} ;;
+  --query-gpu=index) printf '0\\n1\\n' ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def two_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose nvidia-smi knows two GPUs."""
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(NVIDIA_SMI)
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_gpus_come_with_their_topology():
+    facts = gpu_facts()
+
+    assert facts["gpus"] == ("0", "1")
+    assert facts["gpu_topology"] == TABLE.read_text()
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_the_topology_is_unknown_for_indexes_in_an_order_of_the_users_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert (gpu_facts()["gpus"], gpu_facts()["gpu_topology"]) == (("1", "0"), "")
+
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert gpu_facts()["gpu_topology"] != ""
+
+
+def test_without_nvidia_smi_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    assert gpu_facts() == {}
+
+
+def test_running_workers_show_which_gpus_they_use():
+    waits = [sys.executable, "-c", "input()", "services.worker"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, "CUDA_VISIBLE_DEVICES": "5,17"}) as worker:
+        assert psutil.Process(worker.pid).cmdline() == waits
+        assert {"5", "17"} <= set(gpus_of_workers())
+        worker.communicate(b"end\n")
+
+    assert "17" not in gpus_of_workers()

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
-from services.launcher.system.plan import OPEN, Machine, PlanRefused, Stage, SystemPlan, UpOptions, plan_system
+from services.launcher.system.options import ModelOptions, UpOptions
+from services.launcher.system.plan import OPEN, plan_system
+from services.launcher.system.process_plan import Machine, PlanRefused, Stage, SystemPlan
 
-OPTIONS = UpOptions(prefill=1, decode=1, state_dir="/state")
+MODEL = ModelOptions(prefill=1, decode=1)
 MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))
+A, B = ModelOptions(model="A", prefill=1, decode=1), ModelOptions(model="B", both=1)
+
+
+def options_of(**changes: object) -> UpOptions:
+    """Of one model: each change is its own or the system's."""
+    own = {name: changes.pop(name) for name in list(changes) if name in ModelOptions.__struct_fields__}
+    return UpOptions(models=(msgspec.structs.replace(MODEL, **own),), state_dir="/state", **changes)
 
 
 def plan(**changes: object) -> SystemPlan:
-    return plan_system(msgspec.structs.replace(OPTIONS, **changes), MACHINE)
+    return plan_system(options_of(**changes), MACHINE)
 
 
 def worker_env(system: SystemPlan, name: str, variable: str) -> str:
@@ -46,32 +57,41 @@ def test_more_workers_than_cores_share_them_with_a_warning():
 
 
 def test_a_large_machine_reserves_a_core_for_the_services():
-    system = plan_system(OPTIONS, msgspec.structs.replace(MACHINE, cores=tuple(range(8))))
+    system = plan_system(options_of(), msgspec.structs.replace(MACHINE, cores=tuple(range(8))))
 
     assert worker_env(system, "prefill-1", "WORKER_CPU_CORES") == "1,2,3,4"
     assert worker_env(system, "decode-1", "WORKER_CPU_CORES") == "5,6,7"
 
 
 def test_workers_get_separate_gpus_while_there_are_enough():
-    system = plan_system(OPTIONS, msgspec.structs.replace(MACHINE, gpus=("0", "1")))
+    system = plan_system(options_of(), msgspec.structs.replace(MACHINE, gpus=("0", "1")))
 
     assert [worker_env(system, n, "CUDA_VISIBLE_DEVICES") for n in ("prefill-1", "decode-1")] == ["0", "1"]
     assert worker_env(system, "decode-1", "WORKER_ENGINE_ARGS") == ""
 
 
-def test_the_connector_option_overrides_the_workers_default():
-    options = msgspec.structs.replace(OPTIONS, connector="upstream")
+def test_prefill_and_decode_workers_may_have_different_numbers_of_gpus():
+    machine = msgspec.structs.replace(MACHINE, gpus=("0", "1", "2"))
+    system = plan_system(options_of(gpus_per_decode=2), machine)
 
-    assert {worker.env.get("WORKER_CONNECTOR") for worker in plan_system(OPTIONS, MACHINE).stage(Stage.WORKERS)} == {
-        None
-    }
+    assert [worker_env(system, n, "CUDA_VISIBLE_DEVICES") for n in ("prefill-1", "decode-1")] == ["2", "0,1"]
+    ranks = [worker_env(system, n, "WORKER_TENSOR_PARALLEL_SIZE") for n in ("prefill-1", "decode-1")]
+    assert ranks == ["", "2"]
+
+
+def test_the_connector_option_overrides_the_workers_default():
+    options = options_of(connector="upstream")
+
+    assert {
+        worker.env.get("WORKER_CONNECTOR") for worker in plan_system(options_of(), MACHINE).stage(Stage.WORKERS)
+    } == {None}
     assert {worker.env["WORKER_CONNECTOR"] for worker in plan_system(options, MACHINE).stage(Stage.WORKERS)} == {
         "upstream"
     }
 
 
 def test_workers_that_share_a_gpu_share_its_memory_too():
-    options = msgspec.structs.replace(OPTIONS, engine_args="--max-num-seqs 8")
+    options = options_of(engine_args="--max-num-seqs 8")
 
     system = plan_system(options, msgspec.structs.replace(MACHINE, gpus=("0",)))
 
@@ -85,7 +105,7 @@ def test_simulated_engines_take_no_cores():
 
 
 def test_a_joining_worker_takes_a_free_name():
-    options = msgspec.structs.replace(OPTIONS, prefill=0, decode=2, join=True)
+    options = options_of(prefill=0, decode=2, join=True)
 
     system = plan_system(options, MACHINE, names_taken=["prefill-1", "decode-1", "decode-3"])
 
@@ -95,7 +115,7 @@ def test_a_joining_worker_takes_a_free_name():
 
 def test_scaling_sets_the_planners_limits_and_divides_devices_for_the_maximum():
     machine = msgspec.structs.replace(MACHINE, gpus=("0", "1"))
-    system = plan_system(msgspec.structs.replace(OPTIONS, workers_min=2, workers_max=4), machine)
+    system = plan_system(options_of(workers_min=2, workers_max=4), machine)
 
     planner = {"ORCHESTRATOR_PLANNER": "act", "ORCHESTRATOR_PLANNER_WORKERS_MIN": "2"}
     planner |= {"ORCHESTRATOR_PLANNER_WORKERS_MAX": "4"}
@@ -127,6 +147,11 @@ def test_a_running_nats_is_not_started_again():
         ({"workers_max": 1}, "2 workers are not between --workers-min 1 and --workers-max 1"),
         ({"workers_min": 3, "workers_max": 4}, "2 workers are not between"),
         ({"join": True, "workers_max": 4}, "--workers-max is for a new system"),
+        ({"engine_args": "--max-num-seqs 8 -tp 2"}, "use --gpus-per-worker N"),
+        ({"engine_args": "--tensor-parallel-size=2"}, "use --gpus-per-worker N"),
+        ({"gpus_per_decode": 2, "engine": "simulated"}, "Simulated engines have no ranks"),
+        ({"gpus_per_decode": 2, "workers_max": 4}, "--workers-max starts workers of one size"),
+        ({"gpus_per_worker": 3}, "with 3 ranks needs as many cores"),
     ],
 )
 def test_a_fleet_that_cannot_serve_is_rejected_with_advice(changes: dict[str, int], text: str):
@@ -136,7 +161,7 @@ def test_a_fleet_that_cannot_serve_is_rejected_with_advice(changes: dict[str, in
 
 def test_a_missing_nats_server_is_reported_with_a_remedy():
     with pytest.raises(PlanRefused, match="BATON_NATS_SERVER"):
-        plan_system(OPTIONS, msgspec.structs.replace(MACHINE, nats_server=""))
+        plan_system(options_of(), msgspec.structs.replace(MACHINE, nats_server=""))
 
 
 def test_stores_start_last_and_use_no_engine_cores():
@@ -152,7 +177,7 @@ def test_stores_start_last_and_use_no_engine_cores():
 
 
 def test_a_store_can_join_but_not_start_a_system():
-    joined = plan_system(UpOptions(store=1, join=True, nats_url="nats://n", state_dir="/state"), MACHINE, ["store-1"])
+    joined = plan_system(options_of(prefill=0, decode=0, store=1, join=True, nats_url="nats://n"), MACHINE, ["store-1"])
 
     assert [process.name for process in joined.processes] == ["store-2"]
     with pytest.raises(PlanRefused, match="at least one with --prefill"):
@@ -162,9 +187,7 @@ def test_a_store_can_join_but_not_start_a_system():
 
 
 def test_a_running_store_takes_no_core_from_a_joining_engine():
-    joined = plan_system(
-        UpOptions(decode=1, join=True, nats_url="nats://n", state_dir="/state"), MACHINE, ["prefill-1", "store-1"]
-    )
+    joined = plan_system(options_of(prefill=0, join=True, nats_url="nats://n"), MACHINE, ["prefill-1", "store-1"])
 
     assert worker_env(joined, "decode-1", "WORKER_CPU_CORES") == "1"
 
@@ -192,3 +215,96 @@ def test_the_console_stays_on_loopback_unless_it_is_asked_elsewhere():
     assert host_of(plan(collector_host="0.0.0.0", access_configured=True)) == "0.0.0.0"
     with pytest.raises(PlanRefused, match="--collector-host"):
         plan(collector_host="0.0.0.0")
+
+
+def several(*models: ModelOptions, machine: Machine = MACHINE, **changes: object) -> SystemPlan:
+    return plan_system(UpOptions(models=models, state_dir="/state", **changes), machine)
+
+
+def test_each_model_has_its_own_workers_and_settings():
+    system = several(A, msgspec.structs.replace(B, engine_args="--max-num-seqs 8", store=1))
+
+    workers = system.stage(Stage.WORKERS)
+    assert [(each.name, each.env["WORKER_MODEL"], each.model) for each in workers] == [
+        ("prefill-1", "A", 0),
+        ("decode-1", "A", 0),
+        ("both-1", "B", 1),
+        ("store-1", "B", 1),
+    ]
+    assert [each.env.get("WORKER_ENGINE_ARGS", "") for each in workers] == ["", "", *["--max-num-seqs 8"] * 2]
+    assert [each.note.partition(",")[0] for each in workers] == ["A", "A", "B", "B"]
+
+
+def test_workers_are_told_their_models_aliases():
+    system = several(A, msgspec.structs.replace(B, aliases=("chat", "fast")))
+
+    assert [worker_env(system, name, "WORKER_ALIASES") for name in ("prefill-1", "both-1")] == ["", "chat,fast"]
+
+
+def test_with_one_model_awake_each_has_the_whole_machine_and_the_others_start_asleep():
+    system = several(A, msgspec.structs.replace(B, store=1), awake_max=1)
+
+    assert [worker_env(system, name, "WORKER_CPU_CORES") for name in ("prefill-1", "decode-1", "both-1")] == [
+        "0",
+        "1",
+        "0,1",
+    ]
+    names = ("prefill-1", "decode-1", "both-1", "store-1")
+    assert [worker_env(system, name, "WORKER_ASLEEP") for name in names] == ["", "", "true", ""]
+
+
+def test_the_orchestrator_gets_the_bounds_of_sleep():
+    system = several(A, msgspec.structs.replace(B, sleep_after_s=600.0), awake_max=1)
+
+    told = next(each for each in system.processes if each.name == "orchestrator").env
+    assert json.loads(told["ORCHESTRATOR_SLEEP_AFTER_S"]) == {"B": 600.0}
+    assert told["ORCHESTRATOR_AWAKE_MAX"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sleep_after_s": 5.0}, "--sleep-after needs the model's name"),
+        ({"awake_max": 1}, "--awake-max 1 changes nothing: there are 1 models"),
+        ({"join": True, "model": "A", "sleep_after_s": 5.0}, "--sleep-after is for a new system"),
+    ],
+)
+def test_bounds_of_sleep_that_mean_nothing_are_refused(options: dict[str, object], text: str):
+    with pytest.raises(PlanRefused, match=text):
+        plan(**options)
+
+
+def test_models_divide_the_machine_for_all_workers_that_may_run():
+    eight = msgspec.structs.replace(MACHINE, gpus=tuple("01234567"))
+    system = several(msgspec.structs.replace(A, workers_max=6), B, machine=eight)
+
+    gpus = [worker_env(system, name, "CUDA_VISIBLE_DEVICES") for name in ("prefill-1", "decode-1", "both-1")]
+    assert gpus == ["0", "1", "6"]
+
+
+def test_the_planner_gets_each_models_limits():
+    told = next(p for p in several(msgspec.structs.replace(A, workers_max=4), B).processes if p.name == "orchestrator")
+
+    assert json.loads(told.env["ORCHESTRATOR_PLANNER_MODELS"]) == {
+        "A": {"workers_min": 1, "workers_max": 4},
+        "B": {"workers_min": 1, "workers_max": 1},
+    }
+    assert told.env["ORCHESTRATOR_PLANNER"] == "act"
+
+
+@pytest.mark.parametrize(
+    ("models", "text"),
+    [
+        ((A, msgspec.structs.replace(B, both=0)), "No workers for B"),
+        ((A, msgspec.structs.replace(B, both=0, decode=1)), "Only --decode workers for B: none would prefill"),
+        ((A, msgspec.structs.replace(B, workers_min=2, workers_max=2)), "1 workers for B are not between"),
+        ((A, A), "--model A is given twice"),
+        ((A, msgspec.structs.replace(B, aliases=("A",))), "--alias A: another model has this name"),
+        ((A, msgspec.structs.replace(B, aliases=("-x",))), "--alias -x: write up to 128 letters"),
+        (tuple(msgspec.structs.replace(each, aliases=("chat",)) for each in (A, B)), "--alias chat: another model"),
+        ((A, msgspec.structs.replace(B, model="")), "--model is empty"),
+    ],
+)
+def test_each_model_is_checked_by_itself(models: tuple[ModelOptions, ...], text: str):
+    with pytest.raises(PlanRefused, match=text):
+        several(*models)

@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from services.launcher.system import machine
-from services.launcher.system.plan import Machine, PlanRefused, ProcessPlan, UpOptions, plan_system
+from services.launcher.system.options import ModelOptions, UpOptions
+from services.launcher.system.plan import plan_system
+from services.launcher.system.process_plan import Machine, PlanRefused, ProcessPlan
 from services.launcher.system.session import endpoints
 
-OPTIONS = UpOptions(prefill=1, decode=1, state_dir="/state", port=9000)
+OPTIONS = UpOptions(models=(ModelOptions(prefill=1, decode=1),), state_dir="/state", port=9000)
 MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))
 TWO = {"routers": 2, "router_ports": (9002, 9003)}
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.orchestrator.planner.family import by_family
 from services.orchestrator.planner.planner import Planner
-from services.orchestrator.planner.rules import Rules
+from services.orchestrator.planner.rules import ModelRules, Rules
 from shared.contracts.planning import PlanAction
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 from tests.support.fleet_builders import FINGERPRINT, record
@@ -56,6 +56,15 @@ def test_more_traffic_adds_prefill_and_decode_workers_until_queues_are_empty():
 
     assert {role for _at, role, change in world.scalings() if change > 0} == {Role.PREFILL, Role.DECODE}
     assert longest_wait(world, HOUR_S / 4) < RULES.ttft_s
+
+
+def test_a_models_own_limits_hold_for_it_alone():
+    for model, most in (("m", 3), ("another", 8)):
+        rules = msgspec.structs.replace(RULES, workers_max=8, models={model: ModelRules(workers_max=3)})
+
+        world = PlannerWorld(rules, steady(20.0)).run(HOUR_S / 2)
+
+        assert max(prefills + decodes for _at, prefills, decodes in world.sizes) == most
 
 
 def test_noise_moves_nothing_to_and_fro():

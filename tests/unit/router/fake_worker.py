@@ -10,15 +10,17 @@ import msgspec
 
 from shared.bus.frame_sender import FrameSender, LegFrames
 from shared.bus.port import Bus, Envelope
-from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, LOAD, START_LEG, TOKENIZER, WORKER_RECORDS
+from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, LOAD, RENDER, START_LEG, TOKENIZER, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer, TokenizerAsset
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
+from shared.contracts.rendering import RenderedPrompt, RenderPrompt
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 from tests.support.fleet_builders import load, record
 
 Script = Callable[["FakeWorker", StartLeg, LegFrames], Awaitable[None] | None]
+Render = Callable[["FakeWorker", RenderPrompt], Awaitable[RenderedPrompt]]
 
 JSON = "application/json"
 SSE = "text/event-stream"
@@ -71,6 +73,7 @@ class FakeWorker:
         asset: TokenizerAsset | None = None,
         connector: str = "none",
         revision: str = "r",
+        render: Render | None = None,
     ) -> None:
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
@@ -79,6 +82,8 @@ class FakeWorker:
         self.script = script
         self.connector = connector
         self.revision = revision
+        self.render = render
+        self.rendered: list[RenderPrompt] = []
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
         self.cancelled: list[LegId] = []
@@ -93,7 +98,8 @@ class FakeWorker:
 
     def record(self, phase: WorkerPhase = WorkerPhase.READY) -> WorkerRecord:
         of_it = {"connector": self.connector, "revision": self.revision}
-        return record(self.worker_id, phase, self.epoch, self.role, **of_it)
+        made = record(self.worker_id, phase, self.epoch, self.role, **of_it)
+        return msgspec.structs.replace(made, renders=self.render is not None)
 
     async def join(self) -> None:
         """Subscribe, then register."""
@@ -102,6 +108,7 @@ class FakeWorker:
             await self.bus.subscribe(START_LEG, self._on_start, **ids),
             await self.bus.subscribe(CANCEL_LEG, self._on_cancel, **ids),
             await self.bus.answer(TOKENIZER, self._on_tokenizer, **ids),
+            await self.bus.answer(RENDER, self._on_render, **ids),
             await self.bus.answer(KV_SNAPSHOT, self._on_snapshot, **ids),
         ]
         await (await self.bus.key_value_store(WORKER_RECORDS)).put(self.record())
@@ -132,6 +139,11 @@ class FakeWorker:
 
     async def _on_tokenizer(self, _ask: AskTokenizer, _envelope: Envelope) -> TokenizerAsset:
         return self.asset
+
+    async def _on_render(self, ask: RenderPrompt, _envelope: Envelope) -> RenderedPrompt:
+        assert self.render is not None
+        self.rendered.append(ask)
+        return await self.render(self, ask)
 
     async def _on_snapshot(self, _ask: AskKvSnapshot, _envelope: Envelope) -> KvSnapshot:
         return KvSnapshot(worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, hashes=self.held)

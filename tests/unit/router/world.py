@@ -92,10 +92,13 @@ def unchunk(rest: bytes) -> bytes:
 
 
 class World:
-    def __init__(self, settings: Settings, sink: SpanSink | None = None) -> None:
+    def __init__(
+        self, settings: Settings, sink: SpanSink | None = None, media_hosts: frozenset[str] = frozenset()
+    ) -> None:
         self.hub = MemoryHub()
         self.bus = MemoryBus(self.hub)
-        self.router = Router(settings, self.bus, LoopClock(), Tracing(sink, LoopClock()))
+        tracing = Tracing(sink, LoopClock())
+        self.router = Router(settings, self.bus, LoopClock(), tracing, media_hosts=media_hosts)
         self.workers: dict[str, FakeWorker] = {}
         self.tasks = asyncio.TaskGroup()
 
@@ -153,8 +156,8 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def open_world(settings: Settings, sink: SpanSink | None = None):
-    world = World(settings, sink)
+async def open_world(settings: Settings, sink: SpanSink | None = None, media_hosts: frozenset[str] = frozenset()):
+    world = World(settings, sink, media_hosts)
     await world.router.open()
     async with world.tasks as tasks:
         world.router.start(tasks)
@@ -166,11 +169,16 @@ async def open_world(settings: Settings, sink: SpanSink | None = None):
                 task.cancel()
 
 
-def in_world(scenario: Callable[[World], Awaitable[None]], sink: SpanSink | None = None, **settings: Any) -> None:
+def in_world(
+    scenario: Callable[[World], Awaitable[None]],
+    sink: SpanSink | None = None,
+    media_hosts: frozenset[str] = frozenset(),
+    **settings: Any,
+) -> None:
     """Run a scenario in virtual time; its spans go to ``sink``."""
 
     async def main() -> None:
-        async with open_world(Settings(log_requests=False, **settings), sink) as world:
+        async with open_world(Settings(log_requests=False, **settings), sink, media_hosts) as world:
             await scenario(world)
 
     run_in_virtual_time(main())

@@ -95,6 +95,19 @@ def test_half_built_messages_are_bounded_in_number():
     assert whole.lost == 10
 
 
+@pytest.mark.parametrize("part_bytes", [1, MIB], ids=["in number", "in bytes"])
+def test_a_sender_of_many_half_messages_pushes_out_only_its_own(part_bytes):
+    whole = assembler()
+    payload = b"x" * 50
+    first, *others = parts_of(payload)
+    whole.add("victim", *first, 0.0)
+
+    for number in range(3 * INCOMPLETE_MAX):
+        whole.add("attacker", f"m{number}/0/2", bytes(part_bytes), 0.0)
+
+    assert [whole.add("victim", header, part, 0.0) for header, part in others][-1] == payload
+
+
 def test_a_message_that_grows_beyond_the_budget_is_dropped():
     whole = assembler(message_bytes_max=100)
     whole.add("s", "m/0/3", b"x" * 60, 0.0)

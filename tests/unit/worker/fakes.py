@@ -9,7 +9,15 @@ from contextlib import asynccontextmanager
 
 from opentelemetry.trace import NoOpTracer
 
-from services.worker.engines.port import CURRENT_LEG, EngineFacts, EngineLoad, EngineTokens, TokenizerFiles
+from services.worker.engines.port import (
+    CURRENT_LEG,
+    EngineAdapters,
+    EngineFacts,
+    EngineLoad,
+    EngineRenderer,
+    EngineTokens,
+    TokenizerFiles,
+)
 from services.worker.service import run_worker
 from services.worker.settings import Settings
 from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
@@ -52,6 +60,8 @@ class FakeEngine:
         self.events: asyncio.Queue[list[KvEvent]] = asyncio.Queue()
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.exchange: FakeExchange | None = None
+        self.adapters: EngineAdapters | None = None
+        self.renderer: EngineRenderer | None = None
         self.orders: list[LegOrder | None] = []
         self.salts: list[tuple[str, str]] = []
         self.transfer_report: KvTransferReport | None = None
@@ -186,13 +196,15 @@ class RunningWorker:
 
 
 @asynccontextmanager
-async def running_worker(exchange: FakeExchange | None = None, **settings) -> AsyncIterator[RunningWorker]:
+async def running_worker(
+    exchange: FakeExchange | None = None, adapters: EngineAdapters | None = None, **settings
+) -> AsyncIterator[RunningWorker]:
     """A worker that is ready, its engine with or without an exchange; it is stopped at the end if it still runs."""
     from shared.contracts.channels import WORKER_RECORDS
     from shared.contracts.workers import WorkerPhase
 
     worker = RunningWorker(MemoryHub(), FakeEngine(), **settings)
-    worker.engine.exchange = exchange
+    worker.engine.exchange, worker.engine.adapters = exchange, adapters
     await worker.inbox.open()
     worker.exit = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
     records = await worker.bus.key_value_store(WORKER_RECORDS)

@@ -59,6 +59,10 @@ class Workers:
         self.said: list[tuple[str, Role, WorkerPhase]] = []
         self.services: dict[str, Service] = {}
         self.exits: dict[str, asyncio.Task[int]] = {}
+        self.made: list[str] = []
+        """Workers whose engines were started."""
+        self.sleeps: dict[str, bool] = {}
+        """Of workers that have ended: whether their process would begin anew, asleep."""
         self._model = model
         self._changed = asyncio.Event()
 
@@ -75,6 +79,7 @@ class Workers:
         settings = Settings(worker_id=worker_id, role=role, engine="simulated", **more)
 
         async def start_engine(_settings, _common, _say, *, identity) -> Any:
+            self.made.append(worker_id)
             timing = SimulationSettings(
                 **{"kv_blocks": 512, "max_model_len": 2048, **INSTANT, "sim_transfer": "memory"},
                 worker_id=worker_id,
@@ -84,7 +89,7 @@ class Workers:
             return wrap(await open_simulated_engine(timing, SimulatedModel(directory=self._model)))
 
         async def main(service: Service) -> None:
-            await run_worker(service, settings, CommonSettings(), start_engine)
+            self.sleeps[worker_id] = await run_worker(service, settings, CommonSettings(), start_engine)
 
         facts = ServiceFacts(name="worker", instance=worker_id)
         service = self.services[worker_id] = Service(facts, MemoryBus(self.hub), SystemClock(), NoOpTracer())

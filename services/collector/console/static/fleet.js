@@ -19,6 +19,7 @@ const COLUMNS = [
 ];
 const TABLE = [
   ["Worker", ({ id }) => id],
+  ["Model", ({ model }) => model],
   ["Role", ({ role }) => role],
   ["Phase", ({ phase }) => phase],
   ["Running", ({ running }) => counted(running)],

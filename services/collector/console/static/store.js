@@ -10,6 +10,7 @@ export class Store {
     this.requests = [];
     this.events = [];
     this.tenants = [];
+    this.models = [];
     this.health = null;
     this.modelNames = [];
     this.version = "";
@@ -27,6 +28,7 @@ export class Store {
       gone: () => data.forEach((id) => this.workers.delete(id)),
       flows: () => (this.flows = data),
       tenants: () => (this.tenants = data),
+      models: () => (this.models = data),
       health: () => (this.health = data),
       model_names: () => (this.modelNames = data),
       default_mode: () => (this.defaultMode = data),
@@ -48,6 +50,7 @@ export class Store {
     this.requests = data.requests.slice(0, ROWS_MAX);
     this.events = data.events.slice(0, ROWS_MAX);
     this.tenants = data.tenants;
+    this.models = data.models;
     this.health = data.health;
     this.modelNames = data.model_names;
     this.version = data.version;

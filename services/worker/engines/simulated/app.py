@@ -46,7 +46,9 @@ class Submitter(Protocol):
 class SimulatedApp:
     """POST /v1/completions and /v1/chat/completions, GET /v1/models and /health."""
 
-    def __init__(self, engine: Submitter, tokenizer: SimulatedTokenizer, jobs: JobMaker, models: bytes) -> None:
+    def __init__(
+        self, engine: Submitter, tokenizer: SimulatedTokenizer, jobs: JobMaker, models: Callable[[], bytes]
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._texts = tokenizer.texts
@@ -67,7 +69,7 @@ class SimulatedApp:
         if make is not None and method == "POST":
             await self._serve(make, await _read_body(receive), send)
         elif path == "/v1/models" and method == "GET":
-            await _respond(send, 200, self._models)
+            await _respond(send, 200, self._models())
         elif path in ("/health", "/ping") and method == "GET":
             await _respond(send, 200, b"")
         else:

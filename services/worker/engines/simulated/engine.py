@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
+from services.worker.engines.adapters import LoadedAdapters
 from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
     AsgiApp,
@@ -23,6 +26,7 @@ from services.worker.engines.port import (
     Identity,
     TokenizerFiles,
 )
+from services.worker.engines.simulated.adapters import SimulatedAdapters
 from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.choices import Choice
 from services.worker.engines.simulated.core.engine_core import EngineCore
@@ -45,8 +49,7 @@ async def start_engine(
     """Start the engine of a worker. Raises ValueError for settings that cannot work."""
     report("loading the tokenizer")
     directory, revision = await asyncio.to_thread(find_model, settings, Path(common.cache_dir))
-    names = [settings.served_model_name or settings.model]
-    model = SimulatedModel(directory=directory, names=names, revision=settings.revision or revision)
+    model = SimulatedModel(directory=directory, names=settings.model_names, revision=settings.revision or revision)
     simulation = msgspec.structs.replace(simulation_settings(settings), epoch=identity.epoch)
     if simulation.sim_transfer == "auto":
         simulation = msgspec.structs.replace(simulation, sim_transfer="nixl" if find_spec("nixl") else "tcp")
@@ -87,14 +90,22 @@ class SimulatedEngine:
     def __init__(
         self, settings: SimulationSettings, model: SimulatedModel, tokenizer: SimulatedTokenizer, legs_max: int
     ) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._core = EngineCore(settings, tokenizer.model)
         self._tokenizer = tokenizer
         self._facts = facts_of(settings, model, legs_max)
         mover = open_mover(self._core, self._facts.fingerprint.key(), time.monotonic)
+        mover.wake_on_results(self._wake_up_from_thread)
         self._exchange = SimulatedExchange(self._core, mover, time.monotonic, self._wake_up)
-        self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
-        self._app = SimulatedApp(self, tokenizer, self._jobs, models_response(model.names, settings.max_model_len))
+        adapters = SimulatedAdapters()
+        self._adapters = LoadedAdapters(adapters, model.names, Path(tempfile.gettempdir()))
+        self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len, adapters.by_name)
+        self._app = SimulatedApp(
+            self,
+            tokenizer,
+            self._jobs,
+            lambda: models_response(model.names, settings.max_model_len, adapters.by_name),
+        )
         self._load_listeners: list[Callable[[], None]] = []
         self._wake: asyncio.Future[None] = loop.create_future()
         self._died: asyncio.Future[str] = loop.create_future()
@@ -113,9 +124,18 @@ class SimulatedEngine:
         return self._app
 
     @property
+    def renderer(self) -> None:
+        """It takes text only."""
+
+    @property
     def exchange(self) -> EngineExchange:
         """See the port."""
         return self._exchange
+
+    @property
+    def adapters(self) -> LoadedAdapters:
+        """See the port."""
+        return self._adapters
 
     def load(self) -> EngineLoad:
         """See the port."""
@@ -213,6 +233,10 @@ class SimulatedEngine:
     def _wake_up(self) -> None:
         if not self._wake.done():
             self._wake.set_result(None)
+
+    def _wake_up_from_thread(self) -> None:
+        with suppress(RuntimeError):  # The loop is closed.
+            self._loop.call_soon_threadsafe(self._wake_up)
 
     def _tell_load(self) -> None:
         for listener in self._load_listeners:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,9 +69,17 @@ class Job:
 class JobMaker:
     """Reads bodies as vLLM's server does. The public methods raise ApiError."""
 
-    def __init__(self, tokenizer: SimulatedTokenizer, models: list[str], max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: SimulatedTokenizer,
+        models: list[str],
+        max_model_len: int,
+        adapters: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        """``adapters``: by name, those that are loaded, as ``RequestParams.lora``; it may change."""
         self._tokenizer = tokenizer
         self._models = models
+        self._adapters = adapters if adapters is not None else {}
         self._max_model_len = max_model_len
 
     async def completion(self, raw: bytes, record: LegRecord) -> Job:
@@ -108,7 +116,7 @@ class JobMaker:
     def _check_model(self, model: str | None) -> str:
         if model is None:
             return self._models[0]
-        if model not in self._models:
+        if model not in self._models and model not in self._adapters:
             raise ApiError(f"The model `{model}` does not exist.", status=404, kind="NotFoundError", param="model")
         return model
 
@@ -161,10 +169,15 @@ class JobMaker:
 
     def _params(self, body: SamplingBody, tokens_max: int, record: LegRecord) -> RequestParams:
         order = record.order or NO_ORDER
-        salt = body.cache_salt or ""
+        salt, lora = body.cache_salt or "", self._adapters.get(body.model or "")
         if record.kind is LegKind.PREFILL:
             return RequestParams(
-                max_tokens=1, ignore_eos=True, order=order, cache_salt=salt, expected_tokens=record.expected_tokens
+                max_tokens=1,
+                ignore_eos=True,
+                order=order,
+                cache_salt=salt,
+                lora=lora,
+                expected_tokens=record.expected_tokens,
             )
         asked = body.max_tokens
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
@@ -176,6 +189,7 @@ class JobMaker:
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             order=order,
             cache_salt=salt,
+            lora=lora,
             expected_tokens=record.expected_tokens,
         )
 
@@ -204,5 +218,5 @@ async def engine_tokens(
         return EngineTokens(refusal=str(error))
     tokens = job.choices[0].prompt
     hashes: list[bytes] = []
-    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt)
+    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt, job.params.lora)
     return EngineTokens(tokens=tokens, hashes=[block_hash64(full) for full in hashes])

@@ -44,6 +44,11 @@ class Mover(Protocol):
     def take_results(self) -> Results:
         """Results since the last call."""
 
+    def wake_on_results(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, possibly on another thread, when there are results. Without a thread there are none before
+        ``take_results`` is called.
+        """
+
     def close(self) -> None:
         """Abort transfers."""
 
@@ -62,6 +67,9 @@ class DirectMover:
         """Results since the last call."""
         self._copier.advance()
         return self._copier.take_results()
+
+    def wake_on_results(self, wake: Callable[[], None]) -> None:
+        """See ``Mover``."""
 
     def close(self) -> None:
         """Abort transfers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -49,7 +50,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
     )
 
 
-def models_response(names: list[str], max_model_len: int) -> bytes:
+def models_response(names: list[str], max_model_len: int, adapters: Iterable[str] = ()) -> bytes:
     """The response of /v1/models."""
     created = int(time.time())
     cards = [
@@ -59,10 +60,10 @@ def models_response(names: list[str], max_model_len: int) -> bytes:
             "created": created,
             "owned_by": "baton",
             "root": names[0],
-            "parent": None,
+            "parent": parent,
             "max_model_len": max_model_len,
         }
-        for name in names
+        for name, parent in (*((name, None) for name in names), *((name, names[0]) for name in adapters))
     ]
     return msgspec.json.encode({"object": "list", "data": cards})
 

@@ -115,9 +115,18 @@ class StoreEngine:
         return no_app
 
     @property
+    def renderer(self) -> None:
+        """It takes text only."""
+
+    @property
     def exchange(self) -> StoreEngine:
         """See the port."""
         return self
+
+    @property
+    def adapters(self) -> None:
+        """A store computes nothing."""
+        return
 
     @property
     def tiers(self) -> Tiers:

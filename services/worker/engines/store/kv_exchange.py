@@ -75,7 +75,7 @@ class StoreExchange:
     def wakes_at(self) -> float | None:
         """When ``poll`` must run next."""
         core = self._core
-        polls = not core.prefetcher.idle or core.holder.has_followed
+        polls = core.works_without_request or core.holder.has_followed
         now, expiry_s = self._now(), core.holder.counts.next_expiry_s or None
         times = [expiry_s, now + POLL_S if polls else None, self.tiers.saves_at(now)]
         times += [one.until for one in self._waiting]
@@ -103,7 +103,7 @@ class StoreExchange:
     @property
     def moving(self) -> bool:
         """Whether the mover has unfinished orders."""
-        return bool(self._core.connecting) or not self._core.prefetcher.idle
+        return bool(self._core.connecting) or self._core.works_without_request
 
     def take_notifications(self) -> EngineNotification | None:
         """Notifications for the worker, or None."""

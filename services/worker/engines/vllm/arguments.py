@@ -53,21 +53,26 @@ def arguments(
                 "replay_endpoint": replay_endpoint,
             }
         ),
-        "--served-model-name": settings.served_model_name or settings.model,
         "--revision": settings.revision,
         "--max-model-len": str(settings.max_model_len or "auto"),
         "--kv-cache-memory-bytes": str(settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else "")),
         "--otlp-traces-endpoint": f"{otlp_endpoint.rstrip('/')}/v1/traces" if otlp_endpoint else "",
     }
+    ranks = settings.tensor_parallel_size
+    if ranks > 1:
+        chosen["--tensor-parallel-size"] = str(ranks)
     if on_cpu:
-        chosen["--distributed-executor-backend"] = "services.worker.engines.vllm.child.CpuExecutor"
+        own = "services.worker.engines.vllm.child.CpuExecutor"
+        chosen["--distributed-executor-backend"] = own if ranks == 1 else "mp"
         chosen["--dtype"] = "float32"
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
     flags += ["--enable-logging-iteration-details"]  # Measured, not logged.
     flags += ["--enforce-eager"] if on_cpu else []
+    flags += ["--enable-lora"] if settings.lora_dir or settings.lora_adapters else []
     typed = [part for name, value in chosen.items() if value for part in (name, value)]
     hosts = ["--allowed-media-domains", *(sorted(media_hosts) or [NO_MEDIA_HOST])]
-    return [*typed, *hosts, *flags, *shlex.split(settings.engine_args)]
+    names = ["--served-model-name", *settings.model_names]
+    return [*typed, *names, *hosts, *flags, *shlex.split(settings.engine_args)]
 
 
 def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
@@ -96,8 +101,22 @@ def refuse_unsupported(config: Any) -> None:
     if (ranks := config.parallel_config.data_parallel_size) != 1:
         why = "each of its ranks has its own KV cache, but one worker has one KV cache, one load and one address"
         raise UnsupportedEngine(f"data_parallel_size is {ranks}: {why}; set it to 1 and start {ranks} workers.")
+    if config.lora_config is not None:
+        _refuse_adapters(config)
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
         refuse(config_refusals(config))
+
+
+def _refuse_adapters(config: Any) -> None:
+    """Adapters that cannot be served. Raises UnsupportedEngine."""
+    if config.lora_config.default_mm_loras:
+        why = "routers cannot know which requests use them"
+        raise UnsupportedEngine(f"default_mm_loras is set, but {why}; load adapters that requests name instead.")
+    if config.device_config.device_type == "cpu" and config.model_config.is_moe:
+        why = (
+            f"{config.model_config.architecture} has experts, whose kernels for adapters need Triton, which needs a GPU"
+        )
+        raise UnsupportedEngine(f"enable_lora is set, but {why}; serve this model without adapters on a CPU.")
 
 
 def configure_connector(

@@ -59,6 +59,9 @@ class LegEngine(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """One sequence of the current leg."""
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id=request_id, trace_headers={})
+        if record.rendered is not None:
+            await self._render(prompt, sampling_params, request_id, record.rendered, options.get("lora_request"))
+            return
         catch_up = catch_up_of(prompt, sampling_params, record, self.model_config)
         if record.cannot_resume:
             return
@@ -99,6 +102,18 @@ class LegEngine(AsyncLLM):
             self.catching_up.pop(request_id, None)
             self.meter.sources.forget(request_id)
             await outputs.aclose()
+
+    async def _render(
+        self, prompt: Any, params: SamplingParams, request_id: str, rendered: asyncio.Future[Any], lora: Any
+    ) -> None:
+        """Makes the request as vLLM does for its engine, and waits to be cancelled. Raises what vLLM raises."""
+        tasks = await self.get_supported_tasks()
+        request = self.input_processor.process_inputs(
+            request_id, prompt, params, supported_tasks=tasks, lora_request=lora
+        )
+        if not rendered.done():
+            rendered.set_result(request)
+        await asyncio.Event().wait()
 
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any

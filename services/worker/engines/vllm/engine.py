@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
-import shlex
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import psutil
 
 from connector.layout.engine_layout import UnsupportedEngine, window_price
 from connector.vllm_version import check_version
+from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
 from services.worker.engines.port import (
     AsgiApp,
     Engine,
@@ -41,9 +42,11 @@ from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
 
 if TYPE_CHECKING:
+    from services.worker.engines.vllm.adapters import VllmServer
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.kv_events import KvEventSource
     from services.worker.engines.vllm.kv_exchange import VllmExchange
+    from services.worker.engines.vllm.renderer import VllmRenderer
     from services.worker.engines.vllm.stats import EngineMeter
 
 log = logging.getLogger("baton.worker")
@@ -103,10 +106,13 @@ def _kill_children() -> None:
 
 
 def _import_vllm() -> None:
-    """Takes ten seconds, so it runs off the event loop."""
+    """Takes ten seconds, so it runs off the event loop. Raises EngineRefused."""
     import vllm
 
-    check_version(vllm.__version__)
+    try:
+        check_version(vllm.__version__)
+    except UnsupportedEngine as unsupported:
+        raise EngineRefused(str(unsupported)) from None
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.app
     import vllm.v1.engine.async_llm
@@ -139,7 +145,9 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         )
         try:
             report("starting the OpenAI server")
+            modules, args.lora_modules = args.lora_modules or (), None
             app = await _openai_app(llm, args, meter)
+            adapters = await _adapters(launch, llm, app, modules)
             if exchange is not None:
                 exchange.attach(llm.engine_core, llm.note_death)
         except BaseException:
@@ -159,6 +167,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         app,
         source,
         exchange,
+        adapters,
         run_dir=launch.run_dir,
         chat_template=load_chat_template(args.chat_template) or "",
         facts=facts,
@@ -170,30 +179,20 @@ def _construct(
 ) -> tuple[Any, LegEngine, Fingerprint]:
     """Blocks until the engine is ready. Raises EngineRefused."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.fingerprint import fingerprint
 
-    try:
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(typed)
-    except SystemExit:
-        raise ValueError(f"vLLM refuses its arguments (see above; WORKER_ENGINE_ARGS?): {shlex.join(typed)}") from None
-    validate_parsed_serve_args(args)
-    logging.disable(logging.NOTSET)  # vLLM disables all loggers while it makes its parser, and may not enable them.
+    args = _parsed(typed, launch.settings)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    cores = environment.parse_cores(launch.settings.cpu_cores)
-    threads = environment.engine_threads(cores) if current_platform.is_cpu() else contextlib.nullcontext()
-    with threads:
+    with _threads(launch.settings):
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         try:
             refuse_unsupported(config)
         except UnsupportedEngine as unsupported:
             raise EngineRefused(str(unsupported)) from None
-        fingerprinted = fingerprint(config, args.lora_modules or ())
+        fingerprinted = fingerprint(config)
         configure_connector(
             config,
             launch.settings,
@@ -214,19 +213,51 @@ def _construct(
     return args, llm, msgspec.structs.replace(fingerprinted, block_size=llm.vllm_config.cache_config.block_size)
 
 
-async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
+def _parsed(typed: list[str], settings: Settings) -> Any:
+    """The arguments as vLLM's server reads them. Raises EngineRefused with what vLLM says."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            args = make_arg_parser(FlexibleArgumentParser()).parse_args(typed)
+    except SystemExit:
+        why, given = complaint.getvalue().strip().rpartition("error: ")[2], settings.engine_args
+        raise EngineRefused(f"vLLM refuses its arguments, with WORKER_ENGINE_ARGS={given!r}: {why}") from None
+    validate_parsed_serve_args(args)
+    logging.disable(logging.NOTSET)  # vLLM disables all loggers while it makes its parser, and may not enable them.
+    return args
+
+
+def _threads(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """Binds a CPU engine's threads to its cores. Raises EngineRefused when there are too few."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return contextlib.nullcontext()
+    try:
+        bindings = environment.bindings_of(environment.parse_cores(settings.cpu_cores), settings.tensor_parallel_size)
+    except ValueError as error:
+        raise EngineRefused(str(error)) from None
+    return environment.engine_threads(bindings)
+
+
+async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServer:
     """VLLM's own server around ``LegEngine``, set up in vLLM's own order."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.utils.gc_utils import freeze_gc_heap
 
-    from services.worker.engines.vllm.fingerprint import block_bytes
-    from services.worker.engines.vllm.media import only_vllm_reads_media, separate_tenants
+    from services.worker.engines.vllm.adapters import VllmServer
+    from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
+    from services.worker.engines.vllm.media import name_by_content, only_vllm_reads_media, separate_tenants
     from services.worker.engines.vllm.rendering import bound_rendering
 
     bound_rendering(llm.model_config.max_model_len)
     only_vllm_reads_media()
     separate_tenants(llm.renderer)
+    name_by_content(llm.renderer, model_revision(llm.model_config))
     llm.attach(meter, block_bytes(llm.vllm_config))
     cache = llm.vllm_config.cache_config
     meter.kv_blocks = cache.num_gpu_blocks or 0
@@ -237,29 +268,54 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     await init_app_state(llm, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM sets this when the engine has died.
     freeze_gc_heap()
-    served: AsgiApp = app
-    return served
+    return VllmServer(app)
+
+
+async def _adapters(launch: Launch, llm: LegEngine, app: VllmServer, modules: Sequence[Any]) -> LoadedAdapters | None:
+    """The adapters of ``--lora-modules`` are loaded; None without ``--enable-lora``. Raises EngineRefused."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    from services.worker.engines.vllm.adapters import VllmAdapters
+
+    if llm.vllm_config.lora_config is None:
+        return None
+    backend = VllmAdapters(llm, app, hashes_content=launch.settings.connector == "baton")
+    adapters = LoadedAdapters(backend, [base.name for base in app.models.base_model_paths], launch.run_dir)
+    for module in modules:
+        try:
+            if module.is_3d_lora_weight:
+                raise AdapterRefused(f"is_3d_lora_weight of {module.name} is not supported")
+            folder = await asyncio.to_thread(get_adapter_absolute_path, module.path)  # It may be a name on the hub.
+            await adapters.load(module.name, Path(folder))
+        except AdapterRefused as refused:
+            raise EngineRefused(f"--lora-modules: {refused}") from None
+    return adapters
 
 
 class VllmEngine:
     """See ``engines.port.Engine``."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # wiring
         self,
         llm: LegEngine,
-        app: AsgiApp,
+        app: VllmServer,
         source: KvEventSource,
         exchange: VllmExchange | None,
+        adapters: LoadedAdapters | None,
         *,
         run_dir: Path,
         chat_template: str,
         facts: EngineFacts,
     ) -> None:
+        from services.worker.engines.vllm.renderer import VllmRenderer
+
         self._chat_template = chat_template
         self._llm = llm
         self._app = app
         self._source = source
         self._exchange = exchange
+        self._adapters = adapters
+        self._renderer = VllmRenderer(app, llm.vllm_config.cache_config) if facts.renders else None
         self._run_dir = run_dir
         self._facts = facts
 
@@ -277,6 +333,16 @@ class VllmEngine:
     def exchange(self) -> VllmExchange | None:
         """None with vLLM's own connector."""
         return self._exchange
+
+    @property
+    def adapters(self) -> LoadedAdapters | None:
+        """None without ``--enable-lora``."""
+        return self._adapters
+
+    @property
+    def renderer(self) -> VllmRenderer | None:
+        """None for a model that generates nothing."""
+        return self._renderer
 
     def load(self) -> EngineLoad:
         """See the port."""
@@ -302,7 +368,9 @@ class VllmEngine:
         """From vLLM's own server and hashing."""
         from services.worker.engines.vllm.tokenizer import engine_tokens
 
-        return await engine_tokens(self._app, self._llm.vllm_config.cache_config, path, body)
+        return await engine_tokens(
+            self._app, self._llm.vllm_config.cache_config, path, body, self._app.models.lora_requests
+        )
 
     async def dead(self) -> str:
         """Returns when EngineCore has ended or reported a fatal error."""
@@ -339,5 +407,6 @@ def _facts(config: Any, names: list[str], fingerprint: Fingerprint, legs_max: in
         legs_max=legs_max,
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,
         prefix_caching=bool(config.cache_config.enable_prefix_caching),
+        renders=config.model_config.runner_type == "generate",
         note=window_price(config.model_config) if config.kv_transfer_config.kv_connector == OWN_CONNECTOR else "",
     )

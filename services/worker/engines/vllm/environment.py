@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 PARENT_PID = "_BATON_ENGINE_PARENT_PID"
@@ -76,16 +76,39 @@ def parse_cores(text: str) -> list[int]:
     return sorted(cores)
 
 
+def cores_of_ranks(cores: list[int], ranks: int) -> str:
+    """Equal parts of the cores, in vLLM's notation: ``0,1|2,3``. Cores that are left over stay idle, as ranks work in
+    lockstep. Raises ValueError when there are fewer cores than ranks.
+    """
+    each = len(cores) // ranks
+    if not each:
+        raise ValueError(
+            f"WORKER_TENSOR_PARALLEL_SIZE is {ranks}, but the engine has {len(cores)} CPU cores, and each rank needs "
+            "one: name more in WORKER_CPU_CORES or start fewer ranks"
+        )
+    parts = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
+    return "|".join(",".join(str(core) for core in part) for part in parts)
+
+
+def bindings_of(cores: list[int], ranks: int) -> dict[str, str]:
+    """Environment variables that bind an engine's OpenMP threads. Raises ValueError as ``cores_of_ranks`` does."""
+    if ranks > 1:  # vLLM binds the threads of each rank's process.
+        return {"VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(cores, ranks)}
+    return {
+        "OMP_NUM_THREADS": str(len(cores)),
+        "OMP_PLACES": ",".join(f"{{{core}}}" for core in cores),
+        "OMP_PROC_BIND": "close",
+    }
+
+
 @contextmanager
-def engine_threads(cores: list[int]) -> Iterator[None]:
-    """Set while the CPU engine's process starts: OpenMP threads are bound to ``cores``, and idle ones sleep.
+def engine_threads(bindings: Mapping[str, str]) -> Iterator[None]:
+    """Set while the CPU engine's process starts: OpenMP threads are bound to their cores, and idle ones sleep.
 
     Bound threads make a token 4 to 30 times faster on a shared machine, and sleeping ones make an idle engine free.
     """
     wanted = {
-        "OMP_NUM_THREADS": str(len(cores)),
-        "OMP_PLACES": ",".join(f"{{{core}}}" for core in cores),
-        "OMP_PROC_BIND": "close",
+        **bindings,
         "OMP_WAIT_POLICY": "passive",
         "KMP_BLOCKTIME": "0",
         # On the first request for logprobs vLLM compiles a helper, which blocks every request for five seconds.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ VOLATILE_KEYS = ("_name_or_path", "_commit_hash", "transformers_version")
 """Of a model's configuration: they say where it came from, not what the model computes."""
 
 
-def fingerprint(config: Any, adapters: Sequence[Any] = ()) -> Fingerprint:
-    """From vLLM's resolved configuration, which has the operator's arguments applied, and the LoRA adapters that the
-    server loads at its start (each with ``name`` and ``path``).
+def fingerprint(config: Any) -> Fingerprint:
+    """From vLLM's resolved configuration, which has the operator's arguments applied. LoRA adapters do not belong here:
+    the hashes of their blocks name their files.
     """
     model, cache = config.model_config, config.cache_config
     return Fingerprint(
@@ -39,11 +38,11 @@ def fingerprint(config: Any, adapters: Sequence[Any] = ()) -> Fingerprint:
         kv_layout=kv_layout(config),
         connector=connector(config),
         engine_version=f"vllm-{vllm.__version__}",
-        options=options(config, adapters),
+        options=options(config),
     )
 
 
-def options(config: Any, adapters: Sequence[Any] = ()) -> str:
+def options(config: Any) -> str:
     """What changes KV or tokens and has no field of its own; what vLLM chooses by itself is left out."""
     model, cache, attention = config.model_config, config.cache_config, config.attention_config
     speculative = config.speculative_config
@@ -70,7 +69,7 @@ def options(config: Any, adapters: Sequence[Any] = ()) -> str:
         "hash": cache.prefix_caching_hash_algo,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "draft": speculative and [speculative.method, speculative.model, speculative.revision],
-        "adapters": {one.name: adapter_digest(one.path) for one in adapters},
+        "lora": lora_options(config),
     }
     return " ".join(f"{name}={_short(value)}" for name, value in given.items() if value)
 
@@ -80,10 +79,21 @@ def is_random(config: Any) -> bool:
     return str(config.load_config.load_format) == "dummy"
 
 
-def adapter_digest(path: str) -> str:
-    """Of an adapter's files; of its name on the hub where it is no folder of this machine."""
-    folder = Path(path)
-    return directory_digest(folder) if folder.is_dir() else path
+def lora_options(config: Any) -> dict[str, Any]:
+    """What changes the KV of requests with an adapter, as far as it is not the default: an engine without LoRA has the
+    same KV without an adapter.
+    """
+    lora = config.lora_config
+    if lora is None:
+        return {}
+    given = {
+        "dtype": str(lora.lora_dtype) if lora.lora_dtype != config.model_config.dtype else None,
+        "modules": sorted(lora.target_modules or ()),
+        "tower": lora.enable_tower_connector_lora,
+        "mixed": lora.enable_mixed_moe_lora_format,
+        "shared": lora.enable_moe_shared_loras,
+    }
+    return {name: value for name, value in given.items() if value}
 
 
 def _short(value: Any) -> str:

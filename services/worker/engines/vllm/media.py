@@ -45,12 +45,23 @@ def _refuse(*_args: Any, **_options: Any) -> NoReturn:
 
 
 def separate_tenants(renderer: Any) -> None:
-    """From now on this renderer hashes the salts of the current leg into the names of media.
+    """From now on this renderer hashes the salts of the current leg into the names of media, and keeps media that are
+    only rendered in a cache of their own.
 
     All of vLLM's endpoints pass media through these two functions, the second of which runs the first in a thread.
     """
     renderer._process_multimodal = _salting(renderer._process_multimodal)
     renderer._process_multimodal_async = _salting(renderer._process_multimodal_async)
+
+
+def name_by_content(renderer: Any, revision: str) -> None:
+    """From now on ``revision`` is hashed into the names of media in the place of the model's path: paths differ between
+    machines, whose workers would not find each other's KV of an image.
+    """
+    if renderer.mm_processor is None:
+        return
+    info = renderer.mm_processor.info
+    info.__class__ = type(type(info).__name__, (type(info),), {"model_id": revision})
 
 
 def _salting(process: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +72,9 @@ def _salting(process: Callable[..., Any]) -> Callable[..., Any]:
             mm_uuids = salted_names(mm_uuids, leg.media_salt)
         if leg is not None and leg.cache_salt:
             media_io_kwargs = salted_factors(media_io_kwargs, leg.cache_salt)
+        if leg is not None and leg.rendered is not None:
+            # What vLLM's usual cache of processed media has, vLLM does not send to the engine again.
+            options["skip_mm_cache"] = True
         return process(prompt, media, mm_uuids=mm_uuids, media_io_kwargs=media_io_kwargs, **options)
 
     return salted

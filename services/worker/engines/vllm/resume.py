@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from services.worker.engines.port import LegRecord
-from services.worker.legs.body import HANDOFF_PATHS
+from services.worker.legs.body import COMPLETION_PATHS
 from shared.contracts.inference import LegKind
 
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -156,7 +156,7 @@ async def opening(
     if said:
         record.completion_tokens += sum(len(one.token_ids) for earlier in said for one in earlier.outputs)
         record.finish_reason = said[-1].outputs[0].finish_reason or ""
-    if record.path in HANDOFF_PATHS and params.output_kind is RequestOutputKind.DELTA and params.n == 1:
+    if record.path in COMPLETION_PATHS and params.output_kind is RequestOutputKind.DELTA and params.n == 1:
         bare = copy(output)
         bare.outputs, bare.finished = [], False
         said = [bare, *said]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from services.worker.engines.port import AsgiApp, EngineTokens, TokenizerFiles
@@ -62,8 +65,10 @@ FIRST_HASH_KNOWN = ("sha256", "sha256_cbor")
 REFUSAL_CHARS_MAX = 500
 
 
-async def engine_tokens(app: AsgiApp, cache_config: Any, path: str, body: bytes) -> EngineTokens:
-    """Renders and tokenizes exactly like a completion; the engine computes nothing."""
+async def engine_tokens(
+    app: AsgiApp, cache_config: Any, path: str, body: bytes, adapters: Mapping[str, LoRARequest]
+) -> EngineTokens:
+    """Renders and tokenizes exactly like a completion; the engine computes nothing. ``adapters``: by name."""
     try:
         given = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -75,15 +80,37 @@ async def engine_tokens(app: AsgiApp, cache_config: Any, path: str, body: bytes)
     if cache_config.prefix_caching_hash_algo not in FIRST_HASH_KNOWN:
         return EngineTokens(refusal=f"hashes of {cache_config.prefix_caching_hash_algo} depend on a random first hash")
     tokens = msgspec.json.decode(answer)["tokens"]
-    return EngineTokens(tokens=tokens, hashes=block_hashes(tokens, given.get("cache_salt"), cache_config))
+    adapter = adapters.get(str(given.get("model")))
+    return EngineTokens(tokens=tokens, hashes=block_hashes(tokens, given.get("cache_salt"), cache_config, adapter))
 
 
-def block_hashes(tokens: list[int], salt: str | None, cache_config: Any) -> list[int]:
+def block_hashes(
+    tokens: list[int], salt: str | None, cache_config: Any, adapter: LoRARequest | None = None
+) -> list[int]:
     """The hashes that the scheduler gives the full blocks of a request with this prompt."""
     if not tokens:
         return []
+    hasher = _hasher(cache_config)
+    request = Request(
+        "",
+        tokens,
+        SamplingParams(max_tokens=1),
+        None,
+        cache_salt=salt,
+        lora_request=adapter,
+        block_hasher=hasher,
+    )
+    return [block_hash64(bytes(full)) for full in request.block_hashes]
+
+
+def hashes_of(request: EngineCoreRequest, cache_config: Any) -> list[int]:
+    """The hashes that the scheduler gives the full blocks of this request's prompt."""
+    scheduled = Request.from_engine_core_request(request, _hasher(cache_config))
+    return [block_hash64(bytes(full)) for full in scheduled.block_hashes]
+
+
+def _hasher(cache_config: Any) -> Callable[[Request], list[Any]]:
     named_by = get_hash_fn_by_name(cache_config.prefix_caching_hash_algo)
     init_none_hash(named_by)
-    hasher = get_request_block_hasher(cache_config.block_size, named_by)
-    request = Request("", tokens, SamplingParams(max_tokens=1), None, cache_salt=salt, block_hasher=hasher)
-    return [block_hash64(bytes(full)) for full in request.block_hashes]
+    hasher: Callable[[Request], list[Any]] = get_request_block_hasher(cache_config.block_size, named_by)
+    return hasher

@@ -64,6 +64,14 @@ def test_only_named_hosts_and_data_urls_are_allowed(url):
     assert foreign_media(json.dumps(image(url)).encode(), NAMED) is not None
 
 
+@pytest.mark.parametrize("end", [r"\u0075rl", r"u\u0072l", r"ur\u006c", r"ur\u006C", r"\u0075\u0072\u006c"])
+def test_escapes_hide_no_address(end):
+    body = json.dumps(image("file:///etc/passwd")).replace('url"', f'{end}"').encode()
+
+    assert b'url"' not in body
+    assert foreign_media(body, NAMED) is not None
+
+
 @pytest.mark.parametrize("url", [DATA, DATA.upper(), "https://cdn.example/a.png", "HTTP://CDN.example:8080/a.png", ""])
 def test_data_urls_and_named_hosts_reach_the_engine(url):
     assert foreign_media(json.dumps(image(url)).encode(), NAMED) is None

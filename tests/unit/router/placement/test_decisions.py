@@ -115,7 +115,7 @@ def test_an_aggregated_decision_has_the_measured_times(stream: bool):
         )
         assert parts_of(record) == {"queue_s": 0.3, "prefill_s": 0.2}
         assert record.itl_s == pytest.approx(0.75 if stream else -1)
-        assert record.cached_tokens == 4
+        assert (record.counted_prompt_tokens, record.cached_tokens) == (9, 4)
 
     in_world(scenario)
 

@@ -7,6 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
+from services.router.placement.request_fields import read_request
+from services.router.placement.sequences import batch_size
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
@@ -159,6 +161,15 @@ def test_a_request_with_more_sequences_than_the_operator_allows_is_refused(body)
         assert w1.started == []
 
     in_world(scenario)
+
+
+@pytest.mark.parametrize("field", ["prompt", "input"])
+def test_spaces_hide_no_sequences(field):
+    body = ('{"' + field + '":  [' + " " * 100 + '"a", "b", "c"]}').encode()
+
+    counted = batch_size(body) if field == "input" else read_request(COMPLETIONS, body).sequences
+
+    assert counted == 3
 
 
 def test_a_key_has_no_more_sequences_at_once_than_it_may():

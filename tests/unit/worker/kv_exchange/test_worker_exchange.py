@@ -143,7 +143,7 @@ async def test_an_unasked_grant_is_released_and_not_used():
 async def test_malformed_messages_are_ignored():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
-        for subject in ("kv.h1.lease.r1", "kv.h1.release.r1", "kv.h1.grant.r1", "kv.h1.fetch"):
+        for subject in ("kv.h1.lease.r1", "kv.h1.release.r1", "kv.h1.grant.r1", "kv.h1.fetch.r1"):
             hub.deliver(subject, b"\xc1 garbage", {})
         await reader.bus.publish(KV_LEASE, lease(hashes=b"not a hash"))
         reader.engine.tell(leases=[lease()])
@@ -228,7 +228,7 @@ async def test_a_lost_peer_is_forgotten_and_its_next_epoch_connected():
 
 
 async def test_blocks_are_fetched_by_command():
-    fetch = FetchKv(worker_id="w1", hashes=HASH, sources=[], deadline_s=1.0)
+    fetch = FetchKv(worker_id="w1", sender_id="w2", hashes=HASH, sources=[], deadline_s=1.0)
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
         result = FetchedKv(held=1)
         worker.engine.answer = lambda call: EngineNotification(
@@ -242,7 +242,7 @@ async def test_blocks_are_fetched_by_command():
     "wrong", [{"hashes": b"x"}, {"hashes": b""}, {"deadline_s": -1.0}, {"deadline_s": 1e9}], ids=str
 )
 async def test_a_malformed_fetch_is_refused(wrong):
-    fetch = FetchKv(**{"worker_id": "w1", "hashes": HASH, "sources": [], "deadline_s": 1.0, **wrong})
+    fetch = FetchKv(**{"worker_id": "w1", "sender_id": "w2", "hashes": HASH, "sources": [], "deadline_s": 1.0, **wrong})
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
         with pytest.raises(AskRefused) as refused:
             await worker.bus.ask(KV_FETCH, fetch, timeout_s=WAIT_S_MAX)

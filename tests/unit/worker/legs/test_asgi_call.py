@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.worker.engines.port import LegRecord
-from services.worker.legs.asgi_call import AsgiCall
+from services.worker.engines.port import AsgiApp, LegRecord
+from services.worker.legs.asgi_call import LISTEN_S_MAX, AsgiCall
 from shared.contracts.inference import LegKind, StartLeg
 
 SOON_S = 30.0
@@ -45,6 +45,15 @@ def call() -> AsgiCall:
     return AsgiCall(start, b"{}", record, Nobody(), no_server_error)
 
 
+async def cancelled(app: AsgiApp, computing: asyncio.Event) -> None:
+    """A call of this app is cancelled while the app computes."""
+    running = asyncio.create_task(call().run(app))
+    await computing.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_cancelling_a_call_disconnects_the_server_first():
     """As vLLM's does for answers that are not streamed."""
     computing, ended = asyncio.Event(), asyncio.Event()
@@ -64,13 +73,32 @@ async def test_cancelling_a_call_disconnects_the_server_first():
             task.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    running = asyncio.create_task(call().run(app))
-    await computing.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    await cancelled(app, computing)
 
     await asyncio.wait_for(ended.wait(), SOON_S)
+
+
+async def test_a_busy_server_aborts_its_request_before_it_is_cancelled():
+    """vLLM's server passes a cancellation on to its request only after a disconnect."""
+    computing, aborted = asyncio.Event(), asyncio.Event()
+
+    async def compute() -> None:
+        computing.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            aborted.set()
+
+    async def app(_scope, receive, _send) -> None:
+        await receive()
+        computation = asyncio.create_task(compute())
+        await receive()
+        await asyncio.sleep(2 * LISTEN_S_MAX)  # other requests
+        computation.cancel()
+
+    await cancelled(app, computing)
+
+    await asyncio.wait_for(aborted.wait(), SOON_S)
 
 
 async def test_a_server_that_ignores_a_disconnect_is_cancelled():
@@ -83,11 +111,7 @@ async def test_a_server_that_ignores_a_disconnect_is_cancelled():
         finally:
             ended.set()
 
-    running = asyncio.create_task(call().run(app))
-    await computing.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    await cancelled(app, computing)
 
     await asyncio.wait_for(ended.wait(), SOON_S)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
+from services.worker.legs.server import LegServer
+from shared.bus.frame_sender import LegFrames
+from shared.bus.port import Envelope
 from shared.contracts.channels import KV_RELEASE
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.inference import LegKind
+from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import KvOffer, ReleaseKv
 from tests.unit.worker.fakes import WAIT_S_MAX, RunningWorker, running_worker
 from tests.unit.worker.kv_exchange.fakes import HASH, FakeExchange
@@ -45,6 +49,29 @@ async def test_a_broken_off_prefill_leg_releases_its_offer(ended: bool):
         (release,) = await engine.told("releases")
 
     assert release.lease_ids == [worker.engine.orders[0].offer_id] == [leg.leg_id]
+
+
+async def test_a_prefill_leg_cancelled_in_the_turn_of_its_end_releases_its_offer(monkeypatch: pytest.MonkeyPatch):
+    start, end = LegServer.start, LegFrames.end
+    cancel: list[Callable[[], object]] = []
+
+    def start_and_note(server: LegServer, order: StartLeg, envelope: Envelope) -> None:
+        cancel.append(lambda: server.cancel(CancelLeg(worker_id=order.worker_id, leg_id=order.leg_id), envelope))
+        start(server, order, envelope)
+
+    def end_and_cancel(frames: LegFrames, report: LegReport) -> None:
+        end(frames, report)
+        asyncio.get_running_loop().call_soon(cancel.pop())  # before the callbacks of the leg's task
+
+    monkeypatch.setattr(LegServer, "start", start_and_note)
+    monkeypatch.setattr(LegFrames, "end", end_and_cancel)
+    engine = FakeExchange("w1")
+    async with running_worker(engine) as worker:
+        leg = await worker.leg(LegKind.PREFILL)
+
+        (release,) = await engine.told("releases")
+
+    assert release.lease_ids == [leg.leg_id]
 
 
 @pytest.mark.parametrize("body", [{"crash": True}, {}], ids=["it fails", "it is cancelled"])

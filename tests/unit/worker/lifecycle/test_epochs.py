@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.lifecycle.registration import new_epoch
+from services.worker.lifecycle.registration import EPOCH_MAX, new_epoch
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import WorkerId
@@ -30,6 +30,14 @@ async def test_an_epoch_is_greater_than_the_registered_one(bus, wall_ms, epoch):
     await records.put(record(W1, epoch=BEFORE))
 
     assert await new_epoch(bus, W1, wall_ms) == epoch
+
+
+@pytest.mark.parametrize("forged", [EPOCH_MAX + 1, 2**64 - 1])
+async def test_an_impossible_epoch_in_the_registry_is_ignored(bus, forged):
+    records = await bus.key_value_store(WORKER_RECORDS)
+    await records.put(record(W1, epoch=forged))
+
+    assert await new_epoch(bus, W1, 10) == 10
 
 
 async def test_a_removed_record_does_not_bind_the_next_epoch(bus):

@@ -351,9 +351,14 @@ class Talker(FakeEngine):
         return EngineTokens(tokens=list(range(self.facts.max_model_len)))
 
 
+async def not_measured(_source: WorkerId, _epoch: Epoch) -> None:
+    """Reads of a ``Talker`` have no speed."""
+
+
 async def answering(hub: MemoryHub) -> FakeEngine:
     engine = Talker()
-    await SelfTestHandler(MemoryBus(hub), SystemClock(), engine, Identity(WorkerId("w1"), Epoch(1))).open()
+    me = Identity(WorkerId("w1"), Epoch(1))
+    await SelfTestHandler(MemoryBus(hub), SystemClock(), engine, me, not_measured).open()
     return engine
 
 

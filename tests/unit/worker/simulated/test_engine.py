@@ -425,7 +425,8 @@ async def test_a_fetch_by_command_computes_no_token(engine, directory):
             lambda notifications: notifications.fetched and ended.set_result(notifications.fetched[0])
         )
         source = KvSource(worker_id=WorkerId("simulated"), epoch=Epoch(0))
-        fetch = FetchKv(worker_id=WorkerId("other"), hashes=pack_full_hashes(hashes), sources=[source], deadline_s=5.0)
+        packed = pack_full_hashes(hashes)
+        fetch = FetchKv(worker_id="other", sender_id="simulated", hashes=packed, sources=[source], deadline_s=5.0)
         await deliver(other, EngineCall(fetches=[StartFetch(fetch_id="f1", fetch=fetch)]))
         result = (await ended).result
         answer = await complete(other, max_tokens=4)

@@ -20,7 +20,7 @@ def hot(member: Member) -> list[Chain]:
 def fetched(made: Fleet, chain: Chain, *, by: Member, of: Member):
     """That chain is where it was not."""
     source = KvSource(worker_id=of.key[0], epoch=of.key[1])
-    fetch = FetchKv(worker_id=by.key[0], hashes=chain.hashes, sources=[source], deadline_s=5.0)
+    fetch = FetchKv(worker_id=by.key[0], sender_id=of.key[0], hashes=chain.hashes, sources=[source], deadline_s=5.0)
     made.call(by, EngineCall(fetches=[StartFetch(fetch_id="f", fetch=fetch)]))
     made.until(lambda: "f" in by.fetched)
     return by.fetched["f"]

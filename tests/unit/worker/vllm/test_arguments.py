@@ -18,7 +18,7 @@ from connector.settings import read
 from services.worker.engines.port import Identity
 from services.worker.engines.vllm.arguments import arguments, configure_connector, refuse_unsupported
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
-from services.worker.engines.vllm.environment import engine_threads, free_port, parse_cores
+from services.worker.engines.vllm.environment import bindings_of, engine_threads, free_port, parse_cores
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.runtime.settings import CommonSettings, SettingsError, load
@@ -136,6 +136,21 @@ def test_data_parallel_is_refused_by_name(connector):
         refuse_unsupported(config)
 
 
+@pytest.mark.parametrize(("device", "is_moe"), [("cpu", True), ("cpu", False), ("cuda", True)])
+def test_adapters_of_a_model_with_experts_are_refused_on_a_cpu(device, is_moe):
+    config = resolved(Settings(connector="upstream"), async_scheduling=False)
+    config.parallel_config = SimpleNamespace(data_parallel_size=1)
+    config.lora_config = SimpleNamespace(default_mm_loras=None)
+    config.device_config = SimpleNamespace(device_type=device)
+    config.model_config = SimpleNamespace(architecture="Qwen3MoeForCausalLM", is_moe=is_moe)
+
+    if device == "cpu" and is_moe:
+        with pytest.raises(UnsupportedEngine, match=r"Qwen3MoeForCausalLM has experts.* without adapters on a CPU"):
+            refuse_unsupported(config)
+    else:
+        refuse_unsupported(config)
+
+
 def test_a_threshold_above_1_stops_the_start():
     with pytest.raises(SettingsError, match="WORKER_CACHE_HIT_THRESHOLD"):
         load(Settings, "WORKER_", {"WORKER_CACHE_HIT_THRESHOLD": "1.5"})
@@ -165,11 +180,36 @@ def test_cores_are_numbers_and_ranges():
 def test_the_engines_threads_are_set_up_for_its_process_only():
     before = dict(os.environ)
 
-    with engine_threads([2, 3]):
+    with engine_threads(bindings_of([2, 3], 1)):
         assert os.environ["OMP_NUM_THREADS"] == "2"
         assert os.environ["OMP_PLACES"] == "{2},{3}"
 
     assert dict(os.environ) == before
+
+
+def test_a_model_has_its_primary_name_and_its_aliases():
+    typed = line(Settings(model="org/m", aliases="chat, fast,chat"))
+
+    at = typed.index("--served-model-name")
+    assert typed[at + 1 : at + 5] == ["org/m", "chat", "fast", "--allowed-media-domains"]
+    for wrong in ("a b", "-x", "a,,b"):
+        with pytest.raises(SettingsError, match="WORKER_ALIASES"):
+            load(Settings, "WORKER_", {"WORKER_ALIASES": wrong})
+
+
+def test_ranks_divide_the_cores_equally():
+    assert bindings_of([0, 1, 2, 5, 6], 2) == {"VLLM_CPU_OMP_THREADS_BIND": "0,1|2,5"}
+    with pytest.raises(ValueError, match="TENSOR_PARALLEL_SIZE is 3, but the engine has 2 CPU cores"):
+        bindings_of([0, 1], 3)
+
+
+def test_ranks_of_a_cpu_engine_run_in_processes_of_their_own():
+    typed = line(Settings(tensor_parallel_size=2))
+
+    assert value(typed, "--tensor-parallel-size") == "2"
+    assert value(typed, "--distributed-executor-backend") == "mp"
+    assert "--distributed-executor-backend" not in line(Settings(tensor_parallel_size=2), on_cpu=False)
+    assert "--tensor-parallel-size" not in line(Settings())
 
 
 def test_a_taken_port_is_not_chosen():

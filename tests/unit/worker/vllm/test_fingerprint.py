@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ MODEL = {
     "model_class_overrides": {}, "code_revision": None, "model_impl": "auto", "quantization": None,
     "quantization_config": None, "disable_sliding_window": False, "override_generation_config": {},
     "logits_processors": None, "model": "/models/m", "tokenizer": "/models/m", "revision": None,
-    "tokenizer_revision": None, "seed": 0, "multimodal_config": None,
+    "tokenizer_revision": None, "seed": 0, "multimodal_config": None, "dtype": "float32",
 }  # fmt: skip
 PARTS = {
     "cache": {"kv_cache_dtype_skip_layers": [], "prefix_caching_hash_algo": "sha256_cbor"},
@@ -30,12 +29,14 @@ PARTS = {
 }
 
 
-def config(hf: dict[str, Any] | None = None, draft: Any = None, **changes: dict[str, Any]) -> SimpleNamespace:
+def config(
+    hf: dict[str, Any] | None = None, draft: Any = None, lora: Any = None, **changes: dict[str, Any]
+) -> SimpleNamespace:
     """What ``options`` reads of vLLM's configuration; ``changes`` are of its parts."""
     hf_config = SimpleNamespace(to_dict=lambda: HF_CONFIG | (hf or {}))
     parts = {f"{name}_config": SimpleNamespace(**(given | changes.get(name, {}))) for name, given in PARTS.items()}
     model = SimpleNamespace(hf_config=hf_config, **(MODEL | changes.get("model", {})))
-    return SimpleNamespace(model_config=model, speculative_config=draft, **parts)
+    return SimpleNamespace(model_config=model, speculative_config=draft, lora_config=lora, **parts)
 
 
 def options(*args: Any, **named: Any) -> str:
@@ -50,7 +51,7 @@ def changed(one: str, other: str) -> set[str]:
 
 
 def test_what_is_read_exists_in_vllms_configuration():
-    from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, SpeculativeConfig
+    from vllm.config import AttentionConfig, CacheConfig, LoadConfig, LoRAConfig, ModelConfig, SpeculativeConfig
 
     for kind, read in (
         (ModelConfig, {*MODEL, "hf_config"}),
@@ -58,6 +59,7 @@ def test_what_is_read_exists_in_vllms_configuration():
         (AttentionConfig, set(PARTS["attention"])),
         (LoadConfig, set(PARTS["load"])),
         (SpeculativeConfig, {"method", "model", "revision"}),
+        (LoRAConfig, set(vars(lora()))),
     ):
         assert read <= {one.name for one in fields(kind)}, kind
 
@@ -116,14 +118,18 @@ def test_each_variable_of_vllm_counts(monkeypatch, name, variable, value):
     assert changed(before, options(config())) == {name}
 
 
-def test_adapters_count_by_their_contents(tmp_path):
-    def with_rank(rank: int) -> str:
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
-        return options(config(), [SimpleNamespace(name="a", path=str(tmp_path))])
+def lora(**given: object) -> SimpleNamespace:
+    values = {"lora_dtype": "float32", "target_modules": None, "enable_tower_connector_lora": False}
+    values |= {"enable_mixed_moe_lora_format": False, "enable_moe_shared_loras": False}
+    return SimpleNamespace(**{**values, **given})
 
-    assert with_rank(8) == with_rank(8)
-    assert changed(with_rank(8), with_rank(16)) == {"adapters"}
-    assert changed(options(config()), with_rank(8)) == {"adapters"}
+
+def test_lora_counts_only_where_it_changes_what_adapters_compute():
+    plain = options(config())
+
+    assert options(config(lora=lora())) == plain
+    assert changed(plain, options(config(lora=lora(lora_dtype="bfloat16")))) == {"lora"}
+    assert changed(plain, options(config(lora=lora(target_modules=["q_proj"])))) == {"lora"}
 
 
 def test_the_key_contains_the_options():

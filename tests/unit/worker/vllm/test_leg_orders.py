@@ -140,7 +140,7 @@ async def test_a_draining_worker_waits_until_its_leased_blocks_are_read():
         for _turn in range(20):
             await asyncio.sleep(0)
         assert not any(call.release_all for call in exchange.calls)
-        fetch = FetchKv(worker_id="w1", hashes=bytes(32), sources=[], deadline_s=1.0)
+        fetch = FetchKv(worker_id="w1", sender_id="w2", hashes=bytes(32), sources=[], deadline_s=1.0)
         with pytest.raises(AskRefused) as refused:
             await worker.bus.ask(KV_FETCH, fetch, timeout_s=WAIT_S_MAX)
         assert refused.value.failure.reason is Reason.WORKER_DRAINING

@@ -18,7 +18,7 @@ from services.worker.engines.simulated.core.exchange import Exchange
 from services.worker.engines.simulated.core.measures import Measures
 from services.worker.engines.simulated.core.sequence import ABORT, RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.core.settings import SimulationSettings
-from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, BlockHasher, TokenSampler, block_content
+from services.worker.engines.simulated.core.tokens import BlockHasher, TokenSampler, block_content, root_content
 from shared.contracts.load import StepTotals
 
 CATCH_UP_S_MAX = 0.02
@@ -80,7 +80,7 @@ class EngineCore:
             params=params,
             stats=SequenceStats(arrived_at=now),
         )
-        self._hasher.extend(sequence.hashes, tokens, params.cache_salt)
+        self._hasher.extend(sequence.hashes, tokens, params.cache_salt, params.lora)
         self.batch.add(sequence)
         return sequence
 
@@ -189,7 +189,7 @@ class EngineCore:
         for index in range(sequence.computed // size, (end - 1) // size + 1):
             start = index * size
             held = sequence.tokens[start : min(start + size, end)]
-            previous = contents[blocks[index - 1]] if index else ROOT_CONTENT
+            previous = contents[blocks[index - 1]] if index else root_content(sequence.params.lora)
             contents[blocks[index]] = block_content(previous, held)
             if len(held) == size:
                 filled.append((sequence, index))
@@ -199,7 +199,7 @@ class EngineCore:
     def _name(self, sequence: Sequence, index: int) -> None:
         hashes = sequence.hashes
         if index == len(hashes):
-            self._hasher.extend(hashes, sequence.tokens, sequence.params.cache_salt)
+            self._hasher.extend(hashes, sequence.tokens, sequence.params.cache_salt, sequence.params.lora)
         self.cache.name(sequence.blocks[index], hashes[index], hashes[index - 1] if index else None)
 
     def _end(self, step: _Step, now: float) -> list[tuple[Sequence, int]]:

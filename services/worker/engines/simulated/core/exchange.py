@@ -62,7 +62,7 @@ class Exchange:
 
     def wakes_at(self) -> float | None:
         """When ``poll`` must run next."""
-        polls = not self.reader.idle or not self._core.prefetcher.idle or self.holder.has_followed
+        polls = not self.reader.idle or self._core.works_without_request or self.holder.has_followed
         expiry = self.holder.counts.next_expiry_s or None
         times = (self._link.next_arrival(), self._now() + POLL_S if polls else None, expiry)
         return min((at for at in times if at is not None), default=None)

@@ -26,6 +26,8 @@ class RequestParams:
     """Prompt tokens that the router expects to be computed; -1: unknown."""
     cache_salt: str = ""
     """Only prompts with the same salt share blocks."""
+    lora: tuple[str, str] | None = None
+    """Its LoRA adapter: the name, and what is hashed for its files."""
     order: LegOrder = NO_ORDER
     """The worker's order about KV."""
 

@@ -35,6 +35,13 @@ _NO_EXTRA_KEYS = b"\xf6"
 """CBOR: null."""
 
 
+def root_content(lora: tuple[str, str] | None) -> int:
+    """What precedes the first block of a request, with or without a LoRA adapter: an adapter changes all content."""
+    if lora is None:
+        return ROOT_CONTENT
+    return int.from_bytes(hashlib.sha256(repr(lora).encode()).digest()[:7], "big")
+
+
 def block_content(previous: int, tokens: Sequence[int]) -> int:
     """The content of a block, full or not, that holds ``tokens`` after a block whose content is ``previous``."""
     return hash((previous, tuple(tokens)))
@@ -66,15 +73,17 @@ class BlockHasher:
         self._packed_token = _packed_tokens(vocabulary).__getitem__
         self._array_head = cbor2.dumps([0] * block_size)[:-block_size]
 
-    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str = "") -> None:
+    def extend(
+        self, hashes: list[bytes], tokens: Sequence[int], salt: str = "", lora: tuple[str, str] | None = None
+    ) -> None:
         """``hashes`` are the hashes of the first blocks of ``tokens``. Append those of its further full blocks.
 
-        Sequences with different salts share no block.
+        Sequences with different salts or LoRA adapters share no block.
         """
         size = self.block_size
         parent = hashes[-1] if hashes else ROOT_HASH
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            extra = _salted(salt) if salt and not start else _NO_EXTRA_KEYS
+            extra = _extra_keys("" if start else salt, lora)
             parent = self._block(parent, tokens[start : start + size], extra)
             hashes.append(parent)
 
@@ -89,5 +98,8 @@ def _packed_tokens(vocabulary: int) -> list[bytes]:
     return [cbor2.dumps(token) for token in range(vocabulary)]
 
 
-def _salted(salt: str) -> bytes:
-    return cbor2.dumps((("cache_salt", salt),), canonical=True)
+def _extra_keys(salt: str, lora: tuple[str, str] | None) -> bytes:
+    if not salt and lora is None:
+        return _NO_EXTRA_KEYS
+    adapter = (("lora", *lora),) if lora is not None else ()
+    return cbor2.dumps((*adapter, *((("cache_salt", salt),) if salt else ())), canonical=True)

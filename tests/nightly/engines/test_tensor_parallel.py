@@ -1,12 +1,11 @@
 """Handoffs between real engines of different tensor-parallel sizes: each rank reads the heads that it owns.
 
 The model is a tiny Gemma 3, five of whose six layers have a sliding window: they too are read whole. Other families run in
-``tests/nightly/engines/test_models.py``.
+``test_models.py``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,35 +18,30 @@ from tests.support.kv_tap import Tap
 from tests.support.model_families import make_model
 from tests.support.nats_server import NatsServer
 from tests.support.prompts import VOCABULARY
-from tests.support.worker_processes import start_worker, wait_ready
+from tests.support.worker_processes import ready_workers, start_worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
 WHOLE, HALVES = "one-rank", "two-ranks"
-TWO_RANKS = {
-    "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    "engine_args": "--tensor-parallel-size 2 --distributed-executor-backend mp",
-}
+TWO_RANKS = {"tensor_parallel_size": "2", "cpu_cores": "0,1"}
 
 
 @pytest.fixture(scope="module")
 def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     folder: Path = tmp_path_factory.mktemp("ranks")
     model = {"model": str(make_model("gemma-3", folder)), "served_model_name": MODEL, "max_model_len": "2000"}
-    with NatsServer(folder, has_buckets=True) as nats:
-        workers = [
+    with (
+        NatsServer(folder, has_buckets=True) as nats,
+        ready_workers(
+            nats.url,
             start_worker(nats.url, WHOLE, folder, role="prefill", cpu_cores="0", **model),
-            start_worker(nats.url, HALVES, folder, role="decode", cpu_cores="1", **model, **TWO_RANKS),
-        ]
-        try:
-            asyncio.run(wait_ready(nats.url, workers))
-            for worker in workers:
-                assert worker.record is not None
-                assert "5 of 6 layers attend to 64 tokens but keep the KV of all" in worker.record.note
-            yield nats
-        finally:
-            for worker in workers:
-                worker.kill()
+            start_worker(nats.url, HALVES, folder, role="decode", **model, **TWO_RANKS),
+        ) as workers,
+    ):
+        for worker in workers:
+            assert worker.record is not None
+            assert "5 of 6 layers attend to 64 tokens but keep the KV of all" in worker.record.note
+        yield nats
 
 
 @pytest.fixture

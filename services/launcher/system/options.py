@@ -1,0 +1,92 @@
+"""The options of `baton up`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.contracts.workers import Role
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of one model."""
+
+    model: str = ""
+    """Empty: the worker's default."""
+    aliases: tuple[str, ...] = ()
+    """Further names in requests."""
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    store: int = 0
+    """Workers that store KV blocks and compute nothing."""
+    connector: Literal["baton", "upstream", ""] = ""
+    """KV connector of vLLM engines; empty: the worker's default."""
+    kv_cache_bytes: int = 0
+    engine_args: str = ""
+    gpus_per_worker: int = 1
+    """Tensor parallel ranks of each engine: GPUs, or on a CPU groups of cores."""
+    gpus_per_prefill: int = 0
+    """Of prefill workers; 0: ``gpus_per_worker``."""
+    gpus_per_decode: int = 0
+    """Of decode workers; 0: ``gpus_per_worker``."""
+    sleep_after_s: float = 0.0
+    """Without a request for so long the model goes to sleep; 0: never by itself."""
+    workers_min: int = 1
+    workers_max: int = 0
+    """Above 0: the planner may start and drain workers up to this number; 0: no scaling."""
+
+    @property
+    def roles(self) -> list[Role]:
+        """Of the workers with engines, in start order."""
+        return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.both
+
+    def gpus_of(self, role: Role) -> int:
+        """GPUs of a worker of this role."""
+        own = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}
+        return own.get(role, 0) or self.gpus_per_worker
+
+    @property
+    def gpu_counts(self) -> list[int]:
+        """GPUs of each worker that may ever run; those at the start come first."""
+        counts = [self.gpus_of(role) for role in self.roles]
+        return counts + [self.gpus_per_worker] * (self.workers_most - len(counts))
+
+    @property
+    def workers_most(self) -> int:
+        """Workers with engines that may ever run at a time."""
+        return max(len(self.roles), self.workers_max)
+
+
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `baton up`."""
+
+    models: tuple[ModelOptions, ...] = (ModelOptions(),)
+    engine: Literal["vllm", "simulated"] = "vllm"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    routers: int = 1
+    """Several routers share ``port``."""
+    router_ports: tuple[int, ...] = ()
+    """With several routers, each one's own port."""
+    collector_host: str = "127.0.0.1"
+    collector_port: int = 8001
+    nats_port: int = 4222
+    nats_url: str = ""
+    """A running NATS; empty: start one."""
+    keys_dir: str = ""
+    """A folder of `baton init`: NATS requires keys and TLS. Empty: neither (`baton up --open`, or another NATS)."""
+    state_dir: str
+    insecure: bool = False
+    """Serve every client that reaches ``host``, without API keys."""
+    access_configured: bool = False
+    """The environment configures client access to the routers."""
+    join: bool = False
+    awake_max: int = 0
+    """Models that may be awake at a time; 0: all. The others start asleep."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether the planner may start and drain workers of some model."""
+        return any(each.workers_max for each in self.models)

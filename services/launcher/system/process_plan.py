@@ -1,0 +1,81 @@
+"""What `baton up` starts: processes, ports, and the machine that they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import msgspec
+
+
+class PlanRefused(Exception):
+    """The requested system cannot be started; the message says what to do instead."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about this machine."""
+
+    python: str
+    nats_server: str
+    """Path of the binary; empty when there is none."""
+    cores: tuple[int, ...]
+    """One logical CPU per physical core that this process may use."""
+    gpus: tuple[str, ...] = ()
+    """GPU indexes; empty when the installed engine is the CPU one."""
+    gpus_used: tuple[str, ...] = ()
+    """Those of workers that run on this machine already."""
+    gpu_topology: str = ""
+    """Output of ``nvidia-smi topo -m``, if the indexes are in nvidia-smi's order."""
+
+
+class Stage(IntEnum):
+    """Processes start in this order and stop in reverse."""
+
+    NATS = 0
+    SERVICES = 1
+    WORKERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    """One process to start."""
+
+    name: str
+    """Unique in this system; for a worker, its worker id."""
+    stage: Stage
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    """Where it runs, such as "core 0"; with several models, also its model."""
+    model: int = 0
+    """A worker's model: index in ``UpOptions.models``."""
+    is_extra: bool = False
+    """The system continues if this process cannot be started."""
+    serves_requests: bool = True
+    """False: requests are served without it, so it is restarted even if its configuration is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequiredPort:
+    """A port that must be free before anything starts."""
+
+    host: str
+    port: int
+    option: str
+    purpose: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemPlan:
+    """Everything `baton up` starts."""
+
+    processes: tuple[ProcessPlan, ...]
+    ports: tuple[RequiredPort, ...]
+    nats_url: str
+    notes: tuple[str, ...] = ()
+    """Warnings to print before the start."""
+
+    def stage(self, stage: Stage) -> list[ProcessPlan]:
+        """The processes of one stage, in order."""
+        return [process for process in self.processes if process.stage is stage]

@@ -1,0 +1,206 @@
+"""Orders about LoRA adapters: passed to the workers, logged, and carried out again on workers that start later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+
+from services.orchestrator.adapters.wanted import (
+    Refused,
+    after_load,
+    after_unload,
+    checked,
+    lacking,
+    model_of,
+    targets,
+    wanted_key,
+)
+from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, Subscription
+from shared.contracts.adapters import (
+    AdapterAction,
+    AdapterChanged,
+    AdapterOrdered,
+    Adapters,
+    AskAdapters,
+    ChangeAdapter,
+    OrderAdapter,
+    WantedAdapter,
+)
+from shared.contracts.channels import (
+    ADAPTER_ORDERED,
+    CHANGE_ADAPTER,
+    DESCRIBE_ADAPTERS,
+    ORDER_ADAPTER,
+    WANTED_ADAPTERS,
+)
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.workers import FleetWorker
+from shared.runtime.clock import Clock
+
+CHANGE_S_MAX = 120.0
+"""For a worker to copy, check and load an adapter."""
+AT_ONCE_MAX = 16
+"""Workers that change at the same time: they may read from one file server."""
+CHECK_S = 1.0
+LOG_MAX = 200
+"""Orders that are kept to be shown; the process's log has all."""
+SETTLE_MS = 5000
+"""After an order, until workers that do not have the adapter get it again: records arrive a little later."""
+TRIES_MAX = 3
+"""Of one adapter on one life of a worker that started after the order."""
+
+log = logging.getLogger(__name__)
+
+Try = tuple[WorkerId, Epoch, str, int]
+"""Worker, its epoch, the wanted adapter's key, and when it was ordered."""
+
+
+class AdapterOrders:
+    """Answers operators while this orchestrator leads."""
+
+    def __init__(
+        self, bus: Bus, clock: Clock, fleet: Callable[[], list[FleetWorker]], *, leading: Callable[[], bool]
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._fleet = fleet
+        self._leading = leading
+        self._wanted: dict[str, WantedAdapter] = {}
+        self._log: deque[AdapterOrdered] = deque(maxlen=LOG_MAX)
+        self._tries: Counter[Try] = Counter()
+        self._changing = asyncio.Lock()
+        self._slots = asyncio.Semaphore(AT_ONCE_MAX)
+        self._subscriptions: list[Subscription] = []
+        """Held while leading."""
+
+    async def run(self) -> None:
+        """Take orders while leading, and repeat them where they are missing; until cancelled."""
+        while True:
+            try:
+                await (self._lead() if self._leading() else self._stand_by())
+            except BusError as error:
+                log.warning("adapters cannot be looked after, will retry: %s", error or type(error).__name__)
+            await asyncio.sleep(CHECK_S)
+
+    async def _lead(self) -> None:
+        if not self._subscriptions:
+            stored = await (await self._store()).all()
+            self._wanted = {one.key: one.value for one in stored if one.value is not None}
+            self._subscriptions = [
+                await self._bus.answer(ORDER_ADAPTER, self._ordered),
+                await self._bus.answer(DESCRIBE_ADAPTERS, self._describe),
+            ]
+        if not self._changing.locked():  # An order that is being carried out will be seen in the records.
+            await self._repeat()
+
+    async def _stand_by(self) -> None:
+        subscriptions, self._subscriptions = self._subscriptions, []
+        for one in subscriptions:
+            await one.close()
+
+    async def _store(self) -> KeyValueStore[WantedAdapter]:
+        return await self._bus.key_value_store(WANTED_ADAPTERS)
+
+    async def _describe(self, _ask: AskAdapters, _envelope: Envelope) -> Adapters:
+        return Adapters(wanted=list(self._wanted.values()), orders=list(self._log))
+
+    async def _ordered(self, order: OrderAdapter, _envelope: Envelope) -> AdapterOrdered:
+        """Handler of ORDER_ADAPTER."""
+        at_ms = self._clock.wall_ms()
+        async with self._changing:
+            try:
+                order = checked(order)
+                result = await self._carry_out(order, at_ms)
+            except Refused as refused:
+                result = AdapterOrdered(order=order, at_ms=at_ms, refusal=str(refused))
+            except BusError as error:
+                why = f"NATS did not store the order: {error or type(error).__name__}"
+                result = AdapterOrdered(order=order, at_ms=at_ms, refusal=why)
+        await self._note(result)
+        return result
+
+    async def _carry_out(self, order: OrderAdapter, at_ms: int) -> AdapterOrdered:
+        fleet, store = self._fleet(), await self._store()
+        model = model_of(order, fleet)
+        key, workers = wanted_key(model, order.name), targets(order, model, fleet)
+        before = self._wanted.get(key)
+        if order.action is AdapterAction.UNLOAD:
+            after = after_unload(order, before)
+            if not workers and before is None:
+                raise Refused(f"no worker of {model} has loaded {order.name}")
+            await self._keep(store, key, after)
+            return AdapterOrdered(order=order, at_ms=at_ms, changes=await self._change(order, workers))
+        changes = await self._change(order, workers)
+        if any(not change.failure for change in changes):
+            await self._keep(store, key, after_load(order, model, before, at_ms))
+        return AdapterOrdered(order=order, at_ms=at_ms, changes=changes)
+
+    async def _keep(self, store: KeyValueStore[WantedAdapter], key: str, wanted: WantedAdapter | None) -> None:
+        if wanted is not None:
+            await store.put(wanted)
+            self._wanted[key] = wanted
+        elif self._wanted.pop(key, None) is not None:
+            await store.delete(key)
+
+    async def _change(self, order: OrderAdapter, workers: list[WorkerId]) -> list[AdapterChanged]:
+        async with asyncio.TaskGroup() as changing:
+            tasks = [
+                changing.create_task(self._ask(order, worker_id), name=f"adapter {worker_id}") for worker_id in workers
+            ]
+        return [task.result() for task in tasks]
+
+    async def _ask(self, order: OrderAdapter, worker_id: WorkerId) -> AdapterChanged:
+        change = ChangeAdapter(worker_id=worker_id, action=order.action, name=order.name, path=order.path)
+        async with self._slots:
+            try:
+                return await self._bus.ask(CHANGE_ADAPTER, change, timeout_s=CHANGE_S_MAX)
+            except BusError as error:
+                why = f"it does not reply: {error or type(error).__name__}"
+                return AdapterChanged(worker_id=worker_id, epoch=Epoch(0), failure=why)
+
+    async def _repeat(self) -> None:
+        """Workers that have started since an order, or failed it, get it again."""
+        fleet = self._fleet()
+        epochs = {each.record.worker_id: each.record.epoch for each in fleet}
+        self._tries = Counter({one: count for one, count in self._tries.items() if epochs.get(one[0]) == one[1]})
+        for worker_id, wanted in lacking(list(self._wanted.values()), fleet):
+            tried: Try = (worker_id, epochs[worker_id], wanted.key, wanted.at_ms)
+            if self._tries[tried] >= TRIES_MAX or self._clock.wall_ms() - wanted.at_ms < SETTLE_MS:
+                continue
+            self._tries[tried] += 1
+            order = OrderAdapter(
+                action=AdapterAction.LOAD,
+                name=wanted.name,
+                path=wanted.path,
+                model=wanted.model,
+                workers=[worker_id],
+                by=wanted.by,
+            )
+            async with self._changing:
+                changes = await self._change(order, [worker_id])
+            at_ms = self._clock.wall_ms()
+            await self._note(AdapterOrdered(order=order, at_ms=at_ms, changes=changes, automatic=True))
+
+    async def _note(self, done: AdapterOrdered) -> None:
+        """The audit: this process's log has every order; operators are told."""
+        order = done.order
+        log.info(
+            "adapter order by %r%s: %s %r from %r: %s",
+            order.by,
+            ", again" if done.automatic else "",
+            order.action.value,
+            order.name,
+            order.path,
+            done.refusal or ", ".join(_as_text(change) for change in done.changes) or "no worker had it",
+        )
+        self._log.appendleft(done)
+        try:
+            await self._bus.publish(ADAPTER_ORDERED, done)
+        except BusError as error:
+            log.warning("the order's result was not published: %s", error or type(error).__name__)
+
+
+def _as_text(change: AdapterChanged) -> str:
+    return f"{change.worker_id}: {change.failure or change.digest[:12] or 'done'}"

@@ -1,0 +1,108 @@
+"""One worker as the router knows it: its record, its load report, and what was sent to it since."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.router.state.sent_work import OwnWork, TokenRate
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
+
+CONNECTOR = "baton"
+"""Names of connectors that lease, offer and fetch KV by content begin with it."""
+
+
+def can_exchange_kv(record: WorkerRecord) -> bool:
+    """Whether its engine can be asked for KV by content."""
+    return record.fingerprint.connector.startswith(CONNECTOR)
+
+
+class WorkerView:
+    """One epoch of a worker."""
+
+    __slots__ = (
+        "adapters",
+        "away",
+        "heard_at",
+        "load",
+        "lost",
+        "own",
+        "pairs_with",
+        "prompts",
+        "record",
+        "registered",
+        "row",
+    )
+
+    def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
+        self.renew(record)
+        self.row = row
+        self.heard_at = now
+        self.load: LoadReport | None = None
+        self.lost = False
+        self.away = False
+        """It has not reported since a bus outage, and may not have reconnected."""
+        self.registered = True
+        self.own = OwnWork()
+        self.prompts = TokenRate()
+        """Rate of computed prompt tokens."""
+
+    def renew(self, record: WorkerRecord) -> None:
+        """A record of this epoch. A starting worker does not know its fingerprint yet."""
+        self.record = record
+        self.pairs_with = record.fingerprint.key()
+        """The fingerprint in one string: KV moves only between equal ones."""
+        self.adapters: dict[str, LoraAdapter] = {adapter.name: adapter for adapter in record.adapters}
+        """Its LoRA adapters, by name."""
+
+    def offers(self, model: str) -> bool:
+        """Whether requests for ``model`` may be placed here: it is a name of the model, or an adapter."""
+        return model in self.record.models or model in self.adapters
+
+    def digest_of(self, model: str) -> str:
+        """Of an adapter's files; empty when ``model`` is no adapter here."""
+        adapter = self.adapters.get(model)
+        return "" if adapter is None or model in self.record.models else adapter.digest
+
+    def hashed_adapter(self, model: str) -> tuple[str, str] | None:
+        """What the engine hashes for an adapter's requests (``HashKeys.lora``); None when ``model`` is no adapter."""
+        adapter = self.adapters.get(model)
+        return None if adapter is None or model in self.record.models else (adapter.name, adapter.hashed_as)
+
+    @property
+    def legs(self) -> int:
+        """Legs that it serves, as far as this router knows; one with several sequences counts as so many."""
+        reported = self.load.legs if self.load is not None else 0
+        return max(reported + self.own.sent_legs, self.own.legs)
+
+    @property
+    def serves(self) -> bool:
+        """A store has no engine and takes no legs."""
+        return self.record.role is not Role.STORE
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is READY by its record and its report, and reachable."""
+        phase = self.load.phase if self.load is not None else self.record.phase
+        return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not (self.lost or self.away)
+
+    def fit(self, now: float, silent_s_max: float) -> bool:
+        """Whether new legs may be placed there."""
+        return self.serves and self.ready and now - self.heard_at <= silent_s_max
+
+    def busy(self) -> tuple[float, float, float, float]:
+        """Requests that decode or will, prompt tokens before a new prompt, context tokens, and free tokens of KV.
+
+        Without a report only this router's own legs are known.
+        """
+        load, own = self.load, self.own
+        if load is None:
+            return float(own.legs), float(own.tokens), float(own.context_tokens), np.inf
+        block_size = self.record.hashing.block_size
+        free_tokens = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
+        return (
+            max(load.running + load.waiting + own.sent_legs, own.legs),
+            load.waiting_tokens + own.sent_tokens,
+            load.kv_blocks_used * block_size + own.sent_context_tokens,
+            free_tokens - own.sent_context_tokens,
+        )

@@ -1,0 +1,90 @@
+"""Renders prompts for routers, as the engine would get them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.worker.engines.port import EnginePrompt, EngineRenderer
+from services.worker.legs.body import HANDOFF_PATHS, RESPONSES, goes_on_alone, own_body, read_fields, salted
+from services.worker.legs.guard import refusal
+from shared.bus.port import Bus, Envelope
+from shared.contracts.channels import RENDER
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_events import pack_hashes
+from shared.contracts.rendering import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
+
+log = logging.getLogger("baton.worker")
+
+AT_ONCE_MAX = 2
+"""Prompts rendered at a time. The engine's server processes the media of legs in the same thread, one by one."""
+WAITING_MAX = 8
+"""Further prompts that wait; more are refused, and their requests placed by load."""
+REFUSAL_CHARS_MAX = 500
+
+
+class RenderHandler:
+    """``open`` does nothing for an engine without a renderer. ``s_max``: for one prompt, its wait included."""
+
+    def __init__(
+        self,
+        renderer: EngineRenderer | None,
+        worker_id: WorkerId,
+        epoch: Epoch,
+        bus: Bus,
+        s_max: float = RENDER_S_MAX,
+    ) -> None:
+        self._renderer = renderer
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._bus = bus
+        self._s_max = s_max
+        self._slots = asyncio.Semaphore(AT_ONCE_MAX)
+        self._count = 0
+
+    async def open(self) -> None:
+        """Answer asks from now on; the engine runs."""
+        if self._renderer is not None:
+            await self._bus.answer(RENDER, self.render, worker_id=self._worker_id)
+
+    async def render(self, ask: RenderPrompt, _envelope: Envelope) -> RenderedPrompt:
+        """Handler of RENDER."""
+        if len(ask.body) > RENDERED_BODY_BYTES_MAX:
+            return self._refused(f"the body is larger than {RENDERED_BODY_BYTES_MAX} bytes")
+        if self._count >= AT_ONCE_MAX + WAITING_MAX:
+            return self._refused("too many prompts wait to be rendered")
+        self._count += 1
+        try:
+            async with asyncio.timeout(self._s_max), self._slots:
+                prompt = await self._prompt(ask)
+        except TimeoutError:
+            return self._refused(f"not done within {self._s_max:g} s")
+        except Exception as error:  # The engine's server failed on this prompt alone.
+            log.info("a prompt cannot be rendered for a router: %s: %s", type(error).__name__, error)
+            return self._refused(f"{type(error).__name__}: {error}")
+        finally:
+            self._count -= 1
+        return RenderedPrompt(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            tokens=prompt.tokens,
+            hashes=pack_hashes(prompt.hashes),
+            media_end=prompt.media_end,
+            refusal=prompt.refusal,
+        )
+
+    async def _prompt(self, ask: RenderPrompt) -> EnginePrompt:
+        """Under the same checks, and with the same changes of the body, as a leg."""
+        if refused := await refusal(ask.body):
+            return EnginePrompt(refusal=refused.decode())
+        body = own_body(ask.path, salted(ask.body, ask.cache_salt), LegKind.AGGREGATED, moves_kv=False).body
+        if body is None or self._renderer is None or ask.path not in HANDOFF_PATHS:
+            return EnginePrompt(refusal="nothing to render")
+        if ask.path == RESPONSES and goes_on_alone(read_fields(body) or {}):
+            return EnginePrompt(refusal="the server does more than to ask its engine once")
+        media_salt = ask.media_salt or ask.cache_salt
+        return await self._renderer.render(ask.path, body, cache_salt=ask.cache_salt, media_salt=media_salt)
+
+    def _refused(self, why: str) -> RenderedPrompt:
+        return RenderedPrompt(worker_id=self._worker_id, epoch=self._epoch, refusal=why[:REFUSAL_CHARS_MAX])
