@@ -64,10 +64,12 @@ class NatsWorld:
     def __init__(self, server: NatsServer) -> None:
         self.server = server
         self.buses: list[Bus] = []
+        self._lost: list[Bus] = []  # those that have told of the present outage
 
     async def bus(self) -> Bus:
         bus = await connect_nats(self.server.url, name="test", frame_budget_bytes=FRAME_BUDGET_BYTES)
         self.buses.append(bus)
+        bus.on_disconnect(lambda: self._lost.append(bus))
         return bus
 
     async def raw(self, subject: str, payload: bytes) -> None:
@@ -77,10 +79,12 @@ class NatsWorld:
 
     @asynccontextmanager
     async def outage(self, *, storage_lost: bool = False) -> AsyncIterator[None]:
+        self._lost.clear()
         self.server.kill()
         if storage_lost:
             self.server.lose_storage()
-        await until(lambda: not any(bus.connected for bus in self.buses))
+        # A bus is disconnected some turns of the loop before it says so.
+        await until(lambda: len(self._lost) == len(self.buses))
         yield
         self.server.start()
         reconnects = [bus.counts.reconnects for bus in self.buses]
