@@ -10,8 +10,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "METRICS.md"
 HEAD = """# Metrics
 
 Routers serve their metrics at `/metrics`. The metrics collector serves those of workers and fleet, and also pushes them
-as OTLP when `BATON_OTLP_ENDPOINT` is set. This page is generated from `shared/telemetry/names.py`
-(`python -m observability.make_metrics_page`).
+as OTLP when `BATON_OTLP_ENDPOINT` is set, except those under vLLM's names (`vllm:...`). This page is generated from
+`shared/telemetry/names.py` (`python -m observability.make_metrics_page`).
 
 | metric | kind | labels | meaning |
 |---|---|---|---|

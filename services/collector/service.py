@@ -16,6 +16,7 @@ from services.collector.http.app import LIMITS, CollectorEdge, make_app
 from services.collector.http.console import ConsoleContext, add_console
 from services.collector.metrics.exposition import BOUNDS, families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
+from services.collector.metrics.vllm_gauges import vllm_families
 from services.collector.report.report import ReportBuilder
 from services.collector.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope
@@ -87,10 +88,15 @@ class Collector:
         self._bus.on_reconnect(self.feed.wake)
 
     def families(self) -> list[Family]:
-        """All metrics at this moment."""
+        """All metrics of Baton's own at this moment."""
         now = self._clock.now()
         self._metrics.expire(now)
         return families(self._metrics, self._bus.counts, now)
+
+    def prometheus(self) -> bytes:
+        """The page for Prometheus. Metrics under vLLM's names are here alone: OTLP's names have no colon."""
+        unix_s = self._clock.wall_ms() / 1000
+        return to_prometheus([*self.families(), *vllm_families(self._metrics, self._clock.now(), unix_s)])
 
     def page(self) -> Page:
         """The console's page at this moment."""
@@ -175,7 +181,7 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     access = Access(settings.host, settings.admin_key_file, settings.published_host)
     collector = Collector(service.bus, service.clock, access)
     await collector.listen()
-    app = make_app(lambda: to_prometheus(collector.families()), lambda: service.bus.connected)
+    app = make_app(collector.prometheus, lambda: service.bus.connected)
     add_console(app, collector.console_context)
     origins = OriginPolicy(
         "COLLECTOR_ALLOWED_HOSTS",

@@ -242,7 +242,7 @@ RUN_SELF_TEST = AskChannel(
 
 # Only an orchestrator's key can make a worker load an adapter; operators' orders go through it and are logged there.
 ORDER_ADAPTER = AskChannel(
-    "fleet.adapter", OrderAdapter, Delivery.ASK, OPERATORS, (Party.ORCHESTRATOR,), answer=AdapterOrdered
+    "fleet.adapter", OrderAdapter, Delivery.ASK, (*OPERATORS, *ROUTERS), (Party.ORCHESTRATOR,), answer=AdapterOrdered
 )
 CHANGE_ADAPTER = AskChannel(
     "worker.{worker_id}.adapter", ChangeAdapter, Delivery.ASK, (Party.ORCHESTRATOR,), WORKERS, answer=AdapterChanged

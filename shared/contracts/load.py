@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvDigest
 from shared.contracts.kv_exchange import KvLedgerState
@@ -128,3 +130,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """None before the first measurement."""
     store: StoreState | None = None
     """Set by stores only."""
+    adapters_running: list[str] = msgspec.field(default_factory=list)
+    """LoRA adapters of the requests in the engine's batch."""
+    adapters_waiting: list[str] = msgspec.field(default_factory=list)
+    """LoRA adapters of the requests in the engine's queue."""

@@ -145,6 +145,10 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     """Whether it renders prompts for routers (see ``RenderPrompt``)."""
     adapters: list[LoraAdapter] = msgspec.field(default_factory=list)
     """LoRA adapters of its model that requests may name, at most ``ADAPTERS_MAX``."""
+    adapters_at_once_max: int = 0
+    """Different LoRA adapters in one batch of its engine; 0: it takes none."""
+    paths: list[str] = msgspec.field(default_factory=list)
+    """Those of ``engine_paths.SERVED`` that its engine serves; empty: not known."""
     kv_reads: list[KvReadSpeed] = msgspec.field(default_factory=list)
     """Speeds of reads in KV self-tests, one for each source, at most ``KV_SPEEDS_MAX``."""
 

@@ -349,6 +349,31 @@ FLEET_READBACK = counter(
     "baton_fleet_readback_tokens_total", "tokens", "Prompt tokens that prefill workers fetched from other workers."
 )
 
+# vLLM's own names, for tools that read vLLM's metrics (exposed by the metrics collector).
+OF_VLLM = ("model_name", "engine", "worker_id", "role")
+VLLM_RUNNING = gauge("vllm:num_requests_running", "requests", "Requests in the engine's batch.", *OF_VLLM)
+VLLM_WAITING = gauge("vllm:num_requests_waiting", "requests", "Requests in the engine's queue.", *OF_VLLM)
+VLLM_KV_USED = gauge("vllm:kv_cache_usage_perc", "1", "Fraction of KV blocks in use, 0 to 1.", *OF_VLLM)
+VLLM_CACHE_CONFIG = gauge(
+    "vllm:cache_config_info",
+    "1",
+    "1; the labels are the sizes of the engine's KV cache.",
+    *OF_VLLM,
+    "block_size",
+    "num_gpu_blocks",
+    "kv_cache_size_tokens",
+    "enable_prefix_caching",
+)
+VLLM_LORA_REQUESTS = gauge(
+    "vllm:lora_requests_info",
+    "unix time",
+    "When the worker last reported, in Unix time; the labels name the LoRA adapters of its requests.",
+    *OF_VLLM,
+    "max_lora",
+    "running_lora_adapters",
+    "waiting_lora_adapters",
+)
+
 # Processes (exposed by the metrics collector, from service status messages).
 SERVICE_PHASE = gauge(
     "baton_service_phase", "1", "1 for the current phase of a process.", "service", "process", "phase"

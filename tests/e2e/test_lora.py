@@ -55,6 +55,15 @@ def complete(system: System, model: str, prompt: str = PROMPT) -> tuple[int, str
     return 200, found["choices"][0]["text"], cached
 
 
+def endless(model: str) -> dict:
+    return {"model": model, "prompt": "x", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+
+
+def lora_gauges(system: System) -> list[str]:
+    """The adapters of running requests, of each worker."""
+    return [labels["running_lora_adapters"] for labels, _at in system.fleet_metrics().each("vllm:lora_requests_info")]
+
+
 def listed(system: System) -> dict[str, dict]:
     return {one["id"]: one for one in system.http.get("/v1/models").json()["data"]}
 
@@ -73,6 +82,10 @@ def test_adapters_of_the_settings_are_listed_and_served_apart(system: System):
     again = complete(system, "mail")
     assert again[1] == mail[1]
     assert again[2] > 0
+
+    until(lambda: lora_gauges(system).count("") == 2, "no request has an adapter")
+    with system.http.stream("POST", "/v1/completions", json=endless("mail")):
+        until(lambda: "mail" in lora_gauges(system), "the metrics show the adapter of the running request")
 
     code, out, err = lora(system, "list")
     assert (code, err) == (0, "")

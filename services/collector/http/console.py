@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from services.collector.console.feed import Feed, Watcher
@@ -22,12 +21,11 @@ from services.collector.console.requests import RecentRequests
 from services.collector.http.access import Access
 from shared.bus.port import Bus
 from shared.http.limits import UNNAMED, owner_of
+from shared.http.small_body import BodyRefused, small_body
 from shared.runtime.settings import SettingsError
 
 JSON = "application/json"
 PAGE = "index.html"
-BODY_BYTES_MAX = 16 * 1024
-BODY_S_MAX = 10.0
 CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -94,8 +92,10 @@ async def execute_order(context: ConsoleContext, request: Request) -> Response:
         return json_response(Refusal(status=503, message="The admin key file cannot be read: see the collector's log."))
     if (refusal := refusal_of(client)) is not None:
         return json_response(refusal)
-    body = await body_of(request)
-    order = parse_order(body) if isinstance(body, bytes) else body
+    try:
+        order = parse_order(await small_body(request))
+    except BodyRefused as refused:
+        order = Refusal(status=refused.status, message=str(refused))
     result = await context.orders.execute(order) if not isinstance(order, Refusal) else order
     return json_response(result if isinstance(result, Refusal) else {"message": result})
 
@@ -107,20 +107,6 @@ async def may_act(access: Access, request: Request) -> bool:
         return refusal_of(client) is None
     except SettingsError:
         return False
-
-
-async def body_of(request: Request) -> bytes | Refusal:
-    """The whole body, up to ``BODY_BYTES_MAX`` and within ``BODY_S_MAX``."""
-    body = b""
-    try:
-        async with asyncio.timeout(BODY_S_MAX):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > BODY_BYTES_MAX:
-                    return Refusal(status=413, message=f"An order has at most {BODY_BYTES_MAX} bytes.")
-    except (TimeoutError, ClientDisconnect):  # Who has left does not read the refusal.
-        return Refusal(status=408, message="The order did not arrive in time.")
-    return body
 
 
 def json_response(content: Any) -> Response:

@@ -26,7 +26,8 @@ BOUNDS = Bounds(
 PROMPT_SOURCES = {"computed": "computed_tokens", "cached": "cached_tokens", "received": "received_tokens"}
 
 
-def _kv_used(view: WorkerView) -> float:
+def kv_used(view: WorkerView) -> float:
+    """The share of the engine's KV blocks that is in use, 0.0 to 1.0."""
     return view.load.kv_blocks_used / view.load.kv_blocks_total if view.load.kv_blocks_total else 0.0
 
 
@@ -35,7 +36,7 @@ WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
     names.WORKER_WAITING: lambda view, _now: view.load.waiting,
     names.WORKER_WAITING_TOKENS: lambda view, _now: view.load.waiting_tokens,
     names.WORKER_LEGS: lambda view, _now: view.load.legs,
-    names.WORKER_KV_USED: lambda view, _now: _kv_used(view),
+    names.WORKER_KV_USED: lambda view, _now: kv_used(view),
     names.WORKER_PREFILL_SPEED: lambda view, _now: view.load.prefill_tokens_per_s,
     names.WORKER_TOKEN_INTERVAL: lambda view, _now: view.load.decode_s_per_token,
     names.WORKER_GENERATION_TOKENS: lambda view, _now: view.totals.values["generation_tokens"],

@@ -12,7 +12,7 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
-from shared.contracts.workers import FleetState, WorkerLost
+from shared.contracts.workers import FleetState, WorkerLost, WorkerRecord
 
 PLAN_STALE_S_MAX = 60.0
 """A plan that is not renewed for this long is no longer shown."""
@@ -139,6 +139,8 @@ class FleetView:
     def __init__(self) -> None:
         self.state: FleetState | None = None
         """The leader's newest state; None after it has stopped publishing."""
+        self.records: dict[WorkerId, WorkerRecord] = {}
+        """Of the newest state that was published."""
         self.workers_lost = 0
         self._heard = 0.0
         self._lives_lost: deque[tuple[WorkerId, Epoch]] = deque(maxlen=LIVES_MAX)
@@ -148,6 +150,7 @@ class FleetView:
         self.expire(now)
         if self.state is None or state.term >= self.state.term:
             self.state, self._heard = state, now
+            self.records = {each.record.worker_id: each.record for each in state.workers}
 
     def lost(self, lost: WorkerLost) -> None:
         """Count a lost worker. A new leader repeats its predecessor's losses, so each life counts once."""

@@ -159,6 +159,10 @@ class EngineFacts:
     prefix_caching: bool = True
     renders: bool = False
     """Whether it has a renderer."""
+    adapters_at_once_max: int = 0
+    """Different LoRA adapters in one batch; 0: it takes none."""
+    paths: frozenset[str] = frozenset()
+    """Those of ``engine_paths.SERVED`` that its server has; empty: not known."""
     note: str = ""
     """For operators."""
 
@@ -183,6 +187,8 @@ class EngineLoad:
     decode_s_per_token: float = 0.0
     steps: StepTotals | None = None
     store: StoreState | None = None
+    adapters_running: list[str] = field(default_factory=list)
+    adapters_waiting: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord, Scope
 from services.worker.legs.resume import dated
+from shared.contracts.engine_paths import METHODS
 from shared.contracts.inference import LegKind, StartLeg
 
 OK = 200
@@ -183,7 +184,7 @@ def http_scope(path: str, body: bytes, *, content_type: str = JSON, request_id: 
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
-        "method": "POST",
+        "method": METHODS.get(path, "POST"),
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),

@@ -10,6 +10,7 @@ import asyncio
 
 import msgspec
 
+from services.worker.engines.port import EngineFacts
 from shared.contracts.request_body import body_fault, reserved_in, reserved_message
 
 HINTS = (b"chat_template_kwargs", b"\\u")
@@ -32,6 +33,18 @@ def refusal_of(body: bytes) -> bytes:
     if any(hint in body for hint in HINTS) and (name := reserved_in(body)):
         return _error(reserved_message(name), "chat_template_kwargs")
     return b""
+
+
+def serves(facts: EngineFacts, path: str) -> bool:
+    """Whether the engine's server has this path, as far as that is known."""
+    return not facts.paths or path in facts.paths
+
+
+def not_served(facts: EngineFacts, path: str) -> bytes:
+    """The body of the 404 response."""
+    message = f"The engine of {facts.models[0]} does not serve {path}; it serves {', '.join(sorted(facts.paths))}."
+    error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
+    return msgspec.json.encode({"error": error})
 
 
 def _error(message: str, param: str | None) -> bytes:

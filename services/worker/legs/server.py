@@ -16,12 +16,13 @@ from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from services.worker.legs.asgi_call import JSON, AsgiCall
 from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
 from services.worker.legs.capacity import Capacity
-from services.worker.legs.guard import refusal
+from services.worker.legs.guard import not_served, refusal, serves
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.legs.unread_offers import UnreadOffers
 from services.worker.telemetry.leg_spans import show_leg
 from shared.bus.frame_sender import FrameSender, LegFrames, LegGone
 from shared.bus.port import Envelope
+from shared.contracts.engine_paths import FORMS
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId, is_subject_token
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
@@ -36,6 +37,7 @@ log = logging.getLogger("baton.worker")
 
 OK = 200
 BAD_REQUEST = 400
+NOT_FOUND = 404
 TOKEN_BYTES = 4
 """Of a packed token id."""
 DEATH_NOTICE_S_MAX = 1.0
@@ -203,10 +205,11 @@ class LegServer:
 
     async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
         arrived = self._service.clock.now()
-        if refused := await refusal(start.body):
-            frames.head(BAD_REQUEST, JSON)
-            frames.data(refused)
-            frames.end(LegReport())
+        if not serves(self._engine.facts, start.path):
+            _refuse(frames, NOT_FOUND, not_served(self._engine.facts, start.path))
+            return
+        if start.path not in FORMS and (refused := await refusal(start.body)):
+            _refuse(frames, BAD_REQUEST, refused)
             return
         body, order, resume = self._orders(start)
         if body is None:
@@ -229,6 +232,8 @@ class LegServer:
 
     def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
         """The engine's body, its order about KV if it takes one, and the tokens to resume from. Raises CannotResume."""
+        if start.path in FORMS:
+            return self._orders_of_form(start)
         body = salted(start.body, start.cache_salt)
         own = own_body(start.path, body, start.kind, moves_kv=moves_kv(start) or start.resume is not None)
         resume = resumed_tokens(start, is_plain=own.is_plain)
@@ -236,6 +241,13 @@ class LegServer:
             return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
         order = self._policy.order(start, is_plain=own.is_plain, can_refuse=start.path in COMPLETION_PATHS)
         return own.body, order, resume
+
+    def _orders_of_form(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
+        """Of a form nothing is handed off or resumed; the engine itself salts what its server makes of it."""
+        resume = resumed_tokens(start, is_plain=False)
+        has_exchange = self._engine.exchange is not None
+        order = self._policy.order(start, is_plain=False, can_refuse=False) if has_exchange else None
+        return None if start.kind is LegKind.PREFILL else start.body, order, resume
 
     def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:
         about: dict[str, AttributeValue] = {
@@ -260,6 +272,12 @@ class LegServer:
         await asyncio.wait([self._death], timeout=DEATH_NOTICE_S_MAX)
         if self._death.done():
             raise EngineDied(self._death.result())
+
+
+def _refuse(frames: LegFrames, status: int, body: bytes) -> None:
+    frames.head(status, JSON)
+    frames.data(body)
+    frames.end(LegReport())
 
 
 def check_resumed(record: LegRecord, status: int) -> None:

@@ -117,4 +117,6 @@ def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, no
         step_tokens_max=facts.step_tokens_max,
         prefix_caching=facts.prefix_caching,
         renders=facts.renders,
+        adapters_at_once_max=facts.adapters_at_once_max,
+        paths=sorted(facts.paths),
     )

@@ -262,13 +262,15 @@ async def test_an_adapter_is_unloaded_while_a_stream_runs(pair: Pair, driver: Dr
     prompt, long = prompt_of("unloaded"), {"max_tokens": 600, "stream": True}
     expected = (await answer(driver, PREFILL, "sql", prompt, **long)).token_ids
     running = asyncio.create_task(answer(driver, PREFILL, "sql", prompt, **long))
-    await driver.router.load_where(worker_named(pair, PREFILL), lambda load: load.running > 0)
+    await driver.router.load_where(worker_named(pair, PREFILL), lambda load: load.adapters_running == ["sql"])
 
     assert (await change(driver, PREFILL, "unload", "sql")).failure == ""
 
     assert "sql" not in await loaded(driver, PREFILL)
     assert (await answer(driver, PREFILL, "sql", prompt)).status == 404
     assert (await running).token_ids == expected
+    await driver.router.load_where(worker_named(pair, PREFILL), lambda load: not load.adapters_running)
+    assert pair.record(PREFILL).adapters_at_once_max == 2
     assert (await answer(driver, PREFILL, MODEL, prompt)).status == 200
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from services.collector.http.access import Access, read_permissions
-from services.collector.http.console import BODY_BYTES_MAX, page_files
+from services.collector.http.console import page_files
 from services.collector.settings import Settings, check
 from shared.bus.port import AskRefused
 from shared.contracts.adapters import AdapterChanged, AdapterOrdered
@@ -22,6 +22,7 @@ from shared.contracts.decisions import CandidateRecord, DecisionRecord, FoundDec
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import OrderTaken, RoleChanged
 from shared.contracts.workers import Role
+from shared.http.small_body import BODY_BYTES_MAX
 from shared.runtime.settings import SettingsError
 from tests.unit.collector.console_world import PARTS, finished, serving, world
 

@@ -97,7 +97,7 @@ def test_a_text_line_is_for_people():
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
 def test_every_metric_name_follows_prometheus_conventions(metric):
-    assert metric.name.startswith("baton_")
+    assert metric.name.startswith(("baton_", "vllm:"))
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
     assert metric.meaning.endswith(".")
     if metric.unit in {"seconds", "bytes"}:

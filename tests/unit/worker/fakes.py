@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from opentelemetry.trace import NoOpTracer
 
@@ -197,7 +198,10 @@ class RunningWorker:
 
 @asynccontextmanager
 async def running_worker(
-    exchange: FakeExchange | None = None, adapters: EngineAdapters | None = None, **settings
+    exchange: FakeExchange | None = None,
+    adapters: EngineAdapters | None = None,
+    paths: frozenset[str] = frozenset(),
+    **settings,
 ) -> AsyncIterator[RunningWorker]:
     """A worker that is ready, its engine with or without an exchange; it is stopped at the end if it still runs."""
     from shared.contracts.channels import WORKER_RECORDS
@@ -205,6 +209,7 @@ async def running_worker(
 
     worker = RunningWorker(MemoryHub(), FakeEngine(), **settings)
     worker.engine.exchange, worker.engine.adapters = exchange, adapters
+    worker.engine.facts = replace(worker.engine.facts, paths=paths)
     await worker.inbox.open()
     worker.exit = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
     records = await worker.bus.key_value_store(WORKER_RECORDS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterable
 
 from services.worker.engines.adapters import AdapterFiles
+from services.worker.engines.simulated.core.sequence import Sequence
 
 
 class SimulatedAdapters:
@@ -25,3 +27,8 @@ class SimulatedAdapters:
     async def leave(self, name: str) -> None:
         """See the port."""
         del self.by_name[name]
+
+
+def adapters_of(sequences: Iterable[Sequence]) -> list[str]:
+    """The names of these sequences' adapters."""
+    return sorted({sequence.params.lora[0] for sequence in sequences if sequence.params.lora is not None})

@@ -26,7 +26,7 @@ from services.worker.engines.port import (
     Identity,
     TokenizerFiles,
 )
-from services.worker.engines.simulated.adapters import SimulatedAdapters
+from services.worker.engines.simulated.adapters import SimulatedAdapters, adapters_of
 from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.choices import Choice
 from services.worker.engines.simulated.core.engine_core import EngineCore
@@ -156,6 +156,8 @@ class SimulatedEngine:
             prefill_tokens_per_s=measures.prefill_tokens_per_s,
             decode_s_per_token=measures.decode_s_per_token,
             steps=measures.steps.totals(),
+            adapters_running=adapters_of(batch.running),
+            adapters_waiting=adapters_of(batch.not_running()),
         )
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:

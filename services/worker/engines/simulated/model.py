@@ -14,9 +14,13 @@ from services.worker.engines.port import EngineFacts
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings
 from services.worker.tiny_model.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
-from shared.contracts.workers import Fingerprint, HashScheme
+from shared.contracts.workers import ADAPTERS_MAX, Fingerprint, HashScheme
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+
+
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Of requests that ``SimulatedApp`` serves."""
 
 
 class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +51,8 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         legs_max=legs_max,
         step_tokens_max=settings.max_num_batched_tokens,
         prefix_caching=settings.prefix_caching,
+        adapters_at_once_max=ADAPTERS_MAX,
+        paths=PATHS,
     )
 
 

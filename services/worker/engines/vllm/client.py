@@ -26,6 +26,8 @@ PRIVATE_ARGUMENTS = ("ec_transfer_params", "kv_cache_report_mode")
 """Internal arguments of the engine that no client may set."""
 
 
+SALT = "cache_salt"
+"""Of vLLM's prompts."""
 POOLED = "pooled"
 """The finish reason of a leg that generates nothing, so that its worker does not take the lack of one for a failure."""
 
@@ -59,6 +61,7 @@ class LegEngine(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """One sequence of the current leg."""
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id=request_id, trace_headers={})
+        prompt = salted(prompt, record.cache_salt)
         if record.rendered is not None:
             await self._render(prompt, sampling_params, request_id, record.rendered, options.get("lora_request"))
             return
@@ -121,6 +124,7 @@ class LegEngine(AsyncLLM):
         """One input of the current leg, for an endpoint that generates nothing."""
         record = CURRENT_LEG.get()
         if record is not None:
+            prompt = salted(prompt, record.cache_salt)
             record.prompts_computing += 1
         async for output in super().encode(prompt, pooling_params, request_id, **options):
             if record is not None and output.finished:
@@ -164,6 +168,17 @@ class LegEngine(AsyncLLM):
         """The engine cannot go on; the first reason counts."""
         if not self.died.done():
             self.died.set_result(why)
+
+
+def salted(prompt: Any, salt: str) -> Any:
+    """The prompt with its tenant's salt. vLLM takes the salt from most bodies by itself, but those of Cohere's
+    embeddings and forms of audio have no field for it.
+    """
+    if not salt or not isinstance(prompt, dict):
+        return prompt
+    if "decoder_prompt" in prompt:
+        return {**prompt, "decoder_prompt": salted(prompt["decoder_prompt"], salt)}
+    return prompt if prompt.get(SALT) else {**prompt, SALT: salt}
 
 
 def guard(params: SamplingParams, kind: LegKind) -> None:

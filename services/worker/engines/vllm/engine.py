@@ -37,6 +37,7 @@ from services.worker.engines.vllm.arguments import OWN_CONNECTOR, arguments, con
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model.tiny_model import ensure_tiny_model
+from shared.contracts.engine_paths import SERVED
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
@@ -159,7 +160,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
             exchange.close()
         _kill_children()
         raise
-    facts = _facts(llm.vllm_config, args.served_model_name, fingerprinted, launch.settings.legs_max)
+    facts = _facts(llm.vllm_config, args.served_model_name, fingerprinted, launch.settings.legs_max, app.paths & SERVED)
     if facts.note:
         log.warning("%s", facts.note)
     return VllmEngine(
@@ -396,7 +397,9 @@ def hash_scheme(cache: Any) -> HashScheme:
     return scheme if seed is None else msgspec.structs.replace(scheme, seed=seed)
 
 
-def _facts(config: Any, names: list[str], fingerprint: Fingerprint, legs_max: int) -> EngineFacts:
+def _facts(
+    config: Any, names: list[str], fingerprint: Fingerprint, legs_max: int, paths: frozenset[str]
+) -> EngineFacts:
     return EngineFacts(
         engine="vllm",
         models=list(names),
@@ -408,5 +411,7 @@ def _facts(config: Any, names: list[str], fingerprint: Fingerprint, legs_max: in
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,
         prefix_caching=bool(config.cache_config.enable_prefix_caching),
         renders=config.model_config.runner_type == "generate",
+        adapters_at_once_max=config.lora_config.max_loras if config.lora_config is not None else 0,
+        paths=paths,
         note=window_price(config.model_config) if config.kv_transfer_config.kv_connector == OWN_CONNECTOR else "",
     )

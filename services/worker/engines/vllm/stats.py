@@ -158,7 +158,14 @@ def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:
         "running": stats.num_running_reqs,
         "waiting": stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
         "kv_blocks_used": round(stats.kv_cache_usage * kv_blocks),
+        "adapters_running": _with_requests(stats.running_lora_adapters),
+        "adapters_waiting": _with_requests(stats.waiting_lora_adapters),
     }
+
+
+def _with_requests(adapters: dict[str, int]) -> list[str]:
+    """The engine lists an adapter of any unfinished request under both states, with the number of requests."""
+    return [name for name, requests in adapters.items() if requests]
 
 
 def _transfers(load: EngineLoad, stats: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from services.worker.engines.port import CURRENT_LEG
 from services.worker.service import IN_FLIGHT_LISTS_S
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RouterId
@@ -16,6 +17,7 @@ from shared.runtime.service import live
 from tests.support.memory_bus import MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.worker.fakes import KV_TRANSFER, WAIT_S_MAX, FakeEngine, RunningWorker, running_worker
+from tests.unit.worker.kv_exchange.fakes import FakeExchange
 
 
 def kinds(frames) -> list[FrameKind]:
@@ -302,3 +304,49 @@ async def test_an_unencodable_content_type_fails_no_leg():
 
         assert failure is None
         assert frames[0].status == 200
+
+
+async def test_a_path_that_the_engine_does_not_serve_is_refused_with_what_it_serves():
+    async with running_worker(paths=frozenset({"/v1/completions", "/tokenize"})) as worker:
+        frames, failure = await worker.read(await worker.leg(path="/v1/embeddings"))
+
+        assert failure is None
+        assert frames[0].status == 404
+        message = json.loads(frames[1].data)["error"]["message"]
+        assert message == "The engine of m does not serve /v1/embeddings; it serves /tokenize, /v1/completions."
+        assert worker.engine.bodies == []
+
+
+FORM = b"--x\r\nContent-Disposition: form-data; name=file; filename=a\r\n\r\n" + b"\x00\\u[{" * 50_000 + b"\r\n--x--"
+
+
+@pytest.mark.parametrize("exchange", [False, True], ids=["upstream", "exchange"])
+async def test_a_form_reaches_the_engines_server_byte_for_byte_with_its_type(exchange):
+    async with running_worker(FakeExchange("w1") if exchange else None) as worker:
+        worker.engine.app = reads_form = FormApp()
+        leg = await worker.leg(
+            body=FORM, path="/v1/audio/transcriptions", content_type='multipart/form-data; boundary="x"', cache_salt="s"
+        )
+        frames, failure = await worker.read(leg)
+
+        assert failure is None
+        assert (frames[0].status, frames[1].data) == (200, b'{"text":""}')
+        assert reads_form.asked == ("POST", 'multipart/form-data; boundary="x"', FORM, "s")
+
+
+class FormApp:
+    async def __call__(self, scope, receive, send) -> None:
+        headers = dict(scope["headers"])
+        record = CURRENT_LEG.get()
+        body = (await receive())["body"]
+        self.asked = (scope["method"], headers[b"content-type"].decode(), body, record.cache_salt)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"text":""}', "more_body": False})
+
+
+async def test_the_tokenizers_description_is_asked_with_get():
+    async with running_worker() as worker:
+        worker.engine.app = reads = FormApp()
+        await worker.read(await worker.leg(body=b"", path="/tokenizer_info"))
+
+        assert reads.asked[0] == "GET"

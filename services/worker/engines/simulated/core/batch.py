@@ -42,6 +42,10 @@ class Batch:
     def unfinished(self) -> Iterator[Sequence]:
         """All unfinished sequences."""
         yield from self.running
+        yield from self.not_running()
+
+    def not_running(self) -> Iterator[Sequence]:
+        """Sequences that wait, also for KV from other engines."""
         yield from self.receiving.values()
         yield from self._received
         yield from self.waiting

@@ -1,0 +1,33 @@
+"""Paths of vLLM's server that routers serve by passing a request to workers."""
+
+from __future__ import annotations
+
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+FORMS = frozenset({TRANSCRIPTIONS, TRANSLATIONS})
+"""Their bodies are forms (``multipart/form-data``), not JSON."""
+INVOCATIONS = "/invocations"
+"""Any body of the other endpoints, which vLLM tells apart by their fields (SageMaker's convention)."""
+TOKENIZER_INFO = "/tokenizer_info"
+"""Asked with GET, without a body."""
+PLACED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Placed by prefix."""
+PASSED_THROUGH = (
+    "/v1/embeddings",
+    "/v2/embed",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/score",
+    "/rerank",
+    "/pooling",
+    "/classify",
+    "/tokenize",
+    "/detokenize",
+    INVOCATIONS,
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
+)
+"""One worker serves the whole request, as it is."""
+SERVED = frozenset((*PLACED, *PASSED_THROUGH, TOKENIZER_INFO))
+METHODS = {TOKENIZER_INFO: "GET"}
+"""Of paths that are not asked with POST."""
