@@ -31,7 +31,7 @@ METRICS_PATH = "/metrics"
 OWN_CHARS_MAX = 128
 """Length of a client's own salt; vLLM's limit."""
 SALT_BYTES = 32
-UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize"})
+UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 """Endpoints that compute no KV."""
 BAD_SALT = Fault(param="cache_salt", message=f"`cache_salt` must be a string of 1 to {OWN_CHARS_MAX} characters.")
 BAD_BODY = Fault(param="", message="The body is not a JSON object.")

@@ -30,6 +30,7 @@ log = logging.getLogger("baton.router")
 PASSED_THROUGH = (
     "/v1/responses",
     "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",
@@ -169,7 +170,7 @@ class Edge(HttpEdge[HttpRequest]):
             if http_request.left or http_request.ended:
                 return
             if http_request.begun:
-                http_request.end(error_event(Reason.INTERNAL, BUG))
+                http_request.end(error_event(http_request.head.path, Reason.INTERNAL, BUG))
             else:
                 http_request.refuse(failed(Reason.INTERNAL, BUG))
         finally:

@@ -51,7 +51,7 @@ def test_every_endpoint_that_creates_kv_is_salted(path):
     assert salted(facts(path), Key(tenant="a"), SECRET).salt
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
 def test_of_endpoints_without_kv_only_names_of_media_are_salted(path):
     request = salted(facts(path), Key(tenant="a"), SECRET)
 

@@ -37,7 +37,18 @@ def held(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
     """Generates, and answers with everything at the end."""
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify", "/tokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/pooling",
+        "/classify",
+        "/tokenize",
+        "/v1/messages/count_tokens",
+    ],
+)
 def test_inputs_count_although_the_engine_reports_no_tokens(path):
     async def scenario(world: World) -> None:
         await world.worker("w1", script=pooled)
