@@ -67,8 +67,10 @@ def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
     return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
 
 
-def correct_output(record: LegRecord, output: RequestOutput) -> None:
-    """What the client sees: the finish reason of a refused request, and the prefill worker's cached tokens."""
+def correct_output(record: LegRecord, output: RequestOutput, block_size: int) -> None:
+    """What the client sees: the finish reason of a refused request, and what the prefill worker read from its cache and
+    wrote to it.
+    """
     for completion in output.outputs:
         if completion.stop_reason == CACHE_THRESHOLD:
             completion.finish_reason, completion.stop_reason = CACHE_THRESHOLD, None
@@ -76,6 +78,23 @@ def correct_output(record: LegRecord, output: RequestOutput) -> None:
     if record.kind is not LegKind.DECODE or record.order is None:
         return
     if record.transfer_report is not None and record.transfer_report.prefill_cached_tokens >= 0:
-        output.num_cached_tokens = record.transfer_report.prefill_cached_tokens
+        cached = record.transfer_report.prefill_cached_tokens
     elif record.order.take is not None:
-        output.num_cached_tokens = record.prefill_cached_tokens
+        cached = record.prefill_cached_tokens
+    else:
+        return
+    output.num_cached_tokens = cached
+    output.num_cache_creation_tokens = max(0, in_full_blocks(output, block_size) - cached)
+
+
+def without_resumed(output: RequestOutput, block_size: int) -> None:
+    """Limit cached and written tokens to the client's prompt: resumed tokens are prompt to the engine only."""
+    cached = output.num_cached_tokens = min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ()))
+    left = max(0, in_full_blocks(output, block_size) - cached)
+    output.num_cache_creation_tokens = min(output.num_cache_creation_tokens or 0, left)
+
+
+def in_full_blocks(output: RequestOutput, block_size: int) -> int:
+    """Tokens of the client's prompt that fill blocks, which is what caches keep."""
+    prompt_tokens = len(output.prompt_token_ids or ())
+    return prompt_tokens - prompt_tokens % block_size
