@@ -70,7 +70,11 @@ class StartLeg(Message, frozen=True, kw_only=True):
     (see ``Frame.joined``).
     """
     created: int = 0
-    """With ``resume``: the ``created`` time of the response's events (Unix seconds); 0: unknown."""
+    """With ``resume``: the ``created`` or ``created_at`` time of the response's events (Unix seconds); 0: unknown."""
+    answer_id: str = ""
+    """The ids of the response's parts are derived from it, so that a resumed stream keeps those of its first leg.
+    Random, the same for all legs of a request; empty: the engine's ids are random.
+    """
     cache_salt: str = ""
     """Replaces ``cache_salt`` of the body. It is derived from that and the tenant, so that only requests of one tenant
     share cached KV. Empty: keep the body's.

@@ -169,16 +169,20 @@ class Front:
         body: dict[str, Any],
         resume: tuple[list[int], frozenset[int]] | None = None,
         created: int = 0,
+        *,
+        path: str = CHAT,
+        answer_id: str = "",
     ) -> tuple[Pieces, LegRecord]:
         """One leg."""
-        raw = json.dumps({"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, **body}).encode()
+        usage = {"stream_options": {"include_usage": True}} if path == CHAT else {}
+        raw = json.dumps({"model": MODEL, "stream": True, **usage, **body}).encode()
         start = StartLeg(
             worker_id=WorkerId("w1"),
             router_id=RouterId("r1"),
             request_id=RequestId("q"),
             leg_id=LegId("l"),
             kind=LegKind.AGGREGATED,
-            path=CHAT,
+            path=path,
             body=raw,
             deadline_s=60.0,
             resume=b"" if resume is not None else None,
@@ -186,7 +190,13 @@ class Front:
         )
         tokens, joined = resume or (None, frozenset())
         record = LegRecord(
-            kind=start.kind, request_id="q", trace_headers={}, path=CHAT, resume=tokens, resume_joined=joined
+            kind=start.kind,
+            request_id="q",
+            trace_headers={},
+            path=path,
+            resume=tokens,
+            resume_joined=joined,
+            answer_id=answer_id,
         )
         pieces = Pieces()
         await asyncio.create_task(self._call(AsgiCall(start, raw, record, pieces, _no_server_error), record))

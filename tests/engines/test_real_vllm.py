@@ -238,7 +238,7 @@ def chat(client: OpenAI, **fields: Any) -> Any:
 
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-TEXT_EVENTS = ("content_block_delta", "response.output_text.delta")
+TEXT_DELTAS = {MESSAGES: "content_block_delta", RESPONSES: "response.output_text.delta"}
 
 
 def said(
@@ -253,7 +253,7 @@ def said(
     if stream:
         lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
-        deltas = [event["delta"] for event in events if event["type"] in TEXT_EVENTS]
+        deltas = [event["delta"] for event in events if event["type"] == TEXT_DELTAS[path]]
         return "".join(delta["text"] if isinstance(delta, dict) else delta for delta in deltas), decision
     told = answer.json()
     parts = told["content"] if path == MESSAGES else [part for item in told["output"] for part in item["content"]]
@@ -289,6 +289,60 @@ def test_messages_and_responses_are_handed_over_and_their_next_turn_is_cached(sy
 
     assert decision["cached_tokens"] >= 0.9 * history
     assert abs(decision["predicted_cached_tokens"] - decision["cached_tokens"]) <= BLOCK
+
+
+def counted(path: str, usage: dict[str, Any]) -> dict[str, int]:
+    """Tokens of the prompt, those of them that were read from a cache or written to it, and those of the answer."""
+    if path == MESSAGES:
+        read, written = usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]
+        prompt = usage["input_tokens"] + read + written
+    else:
+        details, prompt = usage["input_tokens_details"], usage["input_tokens"]
+        read, written = details["cached_tokens"], details["cache_write_tokens"]
+        assert usage["total_tokens"] == prompt + usage["output_tokens"]
+    return {"prompt": prompt, "read": read, "written": written, "answer": usage["output_tokens"]}
+
+
+def used(system: System, path: str, body: dict[str, Any], mode: str, **fields: Any) -> dict[str, int]:
+    """The usage that an answer ends with."""
+    answer = system.http.post(path, json={**body, **fields}, headers={"x-baton-mode": mode})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-baton-mode"] == mode
+    if not body["stream"]:
+        return counted(path, answer.json()["usage"])
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    end = json.loads(lines[-2 if path == MESSAGES else -1])
+    return counted(path, end["usage"] if path == MESSAGES else end["response"]["usage"])
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_usage_of_two_engines_is_that_of_one(system: System, path: str, stream: bool):
+    turns = [{"role": "user", "content": f"What does a baton of {path} cost, {stream}? " * 20}]
+    turns_in, limit = ("messages", "max_tokens") if path == MESSAGES else ("input", "max_output_tokens")
+    body = {"model": MODEL, turns_in: turns, limit: 4, "temperature": 0, "stream": stream}
+
+    alone = [used(system, path, body, "aggregated", cache_salt="alone") for _ in range(2)]
+    apart = [used(system, path, body, "disaggregated") for _ in range(2)]
+
+    assert apart == alone
+    prompt = apart[0]["prompt"]
+    assert prompt > 2 * BLOCK
+    assert [one["read"] for one in apart] == [0, (prompt - 1) // BLOCK * BLOCK]
+    assert apart[0]["written"] == prompt // BLOCK * BLOCK
+
+
+def test_tokens_of_a_message_are_counted_as_the_engine_counts_them(system: System):
+    tool = {"name": "start_race", "description": "Starts it.", "input_schema": {"type": "object", "properties": {}}}
+    turns = [{"role": "user", "content": "Who takes the baton? " * 9}, {"role": "assistant", "content": "You."}]
+    for more in ({}, {"system": "You run."}, {"tools": [tool]}):
+        body = {"model": MODEL, "messages": [*turns, {"role": "user", "content": "Läufer, 走れ!"}], **more}
+
+        counting = system.http.post(f"{MESSAGES}/count_tokens", json=body)
+
+        assert counting.status_code == 200, counting.text
+        sent = used(system, MESSAGES, {**body, "max_tokens": 1, "stream": False}, "aggregated")
+        assert counting.json()["input_tokens"] == sent["prompt"]
 
 
 TOOL = {
@@ -421,6 +475,7 @@ def cpu_s(processes: list[psutil.Process]) -> float:
 
 
 MIGRATED_TOKENS = 160
+LONG_TRIED_MAX = 30
 SOME = 10
 """Events that every client has received when the worker is killed."""
 TEXTS = ("Tell me more. ", "Läufer, 走れ! 🏃 ", "def run(baton):\n    return ", "1, 2, 3, ")
@@ -429,17 +484,34 @@ TEXTS = ("Tell me more. ", "Läufer, 走れ! 🏃 ", "def run(baton):\n    retur
 class Stream:
     """One stream, and what it has told so far."""
 
-    def __init__(self, number: int) -> None:
-        text = TEXTS[number % len(TEXTS)] * (8 + 12 * number)
-        common = {"model": MODEL, "max_tokens": MIGRATED_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
-        common |= {"stream_options": {"include_usage": True}}
-        chat = {"messages": [{"role": "user", "content": text}]}
-        self.path = "/v1/chat/completions" if number % 2 else "/v1/completions"
-        common["baton"] = {"decode_worker": "decode-1"}
-        self.body: dict[str, Any] = {**common, **(chat if number % 2 else {"prompt": text})}
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        self.path = path
+        self.body = {"model": MODEL, "temperature": 0, "stream": True, **body}
         self.worker = ""
         self.events: list[dict[str, Any]] = []
         self.ends = 0
+
+    @classmethod
+    def of_chunks(cls, number: int) -> Stream:
+        """A completion or a chat, of another length for each number."""
+        text = TEXTS[number % len(TEXTS)] * (8 + 12 * number)
+        body = {"max_tokens": MIGRATED_TOKENS, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        body["baton"] = {"decode_worker": "decode-1"}
+        if number % 2:
+            return cls("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]})
+        return cls("/v1/completions", {**body, "prompt": text})
+
+    @classmethod
+    def of_events(cls, path: str, number: int) -> Stream:
+        """A message or a response."""
+        turns = [{"role": "user", "content": f"{number} runners: {TEXTS[number % len(TEXTS)] * 30}"}]
+        if path == MESSAGES:
+            return cls(path, {"messages": turns, "max_tokens": MIGRATED_TOKENS})
+        return cls(path, {"input": turns, "max_output_tokens": MIGRATED_TOKENS, "ignore_eos": True})
+
+    def again(self) -> Stream:
+        """The same request."""
+        return Stream(self.path, self.body)
 
     def run(self, system: System) -> Stream:
         headers = {"x-baton-mode": "disaggregated"}
@@ -448,13 +520,15 @@ class Stream:
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     self.ends += 1
-                elif line:
+                elif line.startswith("data: "):
                     self.events.append(json.loads(line.removeprefix("data: ")))
         return self
 
     def said(self) -> tuple[Any, ...]:
         """All that must not depend on what happened to the engines."""
         assert not [event for event in self.events if "error" in event], self.events[-1]
+        if self.path in TEXT_DELTAS:
+            return self._said_in_events()
         choices = [choice for event in self.events for choice in event["choices"]]
         texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
         usage = self.events[-1]["usage"]
@@ -467,13 +541,45 @@ class Stream:
             self.ends,
         )
 
+    def _said_in_events(self) -> tuple[Any, ...]:
+        """The order of events, however many deltas tell of the text, and what they say."""
+        types = [event["type"] for event in self.events]
+        order = [kind for kind, before in zip(types, ["", *types], strict=False) if kind != before]
+        deltas = [event["delta"] for event in self.events if event["type"] == TEXT_DELTAS[self.path]]
+        text = "".join(delta["text"] if isinstance(delta, dict) else delta for delta in deltas)
+        if self.path == MESSAGES:
+            end = self.events[-2]
+            usage = counted(MESSAGES, end["usage"])
+            return order, text, end["delta"]["stop_reason"], usage["prompt"], usage["answer"]
+        response = self.events[-1]["response"]
+        usage = counted(RESPONSES, response["usage"])
+        numbers = [event["sequence_number"] for event in self.events]
+        told = {event["item_id"] for event in self.events if "item_id" in event}
+        (item,) = response["output"]
+        assert told == {item["id"]}
+        assert [part["text"] for part in item["content"]] == [text]
+        assert response["id"] == self.events[0]["response"]["id"]
+        assert response["created_at"] == self.events[0]["response"]["created_at"]
+        assert numbers == [*range(len(numbers))]
+        return order, text, response["status"], usage["prompt"], usage["answer"]
+
+
+def long_message(system: System) -> Stream:
+    """One that the model does not end soon. vLLM's server of messages has no ``ignore_eos``."""
+    for number in range(LONG_TRIED_MAX):
+        stream = Stream.of_events(MESSAGES, number).run(system)
+        if len(stream.events) > MIGRATED_TOKENS // 2:
+            return stream
+    raise AssertionError("every message ends soon")
+
 
 def test_greedy_streams_of_a_dead_engine_continue_on_another_unchanged_if_they_may(system: System, client: OpenAI):
     order_role(system, "prefill-1", "both")
-    numbers = range(len(TEXTS))
-    undisturbed = [Stream(number).run(system).said() for number in numbers]
+    chunks = [Stream.of_chunks(number).run(system) for number in range(len(TEXTS))]
+    uncut = [*chunks, Stream.of_events(RESPONSES, 1).run(system), long_message(system)]
+    undisturbed = [stream.said() for stream in uncut]
 
-    streams = [Stream(number) for number in numbers]
+    streams = [stream.again() for stream in uncut]
     worker = system.worker_pid("decode-1")
     engine = max(tree(worker)[1:], key=lambda process: process.memory_info().rss)
     options = {"resumes_max": 0, "decode_worker": "decode-1"}
@@ -493,9 +599,10 @@ def test_greedy_streams_of_a_dead_engine_continue_on_another_unchanged_if_they_m
     print(f"\na stream that may not be resumed ended with {broken.value.code} after {ended_s:.1f} s")
     assert ended_s < ERROR_S_MAX
     assert {stream.worker for stream in streams} == {"decode-1"}
-    assert max(received) < MIGRATED_TOKENS, "the engine was killed too late to prove anything"
+    whole = [len(stream.events) for stream in streams]
+    assert all(map(int.__lt__, received, whole)), "the engine was killed too late to prove anything"
     assert said == undisturbed
-    assert system.metrics().sum("baton_router_resumes_total") > 0
+    assert system.metrics().sum("baton_router_resumes_total") >= len(streams)
     until(lambda: system.pids("services.worker", "decode-1") not in ([], [worker]), "the worker is started again")
 
 

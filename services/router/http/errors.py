@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from services.router.placement.request_fields import Fault
+import msgspec
+
+from services.router.placement.request_fields import MESSAGES, Fault
 from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.http.errors import HttpError, error_body
 
 EVENT_STREAM = "text/event-stream"
 RETRY_AFTER_S_MAX = 86_400.0
+OVERLOADED = 503
 CODES = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
 
 
@@ -37,6 +40,11 @@ def refused_field(fault: Fault) -> HttpError:
     return HttpError(status, body, None, str(fault.reason))
 
 
-def error_event(reason: Reason, message: str) -> bytes:
-    """The last event of a stream that failed after it had begun."""
-    return b"data: " + error_body(HTTP_STATUS[reason], message, code=str(reason)) + b"\n\n"
+def error_event(path: str, reason: Reason, message: str) -> bytes:
+    """The last event of a stream that failed after it had begun. Clients of messages ignore events without a name."""
+    status = HTTP_STATUS[reason]
+    if path != MESSAGES:
+        return b"data: " + error_body(status, message, code=str(reason)) + b"\n\n"
+    kind = "overloaded_error" if status == OVERLOADED else "api_error"
+    error = {"type": "error", "error": {"type": kind, "message": message, "code": str(reason)}}
+    return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"

@@ -34,8 +34,9 @@ REFUSAL_BYTES_MAX = 500
 """Of an engine's error body that are quoted in a stream's last event."""
 STEP_SHARE_MAX = 0.5
 """Of a request's remaining time, for one step that may be retried: the rest is for the retry."""
-DONE = b"data: [DONE]\n\n"
-"""A stream that ends with it is complete, whatever happens to its leg afterwards."""
+LAST_EVENTS = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n")
+"""A stream that ends with one of them is complete, whatever happens to its leg afterwards."""
+EVENT_END = b"\n\n"
 OTHER_LEG_OVER = Failure(reason=Reason.CANCELLED, message="the leg beside it is over")
 
 
@@ -244,7 +245,7 @@ class LegRunner:
             try:
                 frames = await leg.frames()
             except LegFailed:
-                if not data.endswith(DONE):
+                if not is_complete(data):
                     raise
                 data = b""
                 break
@@ -290,6 +291,12 @@ class LegRunner:
 def step_s(left_s: float, step_s_max: float, *, may_fail: bool) -> float:
     """How long one step may take when the request has ``left_s`` left. ``may_fail``: another attempt could follow."""
     return min(step_s_max, STEP_SHARE_MAX * left_s if may_fail else left_s)
+
+
+def is_complete(data: bytes) -> bool:
+    """Whether a stream ends with ``data``: whole events, of which no text holds an unescaped line end."""
+    last = data.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
+    return data.endswith(EVENT_END) and last.startswith(LAST_EVENTS)
 
 
 def status_of(head: Frame) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 from services.router.admission.admission_queue import AdmissionQueue
@@ -15,7 +16,7 @@ from services.router.placement.decision_service import DecisionService
 from services.router.placement.model_names import with_primary_name
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import Mode, default_or_requested
+from services.router.placement.request_fields import RESPONSES, Mode, default_or_requested
 from services.router.relay.charging import charge, settle, too_many_sequences
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
@@ -36,6 +37,7 @@ from shared.http.errors import HttpError
 from shared.telemetry.span_names import SpanName
 
 SERVICE_UNAVAILABLE = 503
+ID_BYTES = 16
 ENGINE_FULL = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
 
 
@@ -96,6 +98,7 @@ class Relay:
             deadline_at=ends_at,
             resumes_max=resumes_allowed(self._settings.resumes_max, facts.options.resumes_max),
             why_not_resumable=why_not_resumable(facts),
+            answer_id=secrets.token_hex(ID_BYTES) if facts.path == RESPONSES and facts.stream else "",
         )
         http_request.on_left.append(context.client_left)
         if http_request.left:
@@ -215,7 +218,7 @@ class Relay:
         context.status = HTTP_STATUS[reason]
         context.reason = str(reason)
         if not left and not http_request.ended:
-            http_request.end(error_event(reason, failure.message))
+            http_request.end(error_event(context.facts.path, reason, failure.message))
 
     def _refuse(self, context: RequestContext, error: HttpError) -> None:
         context.status = error.status

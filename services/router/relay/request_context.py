@@ -26,7 +26,7 @@ from shared.telemetry.span_names import SpanName
 NEVER = float("inf")
 CLIENT_LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
 CLIENT_SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
-CREATED = re.compile(rb'"created":(\d{1,18})')
+CREATED = re.compile(rb'"created(?:_at)?":(\d{1,18})')
 
 
 class Served(NamedTuple):
@@ -99,7 +99,9 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     joined: array[int] = msgspec.field(default_factory=lambda: array("I"))
     """Indexes in ``relayed`` of tokens that the engine's server received together with the one before."""
     created: int = 0
-    """The ``created`` field of the stream's first event; 0: it has none."""
+    """The ``created`` or ``created_at`` field of the stream's first event; 0: it has none."""
+    answer_id: str = ""
+    """See ``StartLeg.answer_id``; empty where no event tells an id that a resumed stream could not repeat."""
     resumes_max: int = 0
     why_not_resumable: str = ""
     """Why the stream cannot continue at another worker; empty when it can."""

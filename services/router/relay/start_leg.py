@@ -65,6 +65,7 @@ class LegStarter:
             resume=pack_tokens(context.relayed) if http_request.begun else None,
             resume_joined=pack_tokens(context.joined),
             created=context.created,
+            answer_id=context.answer_id,
             cache_salt=facts.salt,
             media_salt=facts.media_salt,
             sequences=facts.sequences,

@@ -12,8 +12,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import UUID
 
 from connector.messages import EngineCall, EngineNotification
 from services.worker.settings import Settings
@@ -66,6 +68,10 @@ class LegRecord:
     them first, and the worker drops what the server sends for them. None: start at the beginning."""
     resume_joined: frozenset[int] = frozenset()
     """Indices of the resumed tokens that the server must get together with the token before."""
+    answer_id: str = ""
+    """What the ids that the server draws for the answer are derived from; empty: they are random."""
+    on_told: Callable[[], Awaitable[None]] | None = None
+    """The engine calls it when the server has sent all that it says of the outputs so far, and asks for the next."""
     # The engine fills in:
     caught_up: bool = False
     """With ``resume``: from now on the server's output is new to the client."""
@@ -89,6 +95,8 @@ class LegRecord:
     """Generated and not yet in a frame: the worker takes them when it sends data."""
     joined: list[int] = field(default_factory=list)
     """Indices in ``token_ids`` of those that the server got together with the token before."""
+    ids_drawn: int = 0
+    """Ids derived from ``answer_id`` so far."""
     kv_transfer: bytes = b""
     """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs; for engines without an exchange."""
     transfer_report: KvTransferReport | None = None
@@ -125,6 +133,12 @@ class LegRecord:
             return token_ids, None
         joined, self.joined = self.joined, []
         return token_ids, joined
+
+    def draw_id(self) -> UUID:
+        """The next id that the server needs. The same server draws the same ids for the same tokens."""
+        self.ids_drawn += 1
+        drawn = f"{self.answer_id}:{self.ids_drawn}".encode()
+        return UUID(bytes=blake2b(drawn, digest_size=16).digest())
 
     @property
     def is_new_to_client(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord, Scope
+from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS
 from services.worker.legs.resume import dated
 from shared.contracts.engine_paths import METHODS
 from shared.contracts.inference import LegKind, StartLeg
@@ -16,6 +17,8 @@ SERVER_ERROR = 500
 JSON = "application/json"
 LISTEN_S_MAX = 0.25
 """For the app to ask for the client's disconnect, or to end without."""
+EVENT_PATHS = HANDOFF_PATHS - COMPLETION_PATHS
+"""Their server may send several events for one token, or none: a message's block begins and has a text, say."""
 DISCONNECT_S_MAX = 5.0
 """For an app that has asked for the disconnect to end. Longer than a busy event loop stands still: an app that is
 cancelled before it has aborted its request leaves the engine to generate to the last token."""
@@ -84,7 +87,7 @@ class AsgiCall(_Call):
     such. A prefill leg's response is held back until ``finish``: once its KV is ready, its one token is not needed. A
     resumed leg drops what its client has received. Output after the last token (usage, the end of a stream, an error of
     a dying engine) is sent with the leg's end or not at all, so that the tokens sent say exactly where a leg that
-    resumes must continue.
+    resumes must continue. For the same reason all events that tell of a token are sent as one.
     """
 
     def __init__(
@@ -103,8 +106,11 @@ class AsgiCall(_Call):
         self._response = response
         self._on_server_error = on_server_error
         self._held_back: list[bytes] | None = [] if start.kind is LegKind.PREFILL else None
-        self._tail: list[bytes] = []
-        """Output after the last token."""
+        self._unsent: list[bytes] = []
+        """Output that waits for more about the same tokens, or for the leg's end."""
+        self._joins_events = start.path in EVENT_PATHS
+        if self._joins_events:
+            record.on_told = self._told
         self._content_type = ""
         self._created = start.created if start.resume is not None else 0
 
@@ -126,8 +132,8 @@ class AsgiCall(_Call):
     def finish(self) -> None:
         """The app has returned: relay what was held back, if the router needs it."""
         if self._held_back is None:
-            if tail := b"".join(self._tail):
-                self._response.data(tail)
+            if data := b"".join(self._unsent):
+                self._response.data(data, *self._record.take_tokens())
             return
         succeeded = bool(self._record.kv_transfer) or self.status == OK
         self._response.head(OK if succeeded else self.status, self._content_type)
@@ -141,15 +147,25 @@ class AsgiCall(_Call):
         if self.status == OK and not self._record.is_new_to_client:
             return
         data = dated(data, self._created) if self._created else data
+        if self._joins_events:
+            self._unsent.append(data)
+            return
         token_ids, joined = self._record.take_tokens()
         if self._record.is_over and not token_ids:
-            self._tail.append(data)
+            self._unsent.append(data)
             return
-        if self._tail:
-            data = b"".join([*self._tail, data])
-            self._tail.clear()
+        if self._unsent:
+            data = b"".join([*self._unsent, data])
+            self._unsent.clear()
         if data or token_ids:
             self._response.data(data, token_ids, joined)
+            await self._response.drain()
+
+    async def _told(self) -> None:
+        """The server asks for its next tokens. Those of which it has said nothing yet go with its next event."""
+        if data := b"".join(self._unsent):
+            self._unsent.clear()
+            self._response.data(data, *self._record.take_tokens())
             await self._response.drain()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.legs.body import COMPLETION_PATHS, read_fields
+from services.worker.legs.body import HANDOFF_PATHS, read_fields
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, StartLeg, unpack_tokens
 
@@ -36,8 +36,8 @@ STATEFUL = (
 FREE_FORMS = (None, "text")
 """Values of ``response_format`` that need no grammar."""
 FREE_TOOL_CHOICES = (None, "auto", "none")
-CREATED = re.compile(rb'"created":\d+')
-"""The start time of an answer, in each of its events."""
+CREATED = re.compile(rb'("created"|"id":"[^"]*","created_at"):\d+')
+"""The start time of an answer, in each of its events; of a response, in those that hold all of it."""
 
 
 class CannotResume(Exception):
@@ -67,7 +67,7 @@ def joined_tokens(start: StartLeg) -> frozenset[int]:
 
 def dated(events: bytes, created: int) -> bytes:
     """The events with ``created`` as their start time. Generated text is safe, because its quotes are escaped."""
-    return CREATED.sub(b'"created":%d' % created, events)
+    return CREATED.sub(rb"\g<1>:%d" % created, events)
 
 
 def cannot_resume(why: str) -> Failure:
@@ -76,7 +76,7 @@ def cannot_resume(why: str) -> Failure:
 
 
 def _obstacle(start: StartLeg, *, is_plain: bool) -> str:
-    if start.path not in COMPLETION_PATHS:
+    if start.path not in HANDOFF_PATHS:
         return f"{start.path} has no stream of tokens"
     if not is_plain:
         return "only one completion of one prompt, without the prompt's logprobs, can be resumed"

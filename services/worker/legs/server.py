@@ -68,6 +68,7 @@ def _new_record(
         order=order,
         resume=resume,
         resume_joined=joined_tokens(start),
+        answer_id=start.answer_id,
     )
 
 
@@ -220,7 +221,7 @@ class LegServer:
         self._legs[start.leg_id].record = record
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, lambda: self._explain(record))
-        await call.run(self._engine.app)
+        await self._call(call, record)
         is_generation = start.path in HANDOFF_PATHS or record.prompt_tokens > 0
         if call.status == OK and is_generation and not record.finish_reason:
             await self._explain(record)
@@ -229,6 +230,16 @@ class LegServer:
         cost = report(record, arrived, self._service.clock.now())
         show_leg(self._service.tracer, span, cost, arrived, self._service.clock)
         frames.end(cost)
+
+    async def _call(self, call: AsgiCall, record: LegRecord) -> None:
+        """Call the engine's server, which of some paths fails itself when its engine fails."""
+        try:
+            await call.run(self._engine.app)
+        except (LegGone, CannotResume, EngineDied):
+            raise
+        except Exception:
+            await self._explain(record)
+            raise
 
     def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
         """The engine's body, its order about KV if it takes one, and the tokens to resume from. Raises CannotResume."""

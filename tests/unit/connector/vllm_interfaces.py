@@ -86,6 +86,10 @@ INTERFACES = {
     "vllm/entrypoints/launchers/app.py": "build_app",
     "vllm/entrypoints/launchers/api_server/app_state.py": "init_app_state",
     "vllm/entrypoints/launchers/cli_args.py": "make_arg_parser validate_parsed_serve_args",
+    "vllm/entrypoints/anthropic/serving.py": "AnthropicServingMessages.message_stream_converter",
+    "vllm/entrypoints/openai/responses/serving.py": (
+        "OpenAIServingResponses.responses_stream_generator OpenAIServingResponses._process_simple_streaming_events"
+    ),
     "vllm/entrypoints/openai/models/serving.py": "OpenAIServingModels OpenAIServingModels.init_static_loras",
     "vllm/lora/request.py": "LoRARequest",
     "vllm/lora/utils.py": "get_adapter_absolute_path",
@@ -96,6 +100,7 @@ INTERFACES = {
     "vllm/renderers/base.py": "BaseRenderer._process_multimodal",
     "vllm/renderers/chat_utils.py": "load_chat_template",
     "vllm/usage/usage_lib.py": "UsageContext",
+    "vllm/utils/__init__.py": "random_uuid",
     "vllm/utils/argparse_utils.py": "FlexibleArgumentParser",
     "vllm/utils/gc_utils.py": "freeze_gc_heap",
     "vllm/utils/hashing.py": "get_hash_fn_by_name sha256_cbor",

@@ -84,6 +84,7 @@ class FakeEngine:
             await _answer(send, status, b'{"error":{}}')
             return
         if asked.get("crash"):
+            record.cannot_resume = asked.get("cannot_resume", "")
             raise ZeroDivisionError("a bug in the server")
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         record.prompts_computing = 0 if asked.get("early") else 1

@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
-from services.worker.engines.vllm.leg_orders import correct_output, give_order, take_transfer_report
+from services.worker.engines.vllm.leg_orders import correct_output, give_order, take_transfer_report, without_resumed
 from services.worker.engines.vllm.resume import CatchUp, catch_up_of, opening
 from services.worker.engines.vllm.stats import EngineMeter, PromptSources
 from shared.contracts.inference import LegKind
@@ -96,6 +96,8 @@ class LegEngine(AsyncLLM):
                         continue
                 _note_output(record, output)
                 yield output
+                if record.on_told is not None:
+                    await record.on_told()
         except EngineDeadError as error:
             self.note_death(str(error))
             raise
@@ -146,9 +148,12 @@ class LegEngine(AsyncLLM):
             await self.engine_core.add_request_async(request)
 
     def _fill_report(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
+        block_size = self.vllm_config.cache_config.block_size
         if self.has_exchange:
             take_transfer_report(record, request_id, output)
-            correct_output(record, output)
+            correct_output(record, output, block_size)
+        if record.resume:
+            without_resumed(output, block_size)
 
     def _note_prompt(self, record: LegRecord, output: RequestOutput, sources: PromptSources) -> None:
         record.prompt_tokens += len(output.prompt_token_ids or ())

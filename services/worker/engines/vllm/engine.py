@@ -251,11 +251,13 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     from vllm.utils.gc_utils import freeze_gc_heap
 
     from services.worker.engines.vllm.adapters import VllmServer
+    from services.worker.engines.vllm.answer_ids import derive_ids
     from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
     from services.worker.engines.vllm.media import name_by_content, only_vllm_reads_media, separate_tenants
     from services.worker.engines.vllm.rendering import bound_rendering
 
     bound_rendering(llm.model_config.max_model_len)
+    derive_ids()
     only_vllm_reads_media()
     separate_tenants(llm.renderer)
     name_by_content(llm.renderer, model_revision(llm.model_config))

@@ -150,7 +150,8 @@ async def opening(
     """Outputs for the server before the engine's first.
 
     A chat's stream opens with the role: it gets an output without tokens for that. Otherwise the role would be sent
-    with the first token's id but ahead of its text, and a leg that resumes after that id would lose the text.
+    with the first token's id but ahead of its text, and a leg that resumes after that id would lose the text. Messages
+    and responses need none: see ``AsgiCall``.
     """
     said = catch_up.outputs if catch_up is not None else []
     if said:
@@ -161,8 +162,8 @@ async def opening(
         bare.outputs, bare.finished = [], False
         said = [bare, *said]
     for number, earlier in enumerate(said, start=1):
-        # The server takes cached tokens from its first output; cached tokens of the answer are not the client's prompt.
-        earlier.num_cached_tokens = min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ()))
+        earlier.num_cached_tokens = output.num_cached_tokens  # The server takes them from its first output.
+        earlier.num_cache_creation_tokens = output.num_cache_creation_tokens
         if number % TOKENS_PER_TURN_MAX == 0:
             await asyncio.sleep(0)
         yield earlier

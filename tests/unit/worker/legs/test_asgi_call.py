@@ -1,4 +1,4 @@
-"""Calls of the engine's server: cancellation and errors."""
+"""Calls of the engine's server: cancellation, errors, and which events are sent with which tokens."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ async def no_server_error() -> None:
     return
 
 
-def call() -> AsgiCall:
-    start = StartLeg(
+def started(path: str) -> StartLeg:
+    return StartLeg(
         worker_id="w1",
         router_id="r1",
         request_id="q",
         leg_id="l",
         kind=LegKind.AGGREGATED,
-        path="/v1/completions",
+        path=path,
         body=b"{}",
         deadline_s=60.0,
     )
+
+
+def call() -> AsgiCall:
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
-    return AsgiCall(start, b"{}", record, Nobody(), no_server_error)
+    return AsgiCall(started("/v1/completions"), b"{}", record, Nobody(), no_server_error)
 
 
 async def cancelled(app: AsgiApp, computing: asyncio.Event) -> None:
@@ -122,3 +125,60 @@ async def test_exceptions_of_the_server_propagate():
 
     with pytest.raises(ZeroDivisionError):
         await call().run(app)
+
+
+class Sent:
+    """What a router gets."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[bytes, list[int], list[int] | None]] = []
+
+    def head(self, status: int, content_type: str) -> None:
+        assert (status, content_type) == (200, "text/event-stream")
+
+    def data(self, data: bytes, token_ids=(), joined=None) -> None:
+        self.pieces.append((data, list(token_ids), joined))
+
+    async def drain(self) -> None:
+        return
+
+
+def server(record: LegRecord, said: list[tuple[list[int], list[bytes]]], ending: list[bytes]) -> AsgiApp:
+    """Streams an opening, the events that each output's tokens make, and an ending, as vLLM's server does."""
+
+    async def app(_scope, receive, send) -> None:
+        async def tell(events: list[bytes]) -> None:
+            for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        record.sequence_began()
+        await tell([b"created "])
+        for tokens, events in said:
+            record.add_tokens(tokens, last=False)
+            await tell(events)
+            if record.on_told is not None:
+                await record.on_told()
+        record.sequence_ended()
+        await tell([*ending, b""])
+
+    return app
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_all_events_of_a_token_are_sent_with_it_and_none_without(path):
+    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
+    sent = Sent()
+    called = AsgiCall(started(path), b"{}", record, sent, no_server_error)
+    said = [([1], [b"added ", b"delta "]), ([2], []), ([3, 4], [b"done ", b"added ", b"delta "]), ([5], [])]
+
+    await called.run(server(record, said, [b"stop ", b"end "]))
+    before_the_end = list(sent.pieces)
+    called.finish()
+
+    assert before_the_end == [
+        (b"created added delta ", [1], None),
+        (b"done added delta ", [2, 3, 4], [2]),
+    ]
+    assert sent.pieces[2:] == [(b"stop end ", [5], None)]

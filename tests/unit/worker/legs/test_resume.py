@@ -43,6 +43,7 @@ def refusal(leg: StartLeg, *, is_plain: bool = True):
         {},
         {"tools": [{"type": "function"}], "tool_choice": "auto"},
         {"tool_choice": "none"},
+        {"tool_choice": {"type": "auto"}},
         {"response_format": {"type": "text"}},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.2},
         {"seed": 7, "stop": ["x"], "logit_bias": {"5": -100}, "logprobs": True},
@@ -61,6 +62,8 @@ def test_requests_that_depend_on_tokens_alone_resume(body):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ({"bad_words": ["no"]}, "bad_words"),
         ({"stream": False}, "stream"),
     ],
@@ -74,7 +77,12 @@ def test_state_of_the_lost_engine_prevents_a_resume_and_is_named(body, word):
 
 def test_several_completions_and_other_paths_are_refused():
     assert refusal(start({}), is_plain=False).reason is Reason.CANNOT_RESUME
-    assert refusal(start({}, path="/v1/responses")).reason is Reason.CANNOT_RESUME
+    assert refusal(start({}, path="/v1/embeddings")).reason is Reason.CANNOT_RESUME
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+def test_every_api_that_streams_tokens_resumes(path):
+    assert resumed_tokens(start({}, path=path), is_plain=True) == [5, 6]
 
 
 def test_unreadable_tokens_are_a_bad_message():
@@ -108,6 +116,14 @@ def test_every_event_has_the_original_created_time_and_text_stays():
     assert dated(b"data: %b\n\ndata: %b\n\n" % (text, text), 12) == (
         b"data: %b\n\ndata: %b\n\n" % ((text.replace(b":5,", b":12,"),) * 2)
     )
+
+
+def test_a_response_has_its_original_time_and_its_tools_stay():
+    tools = {"default": {"created": "5", "created_at": 6}}
+    event = {"response": {"id": "resp_1", "created_at": 5, "tools": [tools]}}
+    data = json.dumps(event, separators=(",", ":")).encode()
+
+    assert dated(data, 12) == data.replace(b'"created_at":5', b'"created_at":12')
 
 
 def test_a_prefill_leg_need_not_be_a_stream():
@@ -153,6 +169,18 @@ async def test_an_engine_that_cannot_resume_fails_that_leg_only():
         assert failure.reason is Reason.CANNOT_RESUME
         assert "it forgot" in failure.message
         assert all(frame.kind is not FrameKind.DATA for frame in frames)
+
+
+async def test_a_server_that_fails_for_lack_of_outputs_fails_with_the_reason():
+    """As vLLM's does for responses."""
+    async with running_worker() as worker:
+        body = {"stream": True, "crash": True, "cannot_resume": "it forgot"}
+        leg = await worker.leg(body=body, path="/v1/responses", resume=pack_tokens([0]))
+
+        _frames, failure = await worker.read(leg)
+
+        assert failure.reason is Reason.CANNOT_RESUME
+        assert "it forgot" in failure.message
 
 
 async def test_a_server_that_never_catches_up_fails_the_leg():
