@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,8 @@ def _group(path: str) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the tests that wait most; among those of the shared engines, end with those that kill them."""
+    if "torch" in sys.modules:  # It costs ten seconds in each of xdist's processes.
+        raise pytest.UsageError("a test's file imports torch (with vLLM, perhaps) at its top: import it in the test")
     if hasattr(config, "workerinput"):
         items.sort(key=_rank)
     items.sort(key=lambda item: item.path.name == KILLS_ENGINES)

@@ -8,12 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
-
-from vllm.v1.engine import EngineCoreRequestType
-
-from connector.scheduler.calls_during_steps import METHOD, CallsDuringSteps
-
 CALLS = 3000
 SOON_S = 30.0
 
@@ -22,6 +16,11 @@ class Core:
     """EngineCore as far as it takes requests."""
 
     def __init__(self) -> None:
+        self.kinds = pytest.importorskip("vllm.v1.engine").EngineCoreRequestType
+        from connector.scheduler.calls_during_steps import (
+            CallsDuringSteps,
+        )  # imports vLLM: only for the tests that run it
+
         self.input_queue: queue.Queue = queue.Queue()
         self.calls = CallsDuringSteps()
         self.calls.attach_to(self)
@@ -32,9 +31,9 @@ class Core:
         assert not self.scheduling, "a call ran beside the scheduler"
         self.handled.append(request[1])
 
-    def send(self, number: int, method: str = METHOD) -> None:
+    def send(self, number: int, method: str = "kv_exchange") -> None:
         """As the thread that receives requests does."""
-        self.input_queue.put_nowait((EngineCoreRequestType.UTILITY, [0, number, method, ()]))
+        self.input_queue.put_nowait((self.kinds.UTILITY, [0, number, method, ()]))
 
     def begin(self) -> None:
         """``schedule`` ends."""
@@ -79,7 +78,7 @@ def test_a_call_waits_while_the_scheduler_works(core: Core):
 def test_other_requests_wait_for_the_step(core: Core):
     core.begin()
     core.send(1, method="reset_prefix_cache")
-    core.input_queue.put_nowait((EngineCoreRequestType.ABORT, ["r1"]))
+    core.input_queue.put_nowait((core.kinds.ABORT, ["r1"]))
 
     assert core.handled == []
     assert core.input_queue.qsize() == 2
@@ -98,7 +97,7 @@ def test_requests_keep_their_place_when_a_call_is_taken_out(core: Core):
 
 def test_no_call_overtakes_another(core: Core):
     core.begin()
-    core.calls._enqueue((EngineCoreRequestType.UTILITY, [0, 1, METHOD, ()]))  # it arrived just before the step
+    core.calls._enqueue((core.kinds.UTILITY, [0, 1, "kv_exchange", ()]))  # it arrived just before the step
     core.send(2)
 
     assert core.handled == []
@@ -107,8 +106,8 @@ def test_no_call_overtakes_another(core: Core):
     assert core.handled == [1, 2]
 
 
-def test_an_engine_without_such_a_thread_has_calls_between_steps_only():
-    calls = CallsDuringSteps()
+def test_an_engine_without_such_a_thread_has_calls_between_steps_only(core: Core):
+    calls = type(core.calls)()
     calls.attach_to(SimpleNamespace())
     calls.begin()
 
