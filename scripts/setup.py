@@ -26,6 +26,8 @@ LOG = ROOT / ".baton" / "setup.log"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch publishes its CPU builds, for machines whose package index has none."""
 LOCKED = ["install", "--no-compile", "--no-deps", "--require-hashes", "--requirement"]
+WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}
+"""Modules of vLLM that run a model."""
 LINES_SHOWN_MAX = 15
 LARGE_MB = 40
 REDRAW_S = 0.25
@@ -64,12 +66,15 @@ def set_up(engine: str, *, dev: bool) -> None:
         check_system(engine)
         say(f"engine: {engine} ({why(engine)})")
         make_venv(engine)
+    compiling = None
     for part, lock in missing.items():
         install(lock)
         (VENV / f".{part}").write_text(wanted(lock))
-    if missing:
-        compile_modules()
+        if part == "runtime":
+            compiling = begin_compiling(engine)
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1))
+    if compiling is not None:
+        compiling.wait()
     (VENV / ".native").write_text(sources)
     if not any((ROOT / "services/router/native").glob("_block_table.*.so")):
         say("no C compiler found: the router's prefix index runs in Python, which is enough for a few workers")
@@ -156,14 +161,45 @@ def install(lock: str) -> None:
     say(f"installing {count} locked packages (requirements/{lock}.txt)")
     if torch := re.search(r"^torch==\S+\+cpu(?:.*\\\n)*.*\n", text, flags=re.MULTILINE):
         install_cpu_torch(torch[0])
-    pip([*LOCKED, f"requirements/{lock}.txt"], Progress(count))
+    if not uv(lock):
+        pip([*LOCKED, f"requirements/{lock}.txt"], Progress(count))
 
 
-def compile_modules() -> None:
-    """To bytecode, on all cores where pip would take one. Files for other Pythons, which some have, are left out."""
-    say("compiling modules")
-    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(VENV / "lib")]
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+def uv(lock: str) -> bool:
+    """Whether uv installed the lock, in a tenth of the time that pip takes. It does not read pip's configuration and is
+    told the index and the certificates only: on some machines only pip can.
+    """
+    pip([*LOCKED, "requirements/uv.txt"], Progress(1))
+    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps", "--require-hashes"]
+    command += ["--requirement", f"requirements/{lock}.txt"]
+    with LOG.open("a") as log:
+        shown = None if sys.stderr.isatty() else log
+        done = subprocess.run(command, cwd=ROOT, env=uv_environment(), stdout=log, stderr=shown, check=False)
+    if done.returncode != 0:
+        say("uv could not install it: pip does, which takes some minutes")
+    return done.returncode == 0
+
+
+def uv_environment() -> dict[str, str]:
+    """Ours, with the index and the certificates of pip's configuration unless uv has its own."""
+    command = [str(PYTHON), "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    configured = dict(re.findall(r"^\S*?\.([a-z-]+)='(.*)'$", listed, flags=re.MULTILINE))
+    names = {"index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}
+    return {**{names[key]: value for key, value in configured.items() if key in names}, **os.environ}
+
+
+def begin_compiling(engine: str) -> subprocess.Popen[bytes] | None:
+    """Compile vLLM's modules by importing them, beside what else is done: all modules of .venv would take much longer,
+    and most of them are never imported. The others are compiled by the first process that imports them.
+    """
+    if engine == "none":
+        return None
+    say("compiling vLLM's modules")
+    imported = ("vllm.entrypoints.launchers.app", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", WORKERS[engine])
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with LOG.open("a") as log:
+        return subprocess.Popen([PYTHON, "-c", f"import {', '.join(imported)}"], env=environ, stdout=log, stderr=log)
 
 
 def install_cpu_torch(locked: str) -> None:
