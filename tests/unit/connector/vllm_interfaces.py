@@ -31,6 +31,7 @@ INTERFACES = {
     "vllm/config/vllm.py": "VllmConfig",
     "vllm/config/model.py": "ModelConfig",
     "vllm/config/scheduler.py": "SchedulerConfig.get_scheduler_cls",
+    "vllm/model_executor/models/registry.py": "_run_in_subprocess",
     "vllm/v1/core/block_pool.py": (
         "BlockPool.__init__ BlockPool.get_cached_block BlockPool.touch BlockPool.free_blocks BlockPool.get_new_blocks "
         "BlockPool.get_num_free_blocks BlockPool._insert_block_hash BlockPool.cache_full_blocks "
