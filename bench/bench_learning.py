@@ -102,7 +102,7 @@ async def live(system: System, requests: int, per_s: float, longest: int) -> lis
             tasks.append(asyncio.create_task(ask(length, draw.randrange(8, 64))))
             await asyncio.sleep(draw.expovariate(per_s))
         ids = [one for one in await asyncio.gather(*tasks) if one]
-        return [(await http.get(f"/v1/decisions/{one}")).json() for one in ids[len(ids) // 10 :]]
+        return [(await http.get(f"/baton/decisions/{one}")).json() for one in ids[len(ids) // 10 :]]
 
 
 def before_placement_s(decision: dict[str, Any]) -> float:

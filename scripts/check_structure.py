@@ -40,8 +40,8 @@ PURE = {
     "services.router.admission": "admission fair_share queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit",
     "services.router.placement": (
-        "cost decision decision_log evaluation kv_sources media model_names placement placer policy request_fields "
-        "revisions sequences shortlist slo"
+        "cost decision decision_log evaluation form kv_sources media model_names placement placer policy "
+        "request_fields revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration timings",
     "services.router.state": (

@@ -20,6 +20,7 @@ from services.router.admission.waker import Waker
 from services.router.auth.authenticator import Authenticator
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
+from services.router.http.lora_routes import OrderAdapters
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import RequestPolicy
@@ -30,7 +31,14 @@ from services.router.relay.relay import Relay
 from services.router.relay.retry import Retry
 from services.router.relay.start_leg import LegStarter
 from services.router.relay.suspects import Suspects
-from services.router.settings import Settings, admission_policy, failure_policy, placement_policy, request_policy
+from services.router.settings import (
+    Settings,
+    admission_policy,
+    failure_policy,
+    is_local,
+    placement_policy,
+    request_policy,
+)
 from services.router.state.block_table import IS_COMPILED
 from services.router.state.bus_health import BusHealth
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
@@ -134,6 +142,7 @@ class Router:
             bus=self.bus,
             clock=self.clock,
             waits=self.waits,
+            order_adapters=OrderAdapters(self.bus, self.fleet.cluster, is_local=is_local(self.settings)),
         )
         return Edge(self.settings, self.clock, self.relay, self.request_log, self.authenticator, app)
 

@@ -161,7 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whether prompts are tokenized for exact prefix matches; ``auto``: if more than one worker could compute them."""
 
     decisions_max: int = 10_000
-    """Decisions kept for ``/v1/decisions``, the newest."""
+    """Decisions kept for ``/baton/decisions``, the newest."""
     decisions_bytes_max: int = 64 * 1024 * 1024
     """Approximate memory for them."""
     trace_slow_s: float = 2.0

@@ -9,9 +9,11 @@ INVOCATIONS = "/invocations"
 """Any body of the other endpoints, which vLLM tells apart by their fields (SageMaker's convention)."""
 TOKENIZER_INFO = "/tokenizer_info"
 """Asked with GET, without a body."""
+COUNT_TOKENS = "/v1/messages/count_tokens"
 PLACED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Placed by prefix."""
 PASSED_THROUGH = (
+    COUNT_TOKENS,
     "/v1/embeddings",
     "/v2/embed",
     "/v1/score",

@@ -17,7 +17,7 @@ AsgiApp = Callable[
 ]
 
 
-HEALTH_PATHS = frozenset({"/health", "/ready"})
+HEALTH_PATHS = frozenset({"/health", "/ready", "/healthcheck"})
 """Load balancers ask them under any name."""
 WALK_S = 0.1
 """Between two looks for clients that are late."""
@@ -69,6 +69,8 @@ class HttpEdge(Generic[Request]):
 
     paths: Mapping[bytes, str] = {}
     """POST requests to these are served without ASGI."""
+    gets: Mapping[bytes, str] = {}
+    """And GET requests to these."""
     headers: Sequence[tuple[str, str]] = (("x-content-type-options", "nosniff"),)
     """On every response of the app."""
 
@@ -107,8 +109,10 @@ class HttpEdge(Generic[Request]):
             await asyncio.sleep(WALK_S)
             self.idle.end_late()
 
-    def admit(self, connection: Any, path: str, headers: list[Header], *, http11: bool, keep: bool) -> Request:
-        """The head of a request to one of ``paths`` is complete."""
+    def admit(
+        self, connection: Any, path: str, headers: list[Header], *, http11: bool, keep: bool, query: bytes = b""
+    ) -> Request:
+        """The head of a request to one of ``paths`` or ``gets`` is complete."""
         raise NotImplementedError
 
     def limit_body(self, http_request: Request, body_bytes: int) -> bool:
@@ -116,7 +120,7 @@ class HttpEdge(Generic[Request]):
         raise NotImplementedError
 
     async def serve(self, http_request: Request) -> None:
-        """Serve one complete request to one of ``paths``."""
+        """Serve one complete request to one of ``paths`` or ``gets``."""
         raise NotImplementedError
 
     def refused_connection(self, reason: str) -> None:

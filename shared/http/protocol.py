@@ -181,19 +181,27 @@ class EdgeProtocol(HttpToolsProtocol):
         self.edge.idle.head_came(self)
         # llhttp reports trailers with the same callback as headers: they must not become headers of this request.
         headers, self.headers = self.headers, pipelining.NO_TRAILERS
-        path = self.edge.paths.get(self.url.partition(b"?")[0])
-        if path is None or self.parser.get_method() != b"POST":
+        path, _, query = self.url.partition(b"?")
+        served = self._served(path)
+        if served is None:
             super().on_headers_complete()
             return
         http11 = self.parser.get_http_version() == "1.1"
         keep = http11 and self.parser.should_keep_alive()  # HTTP/1.0 is always closed: it cannot delimit a stream.
-        http_request = self.http_request = self.edge.admit(self, path, headers, http11=http11, keep=keep)
+        http_request = self.http_request = self.edge.admit(self, served, headers, http11=http11, keep=keep, query=query)
         before, self.cycle = self.cycle, PipelinedRequest(http_request)
         if (before is None or before.response_complete) and not self.held:
             self._start_asgi_task(self.cycle, self.app)
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
+
+    def _served(self, path: bytes) -> str | None:
+        """The path, if the edge serves it without the app."""
+        method = self.parser.get_method()
+        if method == b"POST":
+            return self.edge.paths.get(path)
+        return self.edge.gets.get(path) if method == b"GET" else None
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.started = cycle

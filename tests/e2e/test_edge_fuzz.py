@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from shared.contracts.engine_paths import PASSED_THROUGH, TOKENIZER_INFO
 from tests.support.system import System
 
 pytestmark = pytest.mark.nats
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.nats
 EXAMPLES = 10
 """For each path."""
 ANSWER_S_MAX = 60.0
+FURTHER = ("/healthcheck", "/baton/decisions", "/v1/decisions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BREAKAGES = {500, 502, 504}
 """What no input alone may cause, while all workers are well."""
 
@@ -37,7 +39,9 @@ def test_fuzzed_requests_get_documented_responses(simulated: System):
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             fuzz(operation, mode)
 
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= {operation.path for operation in operations}
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", *PASSED_THROUGH, TOKENIZER_INFO, *FURTHER} <= {
+        operation.path for operation in operations
+    }
 
 
 def fuzz(operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode) -> None:

@@ -57,8 +57,8 @@ class Fleet:
 
     def last_decision(self) -> str:
         """Why the last request was placed where it was."""
-        newest = self.http.get("/v1/decisions", params={"limit": 1}).json()["decisions"][0]
-        return self.http.get(f"/v1/decisions/{newest['decision_id']}").text
+        newest = self.http.get("/baton/decisions", params={"limit": 1}).json()["decisions"][0]
+        return self.http.get(f"/baton/decisions/{newest['decision_id']}").text
 
     def exact(self) -> dict[str, int]:
         """The workers whose blocks the router knows exactly, and how many these are."""

@@ -129,6 +129,23 @@ def test_the_operator_loads_replaces_and_unloads(system: System):
     assert complete(system, "mail")[0] == 200
 
 
+def test_the_router_takes_orders_as_vllms_server_does(system: System):
+    load = {"lora_name": "web", "lora_path": "sql-v1"}
+    added = system.http.post("/v1/load_lora_adapter", json=load)
+    assert (added.status_code, added.text) == (200, "Success: LoRA adapter 'web' added successfully.")
+    until(lambda: "web" in listed(system), "the router knows the adapter")
+    assert complete(system, "web")[0] == 200
+    assert system.http.post("/v1/load_lora_adapter", json=load).status_code == 400
+    outside = system.http.post("/v1/load_lora_adapter", json={"lora_name": "bad", "lora_path": "../secret"})
+    assert (outside.status_code, "only place" in outside.json()["error"]["message"]) == (400, True)
+    assert "adapter order by 'a client of a router without keys'" in (system.logs / "orchestrator.log").read_text()
+
+    removed = system.http.post("/v1/unload_lora_adapter", json={"lora_name": "web"})
+    assert (removed.status_code, removed.text) == (200, "Success: LoRA adapter 'web' removed successfully.")
+    until(lambda: complete(system, "web")[0] == 404, "the adapter is unknown")
+    assert system.http.post("/v1/unload_lora_adapter", json={"lora_name": "web"}).status_code == 404
+
+
 def test_a_worker_that_starts_again_gets_what_was_ordered(system: System):
     assert lora(system, "load", "sql", "sql-v1")[0] == 0
     epoch = system.fleet()["decode-1"]["record"]["epoch"]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from shared.contracts.engine_paths import FORMS, INVOCATIONS, PLACED, TOKENIZER_INFO
 from shared.contracts.inference import LegKind
 from tests.engines.test_handover import completion, prompt_of
 
@@ -131,12 +132,58 @@ async def test_a_bad_request_gets_vllms_error_from_the_prefill_engine(pair, rout
     assert "message" in json.loads(answer.body)["error"]
 
 
-async def test_an_unknown_path_is_vllms_404(pair, router):
+@pytest.mark.parametrize(
+    "path", ["/v1/nothing", "/v2/embed", "/v1/audio/transcriptions", "/v1/audio/translations", "/tokenizer_info"]
+)
+async def test_what_the_models_engine_does_not_serve_is_refused_by_name(pair, router, path):
     prefill, _decode = pair
 
-    answer = await router.leg(prefill, LegKind.AGGREGATED, {}, path="/v1/nothing")
+    answer = await router.leg(prefill, LegKind.AGGREGATED, {"model": "baton-tiny", "texts": ["x"]}, path=path)
 
     assert answer.status == 404
+    assert path in json.loads(answer.body)["error"]["message"]
+
+
+async def test_the_registry_has_the_paths_of_vllms_server(pair):
+    served = set(pair[0].record.paths)
+
+    assert {*PLACED, INVOCATIONS, "/tokenize", "/detokenize"} <= served
+    assert not served & {"/v1/embeddings", "/v2/embed", *FORMS, TOKENIZER_INFO}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", chat("an invocation")), ("/v1/completions", completion("an invocation", max_tokens=9))],
+    ids=["chat", "completion"],
+)
+async def test_an_invocation_is_answered_as_the_endpoint_of_its_body(pair, router, path, body):
+    _prefill, decode = pair
+
+    plain = await router.leg(decode, LegKind.AGGREGATED, body, path=path)
+    invoked = await router.leg(decode, LegKind.AGGREGATED, body, path=INVOCATIONS)
+
+    assert invoked.status == plain.status == 200
+    assert invoked.json()["choices"] == plain.json()["choices"]
+    assert invoked.report.completion_tokens == plain.report.completion_tokens > 0
+
+
+async def test_an_invocation_of_nothing_known_is_a_clear_error(pair, router):
+    answer = await router.leg(pair[0], LegKind.AGGREGATED, {"model": "baton-tiny"}, path=INVOCATIONS)
+
+    assert answer.status == 400
+    assert "prompt" in json.loads(answer.body)["error"]["message"]
+
+
+def test_prompts_without_a_salt_get_their_tenants():
+    from services.worker.engines.vllm.client import salted
+
+    tokens, of_client = {"type": "token", "prompt_token_ids": [1]}, {"type": "token", "cache_salt": "the client's"}
+
+    assert salted(tokens, "t") == {**tokens, "cache_salt": "t"}
+    assert salted(of_client, "t") == of_client
+    assert salted(tokens, "") == tokens
+    both = salted({"type": "enc_dec", "encoder_prompt": tokens, "decoder_prompt": tokens}, "t")
+    assert both["decoder_prompt"]["cache_salt"] == "t"
 
 
 async def test_other_paths_of_vllms_server_are_served(pair, router):

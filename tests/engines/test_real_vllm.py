@@ -181,7 +181,7 @@ def test_the_parts_of_ttft_add_up_to_the_clients_wait(system: System, receiver: 
         waited_s = time.perf_counter() - begun
         list(events)
 
-    told = system.http.get(f"/v1/decisions/{answer.headers['x-baton-decision']}").json()
+    told = system.http.get(f"/baton/decisions/{answer.headers['x-baton-decision']}").json()
 
     parts = told["measured"]
     print(
@@ -249,7 +249,7 @@ def said(
     body = {"model": MODEL, turns_in: turns, limit: 16, "temperature": 0, "stream": stream, **fields}
     answer = system.http.post(path, json=body, headers={"x-baton-mode": mode})
     assert answer.status_code == 200, answer.text
-    decision = system.http.get(f"/v1/decisions/{answer.headers['x-baton-decision']}").json()
+    decision = system.http.get(f"/baton/decisions/{answer.headers['x-baton-decision']}").json()
     if stream:
         lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
         events = [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -30,7 +30,7 @@ ROUTER_STATUS_S_MAX = 5.0
 
 
 class DecisionList(msgspec.Struct):
-    """The response of ``GET /v1/decisions``."""
+    """The response of ``GET /baton/decisions``."""
 
     decisions: list[DecisionRecord]
 
@@ -60,11 +60,11 @@ async def ask_router(url: str, query: Query) -> DecisionRecord:
             decision_id = query.decision_id
             if query.request_id:
                 params: dict[str, str | int] = {"request_id": query.request_id, "limit": 1}
-                found = read(await client.get("/v1/decisions", params=params), DecisionList, base).decisions
+                found = read(await client.get("/baton/decisions", params=params), DecisionList, base).decisions
                 if not found:
                     raise CommandFailed(f"No router has a decision for the request {query.request_id}. {REQUEST_HINT}")
                 decision_id = found[0].decision_id
-            return read(await client.get(f"/v1/decisions/{quote(decision_id, safe='')}"), DecisionRecord, base)
+            return read(await client.get(f"/baton/decisions/{quote(decision_id, safe='')}"), DecisionRecord, base)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise CommandFailed(f"{url} is not the URL of a router, such as http://127.0.0.1:8000: {error}") from error
     except httpx.TransportError as error:

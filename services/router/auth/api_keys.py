@@ -17,6 +17,7 @@ import msgspec
 
 from services.router.placement.request_fields import Fault, RequestFacts
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, is_priority
+from shared.contracts.engine_paths import COUNT_TOKENS, TOKENIZER_INFO
 from shared.contracts.ids import is_subject_token
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -24,14 +25,14 @@ KEYS_MAX = 100_000
 SALT_CHARS_MIN = 32
 PER_MINUTE_MAX = 1 << 40
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/redoc", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/healthcheck", "/docs", "/redoc", "/openapi.json"})
 """Served without a key: health probes, and the API's documentation, which contains no secrets."""
 METRICS_PATH = "/metrics"
 
 OWN_CHARS_MAX = 128
 """Length of a client's own salt; vLLM's limit."""
 SALT_BYTES = 32
-UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize", COUNT_TOKENS, TOKENIZER_INFO})
 """Endpoints that compute no KV."""
 BAD_SALT = Fault(param="cache_salt", message=f"`cache_salt` must be a string of 1 to {OWN_CHARS_MAX} characters.")
 BAD_BODY = Fault(param="", message="The body is not a JSON object.")

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.http.decision_routes import add_decisions
-from services.router.http.edge import PASSED_THROUGH
+from services.router.http.lora_routes import OrderAdapters, add_lora
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.request_fields import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
@@ -27,7 +27,8 @@ from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_M
 from services.router.state.fleet import Fleet
 from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
-from shared.contracts.workers import WorkerPhase
+from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
+from shared.contracts.workers import Role, WorkerPhase
 from shared.http.errors import error_body
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import Waits
@@ -148,6 +149,30 @@ CHAT_BODY = _body_schema(
     {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}},
 )
 ANY_BODY = _body_schema([], {})
+FORM_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "model"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "model": {"type": "string"},
+                    "stream": {"type": "boolean"},
+                },
+                "additionalProperties": True,
+            }
+        }
+    },
+}
+MODEL_PARAMETER = {
+    "name": "model",
+    "in": "query",
+    "required": False,
+    "description": "The model whose tokenizer is asked for; any, when it is left out.",
+    "schema": {"type": "string"},
+}
 ANSWER = "The response, whole or as a stream of events."
 HEADERS = [
     {
@@ -183,7 +208,7 @@ HEADERS = [
 
 def _responses(path: str) -> dict[int | str, dict[str, Any]]:
     # An engine's errors for endpoints that it does not serve have its web framework's format.
-    error: dict[str, Any] = {} if path in PASSED_THROUGH else ERROR_SCHEMA
+    error: dict[str, Any] = ERROR_SCHEMA if path in (COMPLETIONS, CHAT) else {}
     content: dict[str, Any] = {JSON: {"schema": {}}, "text/event-stream": {}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": ANSWER, "content": content}}
     for status, text in ERRORS.items():
@@ -191,7 +216,7 @@ def _responses(path: str) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-def make_app(
+def make_app(  # noqa: PLR0913  # wiring
     *,
     fleet: Fleet,
     shares: Shares,
@@ -200,6 +225,7 @@ def make_app(
     bus: Bus,
     clock: Clock,
     waits: Waits,
+    order_adapters: OrderAdapters,
 ) -> FastAPI:
     """The FastAPI app for everything but the relayed paths."""
     app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
@@ -207,6 +233,7 @@ def make_app(
     _add_models(app, fleet, shares, clock)
     _add_state(app, fleet, bus, clock, waits)
     add_decisions(app, decisions, clock.now)
+    add_lora(app, order_adapters, clock.now)
     _add_errors(app)
 
     @app.get("/metrics", response_class=Response, tags=["state"])
@@ -223,10 +250,11 @@ def _add_inference(app: FastAPI) -> None:
         message = "The path must be spelled as in the OpenAPI document."
         return Response(error_body(400, message), 400, media_type=JSON)
 
+    others = [path for path in (*PLACED, *PASSED_THROUGH) if path not in (COMPLETIONS, CHAT)]
     for path, body, summary in (
         (COMPLETIONS, COMPLETIONS_BODY, "Complete a prompt"),
         (CHAT, CHAT_BODY, "Continue a conversation"),
-        *((path, ANY_BODY, f"Served by one worker as it is: {path}") for path in PASSED_THROUGH),
+        *((path, FORM_BODY if path in FORMS else ANY_BODY, f"Served by vLLM's server: {path}") for path in others),
     ):
         app.add_api_route(
             path,
@@ -239,6 +267,16 @@ def _add_inference(app: FastAPI) -> None:
             responses=_responses(path),
             openapi_extra={"requestBody": body, "parameters": HEADERS},
         )
+    app.add_api_route(
+        TOKENIZER_INFO,
+        relayed,
+        methods=["GET"],
+        summary="The model's tokenizer, where engines run with --enable-tokenizer-info-endpoint",
+        tags=["inference"],
+        response_class=Response,
+        responses=_responses(TOKENIZER_INFO),
+        openapi_extra={"parameters": [MODEL_PARAMETER, *HEADERS]},
+    )
 
 
 def _add_models(app: FastAPI, fleet: Fleet, shares: Shares, clock: Clock) -> None:
@@ -270,6 +308,19 @@ def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock, waits: Waits)
             why = "NATS is not connected"
         body = {"status": "ready"} if not why else {"status": "not ready", "reason": why}
         return Response(msgspec.json.encode(body), 503 if why else 200, media_type=JSON)
+
+    @app.get("/healthcheck", tags=["state"], responses={503: {"description": "Not ready; says why."}})
+    async def healthcheck() -> Response:
+        """As ``/ready``, in the form of vLLM's proxies. A worker of both roles counts as both."""
+        now, silent_s_max = clock.now(), fleet.policy.silent_s_max
+        roles = [view.record.role for view in fleet.cluster.workers.values() if view.fit(now, silent_s_max)]
+        is_ready = fleet.ready(now) and bus.connected
+        body = {
+            "status": "ok" if is_ready else "not ready",
+            "prefill_instances": sum(role is not Role.DECODE for role in roles),
+            "decode_instances": sum(role is not Role.PREFILL for role in roles),
+        }
+        return Response(msgspec.json.encode(body), 200 if is_ready else 503, media_type=JSON)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -1,13 +1,14 @@
-"""``GET /v1/decisions``: how the routers placed requests, and why."""
+"""``GET /baton/decisions``: how the routers placed requests, and why."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.routing import APIRoute
 
 from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, QUESTIONS_PER_MINUTE, ApiClient
 from services.router.placement.decision_log import LISTED_MAX, DecisionFilter
@@ -19,6 +20,10 @@ from shared.http.errors import error_body
 
 JSON = "application/json"
 LATEST = "latest"
+DECISIONS, OLD_DECISIONS = "/baton/decisions", "/v1/decisions"
+"""vLLM 0.33 has an endpoint of its own under the old path."""
+DEPRECATED = {"deprecation": "@1795392000", "link": f'<{DECISIONS}>; rel="successor-version"'}
+"""Of answers under the old path (RFC 9745): since when it is deprecated, and what replaces it."""
 ID_CHARS_MAX = 256
 Responses = dict[int | str, dict[str, Any]]
 BAD_REQUEST: Responses = {
@@ -33,9 +38,8 @@ NOT_FOUND: Responses = {
 
 
 def add_decisions(app: FastAPI, decisions: DecisionService, now: Callable[[], float]) -> None:
-    """Add the routes to ``app``."""
+    """Add the routes to ``app``, also under their old path."""
 
-    @app.get("/v1/decisions/{decision_id}", tags=["state"], responses=NOT_FOUND)
     async def decision(decision_id: str, request: Request) -> Response:
         """One decision, from the router that made it; ``latest``: the newest of all routers."""
         client: ApiClient = request.scope[CLIENT_SCOPE_KEY]
@@ -45,7 +49,6 @@ def add_decisions(app: FastAPI, decisions: DecisionService, now: Callable[[], fl
         found = await (decisions.newest(tenant) if asked == LATEST else decisions.find(asked, tenant))
         return _decision_response(found) if found is not None else _not_found(decisions, asked)
 
-    @app.get("/v1/decisions", tags=["state"], responses=BAD_REQUEST)
     async def listed(
         request: Request,
         request_id: str = "",
@@ -75,6 +78,27 @@ def add_decisions(app: FastAPI, decisions: DecisionService, now: Callable[[], fl
             found = [elsewhere] if elsewhere is not None else []
         body = {"router_id": decisions.router_id, "decisions": [in_full(one) for one in found]}
         return Response(msgspec.json.encode(body), media_type=JSON)
+
+    for path, is_old in ((DECISIONS, False), (OLD_DECISIONS, True)):
+        routes = APIRouter(route_class=DeprecatedRoute if is_old else APIRoute, deprecated=is_old, tags=["state"])
+        routes.add_api_route(f"{path}/{{decision_id}}", decision, responses=NOT_FOUND)
+        routes.add_api_route(path, listed, responses=BAD_REQUEST)
+        app.include_router(routes)
+
+
+class DeprecatedRoute(APIRoute):
+    """Says so in each answer."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with headers added to its answers."""
+        handle = super().get_route_handler()
+
+        async def marked(request: Request) -> Response:
+            response = await handle(request)
+            response.headers.update(DEPRECATED)
+            return response
+
+        return marked
 
 
 def tenant_of(client: ApiClient) -> str | None:

@@ -13,10 +13,12 @@ from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ANYONE, ApiClient
 from services.router.http.errors import bad_request, error_event, failed
 from services.router.http.request import JSON_TYPE, Connection, Head, HttpRequest, Upload, UploadTotals
-from services.router.placement.request_fields import CHAT, COMPLETIONS, Mode
+from services.router.placement.form import form_type
+from services.router.placement.request_fields import Mode
 from services.router.relay.relay import Relay
 from services.router.settings import Settings, is_local
 from services.router.telemetry.request_log import RequestLog
+from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.http.edge import AsgiApp, HttpEdge
 from shared.http.errors import Header, HttpError, error_body
@@ -26,23 +28,6 @@ from shared.runtime.clock import Clock
 from shared.telemetry.propagation import trace_named
 
 log = logging.getLogger("baton.router")
-
-PASSED_THROUGH = (
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-    "/score",
-    "/rerank",
-    "/pooling",
-    "/classify",
-    "/tokenize",
-    "/detokenize",
-)
-"""Other endpoints of vLLM's server, passed through to one worker unchanged."""
-RELAYED = (COMPLETIONS, CHAT, *PASSED_THROUGH)
 
 UPLOAD_DISCARDED_FACTOR = 4
 """A body whose Content-Length is up to this many times the limit is read and discarded: most clients read the response
@@ -56,13 +41,19 @@ NOT_JSON = HttpError(
     ),
     reason="not_json",
 )
+NOT_A_FORM = HttpError(
+    415,
+    error_body(415, "Send a form, with the header `Content-Type: multipart/form-data; boundary=...` (`curl -F`)."),
+    reason="not_a_form",
+)
 BUG = "Internal error in the router; its log has details."
 
 
 class Edge(HttpEdge[HttpRequest]):
     """Serves the relayed paths. As an ASGI app it passes everything else on to FastAPI, after authentication."""
 
-    paths = {path.encode(): path for path in RELAYED}  # noqa: RUF012
+    paths = {path.encode(): path for path in (*PLACED, *PASSED_THROUGH)}  # noqa: RUF012
+    gets = {TOKENIZER_INFO.encode(): TOKENIZER_INFO}  # noqa: RUF012
 
     def __init__(
         self,
@@ -91,10 +82,18 @@ class Edge(HttpEdge[HttpRequest]):
         return refusal
 
     def admit(
-        self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool
+        self,
+        connection: Connection,
+        path: str,
+        headers: list[Header],
+        *,
+        http11: bool,
+        keep: bool,
+        query: bytes = b"",
     ) -> HttpRequest:
         """A request's head is complete. Its ``refusal`` is set if it is refused before its body is read."""
         head = Head(path, headers, self._new_id)
+        head.query = query
         http_request = HttpRequest(
             connection, head, Upload(self._now(), self.upload_totals), http11=http11, keep_alive=keep
         )
@@ -103,12 +102,10 @@ class Edge(HttpEdge[HttpRequest]):
             return http_request
         if client is not ANYONE:
             self.connections.know(connection)
-        if head.content_type != JSON_TYPE:
-            head.content_type = JSON_TYPE if is_json(head.content_type) else ""
         if head.mode is None:
             self._refuse(http_request, BAD_MODE)
-        elif not head.content_type:
-            self._refuse(http_request, NOT_JSON)
+        elif (wrong := type_fault(head)) is not None:
+            self._refuse(http_request, wrong)
         elif len(self._relay.in_flight) >= self._settings.requests_at_once_max:
             self._refuse(http_request, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
         else:
@@ -200,6 +197,16 @@ def origins_of(settings: Settings, authenticator: Authenticator) -> OriginPolicy
     if authenticator.closed:
         return None
     return OriginPolicy("ROUTER_ALLOWED_HOSTS", settings.allowed_hosts, checks_host=is_local(settings))
+
+
+def type_fault(head: Head) -> HttpError | None:
+    """Why a body of this type is refused; None when it is not, and ``head`` has its type as workers get it."""
+    if head.path in FORMS:
+        head.content_type = form_type(head.content_type)
+        return None if head.content_type else NOT_A_FORM
+    if head.content_type != JSON_TYPE:
+        head.content_type = JSON_TYPE if is_json(head.content_type) or head.path == TOKENIZER_INFO else ""
+    return None if head.content_type else NOT_JSON
 
 
 def is_json(content_type: str) -> bool:

@@ -31,6 +31,13 @@ def bad_request(message: str, param: str | None = None) -> HttpError:
     return HttpError(400, error_body(400, message, param=param), None, "bad_request")
 
 
+def path_not_served(path: str, model: str) -> HttpError:
+    """404, for an endpoint that no engine of the model has."""
+    of_model = f" of the model `{model}`" if model else ""
+    message = f"No engine{of_model} serves {path}: vLLM's endpoints depend on what a model can do."
+    return HttpError(404, error_body(404, message, code="path_not_served"), None, "path_not_served")
+
+
 def refused_field(fault: Fault) -> HttpError:
     """A field of Baton's own that is invalid or asks for more than is allowed."""
     if fault.reason is None:

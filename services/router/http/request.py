@@ -66,6 +66,7 @@ class Head:
         "length",
         "mode",
         "path",
+        "query",
         "request_id",
         "tenant",
         "trace",
@@ -73,6 +74,8 @@ class Head:
 
     def __init__(self, path: str, headers: list[Header], new_id: Callable[[], str]) -> None:
         self.path = path
+        self.query = b""
+        """What follows the question mark of the URL."""
         self.http11 = True
         """Whether the response may be chunked."""
         self.client = ANYONE

@@ -35,6 +35,7 @@ class _Body(msgspec.Struct):
     input: msgspec.Raw = NONE
     documents: msgspec.Raw = NONE
     items: msgspec.Raw = NONE
+    inputs: msgspec.Raw = NONE
     queries: msgspec.Raw = NONE
     query: msgspec.Raw = NONE
     data_1: msgspec.Raw = NONE

@@ -12,6 +12,7 @@ from services.router.placement.media import foreign_media
 from services.router.placement.sequences import GENERATING, batch_size, completions, is_one_input, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
+from shared.contracts.engine_paths import INVOCATIONS
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
@@ -20,6 +21,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PLACED_BY_PREFIX = frozenset((COMPLETIONS, CHAT, MESSAGES, RESPONSES))
+UNSPLITTABLE_PATH = "only completions, chats, messages and responses can be split"
 FETCH_MIN_TOKENS_MAX = 1 << 31
 SOURCES_MAX = 16
 """Workers that a request may name to fetch its KV from."""
@@ -291,7 +293,7 @@ def read_options(raw: msgspec.Raw) -> RequestOptions | Fault:
 def unsplittable_reason(path: str, body: Body) -> str:
     """Why one engine must serve both legs; empty when two may."""
     if path not in PLACED_BY_PREFIX:
-        return "only completions, chats, messages and responses can be split"
+        return UNSPLITTABLE_PATH
     return unsplittable_response(body) if path == RESPONSES else unsplittable_completion(path, body)
 
 
@@ -338,6 +340,8 @@ def _sequences(path: str, parsed: Body, body: bytes) -> int:
         return lax_count(parsed.n)
     if path == COMPLETIONS:
         return completions(parsed.prompt, parsed.prompt_embeds, parsed.n, parsed.best_of)
+    if path == INVOCATIONS:
+        return max(completions(parsed.prompt, parsed.prompt_embeds, parsed.n, parsed.best_of), batch_size(body))
     return 1 if path in GENERATING else batch_size(body)
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import msgspec
 
+from shared.contracts.engine_paths import FORMS, INVOCATIONS, PLACED
+
 NO_RAW = msgspec.Raw(b"")
 QUOTE = ord('"')
 LIST = re.compile(rb"[ \t\r\n]*\[")
 ONE_INPUT = re.compile(rb'[ \t\r\n]*("|\[[ \t\r\n]*[-0-9])')
 """A text, or a list of tokens."""
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+GENERATING = (*PLACED, INVOCATIONS, *sorted(FORMS))
 """Endpoints that generate tokens. Of all others only the inputs cost something."""
 
 
@@ -30,6 +32,10 @@ class Inputs(msgspec.Struct):
     """Rerank, score."""
     items: msgspec.Raw = NO_RAW
     queries: msgspec.Raw = NO_RAW
+    texts: msgspec.Raw = NO_RAW
+    """Cohere's embed, and the next two."""
+    images: msgspec.Raw = NO_RAW
+    inputs: msgspec.Raw = NO_RAW
     data_1: msgspec.Raw = NO_RAW
     data_2: msgspec.Raw = NO_RAW
     text_1: msgspec.Raw = NO_RAW

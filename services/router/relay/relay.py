@@ -5,18 +5,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
+import msgspec
+
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
 from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import salted
-from services.router.http.errors import bad_request, error_event, failed, refused_field
+from services.router.http.errors import bad_request, error_event, failed, path_not_served, refused_field
 from services.router.http.request import HttpRequest
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.model_names import with_primary_name
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import RESPONSES, Mode, default_or_requested
+from services.router.placement.request_fields import PLACED_BY_PREFIX, RESPONSES, Mode, default_or_requested
 from services.router.relay.charging import charge, settle, too_many_sequences
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
@@ -126,6 +128,9 @@ class Relay:
         if (too_many := too_many_sequences(context, self._settings.sequences_max)) is not None:
             self._refuse(context, too_many)
             return
+        if facts.path not in PLACED_BY_PREFIX and (unserved := self._path_fault(context)) is not None:
+            self._refuse(context, unserved)
+            return
         if (refused := self._suspects.refusal(context)) is not None:
             self._fail(context, refused)
             return
@@ -141,8 +146,19 @@ class Relay:
             self._refuse(context, over)
             return
         request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes, prompt.unsplittable)
+        if context.not_serving:
+            request = msgspec.structs.replace(request, excluded=context.not_serving)
         with self._queue.entry(context, request) as entry:
             await self._serve_in_turn(context, request, entry)
+
+    def _path_fault(self, context: RequestContext) -> HttpError | None:
+        """404 when no engine serves the path of the request; else notes which do not."""
+        facts = context.facts
+        lacking = self._cluster.not_serving(facts.path, facts.model)
+        if lacking is None:
+            return path_not_served(facts.path, facts.model)
+        context.not_serving = lacking
+        return None
 
     async def _serve_in_turn(self, context: RequestContext, request: PlacementRequest, entry: QueueEntry) -> None:
         """Wait in the admission queue, then try until an attempt succeeds; further attempts do not queue again."""

@@ -91,6 +91,8 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """See ``state.quarantine``; empty while it is not needed."""
     failed_workers: dict[WorkerId, Epoch] = msgspec.field(default_factory=dict)
     """Workers that failed this request. A worker that has restarted since has a later epoch."""
+    not_serving: frozenset[WorkerId] = frozenset()
+    """Workers whose engines do not serve the request's path."""
     busy_workers: set[WorkerId] = msgspec.field(default_factory=set)
     """Workers that were full when this request was last tried."""
 
@@ -182,7 +184,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         self.joined.extend([before + index for index in indexes])
 
     def decision_headers(self) -> list[Header]:
-        """The id under which ``/v1/decisions`` explains the placement."""
+        """The id under which ``/baton/decisions`` explains the placement."""
         if self.decision is None:
             return []
         return [(b"x-baton-decision", self.decision.decision_id.encode())]

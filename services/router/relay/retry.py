@@ -121,7 +121,8 @@ class Retry:
 
     def _try(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
         """The first action that placement can carry out; else the first rejection."""
-        without = excluded(context.failed_workers, self._cluster.workers, context.like) | context.busy_workers
+        without = excluded(context.failed_workers, self._cluster.workers, context.like)
+        without |= context.busy_workers | context.not_serving
         rejected: NextAttempt | None = None
         for action in plan.actions:
             for wanted in requests_for(request, action, without):

@@ -130,6 +130,12 @@ class ClusterView:
             return self.workers.values()
         return [view for view in self.workers.values() if view.offers(model)]
 
+    def not_serving(self, path: str, model: str) -> frozenset[WorkerId] | None:
+        """The workers of a model whose engines do not serve this path; None when that is so of all."""
+        views = [view for view in self.offering(model) if view.serves]
+        lacking = {view.record.worker_id for view in views if view.record.paths and path not in view.record.paths}
+        return None if views and len(lacking) == len(views) else frozenset(lacking)
+
     def model_of(self, name: str) -> str:
         """The model that a request means by the name of a model or of an adapter; empty when it is unknown."""
         return name if name in self.models_known else self._adapter_holders.model_of(name)

@@ -16,7 +16,7 @@ NO_REPORT = LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, 
 
 
 def finished_request(context: RequestContext, now: float) -> RequestFinished:
-    """The record for the collector, the log and ``/v1/decisions``."""
+    """The record for the collector, the log and ``/baton/decisions``."""
     placement, timings, decision = context.placement, context.timings, context.decision
     report, prefill_report = context.report or NO_REPORT, context.prefill_report
     completion_tokens = report.completion_tokens

@@ -6,14 +6,18 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
+from urllib.parse import parse_qs
 
 from services.router.http.request import HttpRequest
+from services.router.placement.form import read_form_request
 from services.router.placement.media import has_media
 from services.router.placement.request_fields import (
     CHAT,
     MESSAGES,
+    MODEL_CHARS_MAX,
     PLACED_BY_PREFIX,
     RESPONSES,
+    Body,
     Fault,
     RequestFacts,
     read_request,
@@ -30,6 +34,7 @@ from services.router.tokenize.turns import NoTurn, PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
+from shared.contracts.engine_paths import FORMS, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
@@ -54,6 +59,8 @@ SEGMENTS_BYTES_MAX = 64 * 1024 * 1024
 """Cache of prompt segments with their tokens and block hashes, for each tokenizer."""
 BYTES_PER_TOKEN_MAX = 16
 """Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
+
+QUERY_FIELDS_MAX = 16
 
 PROBES = "probes"
 """The tenant of the router's own work."""
@@ -135,11 +142,16 @@ class Prompts:
     async def read(self, http_request: HttpRequest) -> RequestFacts:
         """The request as placement sees it. Never fails."""
         path, body = http_request.head.path, http_request.upload.body()
+        if path == TOKENIZER_INFO:
+            return RequestFacts(path=path, model=model_in(http_request.head.query), body=Body())
+        if path in FORMS:
+            read = partial(read_form_request, path, body, http_request.head.content_type)
+        else:
+            read = partial(read_request, path, body, self._media_hosts)
         if len(body) <= READ_ON_LOOP_BYTES:
-            return read_request(path, body, self._media_hosts)
+            return read()
         try:
-            work = Work(self._work, tenant_of(http_request))
-            return await work.run(partial(read_request, path, body, self._media_hosts), slow=True)
+            return await Work(self._work, tenant_of(http_request)).run(read, slow=True)
         except NoTurn:
             return RequestFacts(path=path, model="", fault=BUSY)
 
@@ -251,6 +263,15 @@ class Prompts:
         self._sources[key] = record.worker_id, asset.epoch
         self.parity.tokenizer_changed(key)
         return True
+
+
+def model_in(query: bytes) -> str:
+    """The model that a URL's query names; empty when it names none."""
+    try:
+        found = parse_qs(query.decode("latin-1"), max_num_fields=QUERY_FIELDS_MAX).get("model", [""])
+    except ValueError:
+        return ""
+    return found[-1][:MODEL_CHARS_MAX]
 
 
 def _only_engines_render(facts: RequestFacts) -> bool:

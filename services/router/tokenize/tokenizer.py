@@ -22,10 +22,13 @@ from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, Tem
 from services.router.tokenize.segments import PieceTooLong, Prompt, Segments
 from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset
+from shared.contracts.engine_paths import FORMS
 from shared.contracts.request_body import PROMPT_CHARS_MIN
 from shared.contracts.workers import HashScheme
 
 BYTES_PER_TOKEN_GUESSED = 4.0
+BYTES_PER_TOKEN_OF_AUDIO = 1000.0
+"""Compressed speech has 4 to 16 kB a second, of which models make 10 to 50 tokens."""
 TOKENIZE_S_MAX = 1.0
 """A prompt that the thread has not tokenized within this time, waiting included, is placed by load alone."""
 HASHED_AT_ONCE = 4096
@@ -98,6 +101,7 @@ def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES
     """An estimate for a prompt that was not tokenized."""
     body = facts.body
     size = prompt_bytes(body) if body is not None else 0
+    bytes_per_token = BYTES_PER_TOKEN_OF_AUDIO if facts.path in FORMS else bytes_per_token
     return Prompt(int((size or body_bytes) / bytes_per_token) + 1, (), exact=False)
 
 

@@ -112,7 +112,7 @@ def test_what_is_marked_is_found_nowhere(system: SimulatedSystem, receiver: Keep
     assert failed.status_code >= 500 or "error" in failed.text
     until_ready(f"{system.collector_url}/ready")
     metrics = [httpx.get(f"{url}/metrics").text for url in (system.router_url, system.collector_url)]
-    decisions = httpx.get(f"{system.router_url}/v1/decisions?limit=20").text
+    decisions = httpx.get(f"{system.router_url}/baton/decisions?limit=20").text
 
     served = [SpanName.REQUEST, SpanName.SERVE_LEG]
     assert receiver.wait_for(lambda: all(name in {span.name for span in receiver.spans} for name in served))

@@ -31,7 +31,7 @@ def ask(url: str, model: str) -> tuple[int, DecisionRecord]:
     body = {"model": model, "prompt": PROMPT, "max_tokens": 2}
     reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
     assert reply.status_code == 200, reply.text
-    found = httpx.get(f"{url}/v1/decisions/{reply.headers['x-baton-decision']}", trust_env=False)
+    found = httpx.get(f"{url}/baton/decisions/{reply.headers['x-baton-decision']}", trust_env=False)
     return reply.json()["usage"]["prompt_tokens"], msgspec.json.decode(found.content, type=DecisionRecord)
 
 

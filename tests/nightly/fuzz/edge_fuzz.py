@@ -56,6 +56,7 @@ LINES = (
     b"traceparent: 00-%b-%b-01" % (b"a" * 32, b"b" * 16),
     b"origin: https://elsewhere",
     b"content-type: application/json",
+    b"content-type: multipart/form-data; boundary=x",
 )
 INSERTED = (
     b"\r\n",
@@ -91,21 +92,29 @@ class Asked:
 OF_ROUTER = Asked(
     gets=(
         b"/v1/models",
-        b"/v1/decisions",
+        b"/baton/decisions",
+        b"/baton/decisions/latest",
         b"/v1/decisions/latest",
+        b"/tokenizer_info?model=m",
+        b"/healthcheck",
         b"/metrics",
         b"/health",
         b"/openapi.json",
         b"/%2e",
         b"*",
     ),
-    posts=(b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/models", b"/metrics", b"/ready"),
+    posts=(
+        *(b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/models", b"/metrics", b"/ready"),
+        *(b"/invocations", b"/v2/embed", b"/v1/audio/transcriptions", b"/v1/load_lora_adapter"),
+    ),
     bodies=(
         b'{"model":"m","prompt":"hello","max_tokens":3}',
         b'{"model":"m","prompt":"hello","stream":true}',
         b'{"model":"m","messages":[{"role":"user","content":"hello"}],"baton":{"mode":"aggregated","ttft_s":1}}',
         b'{"model":"nobody"}',
+        b'{"lora_name":"sql","lora_path":"sql-v1"}',
         b"[",
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--x--\r\n',
     ),
 )
 OF_COLLECTOR = Asked(

@@ -16,7 +16,7 @@ from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from shared.contracts.rendering import RenderedPrompt, RenderPrompt
-from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
 from tests.support.fleet_builders import load, record
 
 Script = Callable[["FakeWorker", StartLeg, LegFrames], Awaitable[None] | None]
@@ -74,6 +74,9 @@ class FakeWorker:
         connector: str = "none",
         revision: str = "r",
         render: Render | None = None,
+        paths: tuple[str, ...] = (),
+        models: tuple[str, ...] = ("m",),
+        adapters: tuple[LoraAdapter, ...] = (),
     ) -> None:
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
@@ -83,6 +86,9 @@ class FakeWorker:
         self.connector = connector
         self.revision = revision
         self.render = render
+        self.paths = paths
+        self.models = models
+        self.adapters = adapters
         self.rendered: list[RenderPrompt] = []
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
@@ -98,8 +104,8 @@ class FakeWorker:
 
     def record(self, phase: WorkerPhase = WorkerPhase.READY) -> WorkerRecord:
         of_it = {"connector": self.connector, "revision": self.revision}
-        made = record(self.worker_id, phase, self.epoch, self.role, **of_it)
-        return msgspec.structs.replace(made, renders=self.render is not None)
+        made = record(self.worker_id, phase, self.epoch, self.role, self.models, adapters=self.adapters, **of_it)
+        return msgspec.structs.replace(made, renders=self.render is not None, paths=list(self.paths))
 
     async def join(self) -> None:
         """Subscribe, then register."""

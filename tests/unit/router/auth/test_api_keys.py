@@ -92,7 +92,14 @@ async def test_only_health_routes_need_no_key():
     async with running(keys=KEYS, metrics="admin") as up, httpx.AsyncClient(base_url=up.url) as client:
         seen = {path: (await client.get(path)).status_code for path in ("/health", "/ready", "/openapi.json")}
         assert set(seen.values()) == {200}
-        hidden = ["/metrics", "/v1/models", "/v1/decisions", "/v1/decisions/latest", "/nothing", "/v1//completions"]
+        hidden = [
+            "/metrics",
+            "/v1/models",
+            "/baton/decisions",
+            "/baton/decisions/latest",
+            "/nothing",
+            "/v1//completions",
+        ]
         hidden.append("/v1/%63ompletions")
         assert {(await client.get(path)).status_code for path in hidden} == {401}
 
@@ -152,12 +159,12 @@ async def test_a_key_may_ask_for_decisions_only_so_often():
                     break
             return answer
 
-        assert (await client.get("/v1/decisions", headers=bearer(ACME))).status_code == 200
-        refused = await until_refused("/v1/decisions")
+        assert (await client.get("/baton/decisions", headers=bearer(ACME))).status_code == 200
+        refused = await until_refused("/baton/decisions")
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
-        assert (await until_refused("/v1/decisions/latest")).status_code == 429
-        assert (await client.get("/v1/decisions", headers=bearer(RIVAL))).status_code == 200
+        assert (await until_refused("/baton/decisions/latest")).status_code == 429
+        assert (await client.get("/baton/decisions", headers=bearer(RIVAL))).status_code == 200
 
 
 async def test_tenants_see_their_own_decisions_and_operators_see_all():
@@ -168,23 +175,25 @@ async def test_tenants_see_their_own_decisions_and_operators_see_all():
         async def seen(key: str, path: str) -> int:
             return (await client.get(path, headers=bearer(key))).status_code
 
-        assert [await seen(key, f"/v1/decisions/{mine}") for key in (ACME, RIVAL, OPERATOR)] == [200, 404, 200]
+        assert [await seen(key, f"/baton/decisions/{mine}") for key in (ACME, RIVAL, OPERATOR)] == [200, 404, 200]
         unknown = f"{up.router.router_id}-d{1:032x}"
         foreign, missing = [
-            (await client.get(f"/v1/decisions/{one}", headers=bearer(RIVAL))).json() for one in (mine, unknown)
+            (await client.get(f"/baton/decisions/{one}", headers=bearer(RIVAL))).json() for one in (mine, unknown)
         ]
         assert json.dumps(foreign).replace(mine, unknown) == json.dumps(missing)
         newest = {
-            key: (await client.get("/v1/decisions/latest", headers=bearer(key))).json().get("tenant")
+            key: (await client.get("/baton/decisions/latest", headers=bearer(key))).json().get("tenant")
             for key in (ACME, RIVAL, OPERATOR, LIMITED)
         }
         assert newest == {ACME: "acme", RIVAL: "rival", OPERATOR: "rival", LIMITED: None}
         listed = {
-            key: [one["tenant"] for one in (await client.get("/v1/decisions", headers=bearer(key))).json()["decisions"]]
+            key: [
+                one["tenant"] for one in (await client.get("/baton/decisions", headers=bearer(key))).json()["decisions"]
+            ]
             for key in (ACME, RIVAL, OPERATOR)
         }
         assert listed == {ACME: ["acme"], RIVAL: ["rival"], OPERATOR: ["rival", "acme"]}
-        found = await client.get("/v1/decisions", params={"request_id": "rivals"}, headers=bearer(ACME))
+        found = await client.get("/baton/decisions", params={"request_id": "rivals"}, headers=bearer(ACME))
         assert found.json()["decisions"] == []
 
 

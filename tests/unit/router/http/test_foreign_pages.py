@@ -44,7 +44,7 @@ async def test_a_page_of_another_site_cannot_use_a_router_without_keys(headers: 
     async with running() as up:
         for path in (COMPLETIONS, CHAT, "/v1/embeddings"):
             assert await status(up, "POST", path, *headers, JSON, body=BODY) == 403
-        for path in ("/v1/models", "/v1/decisions", "/v1/decisions/latest", "/metrics", "/openapi.json"):
+        for path in ("/v1/models", "/v1/decisions", "/baton/decisions/latest", "/metrics", "/openapi.json"):
             assert await status(up, "GET", path, *headers) == 403
         assert await status(up, "GET", "/health", *headers) == 200
         assert up.worker.started == []

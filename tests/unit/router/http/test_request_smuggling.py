@@ -179,7 +179,7 @@ def test_invalid_characters_are_removed_from_header_values(text: str):
     assert header_value(text).isalpha()
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/metrics", "/v1/decisions"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/metrics", "/baton/decisions"])
 async def test_cross_origin_pages_are_not_allowed(path: str):
     preflight = ("origin: https://elsewhere", "access-control-request-method: POST", "connection: close")
     async with running() as up:

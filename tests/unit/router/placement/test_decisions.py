@@ -87,7 +87,7 @@ async def get(world: World, path: str, **params: Any) -> httpx.Response:
 
 
 async def decision(world: World, decision_id: str) -> DecisionRecord:
-    response = await get(world, f"/v1/decisions/{decision_id}")
+    response = await get(world, f"/baton/decisions/{decision_id}")
     assert response.status_code == 200, response.text
     return msgspec.json.decode(response.content, type=DecisionRecord)
 
@@ -202,7 +202,7 @@ def test_a_request_that_was_never_placed_has_no_decision():
 
         assert response.status == 400
         assert HEADER not in response.headers
-        assert (await get(world, "/v1/decisions/latest")).status_code == 404
+        assert (await get(world, "/baton/decisions/latest")).status_code == 404
 
     in_world(scenario)
 
@@ -251,14 +251,14 @@ def test_decisions_are_listed_newest_first_and_filtered():
             await world.ask(prompt(), x_request_id=name)
 
         async def names(**params: Any) -> list[str]:
-            response = await get(world, "/v1/decisions", **params)
+            response = await get(world, "/baton/decisions", **params)
             return [one["request_id"] for one in response.json()["decisions"]]
 
         assert await names() == ["c", "b", "a"]
         assert await names(limit=1) == ["c"]
         assert await names(request_id="b", worker="w1", outcome="ok") == ["b"]
         assert await names(slow=0.3) == await names(worker="w2") == await names(missed=True) == []
-        wrong = await get(world, "/v1/decisions", limit=10**9, slow="soon")
+        wrong = await get(world, "/baton/decisions", limit=10**9, slow="soon")
         assert wrong.status_code == 400
         assert wrong.json()["error"]["message"].startswith("slow: ")
         assert ".py" not in wrong.text
@@ -299,7 +299,7 @@ def test_forgotten_and_unknown_decisions_get_clear_messages():
         await world.ask(prompt())
 
         async def message(decision_id: str) -> str:
-            response = await get(world, f"/v1/decisions/{decision_id}")
+            response = await get(world, f"/baton/decisions/{decision_id}")
             assert response.status_code == 404
             return response.json()["error"]["message"]
 
@@ -377,7 +377,7 @@ def test_a_decision_contains_no_prompt_text():
         await world.pair(timed(), timed(), **OURS)
         response = await world.ask(prompt(prompt="the secret word", user="somebody"), x_request_id="r")
 
-        text = (await get(world, f"/v1/decisions/{response.headers[HEADER]}")).text
+        text = (await get(world, f"/baton/decisions/{response.headers[HEADER]}")).text
         assert "secret" not in text
         assert "somebody" not in text
 
