@@ -19,6 +19,7 @@ from tests.support.worker_processes import handoff
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def adds_up(transfer_report) -> bool:
@@ -97,6 +98,35 @@ async def test_a_prompt_is_read_while_it_is_computed(pair, router, stream):
     usage = second.events()[-1]["usage"] if stream else second.json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == first.report.cached_tokens
     await released(router, prefill, before)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("follows", [False, True], ids=["offered", "followed"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_usage_has_the_prefill_workers_cached_tokens_although_a_stop_string_ends_it(
+    pair, router, path, follows, stream
+):
+    """The engine never hears of a stop string: its answer has no end to carry a report."""
+    prefill, decode = pair
+    text = prompt_of(400, seed=740 + 4 * (path == CHAT) + 2 * follows + stream)
+    asked = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    body = {"model": "baton-tiny", **asked, "max_tokens": 24, "temperature": 0, "stop": list("aeio")}
+    body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    await router.leg(prefill, LegKind.AGGREGATED, body, path=path)
+
+    if follows:
+        first, second = await asyncio.gather(
+            router.leg(prefill, LegKind.PREFILL, body, path=path, kv_offer=False),
+            router.leg(decode, LegKind.DECODE, body, path=path, kv_sources=[source(prefill, follow=True)]),
+        )
+    else:
+        first, second = await router.handed_over(prefill, decode, body, path=path)
+
+    assert second.status == 200, second.body
+    usage = second.events()[-1]["usage"] if stream else second.json()["usage"]
+    assert second.report.finish_reason != "length"
+    assert usage["completion_tokens"] < 24
+    assert usage["prompt_tokens_details"]["cached_tokens"] == first.report.cached_tokens >= 300
 
 
 async def test_a_prefill_worker_reads_back_what_the_decode_worker_holds(pair, router):

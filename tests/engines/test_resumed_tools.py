@@ -148,6 +148,8 @@ async def test_cut_behind_any_piece_calls_and_thoughts_go_on_event_by_event(mode
             case.reasoning,
             ["tool_calls"],
         )
+        details = events_of(whole.data_of)[-1]["usage"].get("completion_tokens_details") or {}
+        assert (details.get("reasoning_tokens", 0) > 0) == bool(case.reasoning)
         for cut in range(1, len(whole.data_of)):
             await goes_on(there, whole, cut)
 
