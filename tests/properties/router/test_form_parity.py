@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers, UploadFile
@@ -12,6 +13,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from services.router.placement.form import BadForm, form_type, read_form
 from tests.support.examples import examples
+
+pytest.importorskip("python_multipart", reason="vLLM's server brings the parser")
 
 TYPE = form_type("multipart/form-data; boundary=xyz")
 PIECES = (
