@@ -125,9 +125,9 @@ def _inspect_models_here() -> None:
     """VLLM inspects a model's class, once on each machine, in a further process that imports vLLM again, as that may
     initialize CUDA. On a CPU it would only make the first start of a model ten seconds longer.
     """
-    from vllm.model_executor.models import registry
+    import vllm.model_executor.models.registry
 
-    registry._run_in_subprocess = lambda inspect: inspect()
+    vllm.model_executor.models.registry._run_in_subprocess = lambda inspect: inspect()
 
 
 async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
