@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -20,6 +21,7 @@ BLOCK = 32
 EVERY = 3
 """Cuts are so many pieces apart."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 BYTES = [133, 108, 168, 251, 104, 178, 259, 253, 230, 70]
 """Tokens that are single bytes, of letters of two, three and four of them: what they make is seldom whole."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -49,6 +51,12 @@ def pieces(frames: list[Frame]) -> list[Frame]:
 
 def tokens_of(frames: list[Frame]) -> list[int]:
     return [token for frame in frames for token in frame.token_ids]
+
+
+def joined_of(frames: list[Frame]) -> list[int]:
+    """Which of their tokens the server got together with the one before."""
+    starts = itertools.accumulate((len(frame.token_ids) for frame in frames), initial=0)
+    return [start + index for start, frame in zip(starts, frames, strict=False) for index in frame.joined or ()]
 
 
 def summary_of(frames: list[Frame]) -> dict[str, Any]:
@@ -166,6 +174,56 @@ async def test_a_broken_answer_is_handed_over_with_its_tokens(pair, router):
     assert transfer_report.prompt_tokens == told.prompt_tokens + len(tokens_of(relayed))
     assert transfer_report.fetched_tokens > told.prompt_tokens
     assert transfer_report.recomputed_tokens <= BLOCK
+
+
+def told_in_events(path: str, frames: list[Frame]) -> tuple[list[str], str, list[int], dict[str, Any]]:
+    """Of a message or a response: the order of its events, its text, its events' numbers, and its usage."""
+    parts = b"".join(frame.data for frame in frames).decode().split("\n\n")
+    events = [json.loads(part.partition("\ndata: ")[2]) for part in parts if part]
+    types = [event["type"] for event in events]
+    order = [kind for kind, before in zip(types, ["", *types], strict=False) if kind != before]
+    deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
+    deltas += [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    usage = events[-2]["usage"] if path == MESSAGES else events[-1]["response"]["usage"]
+    return order, "".join(deltas), [event.get("sequence_number", 0) for event in events], usage
+
+
+def prompt_usage(path: str, usage: dict[str, Any]) -> tuple[int, int, int]:
+    """Prompt tokens, and those of them that were read from a cache and written to it."""
+    if path == MESSAGES:
+        read, written = usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]
+        return usage["input_tokens"] + read + written, read, written
+    details = usage["input_tokens_details"]
+    return usage["input_tokens"], details["cached_tokens"], details["cache_write_tokens"]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_a_broken_message_is_handed_over_and_its_usage_is_that_of_its_own_prompt(pair, router, path):
+    prefill, decode = pair
+    turns, limit = ("messages", "max_tokens") if path == MESSAGES else ("input", "max_output_tokens")
+    asked = {turns: [{"role": "user", "content": prompt_of(70, seed=61)}], limit: 60, "temperature": 0}
+    body = {"model": "baton-tiny", "stream": True, **asked}
+    named: dict[str, Any] = {"answer_id": f"answer of {path}"}
+    whole = pieces(await frames_of(router, prefill, {**body, "cache_salt": "another"}, path, **named))
+    tokens = tokens_of(whole)
+    relayed = whole[: len(whole) // 2]
+    named |= {"resume": pack_tokens(tokens_of(relayed)), "resume_joined": pack_tokens(joined_of(relayed))}
+
+    first = await frames_of(router, prefill, body, path, LegKind.PREFILL, **named)
+    told = first[-1].report
+    frames = await frames_of(router, decode, body, path, LegKind.DECODE, kv_transfer=handoff(told), **named)
+
+    order, text, numbers, usage = told_in_events(path, whole)
+    assert len(tokens) > 8
+    both = told_in_events(path, [*relayed, *frames])
+    assert both[:2] == (order, text)
+    assert both[2] == ([*range(len(both[2]))] if path == RESPONSES else [0] * len(both[2]))
+    assert tokens_of([*relayed, *frames]) == tokens
+    assert both[3]["output_tokens"] == usage["output_tokens"] == len(tokens)
+    assert prompt_usage(path, both[3]) == prompt_usage(path, usage)
+    assert prompt_usage(path, usage) == (told.prompt_tokens, 0, told.prompt_tokens // BLOCK * BLOCK)
+    assert frames[-1].report.kv.fetched_tokens > told.prompt_tokens - BLOCK
+    assert numbers[-1] == (len(numbers) - 1 if path == RESPONSES else 0)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import httpx2
+import openai
 import pytest
+from anthropic import Anthropic
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.engines.front import Front, Pieces, front, model_with_marks
+from tests.engines.front import MODEL, Front, Pieces, front, model_with_marks
 from tests.engines.test_resumed_tools import CALLS, CASES, CREATED, TOGETHER, TOOLS, Case, tokens_of
 
 pytestmark = pytest.mark.vllm
@@ -171,6 +175,49 @@ async def test_cut_behind_any_piece_a_stream_goes_on_event_by_event(model, case,
             check(path, case, events_of(whole.data_of), len(there.core.answer))
             for cut in range(1, len(whole.data_of), 1 + len(joined) % 2):
                 await goes_on(there, path, case, whole, cut)
+
+
+def client_of(sdk: Any, stream: bytes) -> Any:
+    """A client whose every request is answered with this stream."""
+    answer = httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
+    transport = httpx2.MockTransport(lambda _request: answer)
+    return sdk(api_key="k", base_url="http://baton", max_retries=0, http_client=httpx2.Client(transport=transport))
+
+
+async def cut_in_the_middle(model: Path, case: Case, path: str) -> bytes:
+    async with front(model, f"--enable-auto-tool-choice {case.engine_args}", tokens_of(model, case)) as there:
+        body = body_of(path, case)
+        whole, _record = await there.serve(body, path=path, answer_id=ANSWER_ID)
+        cut = len(whole.data_of) // 2
+        rest, _record = await there.serve(body, whole.relayed(cut), CREATED, path=path, answer_id=ANSWER_ID)
+        return b"".join([*whole.data_of[:cut], *rest.data_of])
+
+
+async def test_anthropics_client_reads_a_message_that_was_cut(model):
+    case = CASES["thoughts, qwen3"]
+    stream = await cut_in_the_middle(model, case, MESSAGES)
+
+    with client_of(Anthropic, stream).messages.stream(model=MODEL, **body_of(MESSAGES, case)) as reading:
+        message = reading.get_final_message()
+
+    calls = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+    assert calls == [*CALLS.values()]
+    assert "".join(block.text for block in message.content if block.type == "text") == case.content
+    assert [block.thinking for block in message.content if block.type == "thinking"] == [case.reasoning]
+    assert (message.stop_reason, message.usage.output_tokens) == ("tool_use", len(tokens_of(model, case)))
+
+
+async def test_openais_client_reads_a_response_that_was_cut(model):
+    case = CASES["thoughts, qwen3"]
+    stream = await cut_in_the_middle(model, case, RESPONSES)
+
+    with client_of(openai.OpenAI, stream).responses.stream(model=MODEL, **body_of(RESPONSES, case)) as reading:
+        response = reading.get_final_response()
+
+    calls = [(item.name, json.loads(item.arguments)) for item in response.output if item.type == "function_call"]
+    assert calls == [*CALLS.values()]
+    assert response.output_text == case.content
+    assert response.usage.output_tokens == len(tokens_of(model, case))
 
 
 async def test_ids_of_a_response_are_its_own(model):
