@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.legs.body import HANDOFF_PATHS, read_fields
+from services.worker.legs.body import HANDOFF_PATHS, RESPONSES, read_fields
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, StartLeg, unpack_tokens
 
@@ -36,6 +36,8 @@ STATEFUL = (
 FREE_FORMS = (None, "text")
 """Values of ``response_format`` that need no grammar."""
 FREE_TOOL_CHOICES = (None, "auto", "none")
+LOGPROBS = "message.output_text.logprobs"
+"""In a response's ``include``."""
 CREATED = re.compile(rb'("created"|"id":"[^"]*","created_at"):\d+')
 """The start time of an answer, in each of its events; of a response, in those that hold all of it."""
 
@@ -90,6 +92,8 @@ def _obstacle(start: StartLeg, *, is_plain: bool) -> str:
         return "the state of the grammar of response_format is lost"
     if _kind(fields.get("tool_choice")) not in FREE_TOOL_CHOICES:
         return "the state of the grammar of tool_choice is lost"
+    if start.path == RESPONSES and LOGPROBS in _list(fields.get("include")):
+        return "the log probabilities of its first tokens are lost, and its last event repeats them"
     return ""
 
 
@@ -99,6 +103,10 @@ def _unpacked(packed: bytes) -> list[int]:
     except ValueError as error:
         failure = Failure(reason=Reason.BAD_MESSAGE, message=f"the resumed tokens cannot be read: {error}")
         raise CannotResume(failure) from error
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _kind(value: Any) -> Any:

@@ -80,6 +80,14 @@ def test_several_completions_and_other_paths_are_refused():
     assert refusal(start({}, path="/v1/embeddings")).reason is Reason.CANNOT_RESUME
 
 
+@pytest.mark.parametrize("include", [None, [], ["reasoning.encrypted_content"], "x", 7])
+def test_a_response_that_repeats_log_probabilities_is_not_resumed(include):
+    logprobs = start({"include": ["message.output_text.logprobs"]}, path="/v1/responses")
+
+    assert "log probabilities" in refusal(logprobs).message
+    assert resumed_tokens(start({"include": include}, path="/v1/responses"), is_plain=True) == [5, 6]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
 def test_every_api_that_streams_tokens_resumes(path):
     assert resumed_tokens(start({}, path=path), is_plain=True) == [5, 6]
