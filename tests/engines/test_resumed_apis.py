@@ -33,7 +33,7 @@ QUESTION = [{"role": "user", "content": "What is the weather?"}]
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {
-        "max_tokens": 200,
+        "max_tokens": 1100,
         "messages": QUESTION,
         "tools": [{"name": one["name"], "input_schema": one["parameters"]} for one in FUNCTIONS],
     },
@@ -145,7 +145,10 @@ def check(path: str, case: Case, events: list[dict[str, Any]], tokens: int) -> N
 
 
 def body_of(path: str, case: Case) -> dict[str, Any]:
-    return {name: value for name, value in BODIES[path].items() if case is not PLAIN or name != "tools"}
+    body = {name: value for name, value in BODIES[path].items() if case is not PLAIN or name != "tools"}
+    if path == MESSAGES and case.reasoning:
+        body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    return body
 
 
 async def goes_on(there: Front, path: str, case: Case, whole: Pieces, cut: int) -> None:

@@ -2,8 +2,9 @@
 
 The tokens that the client has received become part of the engine's prompt. Everything else that the answer depends on
 must follow from the body and these tokens. Logit bias, top-k, a repetition penalty (which counts prompt and completion
-alike) and the parsers of tool calls and reasoning do; the state of a grammar or the counts of other penalties were
-inside the lost engine. A seeded request continues with other random numbers than the lost engine would have used.
+alike), a thought's budget and the parsers of tool calls and reasoning do; the state of a grammar or the counts of other
+penalties were inside the lost engine. A seeded request continues with other random numbers than the lost engine would
+have used.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ STATEFUL = (
     "guided_grammar",
     "logits_processors",
     "bad_words",
-    "thinking_token_budget",
     "repetition_detection",
 )
 """Fields whose state depends on the engine's own output. The engine checks again: see ``LegRecord.cannot_resume``."""

@@ -77,6 +77,10 @@ INTERFACES = {
     "vllm/v1/metrics/stats.py": "SchedulerStats IterationStats PromptTokenStats PrefillStats",
     "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput LogprobsLists",
     "vllm/v1/request.py": "Request Request.__init__ Request.from_engine_core_request RequestStatus",
+    "vllm/v1/sample/thinking_budget_state.py": (
+        "ThinkingBudgetStateHolder._init_state_entry ThinkingBudgetStateHolder._update_think_state"
+    ),
+    "vllm/v1/worker/gpu/sample/thinking_budget.py": "_thinking_budget_kernel",
     "vllm/v1/utils.py": "IterationDetails",
     "vllm/v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin._get_kv_connector_output",
     "vllm/v1/attention/backends/cpu_attn.py": "_get_attn_isa",

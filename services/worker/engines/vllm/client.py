@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from typing import Any
 
@@ -40,6 +40,8 @@ class LegEngine(AsyncLLM):
     block_bytes: int = 0
     numbers: count[int]
     traced: bool = False
+    thought_end: Sequence[int] = ()
+    """The tokens with which the engine ends a thought that has used up its budget."""
     has_exchange: bool = False
     """Whether its connector is Baton's."""
     catching_up: dict[str, CatchUp | None]
@@ -52,6 +54,8 @@ class LegEngine(AsyncLLM):
         self.numbers = count()
         self.catching_up = {}
         self.traced = self.vllm_config.observability_config.otlp_traces_endpoint is not None
+        thoughts = self.vllm_config.reasoning_config
+        self.thought_end = (thoughts.reasoning_end_token_ids or ()) if thoughts is not None else ()
         self.has_exchange = self.vllm_config.kv_transfer_config.kv_connector == OWN_CONNECTOR
         self.died = asyncio.get_running_loop().create_future()
         self.output_processor.process_outputs = meter.sources.watching(self.output_processor)
@@ -65,7 +69,7 @@ class LegEngine(AsyncLLM):
         if record.rendered is not None:
             await self._render(prompt, sampling_params, request_id, record.rendered, options.get("lora_request"))
             return
-        catch_up = catch_up_of(prompt, sampling_params, record, self.model_config)
+        catch_up = catch_up_of(prompt, sampling_params, record, self.model_config, self.thought_end)
         if record.cannot_resume:
             return
         guard(sampling_params, record.kind)

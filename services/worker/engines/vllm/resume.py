@@ -7,7 +7,7 @@ engine, for which these tokens are part of the prompt, generates its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from copy import copy
 from typing import Any
 
@@ -33,15 +33,21 @@ STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_
 """Parameters whose state depends on the engine's own output and would be lost."""
 
 
-def catch_up_of(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> CatchUp | None:
-    """The tokens to replay; None if there are none, or if the request cannot resume (see ``record.cannot_resume``)."""
+def catch_up_of(
+    prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig, thought_end: Sequence[int] = ()
+) -> CatchUp | None:
+    """The tokens to replay; None if there are none, or if the request cannot resume (see ``record.cannot_resume``).
+    ``thought_end``: the tokens with which the engine ends a thought that has used up its budget.
+    """
     if record.resume is None:
         return None
-    record.cannot_resume = _obstacle(prompt, params, record, model)
+    record.cannot_resume = _obstacle(prompt, params, record, model, thought_end)
     return None if record.cannot_resume else CatchUp(record.resume, record.kind, record.resume_joined)
 
 
-def _obstacle(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> str:
+def _obstacle(
+    prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig, thought_end: Sequence[int]
+) -> str:
     tokens = record.resume or []
     if not isinstance(prompt, dict) or prompt.get("type") not in TOKEN_PROMPTS:
         return "its prompt is not made of tokens"
@@ -53,10 +59,16 @@ def _obstacle(prompt: Any, params: SamplingParams, record: LegRecord, model: Mod
         return "it has several completions"
     if record.kind is not LegKind.PREFILL and params.output_kind is not RequestOutputKind.DELTA:
         return "it is no stream"
+    # The engine counts a thought in the prompt, but begins the end that it forces anew.
+    if params.thinking_token_budget is not None and _ends_within(tokens, thought_end):
+        return "it broke off within the end of a thought"
     names = [name for name in STATEFUL if getattr(params, name)]
-    if getattr(params, "thinking_token_budget", None) is not None:
-        names.append("thinking_token_budget")
     return f"the state of {', '.join(names)} is lost" if names else ""
+
+
+def _ends_within(tokens: list[int], mark: Sequence[int]) -> bool:
+    """Whether the tokens end with a part of ``mark`` whose rest is missing."""
+    return any(tokens[-size:] == [*mark[:size]] for size in range(1, len(mark)))
 
 
 class CatchUp:
