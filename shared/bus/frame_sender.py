@@ -58,8 +58,14 @@ class LegFrames:
             )
             self._sender.queue(self.router_id, frame, FRAME_OVERHEAD_BYTES)
 
-    def data(self, data: bytes, token_ids: Sequence[int] = (), joined: list[int] | None = None) -> None:
-        """Bytes for the client, and the tokens that they encode (see ``Frame`` for ``joined``)."""
+    def data(
+        self,
+        data: bytes,
+        token_ids: Sequence[int] = (),
+        joined: list[int] | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """Bytes for the client, and the tokens that they encode (see ``Frame`` for the others)."""
         if not self.ended:
             frame = Frame(
                 leg_id=self.leg_id,
@@ -68,6 +74,7 @@ class LegFrames:
                 data=data,
                 token_ids=list(token_ids),
                 joined=joined,
+                cached_tokens=cached_tokens,
             )
             size = FRAME_OVERHEAD_BYTES + len(data) + TOKEN_ID_BYTES * (len(token_ids) + len(joined or ()))
             self._sender.queue(self.router_id, frame, size)

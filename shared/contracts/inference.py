@@ -69,6 +69,9 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """Indexes of those tokens of ``resume`` that the first engine delivered together with the previous token, packed
     (see ``Frame.joined``).
     """
+    cached_tokens: int | None = None
+    """With ``resume``: cached prompt tokens as the usage of the first leg would have counted them (see ``Frame``).
+    """
     created: int = 0
     """With ``resume``: the ``created`` or ``created_at`` time of the response's events (Unix seconds); 0: unknown."""
     answer_id: str = ""
@@ -161,6 +164,9 @@ class Frame(PackedMessage, frozen=True, kw_only=True):
     joined: list[int] | None = None
     """DATA: indexes of those ``token_ids`` that the engine delivered together with the previous token. The output of
     vLLM's tool parsers can depend on this grouping, so a resuming worker replays the tokens in the same groups.
+    """
+    cached_tokens: int | None = None
+    """DATA, the first that comes with or after a token: cached prompt tokens as the response's usage will count them.
     """
 
 

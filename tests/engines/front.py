@@ -138,7 +138,7 @@ class Pieces:
     def head(self, status: int, _content_type: str) -> None:
         assert status == 200
 
-    def data(self, data: bytes, token_ids: Any = (), joined: list[int] | None = None) -> None:
+    def data(self, data: bytes, token_ids: Any = (), joined: list[int] | None = None, _cached: Any = None) -> None:
         self.data_of.append(data)
         self.tokens_of.append(list(token_ids))
         self.joined_of.append(joined or [])

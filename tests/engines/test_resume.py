@@ -49,6 +49,13 @@ def pieces(frames: list[Frame]) -> list[Frame]:
     return [frame for frame in frames if frame.kind is FrameKind.DATA]
 
 
+def cached_of(frames: list[Frame]) -> int:
+    """As the first frame after the first token tells, and no other."""
+    (cached,) = [frame.cached_tokens for frame in frames if frame.cached_tokens is not None]
+    assert frames[0].cached_tokens is cached
+    return cached
+
+
 def tokens_of(frames: list[Frame]) -> list[int]:
     return [token for frame in frames for token in frame.token_ids]
 
@@ -60,8 +67,8 @@ def joined_of(frames: list[Frame]) -> list[int]:
 
 
 def summary_of(frames: list[Frame]) -> dict[str, Any]:
-    """What a client makes of a stream. How many tokens come in one event depends on who was busy, a probability's last
-    digits on what was computed together, and cached tokens on what was asked before.
+    """What a client makes of a stream. How many tokens come in one event depends on who was busy, and a probability's
+    last digits on what was computed together.
     """
     parts = b"".join(frame.data for frame in frames).decode().split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
@@ -78,7 +85,9 @@ def summary_of(frames: list[Frame]) -> dict[str, Any]:
     for event in (json.loads(part.removeprefix("data: ")) for part in parts[:-2]):
         summary["ids"].add(event["id"])
         if event.get("usage"):
-            summary["usage"].append((event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]))
+            usage = event["usage"]
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            summary["usage"].append((usage["prompt_tokens"], usage["completion_tokens"], cached))
         for choice in event["choices"]:
             delta = choice.get("delta", {})
             summary["roles"] += [delta["role"]] if "role" in delta else []
@@ -119,7 +128,8 @@ async def test_an_answer_cut_anywhere_continues_unchanged(pair, router, path, mo
 
     for cut in range(1, len(whole), EVERY):
         relayed = whole[:cut]
-        frames = await frames_of(router, other, body, path, resume=pack_tokens(tokens_of(relayed)))
+        resume, cached = pack_tokens(tokens_of(relayed)), cached_of(whole)
+        frames = await frames_of(router, other, body, path, resume=resume, cached_tokens=cached)
 
         assert summary_of([*relayed, *frames]) == same(summary_of(whole)), f"cut behind piece {cut}"
         assert tokens_of([*relayed, *frames]) == tokens_of(whole)
@@ -135,7 +145,8 @@ async def test_a_stop_string_across_the_cut_ends_the_answer(pair, router):
 
     for cut in range(1, len(whole)):
         relayed = whole[:cut]
-        frames = await frames_of(router, other, body, COMPLETIONS, resume=pack_tokens(tokens_of(relayed)))
+        resume, cached = pack_tokens(tokens_of(relayed)), cached_of(whole)
+        frames = await frames_of(router, other, body, COMPLETIONS, resume=resume, cached_tokens=cached)
 
         assert summary_of([*relayed, *frames]) == summary_of(whole)
         assert tokens_of([*relayed, *frames]) == tokens_of(whole)
@@ -146,7 +157,8 @@ async def test_an_answer_with_all_its_tokens_ends_without_the_engine(pair, route
     body = body_of(CHAT, 42)
     whole = pieces(await frames_of(router, one, body, CHAT))
 
-    frames = await frames_of(router, other, body, CHAT, resume=pack_tokens(tokens_of(whole)))
+    resume, cached = pack_tokens(tokens_of(whole)), cached_of(whole)
+    frames = await frames_of(router, other, body, CHAT, resume=resume, cached_tokens=cached)
 
     assert tokens_of(frames) == []
     assert summary_of(frames)["usage"] == summary_of(whole)["usage"]

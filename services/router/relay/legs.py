@@ -204,7 +204,7 @@ class LegRunner:
         first_token_s = first_at - begun if first_at is not None else None
         self._speeds.leg_ended(start.worker_id, start.epoch, context.report, first_token_s)
 
-    async def _stream(
+    async def _stream(  # noqa: C901  # a call less for every relayed token
         self, context: RequestContext, placement: Placement, leg: Frames, frames: list[Frame], load: LegLoad
     ) -> float:
         """Relay events as they arrive, all that are there in one write. The response's head waits for the first data,
@@ -216,13 +216,15 @@ class LegRunner:
         remember = context.relayed.fromlist
         note_gap = self._gaps.of[placement.mode.value].noted.append
         written_at = first_at = 0.0
-        at, awaited = timings.last_at, True
+        at, awaited, uncounted = timings.last_at, True, context.cached_tokens is None
         while True:
             data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
             for frame in frames:
                 if frame.joined:
                     context.join(frame.joined)
                 remember(frame.token_ids)
+            if uncounted:
+                context.cached_tokens, uncounted = cached_in(frames)
             last = frames[-1]
             if data:
                 before, at = at, now()
@@ -291,6 +293,12 @@ class LegRunner:
 def step_s(left_s: float, step_s_max: float, *, may_fail: bool) -> float:
     """How long one step may take when the request has ``left_s`` left. ``may_fail``: another attempt could follow."""
     return min(step_s_max, STEP_SHARE_MAX * left_s if may_fail else left_s)
+
+
+def cached_in(frames: list[Frame]) -> tuple[int | None, bool]:
+    """The cached tokens of the first frame that tells of them, and whether a later one may."""
+    cached = next((frame.cached_tokens for frame in frames if frame.cached_tokens is not None), None)
+    return cached, cached is None and not any(frame.token_ids for frame in frames)
 
 
 def is_complete(data: bytes) -> bool:

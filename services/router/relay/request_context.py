@@ -100,6 +100,8 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     """Token ids of all frames that were relayed, in order: a request migration continues after them."""
     joined: array[int] = msgspec.field(default_factory=lambda: array("I"))
     """Indexes in ``relayed`` of tokens that the engine's server received together with the one before."""
+    cached_tokens: int | None = None
+    """Cached prompt tokens as the first worker would have counted them in usage; None: not known."""
     created: int = 0
     """The ``created`` or ``created_at`` field of the stream's first event; 0: it has none."""
     answer_id: str = ""

@@ -64,6 +64,7 @@ class LegStarter:
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
             resume=pack_tokens(context.relayed) if http_request.begun else None,
             resume_joined=pack_tokens(context.joined),
+            cached_tokens=context.cached_tokens if http_request.begun else None,
             created=context.created,
             answer_id=context.answer_id,
             cache_salt=facts.salt,

@@ -72,6 +72,8 @@ class LegRecord:
     """What the ids that the server draws for the answer are derived from; empty: they are random."""
     on_told: Callable[[], Awaitable[None]] | None = None
     """The engine calls it when the server has sent all that it says of the outputs so far, and asks for the next."""
+    resume_cached_tokens: int | None = None
+    """With ``resume``: what usage counts as cached, because the first engine found it cached; None: not known."""
     # The engine fills in:
     caught_up: bool = False
     """With ``resume``: from now on the server's output is new to the client."""
@@ -87,6 +89,8 @@ class LegRecord:
     """Of the client's prompt. Resumed tokens count as completion."""
     cached_tokens: int = 0
     """Prompt tokens found in this engine's own prefix cache."""
+    usage_cached_tokens: int | None = None
+    """Cached prompt tokens as usage counts them, from the first token on until the worker takes them."""
     received_tokens: int = 0
     """Prompt tokens whose KV came from another engine."""
     received_bytes: int = 0
@@ -139,6 +143,11 @@ class LegRecord:
         self.ids_drawn += 1
         drawn = f"{self.answer_id}:{self.ids_drawn}".encode()
         return UUID(bytes=blake2b(drawn, digest_size=16).digest())
+
+    def take_cached(self) -> int | None:
+        """For the next frame: cached prompt tokens as usage counts them, once."""
+        found, self.usage_cached_tokens = self.usage_cached_tokens, None
+        return found
 
     @property
     def is_new_to_client(self) -> bool:

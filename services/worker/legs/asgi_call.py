@@ -30,7 +30,13 @@ class ResponseSink(Protocol):
     def head(self, status: int, content_type: str) -> None:
         """Before any data."""
 
-    def data(self, data: bytes, token_ids: Sequence[int] = (), joined: list[int] | None = None) -> None:
+    def data(
+        self,
+        data: bytes,
+        token_ids: Sequence[int] = (),
+        joined: list[int] | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
         """A piece of the body, with the tokens that it tells of."""
 
     async def drain(self) -> None:
@@ -133,7 +139,7 @@ class AsgiCall(_Call):
         """The app has returned: relay what was held back, if the router needs it."""
         if self._held_back is None:
             if data := b"".join(self._unsent):
-                self._response.data(data, *self._record.take_tokens())
+                self._response.data(data, *self._record.take_tokens(), self._record.take_cached())
             return
         succeeded = bool(self._record.kv_transfer) or self.status == OK
         self._response.head(OK if succeeded else self.status, self._content_type)
@@ -158,14 +164,14 @@ class AsgiCall(_Call):
             data = b"".join([*self._unsent, data])
             self._unsent.clear()
         if data or token_ids:
-            self._response.data(data, token_ids, joined)
+            self._response.data(data, token_ids, joined, self._record.take_cached())
             await self._response.drain()
 
     async def _told(self) -> None:
         """The server asks for its next tokens. Those of which it has said nothing yet go with its next event."""
         if data := b"".join(self._unsent):
             self._unsent.clear()
-            self._response.data(data, *self._record.take_tokens())
+            self._response.data(data, *self._record.take_tokens(), self._record.take_cached())
             await self._response.drain()
 
 

@@ -68,6 +68,7 @@ def _new_record(
         order=order,
         resume=resume,
         resume_joined=joined_tokens(start),
+        resume_cached_tokens=max(0, start.cached_tokens) if start.cached_tokens is not None else None,
         answer_id=start.answer_id,
     )
 

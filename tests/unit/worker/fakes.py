@@ -94,6 +94,7 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.aborted.set()
             raise
+        record.usage_cached_tokens = 3
         record.cannot_resume = asked.get("cannot_resume", "")
         for token in range(asked.get("tokens", 2)):
             record.caught_up = token >= len(record.resume or ())

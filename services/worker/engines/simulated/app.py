@@ -121,6 +121,7 @@ class SimulatedApp:
                 if choice.is_at_start():
                     _note_first_token(record, choice)
                     record.transfer_report = _transfer_report(job)
+                    record.usage_cached_tokens = _cached(record)
                 _note_token(record, token)
                 if plain and token is not None and not finish_reason and choice.stops is None:
                     choice.token_ids.append(token)
@@ -263,9 +264,14 @@ def _usage(job: Job) -> dict[str, Any]:
     record = job.record
     prompts = {id(choice.prompt): len(choice.prompt) for choice in job.choices}
     prompt_tokens = sum(prompts.values())
+    if record.resume_cached_tokens is not None:
+        return usage_of(prompt_tokens, record.completion_tokens, min(record.resume_cached_tokens, prompt_tokens))
+    return usage_of(prompt_tokens, record.completion_tokens, min(_cached(record), prompt_tokens))
+
+
+def _cached(record: LegRecord) -> int:
     # For a decode leg, usage reports the prefill worker's cached tokens, because this engine received the whole prompt.
-    cached = _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
-    return usage_of(prompt_tokens, record.completion_tokens, min(cached, prompt_tokens))
+    return _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
 
 
 def _cached_before(record: LegRecord) -> int:

@@ -93,6 +93,7 @@ class LegEngine(AsyncLLM):
                 self._fill_report(record, request_id, output)
                 if first:
                     first = False
+                    record.usage_cached_tokens = output.num_cached_tokens
                     async for earlier in opening(record, output, sampling_params, catch_up):
                         yield earlier
                     record.caught_up = True
@@ -156,8 +157,8 @@ class LegEngine(AsyncLLM):
         if self.has_exchange:
             take_transfer_report(record, request_id, output)
             correct_output(record, output, block_size)
-        if record.resume:
-            without_resumed(output, block_size)
+        if record.resume is not None:
+            without_resumed(record, output, block_size)
 
     def _note_prompt(self, record: LegRecord, output: RequestOutput, sources: PromptSources) -> None:
         record.prompt_tokens += len(output.prompt_token_ids or ())

@@ -87,9 +87,12 @@ def correct_output(record: LegRecord, output: RequestOutput, block_size: int) ->
     output.num_cache_creation_tokens = max(0, in_full_blocks(output, block_size) - cached)
 
 
-def without_resumed(output: RequestOutput, block_size: int) -> None:
-    """Limit cached and written tokens to the client's prompt: resumed tokens are prompt to the engine only."""
-    cached = output.num_cached_tokens = min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ()))
+def without_resumed(record: LegRecord, output: RequestOutput, block_size: int) -> None:
+    """Count as cached what the first engine had cached, if that is known; and limit cached and written tokens to the
+    client's prompt: resumed tokens are prompt to the engine only.
+    """
+    found = output.num_cached_tokens or 0 if record.resume_cached_tokens is None else record.resume_cached_tokens
+    cached = output.num_cached_tokens = min(found, len(output.prompt_token_ids or ()))
     left = max(0, in_full_blocks(output, block_size) - cached)
     output.num_cache_creation_tokens = min(output.num_cache_creation_tokens or 0, left)
 

@@ -101,17 +101,17 @@ def test_both_legs_of_a_migrated_stream_get_its_tokens():
     in_world(scenario)
 
 
-def test_a_resumed_leg_gets_token_groups_and_the_start_time():
+def test_a_resumed_leg_gets_token_groups_the_start_time_and_what_was_cached():
     def first(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
         frames.data(b'data: {"created":17,"choices":[]}\n\n')
-        frames.data(event(0), TOKENS[:1])
+        frames.data(event(0), TOKENS[:1], None, 5)
         frames.data(event(1), TOKENS[1:4], [1, 2])
         frames.fail(Failure(reason=Reason.WORKER_DRAINING, message="as the test wants"))
 
     def second(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
-        frames.data(b'data: {"created":18,"choices":[]}\n\n', TOKENS[4:6], [1])
+        frames.data(b'data: {"created":18,"choices":[]}\n\n', TOKENS[4:6], [1], 9)
         frames.fail(Failure(reason=Reason.WORKER_DRAINING, message="as the test wants"))
 
     async def scenario(world: World) -> None:
@@ -124,6 +124,7 @@ def test_a_resumed_leg_gets_token_groups_and_the_start_time():
         legs = [*w1.started, *w2.started, *w3.started]
         assert [leg.resume_joined for leg in legs] == [b"", pack_tokens([2, 3]), pack_tokens([2, 3, 5])]
         assert [leg.created for leg in legs] == [0, 17, 17]
+        assert [leg.cached_tokens for leg in legs] == [None, 5, 5]
 
     in_world(scenario)
 

@@ -19,7 +19,7 @@ class Nobody:
     def head(self, status: int, content_type: str) -> None:
         raise AssertionError("nobody waits")
 
-    def data(self, data: bytes, token_ids=(), joined=None) -> None:
+    def data(self, data: bytes, token_ids=(), joined=None, cached_tokens=None) -> None:
         raise AssertionError("nobody waits")
 
     async def drain(self) -> None:
@@ -136,7 +136,7 @@ class Sent:
     def head(self, status: int, content_type: str) -> None:
         assert (status, content_type) == (200, "text/event-stream")
 
-    def data(self, data: bytes, token_ids=(), joined=None) -> None:
+    def data(self, data: bytes, token_ids=(), joined=None, cached_tokens=None) -> None:
         self.pieces.append((data, list(token_ids), joined))
 
     async def drain(self) -> None:

@@ -36,6 +36,7 @@ async def test_a_leg_is_answered_with_head_data_and_end():
             (b"data: 0\n\n", [0]),
             (b"data: 1\n\n", [1]),
         ]
+        assert [frame.cached_tokens for frame in frames] == [None, 3, None, None]
         report = frames[-1].report
         assert (report.prompt_tokens, report.cached_tokens, report.completion_tokens) == (7, 3, 2)
         assert report.finish_reason == "length"
