@@ -7,6 +7,7 @@ spells the path differently (percent-encoding, an absolute URL).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.http.decision_routes import add_decisions
+from services.router.http.errors import error_for
 from services.router.http.lora_routes import OrderAdapters, add_lora
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
@@ -29,7 +31,7 @@ from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
 from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
 from shared.contracts.workers import Role, WorkerPhase
-from shared.http.errors import error_body
+from shared.http.errors import HttpError, error_body
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import Waits
 
@@ -246,9 +248,8 @@ def make_app(  # noqa: PLR0913  # wiring
 
 
 def _add_inference(app: FastAPI) -> None:
-    async def relayed() -> Response:
-        message = "The path must be spelled as in the OpenAPI document."
-        return Response(error_body(400, message), 400, media_type=JSON)
+    async def relayed(request: Request) -> Response:
+        return _error(request, 400, "The path must be spelled as in the OpenAPI document.")
 
     others = [path for path in (*PLACED, *PASSED_THROUGH) if path not in (COMPLETIONS, CHAT)]
     for path, body, summary in (
@@ -324,17 +325,21 @@ def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock, waits: Waits)
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Give FastAPI's own errors OpenAI's format."""
+    """Give FastAPI's own errors the format that clients of the path read."""
 
     @app.exception_handler(HTTPException)
-    async def refused(_request: Request, error: HTTPException) -> Response:
-        body = error_body(error.status_code, str(error.detail))
-        return Response(body, error.status_code, headers=dict(error.headers or {}), media_type=JSON)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return _error(request, error.status_code, str(error.detail), error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()]
-        return Response(error_body(400, "; ".join(wrong)), 400, media_type=JSON)
+        return _error(request, 400, "; ".join(wrong))
+
+
+def _error(request: Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    error = error_for(request.scope["path"], HttpError(status, error_body(status, message)))
+    return Response(error.body, status, headers=headers, media_type=JSON)
 
 
 def list_models(fleet: Fleet, shares: Shares, now: float, created: int) -> list[dict[str, Any]]:

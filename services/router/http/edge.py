@@ -11,7 +11,7 @@ import msgspec
 
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ANYONE, ApiClient
-from services.router.http.errors import bad_request, error_event, failed
+from services.router.http.errors import bad_request, error_event, error_for, failed
 from services.router.http.request import JSON_TYPE, Connection, Head, HttpRequest, Upload, UploadTotals
 from services.router.placement.form import form_type
 from services.router.placement.request_fields import Mode
@@ -77,9 +77,10 @@ class Edge(HttpEdge[HttpRequest]):
     def refusal(self, scope: Any) -> HttpError | None:
         """Why FastAPI does not get this request; None when it does."""
         refusal = super().refusal(scope) or self._authenticator.refusal(scope)
-        if refusal is not None:
-            self._request_log.refused(refusal.status, refusal.reason)
-        return refusal
+        if refusal is None:
+            return None
+        self._request_log.refused(refusal.status, refusal.reason)
+        return error_for(scope["path"], refusal)
 
     def admit(
         self,

@@ -1,16 +1,29 @@
-"""Error responses of the router itself, in OpenAI's format."""
+"""Error responses of the router itself: in OpenAI's format, and for messages in Anthropic's."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
 from services.router.placement.request_fields import MESSAGES, Fault
+from shared.contracts.engine_paths import COUNT_TOKENS
 from shared.contracts.failures import HTTP_STATUS, Reason
-from shared.http.errors import HttpError, error_body
+from shared.http.errors import ErrorResponse, HttpError, error_body
 
 EVENT_STREAM = "text/event-stream"
 RETRY_AFTER_S_MAX = 86_400.0
-OVERLOADED = 503
+ANTHROPIC_PATHS = frozenset({MESSAGES, COUNT_TOKENS})
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Of Anthropic's errors, by status. Anthropic itself sends 529 when it is overloaded; its clients retry on 503, too."""
 CODES = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
 
 
@@ -47,11 +60,25 @@ def refused_field(fault: Fault) -> HttpError:
     return HttpError(status, body, None, str(fault.reason))
 
 
+def error_for(path: str, error: HttpError, request_id: str | None = None) -> HttpError:
+    """The error in the format that clients of ``path`` read."""
+    if path not in ANTHROPIC_PATHS:
+        return error
+    told = msgspec.json.decode(error.body, type=ErrorResponse).error
+    body = {**_anthropic_error(error.status, told.message, told.code), "request_id": request_id}
+    more = error.more if request_id is None else (*error.more, (b"request-id", request_id.encode()))
+    return msgspec.structs.replace(error, body=msgspec.json.encode(body), more=more)
+
+
 def error_event(path: str, reason: Reason, message: str) -> bytes:
     """The last event of a stream that failed after it had begun. Clients of messages ignore events without a name."""
     status = HTTP_STATUS[reason]
     if path != MESSAGES:
         return b"data: " + error_body(status, message, code=str(reason)) + b"\n\n"
-    kind = "overloaded_error" if status == OVERLOADED else "api_error"
-    error = {"type": "error", "error": {"type": kind, "message": message, "code": str(reason)}}
+    error = _anthropic_error(status, message, str(reason))
     return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+
+
+def _anthropic_error(status: int, message: str, code: str | int | None) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message, "code": code}}

@@ -13,6 +13,7 @@ from typing import Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.router.auth.client import ANYONE
+from services.router.http.errors import error_for
 from services.router.placement.request_fields import Mode
 from shared.contracts.ids import RequestId, is_subject_token
 from shared.http.errors import Header, HttpError
@@ -230,6 +231,7 @@ class HttpRequest:
         """Send an error of the router's own."""
         if error.closes:
             self._keep_alive = False
+        error = error_for(self.head.path, error, self.head.request_id)
         headers = [*error.headers(), (b"x-request-id", self.head.request_id.encode()), *more]
         self.answer(error.status, headers, error.body)
 
