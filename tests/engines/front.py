@@ -77,7 +77,8 @@ def model_with_images(folder: Path) -> Path:
 class Core:
     """In the place of the engine: says ``answer``, whatever was asked."""
 
-    def __init__(self, engine: Any, answer: list[int]) -> None:
+    def __init__(self, engine: Any, answer: list[int], tasks: tuple[str, ...] = ("generate",)) -> None:
+        self.tasks = tasks
         self.resources = SimpleNamespace(engine_dead=False)
         self.answer = answer
         self.asked: list[Any] = []
@@ -90,7 +91,7 @@ class Core:
         self._talks: set[asyncio.Task[None]] = set()
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.tasks
 
     async def reset_mm_cache_async(self) -> None:
         return
@@ -214,7 +215,13 @@ async def _no_server_error() -> None:
 
 @asynccontextmanager
 async def front(
-    model: Path, engine_args: str, answer: list[int], *, media_hosts: frozenset[str] = frozenset()
+    model: Path,
+    engine_args: str,
+    answer: list[int],
+    *,
+    media_hosts: frozenset[str] = frozenset(),
+    max_model_len: int = 4096,
+    tasks: tuple[str, ...] = ("generate",),
 ) -> AsyncIterator[Front]:
     """vLLM's own server with these arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -225,11 +232,11 @@ async def front(
     from services.worker.engines.vllm.engine import _openai_app
     from services.worker.engines.vllm.stats import EngineMeter
 
-    settings = Settings(model=str(model), served_model_name=MODEL, max_model_len=4096, engine_args=engine_args)
+    settings = Settings(model=str(model), served_model_name=MODEL, max_model_len=max_model_len, engine_args=engine_args)
     line = arguments(settings, settings.model, on_cpu=True, events=("", ""), otlp_endpoint="", media_hosts=media_hosts)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     engine = _bare_engine(AsyncEngineArgs.from_cli_args(args).create_engine_config())
-    engine.engine_core = core = Core(engine, answer)
+    engine.engine_core = core = Core(engine, answer, tasks)
     try:
         yield Front(await _openai_app(engine, args, EngineMeter()), core, engine.vllm_config.cache_config)
     finally:

@@ -74,6 +74,7 @@ INTERFACES = {
     "vllm/v1/kv_cache_interface.py": "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec",
     "vllm/v1/metrics/cache_hit_source.py": "CacheHitSource",
     "vllm/v1/metrics/loggers.py": "StatLoggerBase",
+    "vllm/inputs/engine.py": "TokensInput EncoderDecoderInput",
     "vllm/v1/metrics/stats.py": "SchedulerStats IterationStats PromptTokenStats PrefillStats",
     "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput LogprobsLists",
     "vllm/v1/request.py": "Request Request.__init__ Request.from_engine_core_request RequestStatus",
