@@ -126,7 +126,11 @@ async def test_usage_has_the_prefill_workers_cached_tokens_although_a_stop_strin
     usage = second.events()[-1]["usage"] if stream else second.json()["usage"]
     assert second.report.finish_reason != "length"
     assert usage["completion_tokens"] < 24
-    assert usage["prompt_tokens_details"]["cached_tokens"] == first.report.cached_tokens >= 300
+    assert first.report.cached_tokens >= 300
+    # On a busy machine the grant of a followed prefill may come too late: then the decode engine computes the prompt.
+    computed_here = follows and not second.report.received_tokens
+    cached = second.report.cached_tokens if computed_here else first.report.cached_tokens
+    assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 async def test_a_prefill_worker_reads_back_what_the_decode_worker_holds(pair, router):
