@@ -16,8 +16,8 @@ K ?=
 # Processes that pytest distributes the tests to.
 JOBS ?= 2
 export JOBS
-# Tests with processes wait for half of their time: with two chains of engine tests, four at once keep two cores busy.
-test: JOBS = 4
+# Tests with processes wait for some of their time. With two chains of engine tests, a fourth would overload two cores.
+test: JOBS = 3
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 

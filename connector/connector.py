@@ -145,7 +145,8 @@ class BatonConnector(KVConnectorBase_V1):
             and not request.num_preemptions
             and (full := request.num_prompt_tokens // self._block_tokens)
         ):
-            side.holder.note_prompt(request.block_hashes[full - 1], side.reader.cached_tokens(request.request_id))
+            cached_tokens = side.reader.cached_tokens(request.request_id)
+            side.holder.note_prompt(request.block_hashes[full - 1], cached_tokens, order.leg_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Orders for the worker role in this step."""

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
 from connector.holder.pending_writes import PendingWrites, Step
-from shared.contracts.ids import Epoch, LegId, WorkerId
+from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
     FULL_HASH_BYTES,
     LEASE_BLOCKS_MAX,
@@ -96,16 +96,18 @@ class Holder:
         self._settings = settings
         self._now = now
         self._draining = False
-        self._prompts: OrderedDict[bytes, int] = OrderedDict()
+        self._prompts: OrderedDict[bytes, tuple[LegId, int]] = OrderedDict()
         self._ended_legs: OrderedDict[LegId, None] = OrderedDict()
         self._unwanted_offers: OrderedDict[str, None] = OrderedDict()
         self._pool: Pool
+        self._block_size = 1
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0, block_size=1)
 
     def bind(self, pool: Pool, block_size: int) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
         self._pool = pool
+        self._block_size = block_size
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(len(pool.blocks) * self._settings.lease_share_max)))
         self._pending_writes = PendingWrites(len(pool.blocks), block_size)
 
@@ -204,9 +206,11 @@ class Holder:
         grants = (self._grant_further(lease, now) for lease in list(self._leases.followed.values()))
         return [grant for grant in grants if grant is not None]
 
-    def note_prompt(self, last_full_hash: bytes, cached_tokens: int) -> None:
-        """Record how many tokens of a prompt were cached when it was scheduled; its last grant to a reader says so."""
-        self._prompts[last_full_hash] = cached_tokens
+    def note_prompt(self, last_full_hash: bytes, cached_tokens: int, leg_id: LegId) -> None:
+        """Record how many tokens of a leg's prompt were cached when it was scheduled; its last grant to a reader says
+        so.
+        """
+        self._prompts[last_full_hash] = leg_id, cached_tokens
         self._prompts.move_to_end(last_full_hash)
         if len(self._prompts) > PROMPTS_NOTED_MAX:
             self._prompts.popitem(last=False)
@@ -330,7 +334,11 @@ class Holder:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
 
     def _cached_tokens_of(self, followed: FollowedPrompt) -> int:
-        return self._prompts.get(followed.hashes[-1], 0)
+        leg_id, cached = self._prompts.get(followed.hashes[-1], (NO_LEG, 0))
+        if followed.leg_id not in (leg_id, NO_LEG):
+            # The ask came before the leg was scheduled: what could be granted was cached.
+            return followed.granted * self._block_size
+        return cached
 
 
 def _hashes_of(request: LeaseKv) -> list[bytes] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ PICKY_MODEL = "picky"
 PICKY_THRESHOLD = 0.8
 ENGINES_START_S_MAX = 480.0
 ANSWER_S_MAX = 120.0
+SERVICE_UNAVAILABLE = 503
 STREAM_ALL, STREAM_NONE = "0", "-1"
 """ROUTER_STREAM_TOKENS_MIN of the two endpoints."""
 
@@ -137,10 +139,16 @@ class Client:
     async def ask(
         self, prompt: Sequence[int] | str, mode: str = "auto", endpoint: str = "streamed", **fields: Any
     ) -> HttpReply:
-        """A greedy completion. ``endpoint`` is a key of ``Fleet.endpoints``."""
+        """A greedy completion, asked for again, as clients do, while the router has no worker for it: on a busy machine it
+        may miss a worker's reports for a moment. ``endpoint`` is a key of ``Fleet.endpoints``.
+        """
         request = {**body([]), "prompt": prompt, "return_token_ids": True, **fields}
         url = f"{self.fleet.endpoints[endpoint]}/v1/completions"
-        reply = await self.http.post(url, json=request, headers={"x-baton-mode": mode})
+        until_s = time.monotonic() + ANSWER_S_MAX
+        while True:
+            reply = await self.http.post(url, json=request, headers={"x-baton-mode": mode})
+            if reply.status_code != SERVICE_UNAVAILABLE or time.monotonic() > until_s:
+                break
         return HttpReply(reply.status_code, reply.headers.get("x-request-id", ""), reply.json())
 
     async def events(self, prompt: Sequence[int], mode: str = "auto", **fields: Any) -> list[dict[str, Any]]:

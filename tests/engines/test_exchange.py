@@ -9,7 +9,7 @@ import pytest
 
 from services.launcher.doctor.kv_reads import SLOW_BYTES_PER_S
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
-from shared.contracts.ids import WorkerId
+from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import AskKvHandshake, KvLedgerState, KvSource
 from shared.contracts.workers import KvMemory
@@ -115,9 +115,11 @@ async def test_usage_has_the_prefill_workers_cached_tokens_although_a_stop_strin
     await router.leg(prefill, LegKind.AGGREGATED, body, path=path)
 
     if follows:
+        leg_id = LegId(f"followed-{path == CHAT:d}-{stream:d}")
+        sources = [source(prefill, follow=True, leg_id=leg_id)]
         first, second = await asyncio.gather(
-            router.leg(prefill, LegKind.PREFILL, body, path=path, kv_offer=False),
-            router.leg(decode, LegKind.DECODE, body, path=path, kv_sources=[source(prefill, follow=True)]),
+            router.leg(prefill, LegKind.PREFILL, body, path=path, kv_offer=False, leg_id=leg_id),
+            router.leg(decode, LegKind.DECODE, body, path=path, kv_sources=sources),
         )
     else:
         first, second = await router.handed_over(prefill, decode, body, path=path)

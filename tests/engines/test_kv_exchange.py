@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import unpack_block_ids
+from shared.contracts.kv_exchange import NoGrant, unpack_block_ids
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
 from tests.engines.kv_fleet import DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
@@ -30,6 +30,18 @@ KV_BYTES_PER_TOKEN = 4096
 """4 layers, keys and values, 2 heads of 64 floats."""
 CACHED_SOON_S = 2.0
 """Until the router's index knows what an engine has cached, and idle engines have said that they are idle."""
+ATTEMPTS = 3
+"""On a busy machine a grant may come too late, and the reader computes the prompt itself."""
+TURNS: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {
+    "next": lambda history: ([*history, *draw(42, 100)], whole_blocks(len(history) - 1)),
+    "edited": lambda history: (
+        [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)],
+        26 * BLOCK,
+    ),
+    "shortened": lambda history: (history[: 32 * BLOCK + 3] + draw(53, 300), 32 * BLOCK),
+}
+"""A prompt from the history so far, and how many of its first tokens an engine has cached."""
+SEEDS = {"next": 410, "edited": 420, "shortened": 430}
 ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 1.0
 IDLE_CPU_MAX = 0.1
 CONNECTED_S_MAX, AGAIN_S = 60.0, 0.2
@@ -95,38 +107,25 @@ async def test_streamed_answers_are_the_same_tokens(client: Client):
     assert tokens == await client.alone(prompt)
 
 
-async def test_the_next_turn_fetches_what_the_decode_engine_generated(client: Client):
-    first = draw(41, 20 * BLOCK)
-    said = await client.ask(first, "disaggregated", max_tokens=10 * BLOCK, baton={"decode_worker": DECODE})
-    await asyncio.sleep(CACHED_SOON_S)
-    second = first + said.token_ids + draw(42, 100)
+@pytest.mark.parametrize("turn", ["next", "edited", "shortened"])
+async def test_a_turn_fetches_the_history_that_it_shares_with_the_decode_engine(client: Client, turn: str):
+    for attempt in range(ATTEMPTS):
+        first = draw(SEEDS[turn] + attempt, 20 * BLOCK)
+        said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK, baton={"decode_worker": DECODE})
+        await asyncio.sleep(CACHED_SOON_S)
+        prompt, shared = TURNS[turn](first + said.token_ids)
 
-    turn = await client.ask(second, "disaggregated", baton={"sources": [DECODE]})  # see below
-    prefill = (await client.tap.legs_of(turn.request_id))[LegKind.PREFILL].transfer_report
-
-    assert turn.token_ids == await client.alone(second)
-    history = whole_blocks(len(first) + len(said.token_ids) - 1)
-    assert prefill.local_tokens + prefill.fetched_tokens == history, prefill
-    assert prefill.fetched_tokens >= history - len(first), prefill
-    assert [read.tokens for read in prefill.reads if read.tokens] == [prefill.fetched_tokens]
-
-
-async def test_an_edited_and_a_shortened_history_match_less_and_are_never_wrong(client: Client):
-    first = draw(51, 20 * BLOCK)
-    said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK, baton={"decode_worker": DECODE})
-    await asyncio.sleep(CACHED_SOON_S)
-    history = first + said.token_ids
-    edited = [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)]
-    shortened = history[: 32 * BLOCK + 3] + draw(53, 300)
-
-    for prompt, same in ((edited, 26 * BLOCK), (shortened, 32 * BLOCK)):
         # Whether to fetch so little is placement's to decide, by how busy it finds the workers: here it is told to.
-        turn = await client.ask(prompt, "disaggregated", baton={"sources": [DECODE]})
-        prefill = (await client.tap.legs_of(turn.request_id))[LegKind.PREFILL].transfer_report
+        answer = await client.ask(prompt, "disaggregated", baton={"sources": [DECODE]})
+        prefill = (await client.tap.legs_of(answer.request_id))[LegKind.PREFILL].transfer_report
 
-        assert turn.token_ids == await client.alone(prompt)
-        assert prefill.local_tokens + prefill.fetched_tokens == same, prefill
-        assert prefill.recomputed_tokens == len(prompt) - same
+        assert answer.token_ids == await client.alone(prompt)
+        if all(read.failure != NoGrant.UNREACHABLE for read in prefill.reads):
+            break
+    assert prefill.local_tokens + prefill.fetched_tokens == shared, prefill
+    assert prefill.fetched_tokens >= shared - len(first), prefill
+    assert prefill.recomputed_tokens == len(prompt) - shared
+    assert [read.tokens for read in prefill.reads if read.tokens] == [prefill.fetched_tokens]
 
 
 async def test_one_prompt_is_read_from_two_holders(client: Client):

@@ -195,6 +195,7 @@ class Router:
     async def start(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, headers=None, **options):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         fields = {
+            "leg_id": LegId(uuid.uuid4().hex),
             "path": "/v1/completions",
             "deadline_s": 60.0,
             "request_id": RequestId(uuid.uuid4().hex),
@@ -204,7 +205,6 @@ class Router:
             StartLeg(
                 worker_id=worker.worker_id,
                 router_id=self.router_id,
-                leg_id=LegId(uuid.uuid4().hex),
                 kind=kind,
                 body=raw,
                 **fields,

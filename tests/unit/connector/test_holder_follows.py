@@ -197,8 +197,8 @@ def test_following_ends_soon_when_the_lease_share_is_full():
 def test_the_last_grant_reports_the_holders_cached_tokens(holding):
     hashes = chain(3)
     prefill = Prefill(holding, hashes)
-    holding.holder.lease(lease_request(hashes, follow_s=30.0))
-    holding.holder.note_prompt(hashes[-1], 2 * BLOCK_TOKENS)
+    holding.holder.lease(lease_request(hashes, follow_s=30.0, leg_id="leg"))
+    holding.holder.note_prompt(hashes[-1], 2 * BLOCK_TOKENS, "leg")
     prefill.compute(2)
     (early,) = holding.holder.advance()
     prefill.compute(1)
@@ -207,13 +207,23 @@ def test_the_last_grant_reports_the_holders_cached_tokens(holding):
     assert (early.prefill_cached_tokens, last.prefill_cached_tokens) == (0, 2 * BLOCK_TOKENS)
 
 
-def test_a_late_follower_also_learns_the_cached_tokens(holding):
-    holding.holder.note_prompt(chain(3)[-1], BLOCK_TOKENS)
+@pytest.mark.parametrize("named", ["leg", ""])
+def test_a_late_follower_also_learns_the_cached_tokens(holding, named):
+    holding.holder.note_prompt(chain(3)[-1], BLOCK_TOKENS, "leg")
     holding.hold(chain(3))
 
-    grant = holding.holder.lease(lease_request(chain(3), follow_s=30.0))
+    grant = holding.holder.lease(lease_request(chain(3), follow_s=30.0, leg_id=named))
 
     assert (grant.final, grant.prefill_cached_tokens) == (True, BLOCK_TOKENS)
+
+
+def test_what_is_granted_before_its_leg_is_scheduled_was_cached(holding):
+    holding.holder.note_prompt(chain(3)[-1], 0, "an earlier leg with this prompt")
+    holding.hold(chain(3))
+
+    grant = holding.holder.lease(lease_request(chain(3), follow_s=30.0, leg_id="leg"))
+
+    assert (grant.final, grant.prefill_cached_tokens) == (True, 3 * BLOCK_TOKENS)
 
 
 def test_followers_are_notified_when_the_engine_ends(holding):

@@ -83,7 +83,8 @@ class Exchange:
         """The computation of a prompt begins. Its cached tokens are noted for readers that follow the prompt."""
         full = sequence.prompt_tokens // self._settings.block_size
         if full:
-            self.holder.note_prompt(sequence.hashes[full - 1], sequence.stats.cached_tokens)
+            leg_id = sequence.params.order.leg_id
+            self.holder.note_prompt(sequence.hashes[full - 1], sequence.stats.cached_tokens, leg_id)
 
     def take_orders(self) -> Orders:
         """Orders for the mover since the last call."""
