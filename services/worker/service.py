@@ -156,13 +156,15 @@ class Worker:
         tasks = self._service.tasks
         background: list[asyncio.Task[Any]] = [
             tasks.create_task(self._watch_engine(), name="watch-engine"),
-            tasks.create_task(self._follow_cache(), name="follow-cache"),
+            tasks.create_task(self._until_dead(self._cache.follow(self._engine)), name="follow-cache"),
             tasks.create_task(self._status.report_load(), name="report-load"),
             tasks.create_task(self._send_in_flight_lists(), name="send-in-flight-lists"),
         ]
         try:
             await self._until(self._open())
-            background += [tasks.create_task(follow(), name="follow-exchange") for follow in self._follows]
+            background += [
+                tasks.create_task(self._until_dead(follow()), name="follow-exchange") for follow in self._follows
+            ]
             drain_wanted = tasks.create_task(self._orders.wait_for_drain(), name="await-orders")
             background.append(drain_wanted)
             await self._until(self._be_ready_unless(drain_wanted))
@@ -226,11 +228,15 @@ class Worker:
             await asyncio.sleep(IN_FLIGHT_LISTS_S)
             await self._sender.send_in_flight_lists()
 
-    async def _follow_cache(self) -> None:
+    async def _until_dead(self, follow: Awaitable[None]) -> None:
+        """Follow the engine until that is cancelled, or finds the engine dead."""
         try:
-            await self._cache.follow(self._engine)
+            await follow
         except* EngineDead as dead:
-            self._note_death(str(dead.exceptions[0]))
+            first: BaseException = dead
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            self._note_death(str(first))
 
     def _note_death(self, why: str) -> None:
         if not self._death.done():

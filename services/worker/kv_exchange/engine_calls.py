@@ -47,6 +47,10 @@ CALLS_AT_ONCE_MAX = 4
 """Unanswered by a busy engine; further calls wait and are merged."""
 CALL_S_MAX = 60.0
 """Longer than any engine step. A call that takes longer is given up; what it asked for has deadlines of its own."""
+STUCK_S_MAX = 180.0
+"""An engine that has answered no call for so long is stuck. It answers while it computes a step, too; but all of its
+threads wait when one of them is blocked and holds Python's GIL, as was seen in UCX while two engines connected.
+"""
 CALLS_WAITING_MAX = 16384
 
 
@@ -59,6 +63,7 @@ class EngineCalls:
         self._waiting: list[EngineCall] = []
         self._arrived = asyncio.Event()
         self._free = asyncio.Semaphore(CALLS_AT_ONCE_MAX)
+        self._unanswered_since: float | None = None
 
     @property
     def full(self) -> bool:
@@ -75,13 +80,16 @@ class EngineCalls:
 
     async def ask(self, call: EngineCall) -> EngineNotification:
         """Call at once and return the result; also dispatches its notifications. Raises TimeoutError, EngineDead."""
+        if self._unanswered_since is None:
+            self._unanswered_since = asyncio.get_running_loop().time()
         async with asyncio.timeout(CALL_S_MAX):
             notifications = await self._exchange.call(call)
+        self._unanswered_since = None
         self._on_notifications(notifications)
         return notifications
 
     async def follow(self) -> None:
-        """Call the engine until cancelled."""
+        """Call the engine until cancelled. Raises a group of EngineDead when the engine is stuck."""
         async with asyncio.TaskGroup() as calls:
             while True:
                 await self._arrived.wait()
@@ -95,6 +103,9 @@ class EngineCalls:
             await self.ask(call)
         except TimeoutError:
             log.warning("the engine did not take a call within %g s", CALL_S_MAX)
+            since = self._unanswered_since
+            if since is not None and asyncio.get_running_loop().time() - since >= STUCK_S_MAX:
+                raise EngineDead(f"it is stuck: it has answered no call for {STUCK_S_MAX:g} s") from None
         except EngineDead as dead:
             log.info("the engine is dead, the KV exchange stops: %s", dead)
         finally:
