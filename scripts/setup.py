@@ -73,8 +73,8 @@ def set_up(engine: str, *, dev: bool) -> None:
         if part == "runtime":
             compiling = begin_compiling(engine)
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1))
-    if compiling is not None:
-        compiling.wait()
+    if compiling is not None and compiling.wait() != 0:
+        say(f"vLLM cannot be imported; the end of {LOG} says why")
     (VENV / ".native").write_text(sources)
     if not any((ROOT / "services/router/native").glob("_block_table.*.so")):
         say("no C compiler found: the router's prefix index runs in Python, which is enough for a few workers")
@@ -169,7 +169,11 @@ def uv(lock: str) -> bool:
     """Whether uv installed the lock, in a tenth of the time that pip takes. It does not read pip's configuration and is
     told the index and the certificates only: on some machines only pip can.
     """
-    pip([*LOCKED, "requirements/uv.txt"], Progress(1))
+    try:
+        pip([*LOCKED, "requirements/uv.txt"], Progress(1))
+    except SetupFailed:
+        say("uv cannot be had here: pip installs everything, which takes some minutes")
+        return False
     command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps", "--require-hashes"]
     command += ["--requirement", f"requirements/{lock}.txt"]
     with LOG.open("a") as log:

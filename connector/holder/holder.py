@@ -100,14 +100,12 @@ class Holder:
         self._ended_legs: OrderedDict[LegId, None] = OrderedDict()
         self._unwanted_offers: OrderedDict[str, None] = OrderedDict()
         self._pool: Pool
-        self._block_size = 1
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0, block_size=1)
 
     def bind(self, pool: Pool, block_size: int) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
         self._pool = pool
-        self._block_size = block_size
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(len(pool.blocks) * self._settings.lease_share_max)))
         self._pending_writes = PendingWrites(len(pool.blocks), block_size)
 
@@ -337,7 +335,7 @@ class Holder:
         leg_id, cached = self._prompts.get(followed.hashes[-1], (NO_LEG, 0))
         if followed.leg_id not in (leg_id, NO_LEG):
             # The ask came before the leg was scheduled: what could be granted was cached.
-            return followed.granted * self._block_size
+            return followed.granted * self._pending_writes.block_size
         return cached
 
 

@@ -44,7 +44,7 @@ class PendingWrites:
     """Follows each step from scheduling to computation. Runs in every step: costs O(requests in the step)."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._tables: dict[str, list[int]] = {}
         self._written = [0] * blocks
         """Per block: number of the last scheduled step that fills it."""
@@ -93,7 +93,7 @@ class PendingWrites:
             self._fill(request_id, computed, tokens)
 
     def _fill(self, request_id: str, computed: int, tokens: Mapping[str, int]) -> None:
-        first, end = computed // self._block_size, (computed + tokens[request_id]) // self._block_size
+        first, end = computed // self.block_size, (computed + tokens[request_id]) // self.block_size
         if first == end:
             return
         table = self._tables[request_id]

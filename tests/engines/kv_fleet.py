@@ -6,6 +6,7 @@ cache hit threshold, and a store.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -33,6 +34,7 @@ PICKY_THRESHOLD = 0.8
 ENGINES_START_S_MAX = 480.0
 ANSWER_S_MAX = 120.0
 SERVICE_UNAVAILABLE = 503
+AGAIN_S = 0.2
 STREAM_ALL, STREAM_NONE = "0", "-1"
 """ROUTER_STREAM_TOKENS_MIN of the two endpoints."""
 
@@ -149,6 +151,7 @@ class Client:
             reply = await self.http.post(url, json=request, headers={"x-baton-mode": mode})
             if reply.status_code != SERVICE_UNAVAILABLE or time.monotonic() > until_s:
                 break
+            await asyncio.sleep(AGAIN_S)
         return HttpReply(reply.status_code, reply.headers.get("x-request-id", ""), reply.json())
 
     async def events(self, prompt: Sequence[int], mode: str = "auto", **fields: Any) -> list[dict[str, Any]]:

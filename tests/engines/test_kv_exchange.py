@@ -18,7 +18,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import NoGrant, unpack_block_ids
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
-from tests.engines.kv_fleet import DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
+from tests.engines.kv_fleet import AGAIN_S, DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
 from tests.support.kv_driver import BLOCK, transfer_report_of
 from tests.support.processes import quietest_cpu
 from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
@@ -44,7 +44,7 @@ TURNS: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {
 SEEDS = {"next": 410, "edited": 420, "shortened": 430}
 ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 1.0
 IDLE_CPU_MAX = 0.1
-CONNECTED_S_MAX, AGAIN_S = 60.0, 0.2
+CONNECTED_S_MAX = 60.0
 GRANTS_BETWEEN_STEPS_MAX = 8
 """In two or three steps, if each grant waited for the end of one."""
 

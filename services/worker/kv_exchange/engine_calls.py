@@ -48,8 +48,8 @@ CALLS_AT_ONCE_MAX = 4
 CALL_S_MAX = 60.0
 """Longer than any engine step. A call that takes longer is given up; what it asked for has deadlines of its own."""
 STUCK_S_MAX = 180.0
-"""An engine that has answered no call for so long is stuck. It answers while it computes a step, too; but all of its
-threads wait when one of them is blocked and holds Python's GIL, as was seen in UCX while two engines connected.
+"""An engine that has answered no call for so long is stuck, as it answers while it computes a step, too. One stood
+still for minutes when it and another engine had just connected; probably a thread waited in UCX and held Python's GIL.
 """
 CALLS_WAITING_MAX = 16384
 
