@@ -25,12 +25,14 @@ from pydoc_data.topics import topics
 from statistics import median
 from typing import Any
 
+from shared.contracts.engine_paths import CHAT
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.request_fields import CHAT, RequestFacts, read_request
+from services.router.placement.request_fields import RequestFacts, read_request
 from services.router.service import tune_garbage_collection
 from services.router.state.fleet import Fleet
 from services.router.tokenize.block_hash import block_hashes

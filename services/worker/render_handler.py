@@ -6,10 +6,11 @@ import asyncio
 import logging
 
 from services.worker.engines.port import EnginePrompt, EngineRenderer
-from services.worker.legs.body import HANDOFF_PATHS, RESPONSES, goes_on_alone, own_body, read_fields, salted
+from services.worker.legs.body import HANDOFF_PATHS, goes_on_alone, own_body, read_fields, salted
 from services.worker.legs.guard import refusal
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import RENDER
+from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import pack_hashes

@@ -10,7 +10,9 @@ INVOCATIONS = "/invocations"
 TOKENIZER_INFO = "/tokenizer_info"
 """Asked with GET, without a body."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
-PLACED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+PLACED = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 """Placed by prefix."""
 PASSED_THROUGH = (
     COUNT_TOKENS,

@@ -23,13 +23,13 @@ from services.router.http.errors import error_for
 from services.router.http.lora_routes import OrderAdapters, add_lora
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
-from services.router.placement.request_fields import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
+from services.router.placement.request_fields import FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
 from services.router.placement.revisions import Shares
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
 from services.router.state.fleet import Fleet
 from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
-from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
 from shared.contracts.workers import Role, WorkerPhase
 from shared.http.errors import HttpError, error_body
 from shared.runtime.clock import Clock

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from services.router.placement.request_fields import MESSAGES, Fault
-from shared.contracts.engine_paths import COUNT_TOKENS
+from services.router.placement.request_fields import Fault
+from shared.contracts.engine_paths import COUNT_TOKENS, MESSAGES
 from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.http.errors import ErrorResponse, HttpError, error_body
 

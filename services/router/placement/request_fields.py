@@ -12,15 +12,11 @@ from services.router.placement.media import foreign_media
 from services.router.placement.sequences import GENERATING, batch_size, completions, is_one_input, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
-from shared.contracts.engine_paths import INVOCATIONS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-PLACED_BY_PREFIX = frozenset((COMPLETIONS, CHAT, MESSAGES, RESPONSES))
 UNSPLITTABLE_PATH = "only completions, chats, messages and responses can be split"
 FETCH_MIN_TOKENS_MAX = 1 << 31
 SOURCES_MAX = 16
@@ -292,7 +288,7 @@ def read_options(raw: msgspec.Raw) -> RequestOptions | Fault:
 
 def unsplittable_reason(path: str, body: Body) -> str:
     """Why one engine must serve both legs; empty when two may."""
-    if path not in PLACED_BY_PREFIX:
+    if path not in PLACED:
         return UNSPLITTABLE_PATH
     return unsplittable_response(body) if path == RESPONSES else unsplittable_completion(path, body)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from services.router.placement.request_fields import CHAT, RequestFacts, given
+from services.router.placement.request_fields import RequestFacts, given
+from shared.contracts.engine_paths import CHAT
 
 SHARE_MAX = 1e6
 REVISIONS_MAX = 16

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from services.router.placement.placement import PlacementRequest
-from services.router.placement.request_fields import PLACED_BY_PREFIX, Mode, RequestFacts
+from services.router.placement.request_fields import Mode, RequestFacts
+from shared.contracts.engine_paths import PLACED
 
 RESUMES_MAX_MAX = 64
 """Upper limit of ROUTER_RESUMES_MAX."""
@@ -17,7 +18,7 @@ def why_not_resumable(facts: RequestFacts) -> str:
     """Why this stream cannot continue at another worker, as far as the router can tell; empty when it can. Its engine
     may have further reasons, which its worker reports.
     """
-    if facts.path not in PLACED_BY_PREFIX:
+    if facts.path not in PLACED:
         return "only completions, chats, messages and responses can be resumed"
     return facts.unsplittable
 

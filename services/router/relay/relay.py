@@ -18,7 +18,7 @@ from services.router.placement.decision_service import DecisionService
 from services.router.placement.model_names import with_primary_name
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import PLACED_BY_PREFIX, RESPONSES, Mode, default_or_requested
+from services.router.placement.request_fields import Mode, default_or_requested
 from services.router.relay.charging import charge, settle, too_many_sequences
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
@@ -34,6 +34,7 @@ from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
+from shared.contracts.engine_paths import PLACED, RESPONSES
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
 from shared.http.errors import HttpError
 from shared.telemetry.span_names import SpanName
@@ -128,7 +129,7 @@ class Relay:
         if (too_many := too_many_sequences(context, self._settings.sequences_max)) is not None:
             self._refuse(context, too_many)
             return
-        if facts.path not in PLACED_BY_PREFIX and (unserved := self._path_fault(context)) is not None:
+        if facts.path not in PLACED and (unserved := self._path_fault(context)) is not None:
             self._refuse(context, unserved)
             return
         if (refused := self._suspects.refusal(context)) is not None:

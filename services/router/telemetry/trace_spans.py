@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from opentelemetry.trace import SpanKind
 
-from services.router.placement.request_fields import CHAT, COMPLETIONS
 from services.router.relay.request_context import RequestContext
 from services.router.telemetry.outcome import SERVER_ERROR, Kept
 from services.router.telemetry.trace import LegMark, Trace
 from shared.contracts.decisions import TtftParts
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind, LegReport, RequestFinished
 from shared.telemetry.finished_spans import About, FinishedSpan
 from shared.telemetry.leg_intervals import (

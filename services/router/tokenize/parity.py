@@ -10,8 +10,8 @@ from enum import StrEnum
 from json import dumps
 from typing import NamedTuple
 
-from services.router.placement.request_fields import CHAT, COMPLETIONS
 from shared.contracts.control import ProbePrompt, PromptTokens
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import unpack_hashes
 

@@ -11,17 +11,7 @@ from urllib.parse import parse_qs
 from services.router.http.request import HttpRequest
 from services.router.placement.form import read_form_request
 from services.router.placement.media import has_media
-from services.router.placement.request_fields import (
-    CHAT,
-    MESSAGES,
-    MODEL_CHARS_MAX,
-    PLACED_BY_PREFIX,
-    RESPONSES,
-    Body,
-    Fault,
-    RequestFacts,
-    read_request,
-)
+from services.router.placement.request_fields import MODEL_CHARS_MAX, Body, Fault, RequestFacts, read_request
 from services.router.placement.revisions import means
 from services.router.settings import Settings, request_policy
 from services.router.state.fleet import Fleet
@@ -34,7 +24,7 @@ from services.router.tokenize.turns import NoTurn, PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
-from shared.contracts.engine_paths import FORMS, TOKENIZER_INFO
+from shared.contracts.engine_paths import CHAT, FORMS, MESSAGES, PLACED, RESPONSES, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
@@ -97,7 +87,7 @@ class Prompts:
         """
         bytes_per_token, why = BYTES_PER_TOKEN_GUESSED, ""
         size = http_request.upload.size
-        if facts.body is not None and facts.path in PLACED_BY_PREFIX and self._matters(facts, size):
+        if facts.body is not None and facts.path in PLACED and self._matters(facts, size):
             view = self._likely_worker(facts)
             known = self._tokenizers.get(view.pairs_with) if view is not None else None
             if known is not None:

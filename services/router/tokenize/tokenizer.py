@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from services.router.placement.request_fields import CHAT, COMPLETIONS, TOO_LONG, Body, RequestFacts, given
+from services.router.placement.request_fields import TOO_LONG, Body, RequestFacts, given
 from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
 from services.router.tokenize.segments import PieceTooLong, Prompt, Segments
 from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset
-from shared.contracts.engine_paths import FORMS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
 from shared.contracts.request_body import PROMPT_CHARS_MIN
 from shared.contracts.workers import HashScheme
 

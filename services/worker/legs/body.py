@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, PLACED, RESPONSES
 from shared.contracts.ids import NO_LEG
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import KvOffer, LegOrder
@@ -27,10 +28,9 @@ PRIVATE_HINTS = (*(name.encode() for name in sorted(PRIVATE)), b"\\u", b"\x00")
 """A body without any of these bytes has no private field, not even with escapes or in an encoding other than UTF-8."""
 UNREADABLE = b"null"
 """Replaces a body that cannot be salted, because the engine's parser might accept it without the salt."""
-COMPLETION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+COMPLETION_PATHS = frozenset({COMPLETIONS, CHAT})
 """Their events end with the engine's own finish reason, and their streams can be resumed."""
-RESPONSES = "/v1/responses"
-HANDOFF_PATHS = frozenset({*COMPLETION_PATHS, RESPONSES, "/v1/messages"})
+HANDOFF_PATHS = frozenset(PLACED)
 OFFER_KV = msgspec.json.encode({"do_remote_decode": True})
 """Makes vLLM's NIXL connector keep a prompt's blocks so that another engine can read them."""
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from services.worker.legs.body import HANDOFF_PATHS, RESPONSES, read_fields
+from services.worker.legs.body import HANDOFF_PATHS, read_fields
+from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, StartLeg, unpack_tokens
 

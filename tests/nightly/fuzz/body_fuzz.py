@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
+from services.router.placement.request_fields import read_request
 from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
 from services.worker.legs.body import own_body
 from services.worker.legs.guard import refusal_of
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind
 from shared.contracts.request_body import DEPTH_MAX, FIELDS_MAX, STEP_BYTES, VALUES_MAX
 from shared.contracts.workers import HashScheme

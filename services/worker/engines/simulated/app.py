@@ -25,6 +25,7 @@ from services.worker.engines.simulated.responses import (
 )
 from services.worker.engines.simulated.resume import caught_up
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport
 
@@ -55,8 +56,8 @@ class SimulatedApp:
         self._text_json = {token: encode(text) for token, text in tokenizer.texts.items()}
         self._models = models
         self._posts: dict[str, Callable[[bytes, LegRecord], Awaitable[Job]]] = {
-            "/v1/completions": jobs.completion,
-            "/v1/chat/completions": jobs.chat,
+            COMPLETIONS: jobs.completion,
+            CHAT: jobs.chat,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

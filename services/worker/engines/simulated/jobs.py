@@ -27,6 +27,7 @@ from services.worker.engines.simulated.requests import (
 )
 from services.worker.engines.simulated.responses import ChatResponses, CompletionResponses, Responses
 from services.worker.engines.simulated.tokenizer import ChatTemplateFailed, SimulatedTokenizer
+from shared.contracts.engine_paths import CHAT
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
 
@@ -34,7 +35,6 @@ THREAD_CHARS_MIN = 16_384
 """Longer text is tokenised on a thread, because it would delay the tokens of all other requests."""
 CHOICES_MAX = 1024
 """Completions of one request."""
-CHAT = "/v1/chat/completions"
 
 Logprobs = Callable[[list[int], list[str], int], dict[str, Any]]
 """Arguments: tokens, their texts, and the position of the first token in the completion."""

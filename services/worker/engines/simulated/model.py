@@ -14,12 +14,13 @@ from services.worker.engines.port import EngineFacts
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings
 from services.worker.tiny_model.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.workers import ADAPTERS_MAX, Fingerprint, HashScheme
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
-PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+PATHS = frozenset({COMPLETIONS, CHAT})
 """Of requests that ``SimulatedApp`` serves."""
 
 

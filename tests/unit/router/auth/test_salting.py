@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.auth.api_keys import NO_KEY, Key, salt_key, salt_of, salted
-from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
+from services.router.placement.request_fields import read_request
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 
 SECRET = salt_key("a secret of the operator's, with enough characters")
 TENANT = st.text("abcXYZ019_-", min_size=1, max_size=12)

@@ -9,8 +9,9 @@ import tracemalloc
 import pytest
 
 from services.router.http.request import OBJECT_BYTES
-from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
+from services.router.placement.request_fields import read_request
 from services.router.tokenize.prompts import READ_ON_LOOP_BYTES
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.request_body import DEPTH_MAX, FIELDS_MAX, STEP_BYTES
 from tests.unit.router.world import World, in_world
 

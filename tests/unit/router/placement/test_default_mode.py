@@ -8,7 +8,6 @@ import json
 import pytest
 
 from services.router.placement.request_fields import (
-    CHAT,
     Mode,
     default_mode_of,
     default_or_requested,
@@ -18,6 +17,7 @@ from services.router.placement.request_fields import (
 from services.router.state.feeds import DefaultModeFeed
 from shared.contracts.channels import DEFAULT_MODE
 from shared.contracts.control import FLEET, DefaultMode
+from shared.contracts.engine_paths import CHAT
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 WAIT_S_MAX = 60.0

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
+from services.router.placement.request_fields import read_request
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -8,8 +8,9 @@ import math
 import pytest
 
 from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields, read_weights
-from services.router.placement.request_fields import CHAT, Fault, Mode, RequestFacts, read_request
+from services.router.placement.request_fields import Fault, Mode, RequestFacts, read_request
 from services.router.placement.slo import Targets, read_slos
+from shared.contracts.engine_paths import CHAT
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 
 import pytest
 
-from services.router.placement.request_fields import COMPLETIONS, read_request
+from services.router.placement.request_fields import read_request
 from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
 from services.router.tokenize.segments import PIECE_CHARS_MAX, Prompt
@@ -17,6 +17,7 @@ from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
+from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.world import World, in_world

@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 
-from services.router.placement.request_fields import COMPLETIONS, read_request
+from services.router.placement.request_fields import read_request
 from services.router.tokenize.tokenizer import STEP_CHARS, PromptTokenizer
 from services.router.tokenize.turns import TENANT_WAITING_MAX, WAITING_MAX, NoTurn, PromptWork, Turns, Work
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
+from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme
 
 
