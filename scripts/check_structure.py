@@ -28,9 +28,7 @@ PURE = {
     "services.collector.report": "*",
     "services.launcher.cluster": "folder",
     "services.launcher.doctor": "adapters facts findings installation kv_reads services workers",
-    "services.launcher.system": (
-        "board devices failure_text gpu_topology options plan process_plan restart scaling_steps worker_plan"
-    ),
+    "services.launcher.system": ("board devices options plan process_death process_plan scaling_steps worker_plan"),
     "services.launcher.views": "watch",
     "services.orchestrator.adapters": "wanted",
     "services.orchestrator.fleet": "*",

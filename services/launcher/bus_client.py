@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.launcher.cluster.access import launcher_access
-from services.launcher.errors import CommandFailed
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import AskRefused, AskTimedOut, Bus, Envelope, NoResponders
 from shared.contracts.adapters import AdapterOrdered, Adapters, AskAdapters, OrderAdapter
@@ -210,3 +209,7 @@ async def order_model(nats_url: str, order: OrderModel) -> ModelOrdered:
 async def _no_such_worker(nats_url: str, worker_id: str) -> str:
     running = ", ".join((await read_fleet(nats_url)).worker_ids) or "none"
     return f"No worker with the id {worker_id} is running. Running workers: {running}"
+
+
+class CommandFailed(Exception):
+    """The running system did not do or answer what was asked; the message says why and what to do."""

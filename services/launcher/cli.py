@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import typer
@@ -19,7 +20,6 @@ from services.launcher.commands import orders as order_commands
 from services.launcher.commands import up as up_command
 from services.launcher.commands import views as view_commands
 from services.launcher.commands.options import StateDir, common_settings, fail
-from services.launcher.commands.plugins import mount
 from services.launcher.system import state_file
 
 DOWN_S_MAX = 120.0
@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 
 up_command.add_to(app)
+GROUP = "baton.commands"
 
 
 @app.command(rich_help_panel="Run a system")
@@ -76,3 +77,16 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def mount(app: typer.Typer, arguments: list[str]) -> None:
+    """Add them to ``app``, which is about to run with ``arguments``."""
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        if arguments[:1] == [entry.name]:
+            app.add_typer(entry.load(), name=entry.name)
+        else:
+            app.command(name=entry.name, help=f"See: baton {entry.name} --help")(_not_called)
+
+
+def _not_called() -> None:
+    """Placeholder for a command that is listed but not called."""

@@ -15,6 +15,22 @@ from typing import TypeVar
 
 from shared.bus.port import BusError, BusRefused
 
+
+async def first_of(wanted: Awaitable[T], other: Awaitable[object], *, within_s: float | None = None) -> T | None:
+    """The result of ``wanted``, or None if ``other`` or the time ended first. Exceptions of both propagate."""
+    first, second = asyncio.ensure_future(wanted), asyncio.ensure_future(other)
+    try:
+        done, _ = await asyncio.wait({first, second}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if first in done:
+            return first.result()
+        if second in done:
+            second.result()
+        return None
+    finally:
+        first.cancel()
+        second.cancel()
+
+
 log = logging.getLogger("baton.service")
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from services.launcher.system.process_plan import Machine, Stage, SystemPlan
 from services.launcher.system.scaling import Scaler
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import StartFailed, System
-from services.launcher.system.waiting import first_of
 from shared.runtime.settings import load_common
+from shared.runtime.waiting import first_of
 
 ROUTER_READY_S_MAX = 60.0
 """For a router to learn of the ready workers and to compare its tokens with theirs; after that it is reported."""

@@ -11,14 +11,12 @@ from types import TracebackType
 from typing import Self, TypeVar, cast
 
 from services.launcher.cluster.access import launcher_access
-from services.launcher.system import logs
+from services.launcher.system import children
 from services.launcher.system.board import Row
 from services.launcher.system.children import Child, ChildStarter
-from services.launcher.system.failure_text import last_lines, why_it_died
+from services.launcher.system.process_death import RestartHistory, RestartPolicy, last_lines, why_it_died
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
-from services.launcher.system.restart import RestartHistory, RestartPolicy
 from services.launcher.system.screen import Screen
-from services.launcher.system.waiting import first_of
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DRAINED, SERVICE_STATUS
@@ -26,6 +24,7 @@ from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.runtime.saved_role import saved_role_file
 from shared.runtime.service import EXIT_CONFIGURATION
+from shared.runtime.waiting import first_of
 from shared.text.fleet_text import drained
 
 T = TypeVar("T")
@@ -174,10 +173,10 @@ class System:
         while not self._stopping.is_set():
             for child in list(self._children.values()):
                 try:
-                    await asyncio.to_thread(logs.rotate, child.log)
+                    await asyncio.to_thread(children.rotate, child.log)
                 except OSError as error:
                     self._screen.show_error(f"{child.log} cannot be rotated: {error}")
-            await first_of(self._stopping.wait(), asyncio.sleep(logs.ROTATE_S))
+            await first_of(self._stopping.wait(), asyncio.sleep(children.ROTATE_S))
 
     async def until_broken(self) -> str:
         """Returns the reason when the system cannot continue."""
@@ -265,7 +264,7 @@ class System:
         now = self._clock.now()
         row = self._screen.board.rows[process.name]
         detail = row.detail if row.phase is ServicePhase.FAILED else ""
-        lines = logs.tail(child.log)
+        lines = children.tail(child.log)
         why = why_it_died(lines, exit_code, detail)
         self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
         if self._is_final(process, exit_code):

@@ -12,7 +12,7 @@ import msgspec
 from services.launcher.bus_client import read_fleet
 from services.launcher.cluster.access import use_keys
 from services.launcher.cluster.folder import CannotCreate, InitRequest
-from services.launcher.system import logs, machine, state_file
+from services.launcher.system import children, machine, state_file
 from services.launcher.system.board import Board
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import plan_system
@@ -79,7 +79,7 @@ async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Pat
     plan = plan_system(options, here)
     if taken := machine.taken_ports(plan.ports):
         raise PlanRefused("\n  ".join(taken))
-    logs.remove(state_dir / "logs")
+    children.remove(state_dir / "logs")
     where = endpoints(options)
     running = RunningSystem(
         pid=os.getpid(),

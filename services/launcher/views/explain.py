@@ -10,8 +10,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from services.launcher.bus_client import ask_service, open_bus
-from services.launcher.errors import CommandFailed
+from services.launcher.bus_client import CommandFailed, ask_service, open_bus
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
 from shared.bus.port import Envelope
 from shared.contracts.channels import DECISION, SERVICE_STATUS

@@ -18,10 +18,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from services.launcher.bus_client import open_bus
-from services.launcher.system.waiting import first_of
 from services.launcher.views.top_picture import LISTENED_S, State, frame
-from services.launcher.views.top_workers import Drawing
 from services.launcher.views.watch import Watch
+from services.launcher.views.workers import Drawing
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import (
     DRAINED,
@@ -35,6 +34,7 @@ from shared.contracts.channels import (
 )
 from shared.contracts.ids import WorkerId
 from shared.runtime.clock import Clock, SystemClock
+from shared.runtime.waiting import first_of
 
 M = TypeVar("M", bound=msgspec.Struct)
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from services.launcher.views.top_workers import Drawing, bar, rates, shortened, worker_table
 from services.launcher.views.watch import WINDOW_S, Event, Traffic, Watch
-from services.launcher.views.workers import PHASE_STYLES
+from services.launcher.views.workers import PHASE_STYLES, Drawing, bar, rates, shortened, worker_table
 from shared.contracts.inference import RequestFinished
 from shared.contracts.planning import PlanDecision
 from shared.contracts.workers import WorkerPhase

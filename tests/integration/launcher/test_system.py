@@ -16,13 +16,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from services.launcher.system import guard, logs, machine
+from services.launcher.system import children, guard, machine
 from services.launcher.system.board import Board
 from services.launcher.system.children import open_child_starter
 from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import aside, plan_nats
+from services.launcher.system.process_death import RestartPolicy
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
-from services.launcher.system.restart import RestartPolicy
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import StartFailed, System
 from shared.contracts.control import ServicePhase
@@ -197,9 +197,9 @@ async def test_the_log_of_a_process_that_writes_much_is_rotated(tmp_path: Path):
         await system.bring_up()
         current = tmp_path / "logs" / "w1.log"
 
-        await until(lambda: current.with_name("w1.log.1").exists() and current.stat().st_size < logs.FILE_BYTES_MAX)
+        await until(lambda: current.with_name("w1.log.1").exists() and current.stat().st_size < children.FILE_BYTES_MAX)
 
-        assert "that was much\n" in logs.tail(current)
+        assert "that was much\n" in children.tail(current)
 
 
 def test_the_guard_ends_what_a_killed_launcher_has_left(tmp_path: Path):

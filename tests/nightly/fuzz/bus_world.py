@@ -19,7 +19,7 @@ from services.collector.http.access import Access
 from services.collector.service import Collector
 from services.launcher.system.scaling_steps import OwnWorker, steps_for
 from services.launcher.views.top import Top
-from services.launcher.views.top_workers import Drawing
+from services.launcher.views.workers import Drawing
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings as OrchestratorSettings
 from services.router.settings import Settings as RouterSettings

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.launcher.system.devices import share_cores, share_gpus
-from services.launcher.system.gpu_topology import FAR, nearest, parse_topology
+from services.launcher.system.devices import FAR, nearest, parse_topology, share_cores, share_gpus
 from services.launcher.system.process_plan import Machine, PlanRefused
 
 EIGHT = tuple("01234567")

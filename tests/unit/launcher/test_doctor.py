@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from services.launcher.commands.doctor import draw
 from services.launcher.doctor.doctor import findings
 from services.launcher.doctor.facts import (
     Certificate,
@@ -30,7 +31,6 @@ from services.launcher.doctor.facts import (
 )
 from services.launcher.doctor.findings import Finding, Level, examination
 from services.launcher.doctor.kv_reads import SLOW_BYTES_PER_S
-from services.launcher.doctor.picture import draw
 from shared.contracts.control import DiskFolder, DiskSpace, RouterHealth, ServicePhase
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import StoreState

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from services.launcher.views.top_picture import State, frame
-from services.launcher.views.top_workers import Drawing, bar, rates
 from services.launcher.views.watch import Watch
+from services.launcher.views.workers import Drawing, bar, rates
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.examples import examples
 from tests.unit.launcher.busy_system import NOW, a_busy_system, join, request

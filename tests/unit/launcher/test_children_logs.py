@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-from services.launcher.system.logs import FILES_MAX, older, remove, rotate, tail
+from services.launcher.system.children import FILES_MAX, older, remove, rotate, tail
 
 MIB = 1 << 20
 

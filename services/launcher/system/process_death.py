@@ -1,10 +1,12 @@
-"""Why a process died, as a sentence from its last log lines and its exit status."""
+"""Why a process died, as a sentence, and when it is started again."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -26,6 +28,7 @@ OUT_OF_MEMORY = re.compile(
 SIGKILL = 9
 LAST_LINES_MAX = 8
 TEXT_CHARS_MAX = 600
+DOUBLINGS_MAX = 16
 
 
 def why_it_died(lines: Sequence[str], exit_code: int, detail: str = "") -> str:
@@ -80,3 +83,38 @@ def last_lines(lines: Sequence[str]) -> list[str]:
 def cut(text: str) -> str:
     """At most ``TEXT_CHARS_MAX`` characters of it."""
     return text if len(text) <= TEXT_CHARS_MAX else text[:TEXT_CHARS_MAX] + "…"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """Seconds."""
+
+    backoff_s_first: float = 0.5
+    backoff_s_max: float = 30.0
+    settled_s: float = 300.0
+    """After so long without a death the next pause is the first one again."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start it again after a pause."""
+
+    pause_s: float
+    attempt: int
+    """1 after a first death."""
+
+
+@dataclass
+class RestartHistory:
+    """The deaths of one process."""
+
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    deaths: int = 0
+    died_at: float = -math.inf
+
+    def died(self, now: float) -> Restart:
+        """Record a death."""
+        self.deaths = 1 if now - self.died_at >= self.policy.settled_s else self.deaths + 1
+        self.died_at = now
+        pause_s = self.policy.backoff_s_first * 2.0 ** min(self.deaths - 1, DOUBLINGS_MAX)
+        return Restart(pause_s=min(pause_s, self.policy.backoff_s_max), attempt=self.deaths)
