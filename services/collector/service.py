@@ -7,6 +7,8 @@ import logging
 import socket
 import time
 
+import msgspec
+
 from services.collector.console.feed import Feed, WatcherLimits
 from services.collector.console.handlers import OrderHandler
 from services.collector.console.state import ConsoleState, Moment
@@ -19,6 +21,7 @@ from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.metrics.vllm_gauges import vllm_families
 from services.collector.report.report import ReportBuilder
 from services.collector.settings import Settings
+from services.collector.usage.ledger_store import LedgerStore
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.adapters import AdapterOrdered
 from shared.contracts.channels import (
@@ -70,6 +73,7 @@ class Collector:
         self._console = ConsoleState(self._metrics, clock.now())
         about = {"version": baton_version(), "orders_allowed": access.possible, "key_needed": access.key_needed}
         self.feed = Feed(self.page, about, watchers)
+        self.ledger = LedgerStore(bus, self.feed.wake)
         orders = OrderHandler(bus, self._note_order)
         self.console_context = ConsoleContext(bus, self.feed, self._console.recent, orders, access)
 
@@ -84,8 +88,13 @@ class Collector:
         await self._bus.subscribe(PLAN, self._on_plan)
         await self._bus.subscribe(ADAPTER_ORDERED, self._on_adapter_ordered)
         await self._bus.answer(DISAGGREGATION_REPORT, self._on_report_asked)
+        await self.ledger.listen()
         self._bus.on_disconnect(self.feed.wake)
         self._bus.on_reconnect(self.feed.wake)
+
+    def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
+        """The status with what an operator must correct."""
+        return msgspec.structs.replace(status, warning=self.ledger.failure)
 
     def families(self) -> list[Family]:
         """All metrics of Baton's own at this moment."""
@@ -194,6 +203,8 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     service.tasks.create_task(edge.end_late(), name="end-late-clients")
     service.tasks.create_task(collector.feed.follow(), name="feed-console")
     service.tasks.create_task(collector.follow_mode(), name="follow-mode")
+    service.tasks.create_task(collector.ledger.follow(), name="follow-usage")
+    service.extend_status(collector.add_status_fields)
     await server.listening.wait()
     if otlp_endpoint:
         push = MetricsPush("collector", service.facts.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())

@@ -9,6 +9,7 @@ import msgspec
 from services.orchestrator.planner.rules import Rules, read_models
 from services.orchestrator.sleep.sleeper import SleepPolicy, read_after
 from shared.contracts.control import LEADERSHIP_TTL_S
+from shared.contracts.usage import LEDGER_DAYS
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +19,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One NATS subject token that no other orchestrator has or had; generated when empty."""
     lease_s: float = LEADERSHIP_TTL_S
     """How soon a standby takes over from a leader that died. The same for all orchestrators."""
+    usage_days: Annotated[int, msgspec.Meta(ge=62)] = LEDGER_DAYS
+    """Days that the usage ledger (`baton usage`) keeps a month after its last request. The same for all orchestrators.
+    """
     planner: Literal["off", "advise", "act"] = "advise"
     """Whether the leader publishes how many workers of which role it wants, and whether it changes the fleet."""
     planner_ttft_s: float = Rules().ttft_s

@@ -50,6 +50,7 @@ from services.router.telemetry.metrics import CountMetrics, LiveMetrics, QueueMe
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
+from services.router.usage.usage_log import UsageLog
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
 from shared.contracts.control import ServicePhase, ServiceStatus
@@ -126,6 +127,7 @@ class Router:
         )
         metrics = RequestMetrics(self.registry, tracing.counts)
         self.request_log = RequestLog(router_id, tracing, metrics, log_requests=settings.log_requests)
+        self.usage = UsageLog(router_id, bus, clock, fleet.cluster)
         policy = request_policy(settings)
         self.relay = self._make_relay(policy, tracing)
         self.authenticator = Authenticator(settings, clock.now)
@@ -191,6 +193,7 @@ class Router:
             suspects=suspects,
             decisions=self.decisions,
             request_log=self.request_log,
+            usage=self.usage,
             tracing=tracing,
             response_headers=response_headers,
         )
@@ -223,6 +226,7 @@ class Router:
             (self.prompts.follow(), "follow-tokenizers"),
             (self.prompts.parity.follow(), "probe-tokens"),
             (self.request_log.report(self.bus), "report-finished"),
+            (self.usage.report(), "report-usage"),
             (self.deadline_monitor.run(), "monitor-deadlines"),
             (self.authenticator.follow(), "follow-keys"),
         ):
@@ -239,6 +243,7 @@ class Router:
         await self.inbox.close()
         await self.decisions.close()
         await self.request_log.report_now(self.bus)
+        await self.usage.close()
         self.prompts.close()
 
 

@@ -143,8 +143,8 @@ class BucketStream:
             return found.message
         raise self._failed(found.error)
 
-    async def present(self) -> Present:
-        """All that is stored."""
+    async def present(self, prefixes: tuple[str, ...] = ("",)) -> Present:
+        """All that is stored under keys that begin with one of these."""
         subjects: list[str] = []
         while True:
             info = await self._info({"subjects_filter": written_subject(self.bucket, "*"), "offset": len(subjects)})
@@ -152,8 +152,9 @@ class BucketStream:
             if not info.state.subjects or len(subjects) >= info.total:
                 break
         found: list[StreamMessage] = []
-        for first in range(0, len(subjects), READS_AT_ONCE):
-            keys = [subject.rpartition(".")[2] for subject in subjects[first : first + READS_AT_ONCE]]
+        keys_found = [key for subject in subjects if (key := subject.rpartition(".")[2]).startswith(prefixes)]
+        for first in range(0, len(keys_found), READS_AT_ONCE):
+            keys = keys_found[first : first + READS_AT_ONCE]
             messages = await asyncio.gather(*map(self.newest, keys))
             found += [one for one in messages if one is not None]
         return Present(found, info.config.get("max_age", 0) / NS, info.state.last_seq, info.ts)
@@ -161,11 +162,11 @@ class BucketStream:
     async def must_exist(self) -> None:
         await self._info({})
 
-    async def make(self, ttl_s: float | None) -> None:
+    async def make(self, ttl_s: float | None, kept_bytes_max: int = 0) -> None:
         """Make the stream, or put its configuration right. A stream that cannot be changed into what it should be (an
-        earlier version made it, it is sealed) is made anew, and its values are lost.
+        earlier version made it, it is sealed) is made anew, and its values are lost; not with ``kept_bytes_max``.
         """
-        wanted = stream_config(self.bucket, ttl_s)
+        wanted = stream_config(self.bucket, ttl_s, kept_bytes_max)
         try:
             present = (await self._info({})).config
         except NoBucket:
@@ -180,6 +181,8 @@ class BucketStream:
         if changed.error is None:
             log.warning("the bucket %s had another configuration: changed", self.bucket)
             return
+        if kept_bytes_max:
+            raise self._failed(changed.error)
         log.warning("the bucket %s is made anew, without its values: %s", self.bucket, changed.error.description)
         for verb, body in (("STREAM.DELETE", None), ("STREAM.CREATE", wanted)):
             done = await self._api(verb, body, _Answer)
@@ -213,21 +216,24 @@ class BucketStream:
         return BusDown(f"JetStream: {self.bucket}: {error.description}")
 
 
-def stream_config(bucket: str, ttl_s: float | None) -> dict[str, Any]:
-    """The one configuration of a bucket. It permits no headers with effects: no roll-up, lifetimes or schedules."""
+def stream_config(bucket: str, ttl_s: float | None, kept_bytes_max: int = 0) -> dict[str, Any]:
+    """The one configuration of a bucket. It permits no headers with effects: no roll-up, lifetimes or schedules.
+    ``kept_bytes_max``: values that expire are kept in files nevertheless, of at most so many bytes.
+    """
     ttl_ns = int((ttl_s or 0) * NS)
+    in_memory = ttl_ns and not kept_bytes_max
     duplicate_window_ns = int(DUPLICATE_WINDOW_S_MAX * NS)
     return {
         "name": stream_of(bucket),
         "subjects": [written_subject(bucket, "*")],
         "retention": "limits",
         # Values that are renewed need no disk. On a full one the server would refuse them, until it is restarted.
-        "storage": "memory" if ttl_ns else "file",
+        "storage": "memory" if in_memory else "file",
         "discard": "new",
         "num_replicas": 1,
         "max_msgs_per_subject": 1,
         "max_msg_size": MESSAGE_BYTES_MAX,
-        "max_bytes": MEMORY_BYTES_MAX if ttl_ns else FILE_BYTES_MAX,
+        "max_bytes": MEMORY_BYTES_MAX if in_memory else kept_bytes_max or FILE_BYTES_MAX,
         "max_age": ttl_ns,
         "duplicate_window": min(ttl_ns, duplicate_window_ns) if ttl_ns else duplicate_window_ns,
         "deny_delete": True,

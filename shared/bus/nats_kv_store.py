@@ -85,8 +85,8 @@ class NatsKeyValueStore(Generic[M]):
     async def delete(self, key: str, revision: int | None = None) -> None:
         await self._stream.write(key, b"", revision)
 
-    async def all(self) -> list[StoredValue[M]]:
-        present = await self._stream.present()
+    async def all(self, prefixes: tuple[str, ...] = ("",)) -> list[StoredValue[M]]:
+        present = await self._stream.present(prefixes)
         read = (self._read(one.key, one.data, one.seq) for one in present.messages)
         return [value for value in read if value is not None]
 

@@ -136,8 +136,8 @@ class KeyValueStore(Protocol[M]):
     async def delete(self, key: str, revision: int | None = None) -> None:
         """Remove, only that revision if given; watchers see that. Raises WrongRevision."""
 
-    async def all(self) -> list[StoredValue[M]]:
-        """Every current entry."""
+    async def all(self, prefixes: tuple[str, ...] = ("",)) -> list[StoredValue[M]]:
+        """Every current entry whose key begins with one of ``prefixes``."""
 
     def watch(self) -> AsyncIterator[StoredValue[M] | None]:
         """Yields every current entry, then None once, then each change. After a reconnection all of that again, with a
@@ -215,9 +215,10 @@ class Bus(Protocol):
     async def key_value_store(self, channel: Channel[M]) -> KeyValueStore[M]:
         """The store of a KEY_VALUE channel. Raises BusDown while it has no bucket: an orchestrator makes it."""
 
-    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None) -> None:
+    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0) -> None:
         """Make the bucket of a KEY_VALUE channel, or put its configuration right; only an orchestrator may. An entry
-        that is not renewed within ``ttl_s`` expires. Raises BusDown.
+        that is not renewed within ``ttl_s`` expires. Entries that expire are lost when NATS restarts, unless
+        ``kept_bytes_max`` keeps them in files of at most so many bytes. Raises BusDown.
         """
 
     async def flush(self, timeout_s: float) -> None:

@@ -55,6 +55,7 @@ from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans
 from shared.contracts.rendering import RenderedPrompt, RenderPrompt
 from shared.contracts.reservations import Reservations
 from shared.contracts.sleeping import ModelOrdered, ModelWaking, OrderModel, SleepWorker, WakeModel, WakeWorker
+from shared.contracts.usage import ReportUsage, UsageMonth, UsageStored
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -287,6 +288,23 @@ REQUESTS_FINISHED = Channel(
     Delivery.EVENT,
     ROUTERS,
     (Party.COLLECTOR, Party.ORCHESTRATOR, Party.LAUNCHER),
+)
+REPORT_USAGE = AskChannel(
+    "router.{router_id}.usage",
+    ReportUsage,
+    Delivery.ASK,
+    ROUTERS,
+    (Party.COLLECTOR,),
+    answer=UsageStored,
+    sent_by="router_id",
+)
+# Routers read the ledger for the budgets of their keys.
+USAGE = Channel(
+    "usage.{entry}",
+    UsageMonth,
+    Delivery.KEY_VALUE,
+    (Party.COLLECTOR,),
+    (Party.ROUTER, Party.COLLECTOR, Party.LAUNCHER),
 )
 SERVICE_STATUS = Channel(
     "service.{service}.{instance}",

@@ -241,7 +241,8 @@ class MemoryBus(Connection):
     async def key_value_store(self, channel: Channel[M]) -> KeyValueStore[M]:
         return MemoryKeyValueStore(self, self.hub.buckets[bucket_of(channel)], channel)
 
-    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None) -> None:
+    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0) -> None:
+        del kept_bytes_max
         self.hub.buckets[bucket_of(channel)].ttl_s = ttl_s
 
     async def flush(self, timeout_s: float) -> None:

@@ -119,9 +119,9 @@ class MemoryKeyValueStore(Generic[M]):
             raise WrongRevision(f"{key} is not at revision {revision}")
         self._bucket.remove(key)
 
-    async def all(self) -> list[StoredValue[M]]:
+    async def all(self, prefixes: tuple[str, ...] = ("",)) -> list[StoredValue[M]]:
         self._must_be_connected()
-        return self._live()
+        return [value for value in self._live() if value.key.startswith(prefixes)]
 
     async def watch(self) -> AsyncIterator[StoredValue[M] | None]:
         watch = _Watch(self._owner)

@@ -24,6 +24,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 KEYS_MAX = 100_000
 SALT_CHARS_MIN = 32
 PER_MINUTE_MAX = 1 << 40
+LABEL_CHARS = 12
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/healthcheck", "/docs", "/redoc", "/openapi.json"})
 """Served without a key: health probes, and the API's documentation, which contains no secrets."""
@@ -56,6 +57,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """SHA-256 of the key; the key itself is not stored."""
     tenant: str = ""
     """The tenant of its requests; overrides the header."""
+    name: str = ""
+    """Its name in the usage ledger; empty: the beginning of ``sha256``. Of one file's keys, no two have the same."""
     note: str = ""
     """For the operator; not used."""
     permissions: frozenset[Permission] = frozenset({Permission.INFER})
@@ -65,12 +68,19 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """At each router; 0: no limit."""
     tokens_per_minute: int = 0
     """Prompt and completion tokens together, at each router; 0: no limit."""
+    monthly_tokens: int = 0
+    """Budget for each calendar month in UTC, of prompt and completion tokens at all routers; 0: none."""
     sequences_max: int = 0
     """Sequences (completions, or inputs of a batch) of its requests that each router serves at once; 0: no limit."""
     models: frozenset[str] = frozenset()
     """Models that it may use; empty: all."""
     public_cache: bool = False
     """Its prompts are not secret: they share cached KV with those of all keys that have this set."""
+
+    @property
+    def label(self) -> str:
+        """Names it in the usage ledger. The key cannot be computed from it."""
+        return self.name or self.sha256[:LABEL_CHARS]
 
     def may(self, permission: Permission) -> bool:
         return permission in self.permissions
@@ -112,10 +122,13 @@ def read_keys(toml: dict[str, Any]) -> Keyring:
     if written.salt and len(written.salt) < SALT_CHARS_MIN:
         raise ValueError(f"salt has {len(written.salt)} characters; it must have {SALT_CHARS_MIN} random ones or more")
     keys: dict[str, Key] = {}
+    labels: set[str] = set()
     for number, key in enumerate(written.key, 1):
-        if wrong := _fault(key) or ("it is listed twice" if key.sha256 in keys else ""):
+        wrong = _fault(key) or ("it is listed twice" if key.sha256 in keys else "")
+        if wrong := wrong or (f"another key has the name {key.label!r}" if key.label in labels else ""):
             raise ValueError(f"[[key]] number {number} (tenant {key.tenant[:64]!r}): {wrong}")
         keys[key.sha256] = key
+        labels.add(key.label)
     return Keyring(keys=keys, salt=written.salt)
 
 
@@ -129,11 +142,13 @@ def _fault(key: Key) -> str:
         return "sha256 must be the key's SHA-256 in 64 hexadecimal digits"
     if not key.tenant or not is_subject_token(key.tenant):
         return "tenant must be up to 128 letters, digits, underscores and hyphens"
+    if key.name and not is_subject_token(key.name):
+        return "name must be up to 128 letters, digits, underscores and hyphens"
     if not key.permissions:
         return f"permissions must be some of {', '.join(Permission)}"
     if key.priority is not None and not is_priority(key.priority):
         return f"priority must be {PRIORITY_MIN} to {PRIORITY_MAX}"
-    for name in ("requests_per_minute", "tokens_per_minute", "sequences_max"):
+    for name in ("requests_per_minute", "tokens_per_minute", "monthly_tokens", "sequences_max"):
         if not 0 <= getattr(key, name) <= PER_MINUTE_MAX:
             return f"{name} must be a positive number, or 0 for no limit"
     return ""

@@ -135,9 +135,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the engine may have generated for a client that left before its response."""
 
 
-def tokens_used(usage: Usage) -> int:
-    """Tokens that a finished request has used. Without a report the charge stays: leaving must not be cheaper than
-    waiting.
+def tokens_used(usage: Usage) -> tuple[int, int]:
+    """Prompt and completion tokens that a finished request has used. Without a report the charge stays: leaving must
+    not be cheaper than waiting.
     """
     prompt = usage.prompt if usage.prompt > 0 else usage.prompt_charged
-    return prompt + (usage.completion if usage.completion >= 0 else max(usage.relayed, usage.unseen))
+    return prompt, usage.completion if usage.completion >= 0 else max(usage.relayed, usage.unseen)

@@ -44,23 +44,27 @@ def charge(context: RequestContext, prompt_tokens: int, now: float) -> HttpError
     return None
 
 
-def _usage(context: RequestContext, finished: RequestFinished, now: float) -> Usage:
-    return Usage(
-        prompt_charged=context.charged_prompt_tokens,
-        prompt=finished.prompt_tokens,
-        completion=finished.completion_tokens,
-        relayed=len(context.relayed),
-        unseen=_unseen(context, now),
+def used_by(context: RequestContext, finished: RequestFinished, now: float) -> tuple[int, int]:
+    """Prompt and completion tokens that a request has used. One that reached no worker has used nothing."""
+    if context.placement is None:
+        return 0, 0
+    return tokens_used(
+        Usage(
+            prompt_charged=context.charged_prompt_tokens,
+            prompt=finished.prompt_tokens,
+            completion=finished.completion_tokens,
+            relayed=len(context.relayed),
+            unseen=_unseen(context, now),
+        )
     )
 
 
-def settle(context: RequestContext, finished: RequestFinished, now: float) -> None:
-    """The request has ended: correct the charge. One that reached no worker has used nothing."""
+def settle(context: RequestContext, used: tuple[int, int], now: float) -> None:
+    """The request has ended: correct the charge."""
     if not context.sequences:
         return
     rate_limit = context.http_request.head.client.rate_limit
-    used = tokens_used(_usage(context, finished, now)) if context.placement is not None else 0
-    rate_limit.settle(now, context.charged_tokens, used)
+    rate_limit.settle(now, context.charged_tokens, sum(used))
     rate_limit.leave(context.sequences)
 
 

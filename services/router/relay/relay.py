@@ -19,7 +19,7 @@ from services.router.placement.model_names import with_primary_name
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import Mode, default_or_requested
-from services.router.relay.charging import charge, settle, too_many_sequences
+from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
 from services.router.relay.request_context import CLIENT_LEFT, RequestContext
@@ -32,6 +32,7 @@ from services.router.state.feeds import DefaultModeFeed
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
+from services.router.usage.usage_log import UsageLog
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.engine_paths import PLACED, RESPONSES
@@ -64,6 +65,7 @@ class Relay:
         suspects: Suspects,
         decisions: DecisionService,
         request_log: RequestLog,
+        usage: UsageLog,
         tracing: Tracing,
         response_headers: ResponseHeaders,
     ) -> None:
@@ -81,6 +83,7 @@ class Relay:
         self._suspects = suspects
         self._decisions = decisions
         self._request_log = request_log
+        self._usage = usage
         self._tracing = tracing
         self._headers = response_headers.of
         self.in_flight: set[RequestContext] = set()
@@ -116,7 +119,9 @@ class Relay:
             context.close()
             finished = self._request_log.finished(context, self._now())
             self._decisions.finished(context, finished)
-            settle(context, finished, self._now())
+            used = used_by(context, finished, self._now())
+            settle(context, used, self._now())
+            self._usage.ended(context, finished, used)
 
     async def _serve(self, context: RequestContext) -> None:
         facts, head = context.facts, context.http_request.head

@@ -1,0 +1,114 @@
+"""Stores the routers' reports in the usage ledger. Several collectors may store the same report at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from services.collector.usage.ledger import by_entry, is_reportable, with_report
+from shared.bus.port import AskRefused, Bus, BusDown, BusError, Envelope, KeyValueStore, StoredValue, WrongRevision
+from shared.contracts.channels import REPORT_USAGE, USAGE
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.usage import ReportUsage, UsageMonth, UsageRow, UsageStored
+
+log = logging.getLogger(__name__)
+
+WRITES_AT_ONCE = 8
+TRIES_MAX = 16
+"""For one entry, which other collectors may be writing."""
+RETRY_S = 2.0
+"""After the ledger could not be read."""
+ENTRIES_MAX = 50_000
+"""Entries held in memory; further ones are read when they are needed, and the console does not show them."""
+
+
+class LedgerStore:
+    """The ledger as this collector knows it, and its only writer."""
+
+    def __init__(self, bus: Bus, changed: Callable[[], None]) -> None:
+        self._bus = bus
+        self._changed = changed
+        self._known: dict[str, StoredValue[UsageMonth]] = {}
+        self._one_report = asyncio.Lock()
+        self._writing = asyncio.Semaphore(WRITES_AT_ONCE)
+        self.failure = ""
+        """Why the ledger takes no reports now; empty while it does."""
+
+    async def listen(self) -> None:
+        """Take the routers' reports."""
+        await self._bus.answer(REPORT_USAGE, self._on_report)
+
+    async def follow(self) -> None:
+        """Watch the ledger until cancelled."""
+        while True:
+            try:
+                store = await self._bus.key_value_store(USAGE)
+                async for entry in store.watch():
+                    if entry is not None:
+                        self._heard(entry)
+            except BusError as error:
+                log.debug("the usage ledger could not be read: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    def entries(self, month: str) -> list[UsageMonth]:
+        """Of that month, as far as they are known."""
+        values = (one.value for name, one in self._known.items() if name.startswith(month))
+        return [value for value in values if value is not None]
+
+    async def _on_report(self, report: ReportUsage, _envelope: Envelope) -> UsageStored:
+        try:
+            async with self._one_report:
+                await self._store(report)
+        except BusError as error:
+            self._failed(str(error))
+            raise AskRefused(Failure(reason=Reason.BUS_DOWN, message=str(error))) from error
+        self.failure = ""
+        return UsageStored(router_id=report.router_id, number=report.number)
+
+    async def _store(self, report: ReportUsage) -> None:
+        if not is_reportable(report.router_id, report.number):
+            log.warning("a report of usage without a router's id and number was dropped")
+            return
+        store = await self._bus.key_value_store(USAGE)
+        writes = [self._add(store, entry, rows, report) for entry, rows in by_entry(report.rows).items()]
+        # All end before the report counts as failed: the router repeats it.
+        ended = await asyncio.gather(*writes, return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
+
+    async def _add(
+        self, store: KeyValueStore[UsageMonth], name: str, rows: list[UsageRow], report: ReportUsage
+    ) -> None:
+        async with self._writing:
+            for _try in range(TRIES_MAX):
+                present = self._known.get(name) or await store.get(name)
+                entry = with_report(
+                    present.value if present is not None else None, report.router_id, report.number, rows
+                )
+                if entry is None:
+                    return
+                try:
+                    revision = await (store.update(entry, present.revision) if present else store.create(entry))
+                except WrongRevision:
+                    self._known.pop(name, None)  # Another collector has written it.
+                    continue
+                self._heard(StoredValue(name, entry, revision))
+                return
+        raise BusDown(f"other collectors keep writing {name}")
+
+    def _heard(self, entry: StoredValue[UsageMonth]) -> None:
+        known = self._known.get(entry.key)
+        if entry.value is None:
+            self._known.pop(entry.key, None)
+        elif known is None and len(self._known) >= ENTRIES_MAX:
+            return
+        elif known is None or known.revision < entry.revision:
+            self._known[entry.key] = entry
+        self._changed()
+
+    def _failed(self, why: str) -> None:
+        if not self.failure:
+            log.warning("usage cannot be stored; routers keep it and try again: %s", why)
+        self.failure = f"the usage ledger cannot be written: {why}"

@@ -1,0 +1,120 @@
+"""Counts what each key's requests use, and reports it to the metrics collectors until one has stored it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+
+from services.router.relay.request_context import RequestContext
+from services.router.state.cluster_view import ClusterView
+from services.router.usage.engine_time import UsedTokens, engine_seconds
+from services.router.usage.tally import UsageTally
+from shared.bus.port import Bus, BusError
+from shared.contracts.channels import REPORT_USAGE
+from shared.contracts.ids import RouterId
+from shared.contracts.inference import RequestFinished
+from shared.contracts.usage import COUNT_MAX, NAME_CHARS_MAX, ReportUsage, UsageCounts, UsageRow
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.router")
+
+REPORT_S = 3.0
+"""Between two reports. What ended since the last one is lost when the router is killed."""
+STORE_S_MAX = 10.0
+"""For a collector to store a report."""
+CLOSE_S_MAX = 2.0
+"""For the last reports of a router that stops."""
+CLIENT_GONE = 499
+CLIENT_ERROR = 400
+
+
+class UsageLog:
+    """Counts every request once, when it ends."""
+
+    def __init__(self, router_id: RouterId, bus: Bus, clock: Clock, cluster: ClusterView) -> None:
+        self._router_id = router_id
+        self._bus = bus
+        self._clock = clock
+        self._cluster = cluster
+        self.tally = UsageTally()
+        self.unstored_since: float | None = None
+        """When the first of the reports that no collector has stored was sent; None if all are stored."""
+
+    def ended(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> None:
+        """A request has ended and has used so many prompt and completion tokens."""
+        key = context.http_request.head.client.key
+        row = UsageRow(
+            day=day_of(self._clock.wall_ms()),
+            tenant=key.tenant,
+            key=key.label,
+            model=self._model(context)[:NAME_CHARS_MAX],
+            counts=self._counts(context, finished, used),
+            monthly_tokens=key.monthly_tokens,
+        )
+        self.tally.add(row)
+
+    def _model(self, context: RequestContext) -> str:
+        """The served model: a client may name any other, which must not become a row of the ledger."""
+        if context.placement is not None:
+            return context.facts.model or context.placement.decode.record.model
+        return context.facts.model if self._cluster.knows(context.facts.model) else ""
+
+    def _counts(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> UsageCounts:
+        status, placement = finished.status, context.placement
+        cancelled = status == CLIENT_GONE
+        failed = status >= CLIENT_ERROR and not cancelled
+        if placement is None or (failed and not _computed(context)):
+            return UsageCounts(requests=1, failed=int(failed), cancelled=int(cancelled))
+        prompt, completion = (max(0, min(tokens, COUNT_MAX)) for tokens in used)
+        cached = max(0, min(finished.cached_tokens, prompt))
+        tokens = UsedTokens(prompt, cached, completion, context.facts.sequences)
+        prefill_s, decode_s = engine_seconds(self._cluster, placement, finished, tokens)
+        return UsageCounts(
+            requests=1,
+            failed=int(failed),
+            cancelled=int(cancelled),
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+        )
+
+    async def report(self) -> None:
+        """Report until cancelled."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            await self.report_now()
+
+    async def report_now(self) -> None:
+        """Report what is not stored yet; what cannot be stored now stays for the next time."""
+        while self.tally.next_report():
+            report = ReportUsage(router_id=self._router_id, number=self.tally.number, rows=self.tally.report)
+            try:
+                await self._bus.ask(REPORT_USAGE, report, timeout_s=STORE_S_MAX)
+            except BusError as error:
+                if self.unstored_since is None:
+                    self.unstored_since = self._clock.now()
+                log.debug("usage was not stored, trying again: %s", error)
+                return
+            self.tally.stored(report.number)
+            self.unstored_since = None
+
+    async def close(self) -> None:
+        """Report the last requests; in vain if no collector stores them in time."""
+        try:
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await self.report_now()
+        except TimeoutError:
+            log.warning("the usage of the last requests was not stored: no collector took it")
+
+
+def day_of(wall_ms: int) -> str:
+    """In UTC."""
+    return datetime.fromtimestamp(wall_ms / 1000, UTC).date().isoformat()
+
+
+def _computed(context: RequestContext) -> bool:
+    """Whether an engine is known to have computed something of the present attempt."""
+    return context.report is not None or context.prefill_report is not None or bool(context.relayed)

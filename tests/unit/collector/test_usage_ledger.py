@@ -1,0 +1,163 @@
+"""The usage ledger: every report counts once, whatever is repeated, killed or stored by several collectors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.collector.usage.ledger import ROUTERS_MAX, by_entry, is_valid, with_report
+from services.collector.usage.ledger_store import LedgerStore
+from shared.bus.jetstream import VALUE_BYTES_MAX
+from shared.bus.port import AskRefused
+from shared.bus.wire import pack
+from shared.contracts.channels import REPORT_USAGE, USAGE
+from shared.contracts.ids import RouterId
+from shared.contracts.usage import COUNT_MAX, ReportUsage, UsageCounts, UsageRow
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import run_in_virtual_time
+
+R1, R2 = RouterId("router-1"), RouterId("router-2")
+ASK_S_MAX = 10.0
+
+
+def row(day="2026-11-23", key="k", model="m", **counts) -> UsageRow:
+    return UsageRow(day=day, tenant="acme", key=key, model=model, counts=UsageCounts(requests=1, **counts))
+
+
+def test_a_report_is_added_once():
+    first = with_report(None, R1, 1, [row(prompt_tokens=10, prefill_s=0.5)])
+    second = with_report(first, R1, 2, [row(prompt_tokens=5), row("2026-11-24", completion_tokens=3)])
+
+    assert with_report(second, R1, 2, [row(prompt_tokens=5)]) is None
+    assert with_report(second, R1, 1, [row(prompt_tokens=5)]) is None
+    assert second.days == {
+        "23": UsageCounts(requests=2, prompt_tokens=15, prefill_s=0.5),
+        "24": UsageCounts(requests=1, completion_tokens=3),
+    }
+    assert (second.month, second.tenant, second.key, second.model) == ("2026-11", "acme", "k", "m")
+    assert second.total.tokens == 18
+
+
+@given(st.lists(st.tuples(st.sampled_from([R1, R2]), st.integers(1, 50), st.integers(1, 3)), max_size=30))
+def test_repeated_reports_change_no_sum(reports):
+    entry, numbers, tokens = None, {R1: 0, R2: 0}, 0
+    for router, used, times in reports:
+        numbers[router] += 1
+        tokens += used
+        for _ in range(times):
+            entry = with_report(entry, router, numbers[router], [row(prompt_tokens=used)]) or entry
+
+    assert (entry.total if entry else UsageCounts()).tokens == tokens
+
+
+def test_an_entry_of_a_long_month_with_many_routers_fits_into_a_value():
+    entry = None
+    for number in range(2 * ROUTERS_MAX):
+        big = row(
+            f"2026-10-{1 + number % 31:02}", "k" * 128, "m" * 256, prompt_tokens=COUNT_MAX, cached_tokens=COUNT_MAX,
+            completion_tokens=COUNT_MAX, failed=COUNT_MAX, cancelled=COUNT_MAX, prefill_s=0.1, decode_s=0.1,
+        )  # fmt: skip
+        entry = with_report(entry, RouterId(f"router-{'x' * 40}-{number:08}"), 1, [big])
+
+    assert len(entry.stored) == ROUTERS_MAX
+    assert len(pack(entry)) < VALUE_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"day": "2026-13-01"},
+        {"day": "23.11.2026"},
+        {"day": "2026-11-23\n"},
+        {"model": "m" * 257},
+        {"counts": UsageCounts(prompt_tokens=-1)},
+        {"counts": UsageCounts(completion_tokens=1 << 62)},
+        {"counts": UsageCounts(prefill_s=float("nan"))},
+        {"counts": UsageCounts(decode_s=float("inf"))},
+    ],
+)
+def test_rows_that_cannot_be_right_are_dropped(wrong):
+    good = row()
+    bad = msgspec.structs.replace(good, **wrong)
+
+    assert not is_valid(bad)
+    assert by_entry([good, bad]) == {good.entry_id: [good]}
+
+
+class Ledger:
+    """Collectors on one bus."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self.bus = MemoryBus(self.hub)
+
+    async def collector(self) -> tuple[MemoryBus, LedgerStore]:
+        bus = MemoryBus(self.hub)
+        store = LedgerStore(bus, lambda: None)
+        await store.listen()
+        return bus, store
+
+    async def report(self, number: int, *rows: UsageRow, router: RouterId = R1) -> None:
+        report = ReportUsage(router_id=router, number=number, rows=list(rows))
+        stored = await self.bus.ask(REPORT_USAGE, report, timeout_s=ASK_S_MAX)
+        assert stored.number == number
+
+    async def tokens(self) -> dict[tuple[str, str], int]:
+        entries = await (await self.bus.key_value_store(USAGE)).all()
+        return {(one.value.key, one.value.model): one.value.total.tokens for one in entries}
+
+
+def test_two_collectors_store_each_report_once():
+    async def scenario() -> None:
+        ledger = Ledger()
+        await ledger.collector()
+        await ledger.collector()
+
+        for number in range(1, 6):
+            rows = [row(key=key, prompt_tokens=10) for key in ("a", "b", "c")]
+            await asyncio.gather(ledger.report(number, *rows), ledger.report(number, *rows, router=R2))
+        await asyncio.sleep(1)
+
+        assert await ledger.tokens() == {("a", "m"): 100, ("b", "m"): 100, ("c", "m"): 100}
+
+    run_in_virtual_time(scenario())
+
+
+def test_the_next_collector_goes_on_where_one_was_killed():
+    async def scenario() -> None:
+        ledger = Ledger()
+        first, _store = await ledger.collector()
+        await ledger.report(1, row(prompt_tokens=10))
+        await first.close()
+        await ledger.collector()
+
+        await ledger.report(1, row(prompt_tokens=10))  # Stored, but the router has not heard so.
+        await ledger.report(2, row(prompt_tokens=5))
+
+        assert await ledger.tokens() == {("k", "m"): 15}
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_report_that_cannot_be_stored_is_refused_and_the_status_says_so():
+    async def scenario() -> None:
+        ledger = Ledger()
+        bus, store = await ledger.collector()
+        bus.connected = False
+        failure = ""
+        try:
+            await store._on_report(ReportUsage(router_id=R1, number=1, rows=[row()]), None)
+        except AskRefused:
+            failure = store.failure
+        bus.connected = True
+        await ledger.report(1, row(prompt_tokens=4))
+
+        assert "cannot be written" in failure
+        assert store.failure == ""
+        assert await ledger.tokens() == {("k", "m"): 4}
+
+    run_in_virtual_time(scenario())
