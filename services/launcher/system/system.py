@@ -303,13 +303,17 @@ class System:
             self._broken.set_result(reason)
 
     async def take_down(self) -> None:
-        """Workers first, so that running requests can finish; then the services; NATS last."""
+        """Workers first, so that running requests can finish; then routers, which report what these used; then the
+        other services, which keep that; NATS last.
+        """
         self._stopping.set()
         for stage in sorted(Stage, reverse=True):
             if stage is Stage.NATS and self._bus:
                 await self._bus.close()
-            stopping = [c for c in self._children.values() if c.plan.stage is stage]
-            await asyncio.gather(*(self._stop(child) for child in stopping))
+            for serving in (True, False):
+                of_stage = [c for c in self._children.values() if c.plan.stage is stage]
+                stopping = [child for child in of_stage if child.plan.serves_requests is serving]
+                await asyncio.gather(*(self._stop(child) for child in stopping))
 
     async def _stop(self, child: Child) -> None:
         name = child.plan.name

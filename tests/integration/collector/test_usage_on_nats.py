@@ -31,9 +31,7 @@ async def bus(nats_server):
 
 
 def collector(nats_server, directory):
-    return service_process(
-        "collector", directory, BATON_NATS_URL=nats_server.url, COLLECTOR_PORT=str(free_port())
-    )
+    return service_process("collector", directory, BATON_NATS_URL=nats_server.url, COLLECTOR_PORT=str(free_port()))
 
 
 async def stored(bus, number: int) -> None:
