@@ -75,10 +75,6 @@ def main() -> None:
         sys.exit(130)
 
 
-if __name__ == "__main__":
-    main()
-
-
 def mount(app: typer.Typer, arguments: list[str]) -> None:
     """Add them to ``app``, which is about to run with ``arguments``."""
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
@@ -90,3 +86,7 @@ def mount(app: typer.Typer, arguments: list[str]) -> None:
 
 def _not_called() -> None:
     """Placeholder for a command that is listed but not called."""
+
+
+if __name__ == "__main__":
+    main()
