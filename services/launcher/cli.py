@@ -18,6 +18,7 @@ from services.launcher.commands import keys as key_commands
 from services.launcher.commands import lora as lora_commands
 from services.launcher.commands import orders as order_commands
 from services.launcher.commands import up as up_command
+from services.launcher.commands import usage as usage_command
 from services.launcher.commands import views as view_commands
 from services.launcher.commands.options import StateDir, common_settings, fail
 from services.launcher.system import state_file
@@ -58,6 +59,7 @@ def down(state_dir: StateDir = None) -> None:
 
 
 view_commands.add_to(app)
+usage_command.add_to(app)
 order_commands.add_to(app)
 lora_commands.add_to(app)
 doctor_command.add_to(app)

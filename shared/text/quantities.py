@@ -34,3 +34,21 @@ def in_bytes(count: int) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 99.95 else f"{size:.1f} {units[0]}"
+
+
+def compact(number: int) -> str:
+    """In at most five characters below a million millions: ``9,999``, ``12.3K``, ``4.56M``."""
+    if number < 10_000:
+        return f"{number:,}"
+    size, units = float(number), ["", "K", "M", "G", "T"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{digits}f}{units[0]}"
+
+
+def long_duration(seconds: float) -> str:
+    """Like ``duration``, beyond 100 s in minutes or hours."""
+    if seconds < 99.95:
+        return duration(seconds)
+    return f"{seconds / 60:.1f} min" if seconds < 5997 else f"{seconds / 3600:,.1f} h"
