@@ -14,7 +14,7 @@ import uvloop
 
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedModel, open_simulated_engine
-from services.worker.tiny_model.tiny_model import CORPUS, ensure_tiny_tokenizer
+from services.worker.tiny_model import CORPUS, ensure_tiny_tokenizer
 
 INSTANT = {
     "sim_prefill_tokens_per_s": 0.0,

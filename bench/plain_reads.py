@@ -30,7 +30,7 @@ REMEMBERED = 2
 POLL_S = 0.000_05
 KV_TRANSFER = {
     "kv_connector": "BatonConnector",
-    "kv_connector_module_path": "services.worker.engines.vllm.baton_connector",
+    "kv_connector_module_path": "services.worker.engines.vllm.engine_process",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"agent": "bench.plain_reads:PlainReads"},

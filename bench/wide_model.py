@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from services.worker.tiny_model.tiny_model import ensure_tiny_model
+from services.worker.tiny_model import ensure_tiny_model
 
 HEADS, HEAD_DIM = 8, 128
 KV_BYTES_PER_TOKEN = 4 * 2 * HEADS * HEAD_DIM * 4

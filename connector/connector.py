@@ -27,10 +27,15 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, refuse_unsupported, required_layout
+from connector.layout.engine_layout import (
+    UnsupportedEngine,
+    check_version,
+    kv_heads_of,
+    refuse_unsupported,
+    required_layout,
+)
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.settings import read
-from connector.vllm_version import check_version
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 

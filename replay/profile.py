@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replay.traces import BLOCK_TOKENS
-from services.worker.engines.simulated.core.timing import StepTiming
+from services.worker.engines.simulated.core.settings import StepTiming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 
 from replay.engine import Engine, Job, Listener
 from replay.profile import Profile
-from services.worker.engines.simulated.core.timing import TransferLink
+from services.worker.engines.simulated.core.settings import TransferLink
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
 from shared.contracts.load import LOAD_HZ_MAX, LoadReport

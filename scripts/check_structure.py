@@ -31,21 +31,18 @@ PURE = {
     "services.launcher.doctor": "adapters facts findings installation kv_reads services workers",
     "services.launcher.system": ("board devices options plan process_death process_plan scaling_steps worker_plan"),
     "services.launcher.views": "watch",
-    "services.orchestrator.adapters": "wanted",
-    "services.orchestrator.fleet": "*",
-    "services.orchestrator.leadership": "leadership",
-    "services.orchestrator.sleep": "sleeper",
-    "services.orchestrator.planner": "change demand engine_work family plan_log planner rules steadiness work",
+    "services.orchestrator": "fleet leadership lifecycle sleeper wanted_adapters",
+    "services.orchestrator.planner": "change demand engine_work family plan_log planner rules work",
     "services.router.admission": "admission fair_share queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit",
     "services.router.placement": (
-        "cost decision decision_log evaluation form kv_sources media model_names placement placer policy "
+        "cost decision decision_log evaluation form kv_sources media placement placer policy "
         "request_fields revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration timings",
     "services.router.state": (
-        "adapters block_table cluster_view fleet_table prefix_index quarantine reservations sent_work worker_speed "
-        "worker_speeds worker_view"
+        "adapters block_table cluster_view fleet_table prefix_index quarantine reservations sent_work worker_speeds "
+        "worker_view"
     ),
     "services.router.telemetry": "outcome trace_sampling ttft",
     "services.router.tokenize": "block_hash parity",

@@ -1,4 +1,9 @@
-"""Reads the KV cache layout from vLLM's configuration and tensors; refuses unsupported engines at start."""
+"""Reads the KV cache layout from vLLM's configuration and tensors; refuses unsupported engines and versions at start.
+
+The connector, its schedulers and the vLLM engine of the worker use interfaces that vLLM may change without notice. With
+another version they might fail late, or hand over wrong KV; so an engine of another version does not start.
+``tests/unit/connector/test_vllm_interfaces.py`` lists the interfaces, docs/vllm.md says how to move to another version.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,8 @@ WINDOW_TYPES = ("sliding_attention", "chunked_attention")
 """Layer types in a model's configuration."""
 TOKENS_PRICED = 32_768
 """Longest prompt for which the price of windows is told."""
+SUPPORTED = ("0.32",)
+"""Release series, each with all its patch releases."""
 
 
 class UnsupportedEngine(ValueError):
@@ -194,3 +201,13 @@ def regions_of(kv_caches: dict[str, Any]) -> list[Region]:
         device = cache.device.type
         regions[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes(), device, max(cache.get_device(), 0))
     return list(regions.values())
+
+
+def check_version(version: str) -> None:
+    """Raises UnsupportedEngine for a version that is not supported."""
+    series = ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
+    if series not in SUPPORTED:
+        known = " and ".join(f"{one}.x" for one in SUPPORTED)
+        raise UnsupportedEngine(
+            f"Baton supports vLLM {known}, and this is vLLM {version}: install a supported version."
+        )

@@ -6,27 +6,35 @@ process, which needs no step and may come while one is computed (see ``calls_dur
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from zmq.constants import Flag, SocketOption, SocketType
 
 from connector.holder.holder import HolderSettings
 from connector.layout.tensors import PROTOCOL_VERSION
-from connector.messages import EngineCall, Orders, Results
+from connector.messages import EngineCall, EngineNotification, Orders, Results
 from connector.reader.fetch import FetchLimits
 from connector.reader.pool_allocator import PoolBlockAllocator
 from connector.scheduler.calls_during_steps import CallsDuringSteps
 from connector.scheduler.exchange_core import ExchangeCore
 from connector.scheduler.idle_wait import READ_WAIT_S_MAX, IdleWait
-from connector.scheduler.notification_socket import NotificationSocket
 from connector.scheduler.rank_aggregation import RankAggregation
 from connector.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
+
+NOTIFICATION_QUEUE_MAX = 4096
+"""Messages queued for a slow worker; further ones are dropped, which is safe because leases and requests expire."""
+
+log = logging.getLogger("baton.connector")
+
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -195,3 +203,31 @@ class ConnectorScheduler:
         orders.reads += outbox.reads
         orders.cancel += outbox.cancel
         outbox.reads, outbox.cancel = [], []
+
+
+class NotificationSocket:
+    """A ZMQ PUSH socket; does nothing if ``endpoint`` is empty."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._socket: Any = None
+        self.dropped = 0
+        if endpoint:
+            self._socket = zmq.Context.instance().socket(SocketType.PUSH)  # type: ignore[attr-defined]
+            self._socket.setsockopt(SocketOption.SNDHWM, NOTIFICATION_QUEUE_MAX)
+            self._socket.setsockopt(SocketOption.LINGER, 0)
+            self._socket.connect(endpoint)
+
+    def push(self, notification: EngineNotification) -> None:
+        """Send, or drop and count if the queue is full."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.send(self._encode(notification), Flag.NOBLOCK)
+        except zmq.error.Again:
+            self.dropped += 1
+            log.warning("the worker does not receive its engine's notifications: %d dropped", self.dropped)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()

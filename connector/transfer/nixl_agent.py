@@ -18,8 +18,6 @@ from typing import Any
 
 from connector.layout.routes import halves_of
 from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState
-from connector.transfer.cpu_affinity import leave_cores
-from connector.transfer.daemon_threads import DaemonThreads
 from connector.transfer.nixl_read_agent import (
     ERRORS,
     MEMORY,
@@ -30,6 +28,7 @@ from connector.transfer.nixl_read_agent import (
     open_read_agent,
     register,
 )
+from connector.transfer.threads import DaemonThreads, leave_cores
 
 SPLIT_BYTES = 32 << 20
 """Smaller reads end before a second thread would wake up on a machine whose cores are all busy."""

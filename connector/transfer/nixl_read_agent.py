@@ -26,7 +26,7 @@ from nixl import _api as nixl_api
 from nixl import _bindings as nixl_bindings
 
 from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
-from connector.transfer.cpu_affinity import keep_cores
+from connector.transfer.threads import keep_cores
 
 STATES = {"PROC": TransferState.RUNNING, "DONE": TransferState.DONE, "ERR": TransferState.FAILED}
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}

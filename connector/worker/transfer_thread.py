@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from connector.messages import Orders, Results
-from connector.transfer.cpu_affinity import allow_cores
+from connector.transfer.threads import allow_cores
 from connector.worker.copier import Copier
 
 POLL_S = 0.000_1

@@ -48,7 +48,7 @@ from shared.http.server import make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
 from shared.runtime.version import baton_version
-from shared.telemetry.families import Family, to_prometheus
+from shared.telemetry.prometheus import Family, to_prometheus
 from shared.telemetry.setup import MetricsPush
 from shared.text.fleet_text import adapter_ordered
 

@@ -26,10 +26,9 @@ from shared.contracts.channels import (
     AskChannel,
 )
 from shared.contracts.control import ServiceStatus
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
+from shared.contracts.fleet_orders import ChangeRole, DrainWorker, ModelOrdered, OrderModel, RoleChanged, WorkerDrained
 from shared.contracts.load import LoadReport
 from shared.contracts.message import Message
-from shared.contracts.sleeping import ModelOrdered, OrderModel
 from shared.contracts.workers import DescribeFleet, FleetState, FleetWorker, WorkerPhase
 
 M = TypeVar("M", bound=Message)

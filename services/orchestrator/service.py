@@ -6,17 +6,24 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from services.orchestrator.adapters.orders import AdapterOrders
+from services.orchestrator.adapter_orders import AdapterOrders
 from services.orchestrator.buckets import keep_buckets, make_buckets
-from services.orchestrator.fleet.fleet import Fleet, Limits
-from services.orchestrator.leadership.leader import stand_for_leadership
-from services.orchestrator.leadership.leadership import Candidate
+from services.orchestrator.fleet import Fleet, Limits
+from services.orchestrator.leader import stand_for_leadership
+from services.orchestrator.leadership import Candidate
 from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
-from services.orchestrator.sleep.sleeping import Sleeping
+from services.orchestrator.sleeping import Sleeping
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, StoredValue, Subscription
-from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
+from shared.contracts.channels import (
+    DESCRIBE_FLEET,
+    FLEET_STATE,
+    LEADERSHIP,
+    LOAD,
+    WORKER_LOST,
+    WORKER_RECORDS,
+)
 from shared.contracts.control import Leadership
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from services.orchestrator.planner.rules import Rules, read_models
-from services.orchestrator.sleep.sleeper import SleepPolicy, read_after
+from services.orchestrator.sleeper import SleepPolicy, read_after
 from shared.contracts.control import LEADERSHIP_TTL_S
 from shared.contracts.usage import LEDGER_DAYS
 

@@ -15,25 +15,23 @@ import msgspec
 from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_exchange.prefix_copy import StoreCopies
+from services.worker.kv_exchange.read_speeds import ReadSpeeds
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.legs.body import KvPolicy
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.server import LegServer
 from services.worker.legs.unread_offers import UnreadOffers
-from services.worker.lifecycle.adapter_handler import AdapterHandler
 from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan
-from services.worker.lifecycle.order_handler import OrderHandler
+from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
-from services.worker.lifecycle.read_speeds import ReadSpeeds
 from services.worker.lifecycle.registration import Registration, new_epoch
 from services.worker.lifecycle.role import SavedRole
 from services.worker.lifecycle.self_test_handler import SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
 from services.worker.lifecycle.status import WorkerStatus
-from services.worker.render_handler import RenderHandler
+from services.worker.prompt_handlers import RenderHandler, TokenizerHandler
 from services.worker.settings import Settings
 from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
-from services.worker.tokenizer_handler import TokenizerHandler
 from shared.bus.frame_sender import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
@@ -41,9 +39,9 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
-from shared.runtime.refusals import forget_refusal, save_refusal
 from shared.runtime.service import Service
 from shared.runtime.settings import CommonSettings
+from shared.runtime.state_folder import forget_refusal, save_refusal
 
 log = logging.getLogger("baton.worker")
 

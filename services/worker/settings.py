@@ -11,7 +11,7 @@ from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.workers import Role
 
 TINY_MODEL = "baton-tiny"
-"""A random model that the worker makes itself (see ``services.worker.tiny_model.tiny_model``)."""
+"""A random model that the worker makes itself (see ``services.worker.tiny_model``)."""
 
 BLOCK_TOKENS = 32
 """vLLM's CPU engines prefer multiples of 32; their own default of 128 finds short shared prefixes in no cache."""

@@ -18,10 +18,9 @@ from shared.bus.jetstream import BucketStream
 from shared.bus.nats_client import DirectClient
 from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
 from shared.bus.nats_errors import ConnectionErrors, without_password
-from shared.bus.nats_inbox import REFUSED_HEADER, Inbox, is_reply_subject
 from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.nats_sender import Sender
-from shared.bus.nats_subscription import LiveSubscription, Take, subject_filter
+from shared.bus.nats_subscription import REFUSED_HEADER, Inbox, LiveSubscription, Take, is_reply_subject, subject_filter
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
     AskTimedOut,

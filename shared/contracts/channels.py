@@ -40,11 +40,17 @@ from shared.contracts.fleet_orders import (
     AskSelfTestPrompt,
     ChangeRole,
     DrainWorker,
+    ModelOrdered,
+    ModelWaking,
+    OrderModel,
     OrderTaken,
     RoleChanged,
     RunSelfTest,
     SelfTestPrompt,
     SelfTestResult,
+    SleepWorker,
+    WakeModel,
+    WakeWorker,
     WorkerDrained,
 )
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
@@ -54,7 +60,6 @@ from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
 from shared.contracts.rendering import RenderedPrompt, RenderPrompt
 from shared.contracts.reservations import Reservations
-from shared.contracts.sleeping import ModelOrdered, ModelWaking, OrderModel, SleepWorker, WakeModel, WakeWorker
 from shared.contracts.usage import ReportUsage, UsageMonth, UsageStored
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 

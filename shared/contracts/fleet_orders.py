@@ -1,4 +1,7 @@
-"""Orders to workers: drain, change the role, run the KV self-test."""
+"""Orders to workers and models: drain, change the role, run the KV self-test, sleep, wake.
+
+The workers of a model that sleeps run no engine until a request or an operator wakes them.
+"""
 
 from __future__ import annotations
 
@@ -110,3 +113,52 @@ class SelfTestResult(Message, frozen=True, kw_only=True):
     """Empty: with the KV that was read, the engine generates the same tokens as its holder."""
     tokens: list[int] = msgspec.field(default_factory=list)
     """Completion by the reader's engine."""
+
+
+class SleepWorker(Message, frozen=True, kw_only=True):
+    """Orchestrator -> worker: finish running legs, end the engine and wait to be woken."""
+
+    worker_id: WorkerId
+
+
+class WakeWorker(Message, frozen=True, kw_only=True):
+    """Orchestrator -> worker: start the engine."""
+
+    worker_id: WorkerId
+
+
+class WakeModel(Message, frozen=True, kw_only=True):
+    """Router -> orchestrator: a request waits for this model. Repeated while one does."""
+
+    model: str
+    """The primary name."""
+
+
+class ModelWaking(Message, frozen=True, kw_only=True):
+    """Orchestrator -> router: whether the model will serve, and when."""
+
+    asleep: bool = False
+    """False: its workers neither sleep nor are being woken."""
+    expected_s: float = 0.0
+    """Until it serves, as far as known."""
+    refusal: str = ""
+    """Why it is not woken, for people."""
+    retry_after_s: float = 0.0
+    """With a refusal: when it may be woken."""
+
+
+class OrderModel(Message, frozen=True, kw_only=True):
+    """Operator -> orchestrator: put a model's workers to sleep, or wake them."""
+
+    model: str
+    asleep: bool
+
+
+class ModelOrdered(Message, frozen=True, kw_only=True):
+    """Orchestrator -> operator: the order is being carried out, or why not."""
+
+    workers: list[WorkerId]
+    """That get orders."""
+    expected_s: float = 0.0
+    """To wake: until the model serves, as far as known."""
+    refusal: str = ""

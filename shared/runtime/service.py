@@ -27,8 +27,8 @@ from shared.runtime.disk import DiskWatch
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
 from shared.runtime.waiting import Waits, waiting_page
-from shared.telemetry.finished_spans import SpanSink
 from shared.telemetry.log import setup_logging
+from shared.telemetry.tracing import SpanSink
 
 log = logging.getLogger("baton.service")
 

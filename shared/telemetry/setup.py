@@ -19,9 +19,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from shared.telemetry.families import Distribution, Family, Sample
-from shared.telemetry.finished_spans import FinishedSpan, SpanSink
 from shared.telemetry.metrics import Kind
+from shared.telemetry.prometheus import Distribution, Family, Sample
+from shared.telemetry.tracing import FinishedSpan, SpanSink
 
 log = logging.getLogger("baton.telemetry")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from shared.contracts.adapters import AdapterAction, AdapterOrdered
-from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
+from shared.contracts.fleet_orders import ModelOrdered, RoleChanged, WorkerDrained
 from shared.contracts.load import StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
-from shared.contracts.sleeping import ModelOrdered
 from shared.text.quantities import in_bytes
 
 

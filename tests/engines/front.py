@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from services.worker.engines.port import CURRENT_LEG, AsgiApp, LegRecord
 from services.worker.legs.asgi_call import AsgiCall
 from services.worker.settings import Settings
-from services.worker.tiny_model.tiny_model import _config, ensure_tiny_tokenizer
+from services.worker.tiny_model import _config, ensure_tiny_tokenizer
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
 

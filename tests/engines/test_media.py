@@ -25,7 +25,7 @@ from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.vllm import environment
 from services.worker.engines.vllm.media import only_vllm_reads_media
 from services.worker.legs.asgi_call import ask_app
-from services.worker.tiny_model.tiny_model import EOS_ID
+from services.worker.tiny_model import EOS_ID
 from shared.contracts.inference import LegKind
 from tests.engines.front import CHAT, MODEL, Front, front, model_with_images
 

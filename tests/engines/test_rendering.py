@@ -18,8 +18,8 @@ import pytest
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.legs.asgi_call import ask_app
 from services.worker.legs.body import salted
-from services.worker.render_handler import AT_ONCE_MAX, WAITING_MAX, RenderHandler
-from services.worker.tiny_model.tiny_model import EOS_ID
+from services.worker.prompt_handlers import AT_ONCE_MAX, WAITING_MAX, RenderHandler
+from services.worker.tiny_model import EOS_ID
 from shared.bus.port import Envelope
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
@@ -62,7 +62,7 @@ async def server(model: Path) -> AsyncIterator[Front]:
 
 def handler(server: Front) -> RenderHandler:
     """Patient with a machine that has other work."""
-    from services.worker.engines.vllm.renderer import VllmRenderer
+    from services.worker.engines.vllm.rendering import VllmRenderer
 
     renderer = VllmRenderer(server.app, server.cache_config)
     return RenderHandler(renderer, WorkerId("w1"), Epoch(1), MemoryBus(MemoryHub()), s_max=120.0)
@@ -217,7 +217,7 @@ async def test_text_before_a_medium_shares_its_prefix():
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    from services.worker.engines.vllm.renderer import prompt_of
+    from services.worker.engines.vllm.rendering import prompt_of
 
     def prompt(*names: str) -> object:
         features = [

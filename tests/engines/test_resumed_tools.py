@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker.tiny_model.tiny_model import EOS_ID
+from services.worker.tiny_model import EOS_ID
 from tests.engines.front import Front, Pieces, front, model_with_marks
 
 pytestmark = pytest.mark.vllm

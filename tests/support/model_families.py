@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.worker.tiny_model.tiny_model import BOS_ID, EOS_ID, ensure_tiny_tokenizer
+from services.worker.tiny_model import BOS_ID, EOS_ID, ensure_tiny_tokenizer
 
 VOCABULARY_MAX = 4096
 WINDOW = 64

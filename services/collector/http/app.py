@@ -9,7 +9,7 @@ from fastapi import FastAPI, Response
 
 from shared.http.edge import HttpEdge
 from shared.http.limits import EdgeLimits
-from shared.telemetry.families import PROMETHEUS_CONTENT_TYPE
+from shared.telemetry.prometheus import PROMETHEUS_CONTENT_TYPE
 
 SECURITY_HEADERS = (
     (

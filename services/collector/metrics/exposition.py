@@ -14,8 +14,8 @@ from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.workers import FleetWorker
 from shared.telemetry import names
-from shared.telemetry.families import Distribution, Family, Sample
 from shared.telemetry.metrics import Metric
+from shared.telemetry.prometheus import Distribution, Family, Sample
 
 BOUNDS = Bounds(
     ttft=names.FLEET_TTFT.buckets,

@@ -14,8 +14,8 @@ from services.collector.metrics.fleet_metrics import FleetMetrics, WorkerView
 from shared.contracts.adapters import NAME_CHARS_MAX
 from shared.contracts.workers import ADAPTERS_MAX, Role, WorkerRecord
 from shared.telemetry import names
-from shared.telemetry.families import Family, Sample
 from shared.telemetry.metrics import Metric
+from shared.telemetry.prometheus import Family, Sample
 
 NUMBERS: Mapping[Metric, Callable[[WorkerView], float]] = {
     names.VLLM_RUNNING: lambda view: float(view.load.running),

@@ -10,9 +10,8 @@ import typer
 from rich.console import Console
 
 from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, print_json, reply_of
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
+from shared.contracts.fleet_orders import ChangeRole, DrainWorker, ModelOrdered, OrderModel, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
-from shared.contracts.sleeping import ModelOrdered, OrderModel
 from shared.contracts.workers import Role
 from shared.text import fleet_text
 

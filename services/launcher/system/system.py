@@ -22,8 +22,8 @@ from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DRAINED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
-from shared.runtime.saved_role import saved_role_file
 from shared.runtime.service import EXIT_CONFIGURATION
+from shared.runtime.state_folder import saved_role_file
 from shared.runtime.waiting import first_of
 from shared.text.fleet_text import drained
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.planner.steadiness import Observed
+from services.orchestrator.planner.work import Observed
 from shared.contracts.planning import PlanAction
 from shared.contracts.workers import Role
 

@@ -9,8 +9,7 @@ from services.orchestrator.planner.change import RoleLoad
 from services.orchestrator.planner.demand import RequestWindow
 from services.orchestrator.planner.engine_work import FleetWork
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.planner.steadiness import Steadiness
-from services.orchestrator.planner.work import Engines, Queues, Work, work_of
+from services.orchestrator.planner.work import Engines, Queues, Steadiness, Work, work_of
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import EngineSpeed, LoadReport

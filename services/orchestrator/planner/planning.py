@@ -1,21 +1,26 @@
-"""Runs the planner: it always follows the fleet; while this orchestrator leads, it plans, publishes and carries out."""
+"""Runs the planner: it always follows the fleet; while this orchestrator leads, it plans, publishes, and asks a scaler
+for workers: the launcher of this machine, a webhook, or nobody.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Protocol
+
+import httpx
+import msgspec
 
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.planner.scalers import AdviceScaler, LauncherScaler, Scaler, WebhookScaler
 from services.orchestrator.settings import Settings
-from shared.bus.port import Bus, BusError, Envelope, Subscription
-from shared.contracts.channels import CHANGE_ROLE, PLAN, PLANS, REQUESTS_FINISHED
+from shared.bus.port import Bus, BusError, Envelope, NoResponders, Subscription
+from shared.contracts.channels import CHANGE_ROLE, PLAN, PLANS, REQUESTS_FINISHED, SCALE
 from shared.contracts.fleet_orders import ChangeRole
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
-from shared.contracts.planning import AskPlans, PlanAction, PlanDecision, Plans, ScaleFleet
+from shared.contracts.planning import AskPlans, FleetScaled, PlanAction, PlanDecision, Plans, ScaleFleet
 from shared.contracts.workers import FleetWorker
 from shared.runtime.clock import Clock
 
@@ -24,6 +29,8 @@ SCALER_S_MAX = 10.0
 """For the scaler's reply."""
 
 log = logging.getLogger(__name__)
+REFUSAL_CHARS_MAX = 200
+"""Of a webhook's reply in the refusal."""
 
 
 class Planning:
@@ -157,3 +164,61 @@ def as_text(decision: PlanDecision) -> str:
     if decision.action is PlanAction.CHANGE_ROLE:
         return f"{decision.worker_id} becomes {decision.role}"
     return f"{decision.change:+d} {decision.role}"
+
+
+class Scaler(Protocol):
+    """Starts and stops workers. A refusal is returned as text, never raised."""
+
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
+        """Begin to start or stop workers; returns what was begun."""
+
+
+class LauncherScaler:
+    """Asks ``baton up --workers-max``, over the bus."""
+
+    def __init__(self, bus: Bus, reply_s_max: float) -> None:
+        self._bus = bus
+        self._reply_s_max = reply_s_max
+
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
+        """See ``Scaler``."""
+        try:
+            return await self._bus.ask(SCALE, order, timeout_s=self._reply_s_max)
+        except NoResponders:
+            return FleetScaled(refusal="no launcher scales: start one with `baton up --workers-max N`")
+        except BusError as error:
+            return FleetScaled(refusal=f"the launcher did not reply: {error or type(error).__name__}")
+
+
+class WebhookScaler:
+    """Posts the order as JSON. An empty reply means that it is carried out; any other is a ``FleetScaled``."""
+
+    def __init__(self, url: str, reply_s_max: float) -> None:
+        self._url = url
+        self._reply_s_max = reply_s_max
+
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
+        """See ``Scaler``."""
+        try:
+            async with httpx.AsyncClient(timeout=self._reply_s_max, trust_env=False) as client:
+                reply = await client.post(
+                    self._url, content=msgspec.json.encode(order), headers={"content-type": "application/json"}
+                )
+            if not reply.is_success:
+                text = reply.text[:REFUSAL_CHARS_MAX]
+                return FleetScaled(refusal=f"{self._url} replies {reply.status_code}: {text}".rstrip(": "))
+            if not reply.content.strip():
+                return FleetScaled(change=order.change)
+            return msgspec.json.decode(reply.content, type=FleetScaled)
+        except httpx.HTTPError as error:
+            return FleetScaled(refusal=f"{self._url} cannot be reached: {error or type(error).__name__}")
+        except msgspec.DecodeError as error:
+            return FleetScaled(refusal=f"{self._url} replies with what is no FleetScaled: {error}")
+
+
+class AdviceScaler:
+    """Starts and stops nothing: a person reads the plan."""
+
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
+        """See ``Scaler``."""
+        return FleetScaled(refusal=f"advice only: {order.change:+d} {order.role}")

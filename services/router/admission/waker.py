@@ -13,7 +13,7 @@ from services.router.state.fleet import Fleet
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import WAKE_MODEL
 from shared.contracts.failures import Reason
-from shared.contracts.sleeping import ModelWaking, WakeModel
+from shared.contracts.fleet_orders import ModelWaking, WakeModel
 from shared.contracts.workers import WorkerPhase
 
 log = logging.getLogger("baton.router")

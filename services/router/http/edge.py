@@ -25,7 +25,7 @@ from shared.http.errors import Header, HttpError, error_body
 from shared.http.limits import EdgeLimits
 from shared.http.origin import OriginPolicy
 from shared.runtime.clock import Clock
-from shared.telemetry.propagation import trace_named
+from shared.telemetry.tracing import trace_named
 
 log = logging.getLogger("baton.router")
 

@@ -1,4 +1,4 @@
-"""Chooses the revision of a model that serves a conversation, while several revisions run side by side.
+"""Which model a request means, and which of its revisions serves a conversation while several run side by side.
 
 Weighted rendezvous hashing: each conversation draws a number for every revision from its own beginning only. So all
 routers agree, all turns of a conversation go to the revision that has its KV, and a changed share moves as few
@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from services.router.placement.request_fields import RequestFacts, given
+from services.router.placement.request_fields import Fault, RequestFacts, given
 from shared.contracts.engine_paths import CHAT
+
+if TYPE_CHECKING:
+    from services.router.state.cluster_view import ClusterView
 
 SHARE_MAX = 1e6
 REVISIONS_MAX = 16
@@ -28,6 +31,7 @@ BEGINNING_BYTES = 256
 ABBREVIATED_MIN = 7
 """The shortest abbreviation of a commit or digest."""
 HEXADECIMAL = frozenset("0123456789abcdef")
+NAME_ONE = Fault(param="model", message="There are several models here: name one. /v1/models lists them.")
 
 
 class Turn(msgspec.Struct):
@@ -139,3 +143,13 @@ def _draw(beginning: bytes, revision: str) -> float:
     """
     digest = hashlib.blake2b(beginning, digest_size=8, key=hashlib.sha256(revision.encode()).digest()).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / (1 << 64))
+
+
+def with_primary_name(facts: RequestFacts, cluster: ClusterView) -> RequestFacts:
+    """The request under its model's primary name. With a fault if it names none, and there are several."""
+    if facts.model:
+        primary = cluster.primary_name(facts.model)
+        return facts if primary == facts.model else msgspec.structs.replace(facts, model=primary, alias=facts.model)
+    if facts.body is not None and facts.fault is None and len(cluster.models()) > 1:
+        return msgspec.structs.replace(facts, fault=NAME_ONE)
+    return facts

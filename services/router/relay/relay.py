@@ -15,10 +15,10 @@ from services.router.http.errors import bad_request, error_event, failed, path_n
 from services.router.http.request import HttpRequest
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
-from services.router.placement.model_names import with_primary_name
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import Mode, default_or_requested
+from services.router.placement.revisions import with_primary_name
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable

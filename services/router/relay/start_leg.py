@@ -1,9 +1,12 @@
-"""Makes the StartLeg message of each leg, with what it tells the worker about KV."""
+"""Makes the StartLeg message of each leg, with what it tells the worker about KV, and reads the frames of a leg whose
+worker may refuse to compute a prompt that it has too little of.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -11,12 +14,17 @@ from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.failure_policy import HANDOFF_SHARE_MIN
 from services.router.relay.request_context import RequestContext
-from shared.contracts.ids import LegId, RouterId
-from shared.contracts.inference import LegKind, LegReport, StartLeg, pack_tokens
+from shared.bus.leg_inbox import LegFailed
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import LegId, RouterId, WorkerId
+from shared.contracts.inference import CACHE_THRESHOLD, Frame, LegKind, LegReport, StartLeg, pack_tokens
 
 pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED = 0.0
 ID_BYTES = 16
+REFUSED = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
+"""As it stands in a refusing event. Generated text cannot imitate it: JSON escapes the quotes inside of text."""
+MISSED = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
 
 
 class LegStarter:
@@ -94,3 +102,36 @@ def kv_transfer_of(prefill: LegReport) -> bytes:
     if prefill.kv is not None and prefill.kv.offer is not None:
         return pack(prefill.kv.offer)
     return prefill.kv_transfer
+
+
+class Frames(Protocol):
+    """What a reader of a leg uses."""
+
+    worker_id: WorkerId
+
+    async def frames(self) -> list[Frame]:
+        """See ``shared.bus.leg_inbox.Leg``."""
+
+
+class GuardedLeg:
+    """Passes frames on up to a refusal, which it raises as LegFailed."""
+
+    def __init__(self, leg: Frames) -> None:
+        self.worker_id = leg.worker_id
+        self._leg = leg
+        self._refused = False
+
+    async def frames(self) -> list[Frame]:
+        """The leg's frames. Raises LegFailed for a refusal, after the frames that came before it were read."""
+        if not self._refused:
+            frames = await self._leg.frames()
+            good = next((number for number, frame in enumerate(frames) if is_refusal(frame)), len(frames))
+            self._refused = good < len(frames)
+            if good:
+                return frames[:good]
+        raise LegFailed(MISSED, self.worker_id)
+
+
+def is_refusal(frame: Frame) -> bool:
+    """Whether the worker refuses here, at the start or after a preemption."""
+    return REFUSED in frame.data or (frame.report is not None and frame.report.finish_reason == CACHE_THRESHOLD)

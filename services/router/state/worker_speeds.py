@@ -12,7 +12,7 @@ import math
 import msgspec
 
 from services.router.state.cluster_view import ClusterView
-from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_view import WorkerSpeed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead

@@ -13,7 +13,6 @@ from services.router.telemetry.trace import LegMark, Trace
 from shared.contracts.decisions import TtftParts
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind, LegReport, RequestFinished
-from shared.telemetry.finished_spans import About, FinishedSpan
 from shared.telemetry.leg_intervals import (
     Interval,
     engine_intervals,
@@ -23,6 +22,7 @@ from shared.telemetry.leg_intervals import (
     tokens_of,
 )
 from shared.telemetry.span_names import Attribute, SpanName
+from shared.telemetry.tracing import About, FinishedSpan
 
 SPAN_BITS = 64
 IN_ORDER = {

@@ -21,9 +21,8 @@ from services.router.telemetry.trace_sampling import TraceShare
 from services.router.telemetry.trace_spans import new_id, spans_of
 from shared.contracts.inference import RequestFinished, StartLeg
 from shared.runtime.clock import Clock, SystemClock
-from shared.telemetry.finished_spans import SpanSink
 from shared.telemetry.log import TRACE_ID
-from shared.telemetry.propagation import trace_named
+from shared.telemetry.tracing import SpanSink, trace_named
 
 Headers = dict[str, str] | None
 TRACE_BITS = 128

@@ -12,11 +12,10 @@ import msgspec
 from connector.messages import Chain, EngineCall, EngineNotification, ReadMeasured
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
-from services.worker.kv_exchange.fetch_handler import FetchHandler
-from services.worker.kv_exchange.message_handler import MessageHandler
+from services.worker.kv_exchange.message_handler import FetchHandler, MessageHandler
 from services.worker.kv_exchange.peer_watch import PeerWatch
 from services.worker.kv_exchange.peers import PeerTable
-from services.worker.kv_exchange.speed_measurer import SpeedMeasurer
+from services.worker.kv_exchange.read_speeds import SpeedMeasurer
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, WorkerId

@@ -30,8 +30,8 @@ from shared.contracts.kv_exchange import LegOrder
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.service import Service
 from shared.telemetry.log import TRACE_ID
-from shared.telemetry.propagation import extract, inject, trace_named
 from shared.telemetry.span_names import Attribute, SpanName
+from shared.telemetry.tracing import extract, inject, trace_named
 
 log = logging.getLogger("baton.worker")
 

@@ -1,25 +1,34 @@
-"""Orders to a worker: drain, sleep, or change its role."""
+"""Orders to a worker: drain, sleep, change its role, load or unload a LoRA adapter."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
+from services.worker.engines.adapters import AdapterRefused, folder_within
+from services.worker.engines.port import EngineAdapters, EngineDead
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.drain import DrainPlan, plan_of
 from services.worker.lifecycle.probing import Prober, failed
 from services.worker.lifecycle.role import refusal
 from services.worker.lifecycle.self_test import NEW_PARTNERS, as_text
 from services.worker.lifecycle.status import WorkerStatus
-from shared.bus.port import Envelope
-from shared.contracts.channels import CHANGE_ROLE, DRAIN, SLEEP
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, RoleChanged
-from shared.contracts.sleeping import SleepWorker
+from shared.bus.port import Bus, Envelope
+from shared.contracts.adapters import AdapterAction, AdapterChanged, ChangeAdapter
+from shared.contracts.channels import CHANGE_ADAPTER, CHANGE_ROLE, DRAIN, SLEEP
+from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, RoleChanged, SleepWorker
 from shared.contracts.workers import Role, WorkerPhase
+from shared.runtime.clock import Clock
 from shared.runtime.service import Service
 
 log = logging.getLogger("baton.worker")
+
+
+UNLOAD_NOTICE_S = 0.5
+"""For routers to learn that an adapter goes, before the engine refuses requests for it."""
+NO_LORA = "its engine was started without LoRA: set WORKER_LORA_DIR, or --enable-lora in WORKER_ENGINE_ARGS"
 
 
 class OrderHandler:
@@ -116,3 +125,59 @@ class OrderHandler:
         await self._status.change_role(role, note)
         log.info("the role is %s now, no longer %s%s", role.value, before.value, f" ({note})" if note else "")
         return ""
+
+
+class AdapterHandler:
+    """Answers CHANGE_ADAPTER. Paths are taken relative to ``lora_dir``, and nothing outside of it is read."""
+
+    def __init__(
+        self, bus: Bus, clock: Clock, status: WorkerStatus, adapters: EngineAdapters | None, lora_dir: str
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._status = status
+        self._adapters = adapters
+        self._lora_dir = lora_dir
+
+    async def open(self) -> None:
+        """Take orders from now on."""
+        await self._bus.answer(CHANGE_ADAPTER, self._change, worker_id=self._status.record.worker_id)
+
+    async def _change(self, order: ChangeAdapter, _envelope: Envelope) -> AdapterChanged:
+        """Handler of CHANGE_ADAPTER."""
+        began, digest, failure = self._clock.now(), "", ""
+        try:
+            if self._status.phase is not WorkerPhase.READY:
+                raise AdapterRefused(f"it is {self._status.phase.value}")
+            if self._adapters is None:
+                raise AdapterRefused(NO_LORA)
+            if order.action is AdapterAction.LOAD:
+                digest = await self._load(self._adapters, order)
+            else:
+                await self._unload(self._adapters, order.name)
+        except (AdapterRefused, EngineDead) as error:
+            failure = str(error)
+        log.info("ordered to %s the adapter %r: %s", order.action.value, order.name, failure or digest or "done")
+        record = self._status.record
+        return AdapterChanged(
+            worker_id=record.worker_id,
+            epoch=record.epoch,
+            digest=digest,
+            seconds=self._clock.now() - began,
+            failure=failure,
+        )
+
+    async def _load(self, adapters: EngineAdapters, order: ChangeAdapter) -> str:
+        """Returns the digest of the files."""
+        folder = await asyncio.to_thread(folder_within, self._lora_dir, order.path)
+        adapter = await adapters.load(order.name, folder, Path(self._lora_dir))
+        await self._status.adapters_changed()
+        return adapter.digest
+
+    async def _unload(self, adapters: EngineAdapters, name: str) -> None:
+        if all(one.name != name for one in adapters.loaded):
+            raise AdapterRefused(f"{name!r} is not loaded")
+        await self._status.adapters_changed(leaving=name)
+        await asyncio.sleep(UNLOAD_NOTICE_S)
+        await adapters.unload(name)
+        await self._status.adapters_changed()

@@ -7,7 +7,7 @@ import logging
 import msgspec
 
 from shared.contracts.workers import Role, WorkerPhase
-from shared.runtime.saved_role import saved_role_file
+from shared.runtime.state_folder import saved_role_file
 
 log = logging.getLogger("baton.worker")
 

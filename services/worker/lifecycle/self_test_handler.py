@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.engines.port import CURRENT_LEG, Engine, Identity, LegRecord
+from services.worker.kv_exchange.read_speeds import MEASURE_S_MAX
 from services.worker.legs.asgi_call import ask_app
 from services.worker.lifecycle import self_test as core
-from services.worker.lifecycle.read_speeds import MEASURE_S_MAX
 from services.worker.lifecycle.self_test import Outcome, Result
 from shared.bus.port import AskRefused, Bus, BusError, Envelope
 from shared.contracts.channels import RUN_SELF_TEST, SELF_TEST_PROMPT
@@ -24,7 +24,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvSource, LegOrder
 from shared.contracts.workers import WorkerRecord
 from shared.runtime.clock import Clock
-from shared.telemetry.propagation import NOT_TRACED
+from shared.telemetry.tracing import NOT_TRACED
 
 log = logging.getLogger("baton.worker")
 

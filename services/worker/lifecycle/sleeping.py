@@ -20,8 +20,15 @@ from services.worker.lifecycle.registration import Registration
 from shared.bus.port import BusError, Envelope
 from shared.contracts.channels import CHANGE_ROLE, DRAIN, DRAINED, SLEEP, WAKE
 from shared.contracts.control import ServicePhase
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, RoleChanged, WorkerDrained
-from shared.contracts.sleeping import SleepWorker, WakeWorker
+from shared.contracts.fleet_orders import (
+    ChangeRole,
+    DrainWorker,
+    OrderTaken,
+    RoleChanged,
+    SleepWorker,
+    WakeWorker,
+    WorkerDrained,
+)
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.service import Service
 

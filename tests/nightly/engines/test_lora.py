@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.router.tokenize.block_hash import block_hashes
-from services.worker.tiny_model.tiny_model import ensure_tiny_model
+from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.adapters import AdapterAction, AdapterChanged, ChangeAdapter
 from shared.contracts.channels import CHANGE_ADAPTER, TOKENS, WORKER_RECORDS
 from shared.contracts.control import AskTokens, ProbePrompt

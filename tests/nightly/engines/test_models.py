@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shared.contracts.inference import LegKind, pack_tokens
-from shared.runtime.refusals import refusals
 from shared.runtime.service import EXIT_CONFIGURATION
+from shared.runtime.state_folder import refusals
 from tests.engines.kv_pair import (
     DECODE,
     DECODE_TOKENS,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from shared.contracts.channels import SLEEP, WAKE, WORKER_RECORDS
-from shared.contracts.sleeping import SleepWorker, WakeWorker
+from shared.contracts.fleet_orders import SleepWorker, WakeWorker
 from shared.contracts.workers import WorkerPhase, WorkerRecord
 from tests.support.kv_driver import BLOCK, Driver, driving, transfer_report_of
 from tests.support.kv_tap import Tap

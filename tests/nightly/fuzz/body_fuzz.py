@@ -17,7 +17,7 @@ from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
 from services.worker.legs.body import own_body
 from services.worker.legs.guard import refusal_of
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind

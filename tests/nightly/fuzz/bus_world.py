@@ -35,7 +35,7 @@ from shared.contracts.planning import FleetScaled, ScaleFleet
 from shared.contracts.workers import Role
 from shared.runtime.service import EXIT_CONFIGURATION, Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
-from shared.telemetry.families import to_prometheus
+from shared.telemetry.prometheus import to_prometheus
 from tests.nightly.fuzz.mutation import Ids
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock

@@ -4,13 +4,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.collector.metrics.exposition import BOUNDS, families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, WORKERS_MAX, FleetMetrics
-from services.orchestrator.fleet.lifecycle import Worker
+from services.orchestrator.lifecycle import Worker
 from shared.bus.port import BusCounts
 from shared.contracts.control import DiskFolder, DiskSpace, ServicePhase, ServiceStatus
 from shared.contracts.inference import RequestFinished
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
 from shared.telemetry import names
-from shared.telemetry.families import to_prometheus
+from shared.telemetry.prometheus import to_prometheus
 from tests.support.fleet_builders import load, record
 
 

@@ -10,7 +10,7 @@ from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.metrics.vllm_gauges import vllm_families
 from shared.contracts.adapters import NAME_CHARS_MAX
 from shared.contracts.workers import ADAPTERS_MAX, FleetState, FleetWorker, Role, WorkerPhase, WorkerRecord
-from shared.telemetry.families import to_prometheus
+from shared.telemetry.prometheus import to_prometheus
 from tests.support.fleet_builders import load, record
 
 OF_W1 = {"model_name": "m", "engine": "w1", "worker_id": "w1", "role": "both"}

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.layout.engine_layout import UnsupportedEngine
-from connector.vllm_version import SUPPORTED, check_version
+from connector.layout.engine_layout import SUPPORTED, UnsupportedEngine, check_version
 from tests.unit.connector.vllm_interfaces import INTERFACES, differences, installed, recorded
 
 ROOT = Path(__file__).parents[3]

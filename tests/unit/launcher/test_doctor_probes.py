@@ -24,8 +24,8 @@ from shared.bus.port import BusDown
 from shared.contracts.channels import LOAD, SERVICE_STATUS, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.workers import WorkerPhase
-from shared.runtime.refusals import forget_refusal, save_refusal
 from shared.runtime.settings import CommonSettings
+from shared.runtime.state_folder import forget_refusal, save_refusal
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, run_in_virtual_time

@@ -9,7 +9,7 @@ from services.launcher.system.scaling_steps import OwnWorker, own_worker, steps_
 from services.launcher.system.system import reset_saved_role
 from shared.contracts.planning import ScaleFleet
 from shared.contracts.workers import Role, WorkerPhase
-from shared.runtime.saved_role import saved_role_file
+from shared.runtime.state_folder import saved_role_file
 from tests.support.fleet_builders import record
 
 OWN = [

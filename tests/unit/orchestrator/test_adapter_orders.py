@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.orchestrator.adapters.orders import TRIES_MAX
+from services.orchestrator.adapter_orders import TRIES_MAX
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
 from shared.bus.port import BusError
@@ -129,7 +129,7 @@ def test_an_order_reaches_all_workers_and_is_told_and_logged(caplog):
             ]
             assert found.orders == [done]
 
-    with caplog.at_level(logging.INFO, "services.orchestrator.adapters.orders"):
+    with caplog.at_level(logging.INFO, "services.orchestrator.adapter_orders"):
         run_in_virtual_time(story())
     (line,) = [one.getMessage() for one in caplog.records if "adapter order" in one.getMessage()]
     assert "'ada@desk'" in line

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.orchestrator.planner.change import Change, RoleLoad, choose
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.planner.steadiness import Observed
+from services.orchestrator.planner.work import Observed
 from shared.contracts.planning import PlanAction
 from shared.contracts.workers import Role
 

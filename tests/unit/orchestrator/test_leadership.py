@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.orchestrator.leadership.leadership import Candidate, Claim, Read, Renew
+from services.orchestrator.leadership import Candidate, Claim, Read, Renew
 from shared.contracts.control import Leadership
 
 LEASE_S = 6.0

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from services.orchestrator.fleet.lifecycle import diagram
+from services.orchestrator.lifecycle import diagram
 from tests.support.fleet_builders import record
 
 DRAWING = Path(__file__).parents[3] / "docs" / "lifecycle.mmd"

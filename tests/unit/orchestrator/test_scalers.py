@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from services.orchestrator.planner.scalers import WebhookScaler
+from services.orchestrator.planner.planning import WebhookScaler
 from shared.contracts.planning import FleetScaled, ScaleFleet
 from shared.contracts.workers import Role
 from tests.support.nats_server import free_port

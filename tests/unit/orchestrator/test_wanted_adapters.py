@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.adapters.wanted import (
+from services.orchestrator.wanted_adapters import (
     Refused,
     after_load,
     after_unload,

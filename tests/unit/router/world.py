@@ -18,7 +18,7 @@ from services.router.telemetry.tracing import Tracing
 from shared.bus.port import BusDown
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
-from shared.telemetry.finished_spans import SpanSink
+from shared.telemetry.tracing import SpanSink
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
 from tests.unit.router.fake_worker import FakeWorker, Script, serve_leg

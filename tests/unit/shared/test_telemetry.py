@@ -16,8 +16,8 @@ from shared.telemetry.log import TRACE_ID, JsonLines, Text
 from shared.telemetry.metrics import Kind
 from shared.telemetry.names import METRICS
 from shared.telemetry.prometheus import counter, gauge, histogram
-from shared.telemetry.propagation import extract, inject, trace_named
 from shared.telemetry.setup import setup
+from shared.telemetry.tracing import extract, inject, trace_named
 
 
 def test_without_an_endpoint_nothing_is_traced_and_nothing_is_carried():

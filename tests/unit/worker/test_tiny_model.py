@@ -8,7 +8,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker.tiny_model.tiny_model import (
+from services.worker.tiny_model import (
     BOS_ID,
     EOS_ID,
     SPECIAL_TOKENS,

@@ -26,7 +26,6 @@ from services.worker.engines.port import (
     Identity,
     TokenizerFiles,
 )
-from services.worker.engines.simulated.adapters import SimulatedAdapters, adapters_of
 from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.choices import Choice
 from services.worker.engines.simulated.core.engine_core import EngineCore
@@ -34,7 +33,14 @@ from services.worker.engines.simulated.core.sequence import RequestParams, Seque
 from services.worker.engines.simulated.core.settings import SimulatedTiming, SimulationSettings
 from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
 from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
-from services.worker.engines.simulated.model import SimulatedModel, facts_of, find_model, models_response
+from services.worker.engines.simulated.model import (
+    SimulatedAdapters,
+    SimulatedModel,
+    adapters_of,
+    facts_of,
+    find_model,
+    models_response,
+)
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
 from services.worker.settings import Settings
 from shared.contracts.kv_events import KvEvent

@@ -1,7 +1,9 @@
-"""The model that a simulated engine pretends to serve, and the engine's facts."""
+"""The model that a simulated engine pretends to serve, its LoRA adapters, and the engine's facts."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -10,10 +12,12 @@ from pathlib import Path
 import msgspec
 
 from connector.layout.tensors import PROTOCOL_VERSION
+from services.worker.engines.adapters import AdapterFiles
 from services.worker.engines.port import EngineFacts
+from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings
-from services.worker.tiny_model.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
+from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.workers import ADAPTERS_MAX, Fingerprint, HashScheme
 
@@ -86,3 +90,27 @@ def find_model(settings: Settings, cache_dir: Path) -> tuple[Path, str]:
 
     found = Path(snapshot_download(settings.model, revision=settings.revision or None, allow_patterns=TOKENIZER_FILES))
     return found, found.name
+
+
+class SimulatedAdapters:
+    """An ``AdapterBackend``. Requests that run keep the adapter that they began with."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, tuple[str, str]] = {}
+        """``RequestParams.lora`` of each loaded adapter."""
+
+    async def enter(self, name: str, files: AdapterFiles) -> str:
+        """See the port. The files are needed for their digest only."""
+        await asyncio.to_thread(shutil.rmtree, files.folder, ignore_errors=True)
+        hashed_as = f"sha256:{files.digest}"
+        self.by_name[name] = (name, hashed_as)
+        return hashed_as
+
+    async def leave(self, name: str) -> None:
+        """See the port."""
+        del self.by_name[name]
+
+
+def adapters_of(sequences: Iterable[Sequence]) -> list[str]:
+    """The names of these sequences' adapters."""
+    return sorted({sequence.params.lora[0] for sequence in sequences if sequence.params.lora is not None})

@@ -14,7 +14,7 @@ from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Results
 from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
-from services.worker.engines.simulated.core.block_pool import LeasablePool
+from services.worker.engines.simulated.core.block_cache import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers
 from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
 from shared.contracts.load import StoreState

@@ -12,8 +12,7 @@ from enum import Enum
 
 import msgspec
 
-from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.simulated.core.block_pool import CacheBlockAllocator
+from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator
 from services.worker.engines.store.file_tier import FileTier
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
 

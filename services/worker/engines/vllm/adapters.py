@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from connector.scheduler.adapters import hashed_by_content, loadable
+from connector.scheduler.engine_scheduler import hashed_by_content, loadable
 from services.worker.engines.adapters import AdapterFiles, AdapterRefused
 from services.worker.engines.port import AsgiApp, EngineDead
 

@@ -62,7 +62,7 @@ def arguments(
     if ranks > 1:
         chosen["--tensor-parallel-size"] = str(ranks)
     if on_cpu:
-        own = "services.worker.engines.vllm.child.CpuExecutor"
+        own = "services.worker.engines.vllm.engine_process.CpuExecutor"
         chosen["--distributed-executor-backend"] = own if ranks == 1 else "mp"
         chosen["--dtype"] = "float32"
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
@@ -82,7 +82,7 @@ def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
         "kv_load_failure_policy": "recompute",
     }
     if settings.connector == "baton":
-        module = "services.worker.engines.vllm.baton_connector"
+        module = "services.worker.engines.vllm.engine_process"
         return {"kv_connector": OWN_CONNECTOR, "kv_connector_module_path": module, **common}
     extra: dict[str, object] = {"kv_lease_duration": round(settings.kv_lease_s)}
     if on_cpu:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
-from connector.layout.engine_layout import UnsupportedEngine, window_price
-from connector.vllm_version import check_version
+from connector.layout.engine_layout import UnsupportedEngine, check_version, window_price
 from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
 from services.worker.engines.port import (
     AsgiApp,
@@ -36,7 +35,7 @@ from services.worker.engines.vllm import environment
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR, arguments, configure_connector, refuse_unsupported
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.settings import TINY_MODEL, Settings
-from services.worker.tiny_model.tiny_model import ensure_tiny_model
+from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.engine_paths import SERVED
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.workers import Fingerprint, HashScheme
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.kv_events import KvEventSource
     from services.worker.engines.vllm.kv_exchange import VllmExchange
-    from services.worker.engines.vllm.renderer import VllmRenderer
+    from services.worker.engines.vllm.rendering import VllmRenderer
     from services.worker.engines.vllm.stats import EngineMeter
 
 log = logging.getLogger("baton.worker")
@@ -262,10 +261,10 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     from vllm.utils.gc_utils import freeze_gc_heap
 
     from services.worker.engines.vllm.adapters import VllmServer
-    from services.worker.engines.vllm.answer_ids import derive_ids
     from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
     from services.worker.engines.vllm.media import name_by_content, only_vllm_reads_media, separate_tenants
     from services.worker.engines.vllm.rendering import bound_rendering
+    from services.worker.engines.vllm.resume import derive_ids
 
     bound_rendering(llm.model_config.max_model_len)
     derive_ids()
@@ -321,7 +320,7 @@ class VllmEngine:
         chat_template: str,
         facts: EngineFacts,
     ) -> None:
-        from services.worker.engines.vllm.renderer import VllmRenderer
+        from services.worker.engines.vllm.rendering import VllmRenderer
 
         self._chat_template = chat_template
         self._llm = llm

@@ -1,17 +1,22 @@
 """Resuming an answer on vLLM. vLLM's output processor gets the earlier tokens one by one, as if this engine had
 generated them, and the server gets their output first. So all state about the answer (half a character, text held back
 for a stop string, a parser's place in a tool call, offsets, counts) is restored; the worker drops that output. Then the
-engine, for which these tokens are part of the prompt, generates its own.
+engine, for which these tokens are part of the prompt, generates its own. Both legs of a resumed stream draw the same
+ids for the answer and its parts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
+import vllm.utils
 from vllm.config import ModelConfig
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -19,7 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from services.worker.engines.port import LegRecord
+from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.legs.body import COMPLETION_PATHS
 from shared.contracts.inference import LegKind
 
@@ -179,3 +184,17 @@ async def opening(
         if number % TOKENS_PER_TURN_MAX == 0:
             await asyncio.sleep(0)
         yield earlier
+
+
+def derive_ids() -> None:
+    """From now on the ids of ``vllm.utils.random_uuid`` follow from the current leg's ``answer_id``, if it has one.
+
+    The modules of vLLM's server have imported that function by name, so that what it calls is replaced: nothing else in
+    its module uses ``uuid``.
+    """
+    vllm.utils.uuid = SimpleNamespace(uuid4=_drawn)
+
+
+def _drawn() -> UUID:
+    leg = CURRENT_LEG.get()
+    return leg.draw_id() if leg is not None and leg.answer_id else uuid.uuid4()

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
-from services.worker.engines.vllm.child import end_with_parent
+from services.worker.engines.vllm.engine_process import end_with_parent
 
 PROGRESS_DELAY_US = 10_000
 """Longest sleep. Measured between two engines on one machine: handoffs as fast as with 2,000, and two thirds of its

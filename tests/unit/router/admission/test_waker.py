@@ -17,8 +17,8 @@ from services.router.state.fleet import Fleet
 from shared.bus.port import Envelope
 from shared.contracts.channels import WAKE_MODEL
 from shared.contracts.failures import Reason
+from shared.contracts.fleet_orders import ModelWaking, WakeModel
 from shared.contracts.ids import Epoch
-from shared.contracts.sleeping import ModelWaking, WakeModel
 from shared.contracts.workers import LoraAdapter, WorkerPhase
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub

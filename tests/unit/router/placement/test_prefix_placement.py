@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from services.router.state.prefix_index import IndexState
 from services.router.tokenize.block_hash import block_hashes
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.kv_events import KvDigest, pack_hashes, unpack_hashes

@@ -9,12 +9,13 @@ import pytest
 
 from services.router.admission.admission import Admission, AdmissionPolicy
 from services.router.admission.queues import QueueEntry
+from services.router.auth.api_keys import Key
 from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, read_request
-from services.router.placement.revisions import ANY, means, read_shares
+from services.router.placement.revisions import ANY, means, read_shares, with_primary_name
 from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import ClusterView
 from services.router.state.fleet import Fleet
@@ -28,6 +29,7 @@ from tests.support.fleet_builders import load, record
 NOW = 0.0
 SHARES = read_shares('{"m": {"v1": 90, "v2": 10}}')
 SYSTEM = {"role": "system", "content": "You are as helpful as you can be. " * 20}
+PATH = "/v1/completions"
 
 
 def chat(*texts: str, **fields: object) -> RequestFacts:
@@ -241,3 +243,60 @@ def test_the_model_list_shows_revisions_and_shares():
     upgrade.lose("p1", "d1")
     (listed,) = list_models(upgrade.fleet, read_shares(""), NOW, created=7)
     assert listed["revisions"] == [{"revision": "v2", "share": None, "workers": {"prefill": 1, "decode": 1}}]
+
+
+def cluster(*workers: tuple[str, ...]) -> ClusterView:
+    """One worker for each list of names."""
+    view = ClusterView()
+    for number, names in enumerate(workers):
+        view.record(record(f"w{number}", models=names), 0.0)
+    return view
+
+
+def named(view: ClusterView, body: bytes = b'{"model": "chat", "prompt": "x"}') -> tuple[str, str]:
+    facts = with_primary_name(read_request(PATH, body), view)
+    return facts.model, facts.alias
+
+
+def test_an_alias_stands_for_its_model():
+    assert named(cluster(("m", "chat"), ("m", "chat"), ("n",))) == ("m", "chat")
+
+
+def test_the_alias_stays_while_a_worker_of_the_model_does_not_know_it():
+    view = cluster(("m", "chat"), ("m",))
+    assert named(view) == ("chat", "")
+
+    view.record(record("w1", epoch=2, models=("m", "chat")), 1.0)
+    assert named(view) == ("m", "chat")
+
+
+def test_an_alias_of_two_models_stands_for_neither():
+    assert named(cluster(("m", "chat"), ("n", "chat"))) == ("chat", "")
+
+
+def test_unknown_names_stay_as_they_are():
+    assert named(cluster(("m",))) == ("chat", "")
+
+
+def test_without_a_name_the_only_model_is_meant():
+    unnamed = read_request(PATH, b'{"prompt": "x"}')
+
+    assert with_primary_name(unnamed, cluster(("m", "chat"), ("m", "chat"))).fault is None
+    fault = with_primary_name(unnamed, cluster(("m",), ("n",))).fault
+    assert fault is not None
+    assert fault.param == "model"
+
+
+def test_a_key_for_a_model_is_one_for_its_aliases_and_not_the_other_way_round():
+    view = cluster(("m", "chat"))
+    asked = {
+        name: with_primary_name(read_request(PATH, b'{"model": "%s"}' % name.encode()), view) for name in ("m", "chat")
+    }
+
+    def allowed(*models: str) -> list[str]:
+        headers = RequestHeaders(mode=Mode.AUTO, key=Key(models=frozenset(models)))
+        return [name for name, facts in asked.items() if RequestPolicy().fault(facts, headers, ()) is None]
+
+    assert allowed("m") == ["m", "chat"]
+    assert allowed("chat") == ["chat"]
+    assert allowed("other") == []

@@ -11,7 +11,7 @@ from services.router.placement.request_fields import ForcedWorkers, Mode, Reques
 from services.router.state.cluster_view import ClusterView
 from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import PrefixIndex
-from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_view import WorkerSpeed
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes

@@ -10,7 +10,7 @@ from services.router.placement.request_fields import Mode
 from services.router.state import fleet_table
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
-from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_view import WorkerSpeed
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import FINGERPRINT, record

@@ -16,8 +16,8 @@ from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RequestId, WorkerId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
-from shared.telemetry.finished_spans import FinishedSpan
 from shared.telemetry.span_names import Attribute, SpanName
+from shared.telemetry.tracing import FinishedSpan
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.streams import TOKENS, fails, streams
 from tests.unit.router.world import World, give_legs, in_world, prompt

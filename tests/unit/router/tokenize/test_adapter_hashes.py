@@ -15,7 +15,7 @@ from services.router.tokenize.block_hash import HashKeys, block_hashes
 from services.router.tokenize.segments import Segments
 from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme

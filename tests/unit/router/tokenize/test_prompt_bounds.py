@@ -15,7 +15,7 @@ from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
 from services.router.tokenize.segments import PIECE_CHARS_MAX, Prompt
 from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme

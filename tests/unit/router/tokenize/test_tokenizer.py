@@ -16,7 +16,7 @@ from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed
 from services.router.tokenize.text_cuts import find_cuts
 from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.workers import HashScheme

@@ -7,9 +7,9 @@ import asyncio
 from services.worker.engines.port import EngineRefused
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase
-from shared.runtime.refusals import refusals
 from shared.runtime.service import EXIT_CONFIGURATION, live
 from shared.runtime.settings import CommonSettings
+from shared.runtime.state_folder import refusals
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, FakeEngine, RunningWorker, running_worker
 

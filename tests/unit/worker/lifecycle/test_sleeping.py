@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import CHANGE_ROLE, DRAIN, DRAINED, SLEEP, WAKE
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, WorkerDrained
+from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, SleepWorker, WakeWorker, WorkerDrained
 from shared.contracts.ids import WorkerId
-from shared.contracts.sleeping import SleepWorker, WakeWorker
 from shared.contracts.workers import Role, WorkerPhase
 from tests.unit.worker.simulated_workers import SOON_S_MAX, Workers, workers_on_one_bus
 

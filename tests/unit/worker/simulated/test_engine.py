@@ -21,7 +21,7 @@ from services.worker.engines.simulated.engine import (
 from services.worker.engines.simulated.tcp_agent import TcpAgent
 from services.worker.settings import Settings
 from services.worker.telemetry.kv_events import HeldBlocks
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64

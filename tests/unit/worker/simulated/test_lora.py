@@ -10,7 +10,7 @@ from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedEngine, SimulatedModel, open_simulated_engine
 from services.worker.legs.asgi_call import ask_app
-from services.worker.tiny_model.tiny_model import TINY_MODEL, ensure_tiny_tokenizer
+from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import unpack_hashes
 from tests.unit.worker.simulated.builders import INSTANT

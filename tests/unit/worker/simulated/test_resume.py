@@ -12,7 +12,7 @@ from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedEngine, SimulatedModel
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
 from services.worker.legs.asgi_call import AsgiCall
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import LegOrder

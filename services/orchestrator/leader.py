@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.orchestrator.leadership.leadership import Candidate, Claim, Read, Renew
+from services.orchestrator.leadership import Candidate, Claim, Read, Renew
 from shared.bus.port import BusError, KeyValueStore, WrongRevision
 from shared.contracts.control import Leadership
 from shared.runtime.clock import Clock

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.worker.engines.port import EnginePrompt
-from services.worker.render_handler import AT_ONCE_MAX, RenderHandler
+from services.worker.prompt_handlers import AT_ONCE_MAX, RenderHandler
 from shared.bus.port import Envelope, NoResponders
 from shared.contracts.channels import RENDER
 from shared.contracts.ids import Epoch, WorkerId

@@ -1,20 +1,57 @@
-"""W3C trace context in message headers."""
+"""W3C trace context in message headers, and spans that are created when they have ended, instead of being started and
+passed along.
+
+Whether a request is traced is then decided at its end, and untraced requests cost nothing. Instants are on
+the process's monotonic clock.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+import msgspec
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 
+from shared.telemetry.span_names import SpanName
+
+About = dict[str, AttributeValue]
 _W3C = TraceContextTextMapPropagator()
 
 HEADER = "traceparent"
 IDS = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 NOT_TRACED: Mapping[str, str] = {HEADER: f"00-{1:032x}-{1:016x}-00"}
 """Headers of requests that are never traced."""
+
+
+class FinishedSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """One span."""
+
+    name: SpanName
+    begun_at: float
+    ended_at: float
+    span_id: int
+    parent_id: int = 0
+    """0: no parent."""
+    parent_is_remote: bool = False
+    kind: SpanKind = SpanKind.INTERNAL
+    about: About = {}
+    error: str | None = None
+    """The kind of error in one word; None without an error."""
+
+
+class SpanSink(Protocol):
+    """Receives finished spans. ``sample_ratio``: the share of ordinary requests that are traced."""
+
+    sample_ratio: float
+
+    def draw(self, trace_id: int, spans: Sequence[FinishedSpan]) -> None:
+        """Take the spans of one trace; does not wait."""
 
 
 def inject(span: trace.Span | None = None) -> dict[str, str] | None:

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from services.orchestrator.sleep.sleeper import Order, Sleeper, SleepPolicy
+from services.orchestrator.sleeper import Order, Sleeper, SleepPolicy
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import ORDER_MODEL, REQUESTS_FINISHED, SLEEP, WAKE, WAKE_MODEL
+from shared.contracts.fleet_orders import ModelOrdered, ModelWaking, OrderModel, SleepWorker, WakeModel, WakeWorker
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RequestsFinished
-from shared.contracts.sleeping import ModelOrdered, ModelWaking, OrderModel, SleepWorker, WakeModel, WakeWorker
 from shared.contracts.workers import FleetWorker
 from shared.runtime.clock import Clock
 

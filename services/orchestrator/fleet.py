@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from services.orchestrator.fleet.lifecycle import SAYS, Event, Worker, decide
+from services.orchestrator.lifecycle import SAYS, Event, Worker, decide
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, WorkerLost, WorkerPhase, WorkerRecord

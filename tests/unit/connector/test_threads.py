@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from connector.transfer import cpu_affinity
-from connector.transfer.cpu_affinity import allow_cores
+from connector.transfer import threads
+from connector.transfer.threads import allow_cores
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _two_nodes(tmp_path, monkeypatch):
     """Two simulated NUMA nodes: even cores on one, odd cores on the other."""
     for core in range(64):
         (tmp_path / f"cpu{core}" / f"node{core % 2}").mkdir(parents=True)
-    monkeypatch.setattr(cpu_affinity, "CPUS", tmp_path)
+    monkeypatch.setattr(threads, "CPUS", tmp_path)
 
 
 def on_a_thread(call: Callable[[], None]) -> set[int]:
@@ -53,7 +53,7 @@ def test_without_other_cores_the_affinity_is_unchanged():
 
 
 def test_without_numa_information_all_cores_are_allowed(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_affinity, "CPUS", tmp_path / "nothing")
+    monkeypatch.setattr(threads, "CPUS", tmp_path / "nothing")
     mine = os.sched_getaffinity(0)
 
     assert on_a_thread(lambda: allow_cores(mine)) == mine

@@ -7,7 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
-from services.orchestrator.adapters.wanted import (
+from services.orchestrator.wanted_adapters import (
     Refused,
     after_load,
     after_unload,

@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 
 from connector.messages import ReadMeasured
-from services.worker.lifecycle.read_speeds import MEASURE_S_MAX, WAITING_MAX, ReadSpeeds
+from services.worker.kv_exchange.read_speeds import MEASURE_S_MAX, WAITING_MAX, ReadSpeeds
 from services.worker.lifecycle.registration import Registration
-from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import KV_SPEED_MAX, KV_SPEEDS_MAX, KvMemory, KvReadSpeed, Role
 from tests.support.fleet_builders import record

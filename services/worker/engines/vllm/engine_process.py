@@ -1,4 +1,6 @@
-"""Runs in vLLM's EngineCore process: the CPU executor, and a watch that ends the process with its parent."""
+"""Runs in vLLM's EngineCore process: Baton's connector as vLLM loads it, the CPU executor, and a watch that ends the
+process with its parent.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ import select
 import signal
 import threading
 from functools import cache
+from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from connector import connector
 from services.worker.engines.vllm.environment import PARENT_PID
 
 
@@ -50,3 +55,12 @@ class CpuExecutor(UniProcExecutor):
     def _init_executor(self) -> None:
         end_with_parent()
         super()._init_executor()
+
+
+class BatonConnector(connector.BatonConnector):
+    """The scheduler role runs in EngineCore, on every device: that process ends with its worker."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        if role is KVConnectorRole.SCHEDULER:
+            end_with_parent()
+        super().__init__(vllm_config, role, kv_cache_config)

@@ -1,5 +1,8 @@
-"""Files in the state folder that say why engines were refused at start. A worker writes its own, and removes it at its
-next successful start; `baton doctor` reads them when the process has ended.
+"""Files in the state folder that outlive a worker's process.
+
+One says why its engine was refused at start: the worker removes it at its next successful start, and `baton doctor`
+reads it when the process has ended. The other has the role that a worker changed to at run time: a restarted worker
+reads it, and the launcher removes it before it starts a new worker.
 """
 
 from __future__ import annotations
@@ -39,3 +42,8 @@ def refusals(state_dir: str) -> dict[str, tuple[str, float]]:
 
 def _folder(state_dir: str) -> Path:
     return Path(state_dir).expanduser() / FOLDER
+
+
+def saved_role_file(state_dir: str, worker_id: str) -> Path:
+    """It exists only while the role differs from the role in the settings."""
+    return Path(state_dir).expanduser() / "roles" / f"{worker_id}.json"

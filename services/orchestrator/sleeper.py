@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from shared.contracts.fleet_orders import ModelOrdered, ModelWaking
 from shared.contracts.ids import WorkerId
-from shared.contracts.sleeping import ModelOrdered, ModelWaking
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 
 WANT_S = 10.0
