@@ -50,6 +50,7 @@ from services.router.telemetry.metrics import CountMetrics, LiveMetrics, QueueMe
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
+from services.router.usage.budgets import Budgets
 from services.router.usage.usage_log import UsageLog
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
@@ -128,9 +129,10 @@ class Router:
         metrics = RequestMetrics(self.registry, tracing.counts)
         self.request_log = RequestLog(router_id, tracing, metrics, log_requests=settings.log_requests)
         self.usage = UsageLog(router_id, bus, clock, fleet.cluster)
+        self.budgets = Budgets(bus, clock, self.usage.tally)
         policy = request_policy(settings)
         self.relay = self._make_relay(policy, tracing)
-        self.authenticator = Authenticator(settings, clock.now)
+        self.authenticator = Authenticator(settings, clock.now, self.budgets)
         self.edge = self._make_edge(policy)
         self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
         self._register_metrics()
@@ -194,6 +196,7 @@ class Router:
             decisions=self.decisions,
             request_log=self.request_log,
             usage=self.usage,
+            budgets=self.budgets,
             tracing=tracing,
             response_headers=response_headers,
         )
@@ -227,6 +230,7 @@ class Router:
             (self.prompts.parity.follow(), "probe-tokens"),
             (self.request_log.report(self.bus), "report-finished"),
             (self.usage.report(), "report-usage"),
+            (self.budgets.follow(), "follow-usage"),
             (self.deadline_monitor.run(), "monitor-deadlines"),
             (self.authenticator.follow(), "follow-keys"),
         ):
@@ -235,7 +239,8 @@ class Router:
     def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
         """The status with what this router knows of its workers, and what an operator must correct."""
         health = health_of(self.fleet.index, self.prompts.parity.book)
-        return msgspec.structs.replace(status, router=health, warning=self.authenticator.failure)
+        warnings = filter(None, (self.authenticator.failure, self.budgets.failure, self.usage.failure))
+        return msgspec.structs.replace(status, router=health, warning="; ".join(warnings))
 
     async def close(self) -> None:
         """Cancel what still runs, report the last requests, stop listening."""

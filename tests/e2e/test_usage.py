@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.support.nats_server import free_port
+from tests.support.processes import service_process
 from tests.support.system import System, baton, until
 
 pytestmark = pytest.mark.nats
 
 PROMPT_TOKENS, COMPLETION_TOKENS = 300, 8
 REQUESTS = 3
+
+
+BODY = {
+    "model": "baton-tiny", "prompt": list(range(3, 3 + PROMPT_TOKENS)), "max_tokens": COMPLETION_TOKENS, "ignore_eos": True,
+}  # fmt: skip
+BUDGET = 2 * (PROMPT_TOKENS + COMPLETION_TOKENS)
+NAME = "budgeted"
 
 
 def used(system: System, key: str) -> dict[str, float]:
@@ -24,10 +37,9 @@ def used(system: System, key: str) -> dict[str, float]:
 
 
 def test_requests_without_a_key_are_counted_once(simulated: System):
-    body = {"model": "baton-tiny", "prompt": list(range(3, 3 + PROMPT_TOKENS)), "max_tokens": COMPLETION_TOKENS}
     before = used(simulated, "(no key)")
     for _ in range(REQUESTS):
-        answer = simulated.http.post("/v1/completions", json={**body, "ignore_eos": True})
+        answer = simulated.http.post("/v1/completions", json=BODY)
         assert answer.status_code == 200, answer.text
 
     def counted() -> dict[str, float] | None:
@@ -43,3 +55,54 @@ def test_requests_without_a_key_are_counted_once(simulated: System):
     code, out, _err = baton("usage", "--state-dir", str(simulated.folder))
     assert code == 0
     assert "(no key)" in out
+
+
+@contextmanager
+def routers(system: System, keys: Path) -> Iterator[Sequence[httpx.Client]]:
+    """Two more routers of the system, which ask for keys."""
+    ports = [free_port(), free_port()]
+    settings = {"BATON_NATS_URL": system.nats_url, "ROUTER_HOST": "127.0.0.1", "ROUTER_KEYS_FILE": str(keys)}
+    with (
+        service_process("router", keys.parent, **settings, ROUTER_PORT=str(ports[0])),
+        service_process("router", keys.parent, **settings, ROUTER_PORT=str(ports[1])),
+        httpx.Client(base_url=f"http://127.0.0.1:{ports[0]}", timeout=60.0, trust_env=False) as one,
+        httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", timeout=60.0, trust_env=False) as other,
+    ):
+        until(lambda: is_ready(one) and is_ready(other), "the routers are ready")
+        yield one, other
+
+
+def is_ready(router: httpx.Client) -> bool:
+    try:
+        return router.get("/ready").is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_a_budget_holds_at_all_routers_and_after_their_restart(simulated: System, tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    options = ("--tenant", "acme", "--name", NAME, "--monthly-tokens", str(BUDGET), "--file", str(file))
+    code, out, err = baton("keys", "new", *options)
+    assert code == 0, err
+    headers = {"authorization": f"Bearer {out.strip()}"}
+
+    def refuses(router: httpx.Client) -> httpx.Response | None:
+        answer = router.post("/v1/completions", json={**BODY, "model": "missing"}, headers=headers)
+        return answer if answer.status_code == 429 else None
+
+    with routers(simulated, file) as (one, other):
+        for _ in range(2):
+            answer = one.post("/v1/completions", json=BODY, headers=headers)
+            assert answer.status_code == 200, answer.text
+        refused = refuses(one)
+        assert refused is not None
+        assert refused.json()["error"]["code"] == "insufficient_quota"
+        until(lambda: refuses(other), "the other router has read what the first has served")
+    with routers(simulated, file) as (one, _other):
+        until(lambda: refuses(one), "a router that was started later has read it too")
+
+    line = used(simulated, NAME)
+    assert (line["tenant"], line["key"]) == ("acme", NAME)
+    assert line["prompt_tokens"] + line["completion_tokens"] == BUDGET
+    _code, out, _err = baton("usage", "--key", NAME, "--state-dir", str(simulated.folder))
+    assert f"acme/{NAME}: {BUDGET} of {BUDGET} tokens, 100%" in out

@@ -14,7 +14,7 @@ from shared.contracts.usage import COUNT_MAX, MONTH_CHARS, NAME_CHARS_MAX, Usage
 
 ROUTERS_MAX = 256
 """Routers whose last report an entry remembers: those that reported last. A router is forgotten long after its end."""
-DAY = re.compile(r"20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])")
+DAY = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])")
 ROW_COUNT_MAX = COUNT_MAX << 8
 
 

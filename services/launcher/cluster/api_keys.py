@@ -39,11 +39,13 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tenant: str
     sha256: str
+    name: str = ""
     note: str = ""
     permissions: Sequence[Permission] = ()
     priority: int | None = None
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    monthly_tokens: int = 0
     sequences_max: int = 0
     models: Sequence[str] = ()
     public_cache: bool = False
@@ -90,6 +92,8 @@ def _replace(file: Path, text: str) -> None:
 def _with_entry(before: str, entry: KeyEntry) -> str:
     """The file's new text, read back: it holds exactly the old keys and the new one. Raises CannotAdd."""
     old = _parsed(before, "it is not valid TOML, so routers cannot read it either: correct it first")
+    if entry.name and entry.name in {key.get("name") for key in old.get("key", []) if isinstance(key, dict)}:
+        raise CannotAdd(f"another key in it has the name {entry.name}: choose another one, or delete that key first")
     top = before if before.strip() else salt_text(new_salt())
     text = f"{top.rstrip()}\n\n{entry_text(entry)}"
     new = _parsed(text, "an entry cannot be appended to it: write its keys as [[key]] tables")

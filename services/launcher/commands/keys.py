@@ -34,6 +34,8 @@ def _group() -> None:
 
 [cyan]baton keys new --tenant trial --requests-per-minute 60 --tokens-per-minute 100000 --priority 10[/]
 
+[cyan]baton keys new --tenant acme --name ci --monthly-tokens 50000000 --file keys.toml[/]   a budget; see baton usage
+
 Use the file: [cyan]ROUTER_KEYS_FILE=keys.toml baton up --host 0.0.0.0[/]
 [cyan]baton keys new --tenant prometheus --permissions view --file keys.toml[/]   reads metrics and the console
 
@@ -42,12 +44,14 @@ Clients send Authorization: Bearer KEY."""
 )
 def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
     tenant: Annotated[str, typer.Option(help="Owner: letters, digits, underscores, hyphens.")],
+    name: Annotated[str, typer.Option(help="Its name in `baton usage`; default: the beginning of its digest.")] = "",
     permissions: Annotated[str, typer.Option(help="Comma-separated: infer, view, admin, force-placement.")] = "infer",
     priority: Annotated[
         int | None, typer.Option(min=-1000, max=1000, help="Priority of its requests; lower is more urgent.")
     ] = None,
     requests_per_minute: Annotated[int, typer.Option(min=0, help="Limit at each router; 0: none.")] = 0,
     tokens_per_minute: Annotated[int, typer.Option(min=0, help="Limit of prompt and completion tokens; 0: none.")] = 0,
+    monthly_tokens: Annotated[int, typer.Option(min=0, help="Budget for each calendar month; 0: none.")] = 0,
     sequences_max: Annotated[int, typer.Option(min=0, help="Completions and batch inputs at once; 0: no limit.")] = 0,
     model: Annotated[list[str] | None, typer.Option(help="Allow only this model; repeatable.")] = None,
     public_cache: Annotated[
@@ -59,15 +63,19 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
     """Create an API key and print it. The key is shown only once and stored nowhere."""
     if not TENANT.fullmatch(tenant):
         raise typer.BadParameter("up to 128 letters, digits, underscores and hyphens", param_hint="--tenant")
+    if name and not TENANT.fullmatch(name):
+        raise typer.BadParameter("up to 128 letters, digits, underscores and hyphens", param_hint="--name")
     key = new_key()
     entry = KeyEntry(
         tenant=tenant,
         sha256=digest_of(key),
+        name=name,
         note=note,
         permissions=_permissions(permissions),
         priority=priority,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
+        monthly_tokens=monthly_tokens,
         sequences_max=sequences_max,
         models=tuple(model or ()),
         public_cache=public_cache,

@@ -11,6 +11,7 @@ from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import failed
 from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
+from services.router.usage.budgets import Budgets
 from shared.contracts.failures import Reason
 from shared.http.errors import Header, HttpError, error_body
 from shared.runtime.followed_file import CHECK_S, FollowedFile
@@ -27,8 +28,9 @@ KeysAndSecret = tuple[Keyring, bytes] | None
 class Authenticator:
     """Finds the client of a request and checks its permissions. ``follow`` keeps the keys current."""
 
-    def __init__(self, settings: Settings, now: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, now: Callable[[], float], budgets: Budgets) -> None:
         self._settings = settings
+        self._budgets = budgets
         self._now = now
         self._metrics_open = settings.metrics == "open" or (settings.metrics == "auto" and is_local(settings))
         self._clients: dict[str, ApiClient] = {}
@@ -67,6 +69,8 @@ class Authenticator:
             return UNKNOWN
         if not client.key.may(Permission.INFER):
             return NOT_FOR_INFERENCE
+        if (spent := self._budgets.refusal(client)) is not None:
+            return spent
         over = client.rate_limit.request(self._now())
         return limited(over, client, self._now()) if over is not None else None
 
@@ -97,6 +101,7 @@ class Authenticator:
         if found is None:
             return
         keyring, secret = found
+        self._budgets.keys_changed(keyring.keys.values())
         before, self._clients = self._clients, {}
         for digest, key in keyring.keys.items():
             client = before.get(digest) or ApiClient(key, secret, RateLimit(key, self._now()))

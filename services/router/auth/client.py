@@ -17,7 +17,7 @@ QUESTIONS_PER_MINUTE = 240
 class ApiClient:
     """All requests with one key, from its first appearance in the key file until it is revoked."""
 
-    __slots__ = ("is_revoked", "key", "questions", "rate_limit", "secret")
+    __slots__ = ("charged_tokens", "is_revoked", "key", "questions", "rate_limit", "secret")
 
     def __init__(self, key: Key, secret: bytes, rate_limit: RateLimit) -> None:
         self.key = key
@@ -26,6 +26,8 @@ class ApiClient:
         self.rate_limit = rate_limit
         self.questions = Bucket(QUESTIONS_PER_MINUTE, 0.0)
         """Questions about decisions that it may still ask."""
+        self.charged_tokens = 0
+        """Of its running requests."""
         self.is_revoked = False
         """The key is no longer valid for inference: running requests end."""
 

@@ -40,6 +40,7 @@ def charge(context: RequestContext, prompt_tokens: int, now: float) -> HttpError
     over = client.rate_limit.admit(now, sequences=sequences, tokens=tokens)
     if over is not None:
         return limited(over, client, now)
+    client.charged_tokens += tokens
     context.sequences, context.charged_tokens, context.charged_prompt_tokens = sequences, tokens, prompt_tokens
     return None
 
@@ -61,11 +62,12 @@ def used_by(context: RequestContext, finished: RequestFinished, now: float) -> t
 
 def settle(context: RequestContext, used: tuple[int, int], now: float) -> None:
     """The request has ended: correct the charge."""
+    client = context.http_request.head.client
+    client.charged_tokens -= context.charged_tokens
     if not context.sequences:
         return
-    rate_limit = context.http_request.head.client.rate_limit
-    rate_limit.settle(now, context.charged_tokens, sum(used))
-    rate_limit.leave(context.sequences)
+    client.rate_limit.settle(now, context.charged_tokens, sum(used))
+    client.rate_limit.leave(context.sequences)
 
 
 def _tokens_out(context: RequestContext) -> int:

@@ -32,6 +32,7 @@ from services.router.state.feeds import DefaultModeFeed
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
+from services.router.usage.budgets import Budgets
 from services.router.usage.usage_log import UsageLog
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
@@ -66,6 +67,7 @@ class Relay:
         decisions: DecisionService,
         request_log: RequestLog,
         usage: UsageLog,
+        budgets: Budgets,
         tracing: Tracing,
         response_headers: ResponseHeaders,
     ) -> None:
@@ -84,6 +86,7 @@ class Relay:
         self._decisions = decisions
         self._request_log = request_log
         self._usage = usage
+        self._budgets = budgets
         self._tracing = tracing
         self._headers = response_headers.of
         self.in_flight: set[RequestContext] = set()
@@ -148,7 +151,8 @@ class Relay:
         if context.http_request.left:
             self._fail(context, CLIENT_LEFT)
             return
-        if (over := charge(context, prompt.tokens, ended)) is not None:
+        over = self._budgets.refusal(head.client) or charge(context, prompt.tokens, ended)
+        if over is not None:
             self._refuse(context, over)
             return
         request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes, prompt.unsplittable)

@@ -66,6 +66,11 @@ class UsageTally:
                 del self._unstored[spender]
         self.report = []
 
+    @property
+    def counts_for_budgets(self) -> bool:
+        """Whether a key with a budget has used what is not stored."""
+        return any(row.monthly_tokens for row in self.report) or any(row.monthly_tokens for row in self._open.values())
+
     def unstored(self, spender: Spender) -> int:
         """Tokens that the ledger does not have yet."""
         return self._unstored.get(spender, 0)

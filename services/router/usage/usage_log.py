@@ -23,6 +23,8 @@ REPORT_S = 3.0
 """Between two reports. What ended since the last one is lost when the router is killed."""
 STORE_S_MAX = 10.0
 """For a collector to store a report."""
+UNSTORED_S_MAX = 60.0
+"""An operator is told when usage is not stored for so long, where budgets need it or it is lost."""
 CLOSE_S_MAX = 2.0
 """For the last reports of a router that stops."""
 CLIENT_GONE = 499
@@ -40,6 +42,17 @@ class UsageLog:
         self.tally = UsageTally()
         self.unstored_since: float | None = None
         """When the first of the reports that no collector has stored was sent; None if all are stored."""
+
+    @property
+    def failure(self) -> str:
+        """What an operator must correct; empty when there is nothing."""
+        if self.unstored_since is None or self._clock.now() - self.unstored_since < UNSTORED_S_MAX:
+            return ""
+        if self.tally.uncounted:
+            return f"no metrics collector stores usage: {self.tally.uncounted} requests are not counted"
+        if self.tally.counts_for_budgets:
+            return "no metrics collector stores usage: other routers do not see it for the budgets of API keys"
+        return ""
 
     def ended(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> None:
         """A request has ended and has used so many prompt and completion tokens."""

@@ -78,3 +78,14 @@ def test_commands_at_the_same_time_lose_no_key(tmp_path: Path):
         list(pool.map(lambda entry: add_entry(file, entry), entries))
 
     assert {key.tenant for key in keys_in(file).values()} == {entry.tenant for entry in entries}
+
+
+def test_a_name_and_a_budget_are_written_and_no_name_twice(tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    assert new(file, "--name", "ci", "--monthly-tokens", "500")[0] == 0
+
+    code, said = new(file, "--name", "ci")[:2]
+
+    assert code == 1
+    assert "another key in it has the name ci" in " ".join(said.split())
+    assert [(key.label, key.monthly_tokens) for key in keys_in(file).values()] == [("ci", 500)]

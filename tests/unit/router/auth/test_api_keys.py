@@ -16,11 +16,14 @@ from services.router.auth.api_keys import salt_of
 from services.router.auth.authenticator import Authenticator
 from services.router.placement.decision_log import DecisionFilter
 from services.router.settings import Settings, keyring_of, salt_secret_of
+from services.router.usage.budgets import Budgets
+from services.router.usage.tally import UsageTally
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock
 from shared.runtime.followed_file import FollowedFile, state_of
 from shared.runtime.keys import digest_of
 from shared.runtime.settings import SettingsError
+from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.router.http.test_http_server import running, until
 from tests.unit.router.streams import ANSWER, fails, falls_silent, streams
 from tests.unit.router.world import COMPLETIONS, World, give_legs, in_world, prompt
@@ -41,6 +44,10 @@ KEYS = TOP + "".join([
     entry(PUBLIC, "open", "public_cache = true"),
 ])  # fmt: skip
 SALTS = salt_secret_of(Settings(keys=KEYS), keyring_of(Settings(keys=KEYS)))
+
+
+def budgets() -> Budgets:
+    return Budgets(MemoryBus(MemoryHub()), SystemClock(), UsageTally())
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -201,7 +208,7 @@ async def test_changed_key_files_are_reloaded_and_broken_ones_ignored(tmp_path, 
     caplog.set_level(logging.WARNING)
     file = tmp_path / "keys.toml"
     file.write_text(TOP + entry(ACME, "acme"))
-    authenticator = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
+    authenticator = Authenticator(Settings(keys_file=str(file)), SystemClock().now, budgets())
     following = asyncio.ensure_future(authenticator.follow(check_s=0.01))
 
     def lets_in(key: str) -> bool:
@@ -232,7 +239,7 @@ async def test_revocation_is_seen_however_the_file_is_replaced(tmp_path):
     link.symlink_to(mounted)
     file = link / "keys.toml"
     file.write_text(TOP + entry(ACME, "acme") + entry(RIVAL, "rival"))
-    authenticator = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
+    authenticator = Authenticator(Settings(keys_file=str(file)), SystemClock().now, budgets())
     following = asyncio.ensure_future(authenticator.follow(check_s=0.01))
 
     def tenants() -> set[str]:
