@@ -23,7 +23,7 @@ PURE = {
     "connector.layout": "routes tensors",
     "connector.reader": "fetch lease_request peers prefetch reader speed_test token_counts",
     "connector.scheduler": "exchange_core rank_aggregation stats",
-    "services.collector.console": "decision events health models orders requests state traffic views workers",
+    "services.collector.console": "decision events health models orders requests state traffic usage views workers",
     "services.collector.metrics": "engine_work fleet_metrics requests windows",
     "services.collector.report": "*",
     "services.collector.usage": "ledger",

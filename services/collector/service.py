@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -42,6 +43,7 @@ from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import PlanDecision
+from shared.contracts.usage import UsageMonth
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.http.origin import OriginPolicy
 from shared.http.server import make_server
@@ -73,7 +75,7 @@ class Collector:
         self._console = ConsoleState(self._metrics, clock.now())
         about = {"version": baton_version(), "orders_allowed": access.possible, "key_needed": access.key_needed}
         self.feed = Feed(self.page, about, watchers)
-        self.ledger = LedgerStore(bus, self.feed.wake)
+        self.ledger = LedgerStore(bus, self._on_usage)
         orders = OrderHandler(bus, self._note_order)
         self.console_context = ConsoleContext(bus, self.feed, self._console.recent, orders, access)
 
@@ -109,6 +111,7 @@ class Collector:
 
     def page(self) -> Page:
         """The console's page at this moment."""
+        self._console.month = datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC).strftime("%Y-%m")
         return self._console.page(self._moment(), connected=self._bus.connected)
 
     async def follow_mode(self) -> None:
@@ -162,6 +165,10 @@ class Collector:
         self._metrics.service_status(status, moment.now)
         self._console.events.service_status(status, moment.at)
         self._console.tick(moment)
+        self.feed.wake()
+
+    def _on_usage(self, name: str, entry: UsageMonth | None) -> None:
+        self._console.usage.heard(name, entry)
         self.feed.wake()
 
     def _on_plan(self, decision: PlanDecision, _envelope: Envelope) -> None:

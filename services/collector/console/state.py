@@ -12,6 +12,7 @@ from services.collector.console.health import health_of
 from services.collector.console.models import Models
 from services.collector.console.requests import RecentRequests
 from services.collector.console.traffic import Flows, LastMinute, Tenants
+from services.collector.console.usage import MonthUsage
 from services.collector.console.views import Health, Page, View, WorkerCard
 from services.collector.console.workers import WorkerCards
 from services.collector.metrics.fleet_metrics import FleetMetrics
@@ -20,7 +21,7 @@ from shared.contracts.inference import RequestFinished
 SENT_MAX = 50
 """Requests and events in one update; when more arrive, the oldest are left out."""
 REFRESH_S = 1.0
-WHOLE_FIELDS = ("flows", "tenants", "models", "health", "model_names", "default_mode")
+WHOLE_FIELDS = ("flows", "tenants", "models", "usage", "health", "model_names", "default_mode")
 """Fields of the page that are sent as a whole when they change."""
 
 
@@ -38,6 +39,9 @@ class ConsoleState:
     def __init__(self, metrics: FleetMetrics, now: float) -> None:
         self.events = EventLog()
         self.recent = RecentRequests()
+        self.usage = MonthUsage()
+        self.month = ""
+        """The present one in UTC: 2026-11."""
         self.default_mode = ""
         """The mode of requests that do not ask for one; empty: not known."""
         self._metrics = metrics
@@ -84,6 +88,7 @@ class ConsoleState:
             events=self.events.lines(),
             tenants=self._tenants.rows(moment.now),
             models=self._models.rows(cards, moment.now),
+            usage=self.usage.table(self.month),
         )
 
     def _refresh(self, moment: Moment, *, connected: bool) -> tuple[list[WorkerCard], Health]:

@@ -149,6 +149,39 @@ class ModelRow(View, frozen=True, kw_only=True):
     """Mean."""
 
 
+class KeyUsage(View, frozen=True, kw_only=True):
+    """What one API key used of one model in this month."""
+
+    tenant: str
+    key: str
+    """Its name or the beginning of its digest; empty for requests without a key."""
+    model: str
+    requests: int
+    failed: int
+    prompt_tokens: int
+    cached_ratio: float | None
+    completion_tokens: int
+    engine_s: float
+    """Estimated."""
+    budget_tokens: int | None
+    """Of the key, for the month."""
+    budget_used: float | None
+    """Share of it, by the key's use of all models."""
+
+
+class UsageTable(View, frozen=True, kw_only=True):
+    """Usage of one month, the largest rows first."""
+
+    month: str
+    """In UTC: 2026-11."""
+    rows: list[KeyUsage]
+    more: int
+    """Rows that are left out."""
+
+
+NO_USAGE = UsageTable(month="", rows=[], more=0)
+
+
 class Page(View, frozen=True, kw_only=True):
     """The whole page at one moment."""
 
@@ -164,3 +197,4 @@ class Page(View, frozen=True, kw_only=True):
     events: list[EventLine]
     tenants: list[TenantRow]
     models: list[ModelRow]
+    usage: UsageTable = NO_USAGE

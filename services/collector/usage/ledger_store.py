@@ -26,7 +26,8 @@ ENTRIES_MAX = 50_000
 class LedgerStore:
     """The ledger as this collector knows it, and its only writer."""
 
-    def __init__(self, bus: Bus, changed: Callable[[], None]) -> None:
+    def __init__(self, bus: Bus, changed: Callable[[str, UsageMonth | None], None]) -> None:
+        """``changed``: called with each entry's name and new value; None: it is gone."""
         self._bus = bus
         self._changed = changed
         self._known: dict[str, StoredValue[UsageMonth]] = {}
@@ -50,11 +51,6 @@ class LedgerStore:
             except BusError as error:
                 log.debug("the usage ledger could not be read: %s", error)
             await asyncio.sleep(RETRY_S)
-
-    def entries(self, month: str) -> list[UsageMonth]:
-        """Of that month, as far as they are known."""
-        values = (one.value for name, one in self._known.items() if name.startswith(month))
-        return [value for value in values if value is not None]
 
     async def _on_report(self, report: ReportUsage, _envelope: Envelope) -> UsageStored:
         try:
@@ -106,7 +102,9 @@ class LedgerStore:
             return
         elif known is None or known.revision < entry.revision:
             self._known[entry.key] = entry
-        self._changed()
+        else:
+            return
+        self._changed(entry.key, entry.value)
 
     def _failed(self, why: str) -> None:
         if not self.failure:

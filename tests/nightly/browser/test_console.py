@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from shared.bus.nats_bus import connect_nats
+from shared.contracts.channels import REPORT_USAGE
+from shared.contracts.ids import RouterId
+from shared.contracts.usage import ReportUsage, UsageCounts, UsageRow
 from tests.nightly.browser.conftest import ADMIN_KEY
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import service_process
@@ -94,6 +101,31 @@ def test_a_request_and_its_flows_appear_without_a_reload(console: Page, system: 
     expect(row_of(console, "by-itself")).to_have_attribute("aria-label", re.compile("first token after"))
     assert row_of(console, "by-itself").locator(".bar-ttft rect").count() > 1
     expect(console.locator("#lines [data-from=p1][data-to=d1]")).to_have_attribute("data-text", re.compile("KV"))
+
+
+def test_this_months_usage_appears_with_budgets(console: Page, system: SimulatedSystem, nats: NatsServer):
+    """Markup in a name stays text, here too: a model's comes from its worker."""
+    ask(system, "counted")
+    expect(console.locator("#usage-table tbody tr", has_text="baton-tiny")).to_contain_text("(no key)")
+    day = datetime.now(UTC).date().isoformat()
+    counts = UsageCounts(
+        requests=1234, failed=5, prompt_tokens=950_000, cached_tokens=475_000, completion_tokens=50_000
+    )
+    row = UsageRow(day=day, tenant="acme", key="ci", model="<b>m</b>", counts=counts, monthly_tokens=1_000_000)
+
+    async def report() -> None:
+        bus = await connect_nats(nats.url, name="router")
+        await bus.ask(REPORT_USAGE, ReportUsage(router_id=RouterId("r"), number=1, rows=[row]), timeout_s=LEFT_S_MAX)
+        await bus.close()
+
+    with ThreadPoolExecutor(1) as other_loop:
+        other_loop.submit(asyncio.run, report()).result()
+
+    shown = console.locator("#usage-table tbody tr", has_text="acme/ci")
+    expect(shown.locator("> *")).to_have_text(
+        ["acme/ci", "<b>m</b>", "1,234", "5", "950K", "50 %", "50.0K", "0 ms", "100 % of 1.00M"]
+    )
+    expect(shown.locator("td").last).to_have_attribute("data-level", "error")
 
 
 def test_a_slow_request_opens_its_decision(console: Page, system: SimulatedSystem):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.collector.console.usage import ROWS_MAX, MonthUsage
 from services.collector.usage.ledger import ROUTERS_MAX, by_entry, is_valid, with_report
 from services.collector.usage.ledger_store import LedgerStore
 from shared.bus.jetstream import VALUE_BYTES_MAX
@@ -97,7 +98,7 @@ class Ledger:
 
     async def collector(self) -> tuple[MemoryBus, LedgerStore]:
         bus = MemoryBus(self.hub)
-        store = LedgerStore(bus, lambda: None)
+        store = LedgerStore(bus, lambda _name, _entry: None)
         await store.listen()
         return bus, store
 
@@ -161,3 +162,39 @@ def test_a_report_that_cannot_be_stored_is_refused_and_the_status_says_so():
         assert await ledger.tokens() == {("k", "m"): 4}
 
     run_in_virtual_time(scenario())
+
+
+def test_the_console_shows_this_month_and_each_keys_share_of_its_budget():
+    usage = MonthUsage()
+    for entry in (
+        with_report(None, R1, 1, [budgeted(row(prompt_tokens=300, cached_tokens=150, prefill_s=1.0, decode_s=0.5))]),
+        with_report(None, R1, 1, [budgeted(row(model="other", prompt_tokens=400))]),
+        with_report(None, R1, 1, [row(key="free", prompt_tokens=500)]),
+        with_report(None, R1, 1, [row("2026-10-31", prompt_tokens=900)]),
+    ):
+        usage.heard(entry.entry, entry)
+
+    table = usage.table("2026-11")
+
+    shown = [(one.key, one.model, one.prompt_tokens, one.budget_used) for one in table.rows]
+    assert shown == [("free", "m", 500, None), ("k", "other", 400, 0.7), ("k", "m", 300, 0.7)]
+    assert (table.rows[2].cached_ratio, table.rows[2].engine_s) == (0.5, 1.5)
+    assert usage.table("2026-11") is table
+    assert usage.table("2026-12").rows == []
+    assert usage.table("2026-11").rows == []  # forgotten
+
+
+def test_the_console_shows_the_largest_rows_and_counts_the_others():
+    usage = MonthUsage()
+    for number in range(ROWS_MAX + 7):
+        entry = with_report(None, R1, 1, [row(key=f"k{number}", prompt_tokens=number)])
+        usage.heard(entry.entry, entry)
+    usage.heard(entry.entry, None)
+
+    table = usage.table("2026-11")
+
+    assert (len(table.rows), table.more, table.rows[0].key) == (ROWS_MAX, 6, f"k{ROWS_MAX + 5}")
+
+
+def budgeted(one: UsageRow) -> UsageRow:
+    return msgspec.structs.replace(one, monthly_tokens=1000)

@@ -1,7 +1,7 @@
-/* The event list and the tables of tenants and models. */
+/* The event list and the tables of tenants, models and usage. */
 
-import { byId, el, keyed, setText } from "./dom.js";
-import { clock, duration, percent, rate } from "./format.js";
+import { byId, el, keyed, marked, setAttribute, setText } from "./dom.js";
+import { UNKNOWN, clock, compact, counted, duration, longDuration, percent, rate } from "./format.js";
 
 const TENANT_COLUMNS = [
   ["Tenant", (one) => one.tenant || "(none)"],
@@ -19,6 +19,21 @@ const MODEL_COLUMNS = [
   ["Tokens/s in, out", (one) => `${rate(one.tokens_in_per_s)}, ${rate(one.tokens_out_per_s)}`],
   ["Failed/s", (one) => rate(one.failed_per_s)],
 ];
+
+const USAGE_COLUMNS = [
+  ["Key", (one) => (one.key ? `${one.tenant}/${one.key}` : "(no key)")],
+  ["Model", (one) => one.model || "(none)"],
+  ["Requests", (one) => counted(one.requests)],
+  ["Failed", (one) => counted(one.failed)],
+  ["Prompt tokens", (one) => compact(one.prompt_tokens)],
+  ["Cached", (one) => percent(one.cached_ratio)],
+  ["Output tokens", (one) => compact(one.completion_tokens)],
+  ["Engine time", (one) => longDuration(one.engine_s)],
+  ["Budget of the key", (one) => (one.budget_tokens ? `${percent(one.budget_used)} of ${compact(one.budget_tokens)}` : UNKNOWN)],
+];
+
+/* A larger share of a budget is highlighted. */
+const BUDGET_NEAR = 0.8;
 
 const eventKeys = new WeakMap();
 let eventsSeen = 0;
@@ -53,6 +68,24 @@ export function drawTenants(store) {
 export function drawModels(store) {
   byId("models").hidden = store.models.length < 2;
   drawTable(byId("model-table"), MODEL_COLUMNS, store.models, (one) => one.model, "No models yet.");
+}
+
+/** This month per key and model; hidden before anything is counted. */
+export function drawUsage(store) {
+  const { month, rows, more } = store.usage;
+  byId("usage").hidden = rows.length === 0;
+  setText(byId("usage-title"), `Usage in ${month}`);
+  drawTable(byId("usage-table"), USAGE_COLUMNS, rows, (one) => JSON.stringify([one.tenant, one.key, one.model]), "");
+  const drawn = rows.length ? byId("usage-table").querySelectorAll("tbody tr") : [];
+  rows.forEach((one, at) => setAttribute(drawn[at].lastElementChild, "data-level", budgetLevel(one.budget_used ?? 0)));
+  const others = more ? ` ${counted(more)} more rows, with fewer tokens, are left out.` : "";
+  const note = `Months are those of UTC; engine time is an estimate.${others} \`baton usage\` shows all, by day and month.`;
+  byId("usage-more").replaceChildren(...marked(note));
+}
+
+function budgetLevel(used) {
+  if (used >= 1) return "error";
+  return used >= BUDGET_NEAR ? "warning" : null;
 }
 
 function drawTable(place, columns, rows, keyOfRow, whenEmpty) {

@@ -19,6 +19,24 @@ export function counted(number) {
   return isKnown(number) ? Math.round(number).toLocaleString("en") : UNKNOWN;
 }
 
+/** A whole number in at most five characters: 9,999, 12.3K, 4.56M. */
+export function compact(number) {
+  if (!isKnown(number) || number < 10000) return counted(number);
+  const units = ["", "K", "M", "G", "T"];
+  let size = number;
+  while (size >= 999.5 && units.length > 1) {
+    size /= 1000;
+    units.shift();
+  }
+  return `${size.toFixed(size < 9.995 ? 2 : size < 99.95 ? 1 : 0)}${units[0]}`;
+}
+
+/** Like duration, beyond 100 s in minutes or hours. */
+export function longDuration(seconds) {
+  if (!isKnown(seconds) || seconds < 99.95) return duration(seconds);
+  return seconds < 5997 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
 /** A rate per second. */
 export function rate(number) {
   if (!isKnown(number)) return UNKNOWN;

@@ -11,6 +11,7 @@ export class Store {
     this.events = [];
     this.tenants = [];
     this.models = [];
+    this.usage = { month: "", rows: [], more: 0 };
     this.health = null;
     this.modelNames = [];
     this.version = "";
@@ -29,6 +30,7 @@ export class Store {
       flows: () => (this.flows = data),
       tenants: () => (this.tenants = data),
       models: () => (this.models = data),
+      usage: () => (this.usage = data),
       health: () => (this.health = data),
       model_names: () => (this.modelNames = data),
       default_mode: () => (this.defaultMode = data),
@@ -51,6 +53,7 @@ export class Store {
     this.events = data.events.slice(0, ROWS_MAX);
     this.tenants = data.tenants;
     this.models = data.models;
+    this.usage = data.usage;
     this.health = data.health;
     this.modelNames = data.model_names;
     this.version = data.version;

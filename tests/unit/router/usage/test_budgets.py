@@ -93,7 +93,7 @@ def test_what_this_router_served_counts_before_it_is_stored_and_once_after():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=using(BUDGET // 2))
         assert await ask(world) == 200
-        await LedgerStore(MemoryBus(world.hub), lambda: None).listen()
+        await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
         await asyncio.sleep(2 * REPORT_S)
 
         assert await ask(world) == 200  # half of it was spent
@@ -108,7 +108,7 @@ def test_another_router_counts_what_is_in_the_ledger():
     """So does this one after a restart: it begins with what it reads."""
 
     async def scenario(world: World) -> None:
-        await LedgerStore(MemoryBus(world.hub), lambda: None).listen()
+        await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
         await world.worker("w1", script=using(BUDGET))
         assert await ask(world) == 200
         await asyncio.sleep(2 * REPORT_S)
@@ -173,7 +173,7 @@ def test_a_router_whose_usage_is_not_stored_serves_and_says_so():
         assert await ask(world) == 200
 
         assert "no metrics collector stores usage" in world.router.add_status_fields(status).warning
-        await LedgerStore(MemoryBus(world.hub), lambda: None).listen()
+        await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
         await asyncio.sleep(2 * REPORT_S)
         assert world.router.add_status_fields(status).warning == ""
 
