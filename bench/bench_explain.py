@@ -15,9 +15,8 @@ from collections.abc import Callable
 from services.router.placement.decision import Decision
 from services.router.placement.decision_log import DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.relay.timings import Timings
 from services.router.state.fleet import Fleet
-from services.router.telemetry.ttft import Legs, ttft_parts
+from services.router.telemetry.ttft import Legs, Timings, ttft_parts
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import RequestId, RouterId
 from shared.contracts.inference import LegReport

@@ -18,7 +18,7 @@ from services.router.service import tune_garbage_collection
 from services.router.state.block_table import block_table
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
-from services.router.state.sent_work import Sent
+from services.router.state.worker_view import Sent
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role

@@ -9,7 +9,7 @@ from replay.engine import Job
 from replay.simworker import SimWorker
 from replay.traces import Request
 from services.router.placement.placement import Placement
-from services.router.state.sent_work import Sent
+from services.router.state.worker_view import Sent
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvSource

@@ -23,26 +23,25 @@ PURE = {
     "connector.layout": "routes tensors",
     "connector.reader": "fetch lease_request peers prefetch reader speed_test token_counts",
     "connector.scheduler": "exchange_core rank_aggregation stats",
-    "services.collector.console": "decision events health models orders requests state traffic usage views workers",
+    "services.collector": "aggregated_estimate disaggregation_report",
+    "services.collector.console": "events health models orders requests state traffic usage views workers",
     "services.collector.metrics": "engine_work fleet_metrics requests windows",
-    "services.collector.report": "*",
     "services.collector.usage": "ledger",
     "services.launcher.cluster": "folder",
     "services.launcher.doctor": "adapters facts findings installation kv_reads services workers",
     "services.launcher.system": ("board devices options plan process_death process_plan scaling_steps worker_plan"),
     "services.launcher.views": "watch",
     "services.orchestrator": "fleet leadership lifecycle sleeper wanted_adapters",
-    "services.orchestrator.planner": "change demand engine_work family plan_log planner rules work",
+    "services.orchestrator.planner": "change demand engine_work family planner rules work",
     "services.router.admission": "admission fair_share queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit",
     "services.router.placement": (
         "cost decision decision_log evaluation form kv_sources media placement placer policy "
         "request_fields revisions sequences shortlist slo"
     ),
-    "services.router.relay": "failure_policy migration timings",
+    "services.router.relay": "failure_policy migration",
     "services.router.state": (
-        "adapters block_table cluster_view fleet_table prefix_index quarantine reservations sent_work worker_speeds "
-        "worker_view"
+        "adapters block_table cluster_view fleet_table prefix_index quarantine reservations worker_speeds worker_view"
     ),
     "services.router.telemetry": "outcome trace_sampling ttft",
     "services.router.tokenize": "block_hash parity",

@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from observability.grafana.grafana_json import dashboard, slug
 from observability.grafana.page_fleet import FLEET
 from observability.grafana.page_kv import KV_EXCHANGE
 from observability.grafana.page_placement import PLACEMENT
 from observability.grafana.page_requests import REQUESTS
 from observability.grafana.page_tenants import TENANTS
-from observability.grafana.panels import Panel
+from observability.grafana.panels import Panel, dashboard, slug
 
 DASHBOARDS = Path(__file__).parent / "dashboards"
 PAGES: Mapping[str, Sequence[Panel]] = {

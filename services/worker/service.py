@@ -16,19 +16,17 @@ from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.kv_exchange.read_speeds import ReadSpeeds
-from services.worker.kv_exchange.worker_exchange import WorkerExchange
+from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExchange
 from services.worker.legs.body import KvPolicy
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.server import LegServer
-from services.worker.legs.unread_offers import UnreadOffers
 from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.registration import Registration, new_epoch
-from services.worker.lifecycle.role import SavedRole
 from services.worker.lifecycle.self_test_handler import SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
-from services.worker.lifecycle.status import WorkerStatus
+from services.worker.lifecycle.status import SavedRole, WorkerStatus
 from services.worker.prompt_handlers import RenderHandler, TokenizerHandler
 from services.worker.settings import Settings
 from services.worker.telemetry.publishers import CachePublisher, LoadPublisher

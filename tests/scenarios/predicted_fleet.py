@@ -15,9 +15,8 @@ import msgspec
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.state.fleet import Fleet as View
-from services.router.state.sent_work import Sent
 from services.router.state.worker_speeds import WorkerSpeeds
-from services.router.state.worker_view import WorkerView
+from services.router.state.worker_view import Sent, WorkerView
 from services.worker.engines.simulated.core.engine_core import ModelTokens
 from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings

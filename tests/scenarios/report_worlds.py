@@ -15,7 +15,7 @@ from replay.profile import Profile
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape, World
-from services.collector.report.report import ReportBuilder
+from services.collector.disaggregation_report import ReportBuilder
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
 from services.router.placement.request_fields import Mode

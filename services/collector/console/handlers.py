@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from services.collector.console.decision import detail_of
 from services.collector.console.orders import Order, Refusal
-from services.collector.console.requests import RecentRequests
+from services.collector.console.requests import RecentRequests, detail_of
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
 from shared.contracts.adapters import OrderAdapter
 from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN, ORDER_ADAPTER

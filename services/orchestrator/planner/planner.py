@@ -1,4 +1,4 @@
-"""Decides every few seconds, for each family of workers, whether one change would help it.
+"""Decides every few seconds, for each family of workers, whether one change would help it; keeps its newest decisions.
 
 A change takes time, and its effect must show before the next one. If the state is uncertain (silent workers, engines
 that have not worked yet, a new leader), the planner changes nothing.
@@ -6,8 +6,11 @@ that have not worked yet, a new leader), the planner changes nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from services.orchestrator.planner.change import Change, RoleLoad, choose
 from services.orchestrator.planner.family import (
@@ -20,7 +23,6 @@ from services.orchestrator.planner.family import (
     revision_of,
     workers_of,
 )
-from services.orchestrator.planner.plan_log import PlanLog
 from services.orchestrator.planner.rules import Rules
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RequestFinished
@@ -30,6 +32,7 @@ from shared.contracts.workers import FleetWorker, Role
 
 REFUSED_S_MAX = 3600.0
 """Longest pause before a refused change is requested again; the pause doubles with each refusal."""
+CHANGES_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +234,30 @@ def _role_counts(roles: list[RoleLoad], workers: FamilyWorkers) -> list[RoleCoun
             if count.all
         ]
     return [RoleCount(role=each.role, now=each.ready, wanted=each.wanted(), load=each.load) for each in roles]
+
+
+class PlanLog:
+    """The newest changes, and the last decision on each family."""
+
+    def __init__(self) -> None:
+        self._changes: deque[PlanDecision] = deque(maxlen=CHANGES_MAX)
+        self._last: list[PlanDecision] = []
+
+    def add(self, decisions: Sequence[PlanDecision]) -> None:
+        """The decisions of one sample of all families."""
+        self._changes.extend(each for each in decisions if each.action is not PlanAction.NOTHING)
+        self._last = list(decisions)
+
+    def set_outcome(self, number: int, outcome: str) -> PlanDecision | None:
+        """Set a change's outcome; returns the updated decision, None if it is forgotten."""
+        for index, decision in enumerate(self._changes):
+            if decision.number == number:
+                updated = self._changes[index] = msgspec.structs.replace(decision, outcome=outcome)
+                return updated
+        return None
+
+    def newest(self, count_max: int) -> list[PlanDecision]:
+        """The newest first, at most so many."""
+        # A change of the last sample has its outcome in ``_changes``.
+        every = {decision.number: decision for decision in (*self._last, *self._changes)}
+        return [every[number] for number in sorted(every, reverse=True)[: max(0, count_max)]]

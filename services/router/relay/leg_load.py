@@ -7,7 +7,7 @@ from typing import Self
 
 from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import ReservationFeed
-from services.router.state.sent_work import Sent
+from services.router.state.worker_view import Sent
 from shared.contracts.inference import StartLeg
 
 

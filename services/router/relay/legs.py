@@ -12,12 +12,12 @@ from services.router.placement.request_fields import Mode
 from services.router.relay.leg_load import LegLoad, LegLoads
 from services.router.relay.request_context import RequestContext
 from services.router.relay.start_leg import Frames, GuardedLeg, LegStarter
-from services.router.relay.timings import NOT_BROKEN
 from services.router.relay.write_coalescer import WriteCoalescer
 from services.router.settings import Settings
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
+from services.router.telemetry.ttft import NOT_BROKEN
 from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.failures import Failure, Reason

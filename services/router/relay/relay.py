@@ -25,12 +25,12 @@ from services.router.relay.migration import resumes_allowed, why_not_resumable
 from services.router.relay.request_context import CLIENT_LEFT, RequestContext
 from services.router.relay.retry import Retry
 from services.router.relay.suspects import Suspects
-from services.router.relay.timings import Timings
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import DefaultModeFeed
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
+from services.router.telemetry.ttft import Timings
 from services.router.tokenize.prompts import Prompts
 from services.router.usage.budgets import Budgets
 from services.router.usage.usage_log import UsageLog

@@ -12,9 +12,9 @@ from services.router.http.request import HttpRequest
 from services.router.placement.decision import Decision
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import RequestFacts
-from services.router.relay.timings import Timings
 from services.router.state.worker_view import WorkerView
 from services.router.telemetry.trace import Trace
+from services.router.telemetry.ttft import Timings
 from services.router.tokenize.segments import Prompt
 from shared.bus.leg_inbox import Leg, LegInbox
 from shared.contracts.failures import Failure, Reason

@@ -10,8 +10,7 @@ import numpy as np
 from services.router.placement.revisions import ANY, means
 from services.router.state import fleet_table as t
 from services.router.state.adapters import AdapterHolders, adapter_groups
-from services.router.state.sent_work import Sent
-from services.router.state.worker_view import WorkerSpeed, WorkerView, can_exchange_kv
+from services.router.state.worker_view import Sent, WorkerSpeed, WorkerView, can_exchange_kv
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role, WorkerRecord

@@ -18,8 +18,8 @@ from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.state.quarantine import Quarantine
 from services.router.state.reservations import ReservationBook
-from services.router.state.sent_work import Sent
 from services.router.state.worker_speeds import WorkerSpeeds
+from services.router.state.worker_view import Sent
 from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus, BusDown, BusError, Envelope, StoredValue

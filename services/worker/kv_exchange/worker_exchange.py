@@ -16,9 +16,11 @@ from services.worker.kv_exchange.message_handler import FetchHandler, MessageHan
 from services.worker.kv_exchange.peer_watch import PeerWatch
 from services.worker.kv_exchange.peers import PeerTable
 from services.worker.kv_exchange.read_speeds import SpeedMeasurer
+from services.worker.legs.body import read_offer
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
-from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.ids import Epoch, LegId, WorkerId
+from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake, KvLedgerState, ReleaseKv
 from shared.runtime.clock import Clock
 
@@ -147,3 +149,22 @@ def events(state: KvLedgerState) -> int:
     """Grows with every change of a ledger. States arrive over two connections, and the older one may arrive last."""
     leases = state.leases_granted_total + state.leases_released_total + state.leases_expired_total
     return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total
+
+
+class UnreadOffers:
+    """Releases the offers of legs that broke off."""
+
+    def __init__(self, exchange: WorkerExchange, identity: Identity) -> None:
+        self._exchange = exchange
+        self._me = identity
+
+    def broken_off(self, start: StartLeg) -> None:
+        """Release the leg's own offer, made or about to be made, or the one that it was to read."""
+        if start.kind is LegKind.PREFILL and start.kv_offer:
+            self.unwanted(start.leg_id)
+        elif start.kind is LegKind.DECODE and (offer := read_offer(start.kv_transfer)):
+            self._exchange.give_back(worker_id=offer.worker_id, epoch=offer.epoch, lease_id=offer.lease_id)
+
+    def unwanted(self, leg_id: LegId) -> None:
+        """The router does not want the ended leg's offer; the offer has the leg's id."""
+        self._exchange.give_back(worker_id=self._me.worker_id, epoch=self._me.epoch, lease_id=leg_id)

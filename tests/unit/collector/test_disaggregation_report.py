@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.metrics.engine_work import WINDOW_S, FleetWork
-from services.collector.report.aggregated import Latencies
-from services.collector.report.report import (
+from services.collector.aggregated_estimate import Latencies
+from services.collector.disaggregation_report import (
     SAMPLES_MIN,
     STARTS,
     TOKENS_MAX,
@@ -23,6 +22,7 @@ from services.collector.report.report import (
     sample_of,
     summary_of,
 )
+from services.collector.metrics.engine_work import WINDOW_S, FleetWork
 from shared.contracts.decisions import TtftParts
 from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.inference import RequestFinished

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.report.step_time import SAMPLES_MIN, step_time_models
+from services.collector.aggregated_estimate import SAMPLES_MIN, step_time_models
 from shared.contracts.load import EngineSpeed
 from shared.engine_speed.learner import SpeedLearner
 from shared.engine_speed.steps import NO_STEPS, Steps, StepTimeModel

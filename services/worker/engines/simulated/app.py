@@ -11,7 +11,7 @@ import msgspec
 from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, LegRecord, Scope
 from services.worker.engines.simulated.choices import Choice, made_up_logprob
 from services.worker.engines.simulated.core.sequence import RequestParams, Sequence, SequenceStats
-from services.worker.engines.simulated.jobs import Job, JobMaker
+from services.worker.engines.simulated.jobs import Job, JobMaker, caught_up
 from services.worker.engines.simulated.requests import ApiError
 from services.worker.engines.simulated.responses import (
     DONE,
@@ -23,7 +23,6 @@ from services.worker.engines.simulated.responses import (
     split_chunk,
     usage_of,
 )
-from services.worker.engines.simulated.resume import caught_up
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind

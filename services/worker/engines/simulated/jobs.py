@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -220,3 +220,35 @@ async def engine_tokens(
     hashes: list[bytes] = []
     BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt, job.params.lora)
     return EngineTokens(tokens=tokens, hashes=[block_hash64(full) for full in hashes])
+
+
+def caught_up(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job:
+    """The job in its state after ``tokens``: held-back text, offsets, counts, and its end if they contain it. Raises
+    ApiError for tokens outside the vocabulary, or for more than fit into the context.
+    """
+    record, choice = job.record, job.choices[0]
+    if any(token >= tokenizer.model.size for token in tokens):
+        raise ApiError("The tokens to resume from are out of vocabulary")
+    record.caught_up = True
+    choice.resumed = len(tokens)
+    if record.kind is LegKind.PREFILL:
+        if len(tokens) >= job.tokens_max:
+            raise ApiError("The completion already fills the model's context")
+        choice.token_ids = list(tokens)
+        return job
+    for token in tokens:
+        if choice.has_ended():
+            break
+        reason = job.params.ending(token, len(choice.token_ids) + 1, tokenizer.model.eos)
+        choice.add(token, tokenizer.texts.get(token, ""), reason)
+    record.completion_tokens += len(choice.token_ids)
+    if choice.has_ended():
+        record.prompt_tokens += len(choice.prompt)
+        record.finish_reason = choice.finish_reason
+        return job
+    params = replace(
+        job.params,
+        max_tokens=job.params.max_tokens - len(tokens),
+        min_tokens=max(0, job.params.min_tokens - len(tokens)),
+    )
+    return replace(job, params=params)

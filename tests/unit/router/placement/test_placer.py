@@ -12,8 +12,7 @@ from services.router.placement.request_fields import ForcedWorkers, Mode
 from services.router.placement.slo import Targets
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
-from services.router.state.sent_work import Sent
-from services.router.state.worker_view import WorkerSpeed
+from services.router.state.worker_view import Sent, WorkerSpeed
 from shared.contracts.decisions import CandidateRecord, Part
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RequestId, RouterId, WorkerId

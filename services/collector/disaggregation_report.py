@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.collector.aggregated_estimate import Latencies, Sample, aggregated, step_time_models
 from services.collector.metrics.engine_work import MODELS_MAX, WINDOW_S, Engines, FleetWork
-from services.collector.report.aggregated import Latencies, Sample, aggregated
-from services.collector.report.step_time import step_time_models
 from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
