@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from services.router.relay.request_context import RequestContext
 from services.router.state.cluster_view import ClusterView
 from services.router.usage.engine_time import UsedTokens, engine_seconds
-from services.router.usage.tally import UsageTally
+from services.router.usage.tally import Place, UsageTally
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import REPORT_USAGE
 from shared.contracts.ids import RouterId
 from shared.contracts.inference import RequestFinished
-from shared.contracts.usage import COUNT_MAX, NAME_CHARS_MAX, ReportUsage, UsageCounts, UsageRow
+from shared.contracts.usage import COUNT_MAX, NAME_CHARS_MAX, ReportUsage, UsageCounts
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
@@ -27,6 +27,7 @@ UNSTORED_S_MAX = 60.0
 """An operator is told when usage is not stored for so long, where budgets need it or it is lost."""
 CLOSE_S_MAX = 2.0
 """For the last reports of a router that stops."""
+DAY_MS = 86_400_000
 CLIENT_GONE = 499
 CLIENT_ERROR = 400
 
@@ -40,6 +41,8 @@ class UsageLog:
         self._clock = clock
         self._cluster = cluster
         self.tally = UsageTally()
+        self._today = (-1, "")
+        """Days since 1970, and the same as a date."""
         self.unstored_since: float | None = None
         """When the first of the reports that no collector has stored was sent; None if all are stored."""
 
@@ -57,15 +60,14 @@ class UsageLog:
     def ended(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> None:
         """A request has ended and has used so many prompt and completion tokens."""
         key = context.http_request.head.client.key
-        row = UsageRow(
-            day=day_of(self._clock.wall_ms()),
-            tenant=key.tenant,
-            key=key.label,
-            model=self._model(context)[:NAME_CHARS_MAX],
-            counts=self._counts(context, finished, used),
-            monthly_tokens=key.monthly_tokens,
-        )
-        self.tally.add(row)
+        place = Place(self._day(), key.tenant, key.label, self._model(context)[:NAME_CHARS_MAX])
+        self.tally.add(place, self._counts(context, finished, used), key.monthly_tokens)
+
+    def _day(self) -> str:
+        number = self._clock.wall_ms() // DAY_MS
+        if number != self._today[0]:
+            self._today = (number, day_of(number))
+        return self._today[1]
 
     def _model(self, context: RequestContext) -> str:
         """The served model: a client may name any other, which must not become a row of the ledger."""
@@ -123,9 +125,9 @@ class UsageLog:
             log.warning("the usage of the last requests was not stored: no collector took it")
 
 
-def day_of(wall_ms: int) -> str:
-    """In UTC."""
-    return datetime.fromtimestamp(wall_ms / 1000, UTC).date().isoformat()
+def day_of(number: int) -> str:
+    """The date so many days after 1970 began, in UTC."""
+    return datetime.fromtimestamp(number * DAY_MS / 1000, UTC).date().isoformat()
 
 
 def _computed(context: RequestContext) -> bool:

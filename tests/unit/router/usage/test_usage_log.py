@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from services.router.usage.tally import ROWS_MAX, Spender, UsageTally
+from services.router.usage.tally import ROWS_MAX, Place, Spender, UsageTally
 from services.router.usage.usage_log import REPORT_S
 from shared.bus.port import AskRefused
 from shared.contracts.channels import REPORT_USAGE
@@ -24,10 +24,9 @@ NAMELESS = KEYS.replace('name = "ci"\n', "")
 PROMPT = {"model": "m", "prompt": [1, 2, 3, 4], "max_tokens": 3}
 
 
-def row(key="k", day="2026-11-23", prompt_tokens=10) -> UsageRow:
-    return UsageRow(
-        day=day, tenant="acme", key=key, model="m", counts=UsageCounts(requests=1, prompt_tokens=prompt_tokens)
-    )
+def add(tally: UsageTally, key="k", prompt_tokens=10) -> None:
+    counts = UsageCounts(requests=1, prompt_tokens=prompt_tokens, prefill_s=0.5)
+    tally.add(Place("2026-11-23", "acme", key, "m"), counts, 100)
 
 
 @dataclass
@@ -177,20 +176,23 @@ def test_a_router_that_stops_reports_its_last_requests():
 def test_the_tally_is_bounded_and_counts_what_it_drops():
     tally = UsageTally()
     for number in range(ROWS_MAX + 5):
-        tally.add(row(f"k{number}"))
-    tally.add(row("k0"))
+        add(tally, f"k{number}")
+    add(tally, "k0")
 
     assert tally.uncounted == 5
     assert tally.next_report()
     assert len(tally.report) == ROWS_PER_REPORT_MAX
-    assert tally.report[0].counts.requests == 2
+    assert tally.report[0] == UsageRow(
+        day="2026-11-23", tenant="acme", key="k0", model="m", monthly_tokens=100,
+        counts=UsageCounts(requests=2, prompt_tokens=20, prefill_s=1.0),
+    )  # fmt: skip
 
 
 def test_what_is_not_stored_counts_until_its_own_report_is_stored():
     tally, spender = UsageTally(), Spender("2026-11", "acme", "k")
-    tally.add(row())
+    add(tally)
     tally.next_report()
-    tally.add(row(prompt_tokens=5))
+    add(tally, prompt_tokens=5)
 
     assert tally.unstored(spender) == 15
     tally.stored(tally.number)
