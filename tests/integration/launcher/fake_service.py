@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from shared.bus.nats_bus import connect_nats
@@ -42,7 +43,9 @@ async def main(name: str, *habits: str) -> None:
             await asyncio.wait_for(stop.wait(), 0.1)
         except TimeoutError:
             continue
+    print("told to stop at", time.monotonic_ns())
     await bus.close()
+    print("ended at", time.monotonic_ns())
 
 
 asyncio.run(main(*sys.argv[1:]))

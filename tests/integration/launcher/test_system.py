@@ -91,6 +91,19 @@ async def test_a_system_that_was_brought_up_and_taken_down_leaves_no_process(tmp
     assert {row.phase for row in rows} == {ServicePhase.STOPPED}
 
 
+async def test_routers_end_before_the_collector_that_stores_their_last_reports(tmp_path: Path):
+    async with system_of(tmp_path) as system:
+        await system.bring_up()
+
+    assert instants(tmp_path, "router")["ended"] < instants(tmp_path, "collector")["told"]
+
+
+def instants(folder: Path, name: str) -> dict[str, int]:
+    """When a fake service was told to stop, and when it ended."""
+    lines = [line.split() for line in (folder / "logs" / f"{name}.log").read_text().splitlines()]
+    return {words[0]: int(words[-1]) for words in lines if words[:1] in (["told"], ["ended"])}
+
+
 async def test_a_worker_that_dies_is_started_again_under_the_same_name(tmp_path: Path):
     async with system_of(tmp_path, w1=()) as system:
         await system.bring_up()

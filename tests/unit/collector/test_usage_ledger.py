@@ -144,6 +144,24 @@ def test_the_next_collector_goes_on_where_one_was_killed():
     run_in_virtual_time(scenario())
 
 
+def test_a_collector_reads_an_entry_again_that_another_has_written():
+    async def scenario() -> None:
+        ledger = Ledger()
+        first, _store = await ledger.collector()
+        await ledger.report(1, row(prompt_tokens=10))
+        first.connected = False
+        second, _store = await ledger.collector()
+        await ledger.report(2, row(prompt_tokens=5))
+        await second.close()
+        first.connected = True
+
+        await ledger.report(3, row(prompt_tokens=2))
+
+        assert await ledger.tokens() == {("k", "m"): 17}
+
+    run_in_virtual_time(scenario())
+
+
 def test_a_report_that_cannot_be_stored_is_refused_and_the_status_says_so():
     async def scenario() -> None:
         ledger = Ledger()
