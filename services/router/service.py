@@ -70,8 +70,6 @@ FIRST_WORKER_S_MAX = 10.0
 READY_CHECK_S = 0.05
 SWITCH_S = 0.001
 """How long the event loop waits for a tokenizing thread to release the GIL."""
-YOUNG_OBJECTS_MAX = 50_000
-"""New objects between two runs of the cyclic garbage collector."""
 
 
 class Router:
@@ -253,12 +251,9 @@ class Router:
 
 
 def tune_garbage_collection() -> None:
-    """Frames come and go by the hundred thousand without cycles: collect cycles seldom, and never scan the objects of
-    start-up.
-    """
+    """Never scan the objects of start-up again. (``services/__init__.py`` makes collections rare.)"""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX, 20, 50)
 
 
 async def first_worker(router: Router, service: Service) -> bool:

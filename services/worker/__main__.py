@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from functools import partial
 
@@ -17,9 +16,6 @@ from shared.contracts.ids import is_subject_token
 from shared.contracts.workers import Role
 from shared.runtime.service import Service, refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
-
-# Also in EngineCore's process, which imports this module first. With fewer runs, importing vLLM takes a fifth less.
-gc.set_threshold(50_000, 20, 50)
 
 ENVIRONMENT = dict(os.environ)
 """Before an engine adds to it."""

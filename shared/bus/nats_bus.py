@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shared.bus.nats_import  # noqa: F401
+
+# isort: split
 import asyncio
 import logging
 import math
