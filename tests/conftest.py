@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx._transports.default
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
@@ -23,25 +24,27 @@ ROOT = Path(__file__).parents[1]
 
 settings.load_profile(PROFILE)
 gc.set_threshold(50_000, 20, 50)  # The cyclic garbage collector took a tenth of the tests' time.
+# Each client of httpx reads all root certificates (36 ms), and most tests with HTTP have a client of their own.
+httpx._transports.default.create_ssl_context = cache(httpx._transports.default.create_ssl_context)
 
-WITH_VLLM = "imports vLLM"
+ENGINES = "engines"
+SYSTEM = "a system with engines"
 GROUPS = {
-    "tests/engines/test_event_source.py": WITH_VLLM,
-    "tests/engines/test_kv_": "engines of the KV exchange",
-    "tests/engines/": "engines",
-    "tests/nightly/engines/": "engines",
-    "tests/gpu/": "engines",
+    "tests/engines/system/": SYSTEM,
+    "tests/engines/test_kv_faults.py": SYSTEM,
+    "tests/engines/": ENGINES,
+    "tests/nightly/engines/": ENGINES,
+    "tests/gpu/": ENGINES,
     "tests/nightly/chaos/": "chaos",
-    "tests/integration/connector/": WITH_VLLM,
-    "tests/unit/connector/": WITH_VLLM,
-    "tests/unit/worker/simulated/test_engine.py": WITH_VLLM,
-    "tests/unit/worker/vllm/test_fingerprint.py": WITH_VLLM,
-    "tests/unit/worker/store/test_files.py": WITH_VLLM,
+    "tests/integration/connector/": ENGINES,
+    "tests/unit/connector/": ENGINES,
+    "tests/unit/worker/simulated/test_engine.py": ENGINES,
+    "tests/unit/worker/vllm/test_fingerprint.py": ENGINES,
+    "tests/unit/worker/store/test_files.py": ENGINES,
 }
-"""Files whose paths begin so share what is costly: running processes, or vLLM or NIXL, which import torch, in their own
+"""Files whose paths begin so share what is costly: running engines, or vLLM or NIXL, which import torch, in their own
 process. The first match counts. The engines make two groups, because one would still run when all other tests have ended.
 """
-
 KILLS_ENGINES = "test_loss_and_drain.py"
 ENGINES_S_MAX = 900.0
 """For a test that starts engines: on a busy machine they alone take seven minutes."""
@@ -69,20 +72,20 @@ def _group(path: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the tests that wait most; among those of the shared engines, end with those that kill them."""
+    """Begin with the tests that wait most; those that kill the shared engines come after all others that need them."""
     if "torch" in sys.modules:  # It costs ten seconds in each of xdist's processes.
         raise pytest.UsageError("a test's file imports torch (with vLLM, perhaps) at its top: import it in the test")
-    if hasattr(config, "workerinput"):
-        items.sort(key=_rank)
-    items.sort(key=lambda item: item.path.name == KILLS_ENGINES)
+    items.sort(key=_rank)
     for item in items:
-        if _group(str(item.path.relative_to(ROOT))).startswith("engines") and not item.get_closest_marker("timeout"):
+        if _group(str(item.path.relative_to(ROOT))) in {ENGINES, SYSTEM} and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(ENGINES_S_MAX))
 
 
 def _rank(item: pytest.Item) -> int:
+    if item.path.name == KILLS_ENGINES:
+        return 1
     folder = item.path.relative_to(ROOT).parts[1]
-    return {"engines": 0, "e2e": 1, "nightly": 1, "integration": 2}.get(folder, 3)
+    return {"engines": 0, "e2e": 2, "nightly": 2, "integration": 3}.get(folder, 4)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,7 +30,7 @@ def test_every_message_is_frozen_documented_and_has_the_common_base():
 
 
 @by_type
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(15))
 @given(data=st.data())
 def test_every_message_survives_the_wire(message_type, data):
     message = data.draw(strategy(message_type))

@@ -20,7 +20,7 @@ from tests.support.system import System
 
 pytestmark = pytest.mark.nats
 
-EXAMPLES = 10
+EXAMPLES = 5
 """For each path."""
 ANSWER_S_MAX = 60.0
 FURTHER = ("/healthcheck", "/baton/decisions", "/v1/decisions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")

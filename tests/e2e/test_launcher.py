@@ -78,7 +78,7 @@ def test_every_command_finds_the_keys_of_the_running_system(system: System):
         ("doctor", "--quick"),
     ):
         run = partial(baton, *command, "--state-dir", str(system.folder))
-        until(lambda run=run: run()[0] == 0, f"baton {' '.join(command)} works: {run()}")
+        until(lambda run=run: run()[0] == 0, f"baton {' '.join(command)} works")
 
 
 def test_open_is_the_way_without_keys_and_says_so(tmp_path: Path):
@@ -158,11 +158,12 @@ def test_a_misspelled_setting_stops_the_start_and_is_named(tmp_path: Path):
 
 
 def test_a_joined_worker_takes_traffic_and_leaves_without_a_trace(system: System):
-    second_terminal = Launched(system.folder, "--join", "--decode", "1")
+    second_terminal = Launched(system.folder, "--join", "--decode", "1", env={"WORKER_CACHE_HIT_THRESHOLD": "0.8"})
     with second_terminal:
         second_terminal.wait_said("joined tls", START_S_MAX)
         assert set(system.fleet()) >= {"prefill-1", "decode-1", "decode-2"}
         until(lambda: served_by(system, "decode-2") == "decode-2", "the new worker serves")
+        assert [ended(system, worker) for worker in ("decode-1", "decode-2")] == ["length", "cache_threshold"]
         second_terminal.end()
 
     assert served_by(system) == "decode-1"
@@ -178,6 +179,14 @@ def served_by(system: System, asked: str = "") -> str:
         return ""
     assert answer.status_code == 200, answer.text
     return answer.headers["x-baton-decode-worker"]
+
+
+def ended(system: System, worker: str) -> str:
+    """Why the answer of this worker to a prompt of which nothing is cached has ended."""
+    body = {"model": "baton-tiny", "prompt": f"Who has never run for {worker}? " * 20, "max_tokens": 2}
+    body |= {"baton": {"decode_worker": worker}}
+    answer = system.http.post("/v1/completions", json=body, headers={"x-baton-mode": "aggregated"})
+    return str(answer.json()["choices"][0]["finish_reason"])
 
 
 def ready(system: System) -> set[str]:

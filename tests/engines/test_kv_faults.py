@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 
+import psutil
 import pytest
 
 from shared.bus.leg_inbox import LegFailed
@@ -36,12 +37,14 @@ from tests.engines.kv_pair import (
     until_first_token,
 )
 from tests.support.kv_driver import TOKENS, Driver, transfer_report_of
+from tests.support.worker_processes import GONE_S_MAX, gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
 EXPIRED_S_MAX = LEASE_S + 30.0
 PROMPT = 393
 """Tokens: some blocks of any model and a part of one; the decode engine holds four of them."""
+SHORT_PROMPT = 201
 LONG_PROMPT = 1283
 """Tokens: several chunks, and a part of a block."""
 NATS_BACK_S_MAX = 60.0
@@ -240,46 +243,22 @@ async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver
     assert transfer_report_of(again).recomputed_tokens <= pair.model.block
 
 
-@pytest.mark.usefixtures("lending")
-async def test_a_followed_prefill_engine_dies_and_restarts_without_wrong_tokens(pair: Pair, driver: Driver):
-    prompt, before = random_prompt(80, 1800), random_prompt(81, PROMPT)
-    expected = [await driver.alone(PREFILL, one) for one in (prompt, before)]
-    old_offer = await driver.offered(PREFILL, before)
-    old_source = driver.source(PREFILL)
-    known = len(driver.tap.grants)
-    leg = await start_following(driver, prompt)
-
-    pair.prefill.kill()
-    killed_at = time.monotonic()
-    assert tokens_of(await remaining_frames(leg)) == expected[0]
-    granted = [grant for grant in driver.tap.grants[known:] if grant.block_ids]
-    print(f"\nanswered {time.monotonic() - killed_at:.1f} s after the death, {len(granted)} grants before it")
-    await pair.restart_prefill(driver.tap)
-
-    stale = await driver.taken(DECODE, before, old_offer)
-    asked = await driver.leg(DECODE, LegKind.DECODE, before[: -pair.model.block], kv_sources=[old_source])
-    fresh = await driver.taken(
-        DECODE, random_prompt(82, PROMPT), await driver.offered(PREFILL, random_prompt(82, PROMPT))
-    )
-
-    assert stale.token_ids == expected[1]
-    assert transfer_report_of(stale).fetched_tokens == 0
-    assert len(asked.token_ids) == TOKENS
-    assert fresh.token_ids == await driver.alone(PREFILL, random_prompt(82, PROMPT))
-    assert transfer_report_of(fresh).recomputed_tokens <= pair.model.block
-
-
-async def test_readers_survive_a_prefill_engine_that_dies_at_any_time(pair: Pair, driver: Driver):
-    read, reading, unread = (random_prompt(90 + number, PROMPT) for number in range(3))
+async def test_readers_survive_a_prefill_engine_that_dies_and_its_restart(pair: Pair, driver: Driver):
+    """Whether they have read, read, follow or come too late when it dies, and with what they knew of its former life."""
+    read, reading, unread, before = (random_prompt(90 + number, SHORT_PROMPT) for number in range(4))
+    followed = random_prompt(80, 1000)
     expected = [await driver.alone(PREFILL, prompt, 200) for prompt in (read, reading, unread)]
-    offers = [await driver.offered(PREFILL, prompt) for prompt in (read, reading, unread)]
+    expected_before, expected_followed = [await driver.alone(PREFILL, prompt) for prompt in (before, followed)]
+    offers = [await driver.offered(PREFILL, prompt) for prompt in (read, reading, unread, before)]
+    old_source = driver.source(PREFILL)
     long = {"fields": {"stream": True, "max_tokens": 200}}
     decoding = await driver.start(DECODE, LegKind.DECODE, read, kv_transfer=packed(offers[0]), **long)
     frames = await until_first_token(decoding)
+    follower = await start_following(driver, followed) if pair.lends else None
 
     with pair.frozen_prefill_engine() as core:
         stuck = await driver.start(DECODE, LegKind.DECODE, reading, kv_transfer=packed(offers[1]), **long)
-        await until_decode_reads(driver, 2)
+        await until_decode_reads(driver, 3 if follower else 2)
         kill(core)
         killed_at = time.monotonic()
         late = await driver.start(DECODE, LegKind.DECODE, unread, kv_transfer=packed(offers[2]), **long)
@@ -288,10 +267,22 @@ async def test_readers_survive_a_prefill_engine_that_dies_at_any_time(pair: Pair
             await remaining_frames(stuck),
             await remaining_frames(late),
         ]
-
+        if follower:
+            assert tokens_of(await remaining_frames(follower)) == expected_followed
     print(f"\nall answered {time.monotonic() - killed_at:.1f} s after the death")
     assert [tokens_of(frames) for frames in answers] == expected
+
     await pair.restart_prefill(driver.tap)
+
+    stale = await driver.taken(DECODE, before, offers[3])
+    asked = await driver.leg(DECODE, LegKind.DECODE, before[: -pair.model.block], kv_sources=[old_source])
+    new = random_prompt(82, PROMPT)
+    fresh = await driver.taken(DECODE, new, await driver.offered(PREFILL, new))
+    assert stale.token_ids == expected_before
+    assert transfer_report_of(stale).fetched_tokens == 0
+    assert len(asked.token_ids) == TOKENS
+    assert fresh.token_ids == await driver.alone(PREFILL, new)
+    assert transfer_report_of(fresh).recomputed_tokens <= pair.model.block
 
 
 async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: Pair):
@@ -312,3 +303,13 @@ async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: 
             assert failed.value.failure.reason in {Reason.ENGINE_DEAD, Reason.WORKER_LOST}
         await driver.tap.until_settled(PREFILL, s_max=EXPIRED_S_MAX)
         assert await driver.alone(PREFILL, unread)
+
+
+async def test_a_killed_worker_takes_its_engine_with_it(pair: Pair):
+    processes = [psutil.Process(pair.prefill.process.pid), *pair.prefill.children()]
+    assert len(processes) > 1
+
+    processes[0].kill()
+
+    pair.prefill.process.wait(GONE_S_MAX)
+    assert await gone(processes[1:])

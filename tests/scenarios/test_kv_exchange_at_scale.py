@@ -33,7 +33,7 @@ def test_without_faults_hardly_a_token_is_computed_twice():
     assert sum(transfer_report.recomputed_tokens for transfer_report in transfer_reports) < 5 * len(transfer_reports)
 
 
-@seeded(2)
+@seeded(1)
 @given(seed=SEEDS)
 def test_under_faults_tokens_are_right_and_nothing_stays_pinned(seed):
     traffic = Traffic(seed, workers=WORKERS, carry=faulty_bus)
@@ -50,7 +50,7 @@ def test_under_faults_tokens_are_right_and_nothing_stays_pinned(seed):
     assert sum(fetched.fetched for member in traffic.alive() for fetched in member.fetched.values()) > 100
 
 
-@seeded(2)
+@seeded(1)
 @given(seed=SEEDS)
 def test_recycled_blocks_are_never_used_with_scarce_memory_and_short_leases(seed):
     traffic = Traffic(seed, workers=6, carry=faulty_bus, kv_lease_s=0.8, **SCARCE)

@@ -11,7 +11,7 @@ PROFILE = os.environ.get("TEST_PROFILE", "ci")
 NIGHTLY_FACTOR = 20
 
 # No deadline: how long one example takes depends on what else the machine does.
-settings.register_profile("ci", deadline=None)
+settings.register_profile("ci", deadline=None, max_examples=50)
 settings.register_profile("nightly", deadline=None, max_examples=100 * NIGHTLY_FACTOR, print_blob=True)
 
 

@@ -34,7 +34,7 @@ GUARD_S_MAX = 45.0
 """From the launcher's SIGKILL until its guard has ended everything."""
 SOON_S_MAX = 60.0
 """What the system does by itself is done by then."""
-POLL_S = 0.05
+POLL_S = 0.1
 PR_SET_PDEATHSIG = 1
 LIGHT_TRANSFER = {"WORKER_SIM_TRANSFER": "tcp"}
 """Simulated workers start in half the time without NIXL, which imports torch."""

@@ -17,7 +17,8 @@ from openai import AsyncOpenAI
 
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport
-from tests.engines.test_real_vllm import ANSWER_S_MAX, BLOCK, ENGINES_START_S_MAX, FLEET, MODEL
+from tests.engines.system.fleet import ANSWER_S_MAX, ENGINES_START_S_MAX, PAIR
+from tests.support.kv_driver import BLOCK, MODEL
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
 from tests.support.system import System
@@ -192,7 +193,7 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterator[System]:
     """One prefill and one decode engine."""
-    with System(tmp_path_factory.mktemp("agents"), *FLEET, nats_url=nats.url) as system:
+    with System(tmp_path_factory.mktemp("agents"), *PAIR, nats_url=nats.url) as system:
         system.wait_ready(ENGINES_START_S_MAX).until_exact(2)
         yield system
 

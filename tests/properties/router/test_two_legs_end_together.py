@@ -87,7 +87,7 @@ def nothing_goes_on(world: World) -> None:
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(LEGS, LEGS, st.none() | SECONDS, st.integers(0, 1))
 @example([(1.0, False, 0.0, "lost")], [(1.0, True, 0.0, "lost")], None, 0)
 @example([(0.0, False, 0.0, "refused")], [(0.0, True, 0.0, "well")], None, 0)

@@ -1,14 +1,13 @@
-"""A system with real engines on the test's own NATS server.
+"""A system with a prefill and a decode engine, as ``baton up`` starts it, on the test's own NATS, whose messages are small.
 
-It has an endpoint that streams each handoff and one that does not, a worker that serves a second model name with its own
-cache hit threshold, and a store.
+It has a router that streams each handoff, one that streams none, and a store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -21,16 +20,20 @@ import httpx
 from tests.support.kv_driver import Driver, body, driving
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer, free_port
+from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.processes import service_process
 from tests.support.system import System, until
 from tests.support.worker_processes import WorkerProcess, start_worker
 
-PREFILL, DECODE, PICKY, STORE = "prefill-1", "decode-1", "decode-2", "store-1"
+PREFILL, DECODE, STORE = WORKERS = "prefill-1", "decode-1", "store-1"
+STORE_FILES = "kv-store"
 STORE_BYTES = str(64 << 20)
 """Size of its memory tier, and of its file tier."""
-PICKY_MODEL = "picky"
-"""A second name of the model, served by the worker ``PICKY`` only."""
-PICKY_THRESHOLD = 0.8
+TOOLS = "--enable-auto-tool-choice --tool-call-parser pythonic"
+COMPACT_JSON = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
+"""A model that says nothing sensible may say spaces for ever where it is free to."""
+PAIR = ("--prefill", "1", "--decode", "1", f"--engine-args={TOOLS} {COMPACT_JSON}")
+NATS_PAYLOAD_BYTES_MAX = 64 * 1024
 ENGINES_START_S_MAX = 480.0
 ANSWER_S_MAX = 120.0
 SERVICE_UNAVAILABLE = 503
@@ -44,62 +47,59 @@ class Fleet:
     """See the module."""
 
     nats: NatsServer
+    receiver: OtlpReceiver
+    """Of the traces of those who ask for one."""
     system: System
     endpoints: dict[str, str]
     """URLs of the routers by handoff: ``streamed`` or ``offered``."""
     folder: Path
     store: WorkerProcess
 
-    def restart_store(self) -> None:
-        """Kill the store and start it again with the same files."""
+    def restart_store(self, *, empty: bool) -> None:
+        """Kill the store and start it again, with the same files or without them."""
         self.store.kill()
+        if empty:
+            shutil.rmtree(self.folder / STORE_FILES)
         self.store = start_store(self.nats, self.folder)
 
 
 def start_store(nats: NatsServer, folder: Path) -> WorkerProcess:
     """Start a store; it serves the blocks in the files of an earlier one."""
     sizes = {"store_memory_bytes": STORE_BYTES, "store_files_bytes": STORE_BYTES}
-    return start_worker(nats.url, STORE, folder, role="store", store_dir=str(folder / "kv-store"), **sizes)
+    return start_worker(nats.url, STORE, folder, role="store", store_dir=str(folder / STORE_FILES), **sizes)
 
 
 @contextmanager
-def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
-    """Starts three engines, so share one fleet between tests."""
+def running_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
+    """Starts two engines, so share one fleet between tests."""
     offered = free_port()
-    no_copies = {"WORKER_KV_COPY_USES_MIN": "0"}  # The store copies only what a test orders.
-    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **no_copies, **variables}
-    with (
-        NatsServer(folder, has_buckets=True) as nats,
-        System(folder / "state", "--prefill", "1", "--decode", "1", nats_url=nats.url, env=env) as system,
-        service_process(
-            "router",
-            folder,
-            BATON_NATS_URL=nats.url,
-            ROUTER_PORT=str(offered),
-            ROUTER_STREAM_TOKENS_MIN=STREAM_NONE,
-        ),
-    ):
-        picky = start_worker(
-            nats.url,
-            PICKY,
-            folder,
-            environ={**no_copies, **variables},
-            role="decode",
-            cache_hit_threshold=str(PICKY_THRESHOLD),
-            engine_args=f"--served-model-name baton-tiny {PICKY_MODEL}",
-            cpu_cores=str(max(os.sched_getaffinity(0))),
-        )
-        endpoints = {"streamed": system.endpoint, "offered": f"http://127.0.0.1:{offered}"}
-        fleet = Fleet(nats, system, endpoints, folder, start_store(nats, folder))
-        try:
-            system.wait_ready(ENGINES_START_S_MAX)
-            until(
-                lambda: all(exact(url) == 4 for url in endpoints.values()), "all indexes are exact", ENGINES_START_S_MAX
-            )
-            yield fleet
-        finally:
-            picky.kill()
-            fleet.store.kill()
+    with OtlpReceiver() as receiver, NatsServer(folder, max_payload=NATS_PAYLOAD_BYTES_MAX, has_buckets=True) as nats:
+        tracing = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_TRACE_SAMPLE_RATIO": "0"}
+        no_copies = {"WORKER_KV_COPY_USES_MIN": "0"}  # The store copies only what a test orders.
+        env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **no_copies, **tracing, **variables}
+        with (
+            System(folder / "state", *PAIR, nats_url=nats.url, env=env) as system,
+            service_process(
+                "router",
+                folder,
+                **tracing,
+                BATON_NATS_URL=nats.url,
+                ROUTER_PORT=str(offered),
+                ROUTER_STREAM_TOKENS_MIN=STREAM_NONE,
+            ),
+        ):
+            endpoints = {"streamed": system.endpoint, "offered": f"http://127.0.0.1:{offered}"}
+            fleet = Fleet(nats, receiver, system, endpoints, folder, start_store(nats, folder))
+            try:
+                system.wait_ready(ENGINES_START_S_MAX)
+                until(
+                    lambda: all(exact(url) == len(WORKERS) for url in endpoints.values()),
+                    "all indexes are exact",
+                    ENGINES_START_S_MAX,
+                )
+                yield fleet
+            finally:
+                fleet.store.kill()
 
 
 def exact(url: str) -> int:
@@ -177,5 +177,5 @@ async def client_of(fleet: Fleet) -> AsyncIterator[Client]:
         Tap(fleet.nats.url) as tap,
         driving(tap) as driver,
     ):
-        await tap.until(lambda: {PREFILL, DECODE, PICKY} <= tap.loads.keys(), "all workers have sent a load report")
+        await tap.until(lambda: set(WORKERS) <= tap.loads.keys(), "all workers have sent a load report")
         yield Client(fleet, http, tap, driver)

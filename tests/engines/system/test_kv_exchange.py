@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import psutil
@@ -18,14 +18,14 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import NoGrant, unpack_block_ids
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
-from tests.engines.kv_fleet import AGAIN_S, DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
+from tests.engines.system.fleet import AGAIN_S, DECODE, PREFILL, STORE, Client, Fleet, client_of
 from tests.support.kv_driver import BLOCK, transfer_report_of
 from tests.support.processes import quietest_cpu
 from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
-WORKERS = (PREFILL, DECODE, PICKY)
+ENGINES = (PREFILL, DECODE)
 KV_BYTES_PER_TOKEN = 4096
 """4 layers, keys and values, 2 heads of 64 floats."""
 CACHED_SOON_S = 2.0
@@ -42,19 +42,13 @@ TURNS: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {
 }
 """A prompt from the history so far, and how many of its first tokens an engine has cached."""
 SEEDS = {"next": 410, "edited": 420, "shortened": 430}
+ON_DECODE: dict[str, Any] = {"mode": "aggregated", "baton": {"decode_worker": DECODE}}
 ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 1.0
 IDLE_CPU_MAX = 0.1
 CONNECTED_S_MAX = 60.0
+STORE_BACK_S_MAX = 120.0
 GRANTS_BETWEEN_STEPS_MAX = 8
 """In two or three steps, if each grant waited for the end of one."""
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Tokens are worth fetching from the first block on, so that short prompts say much."""
-    folder: Path = tmp_path_factory.mktemp("kv")
-    with kv_fleet(folder, WORKER_KV_FETCH_MIN_TOKENS=str(BLOCK), ROUTER_FETCH_TOKENS_MIN=str(BLOCK)) as fleet:
-        yield fleet
 
 
 @pytest.fixture
@@ -95,7 +89,7 @@ async def test_streamed_and_offered_handoffs_give_the_tokens_of_one_engine(clien
             assert said.json["usage"]["prompt_tokens_details"] is None or (
                 said.json["usage"]["prompt_tokens_details"]["cached_tokens"] == prefill.local_tokens
             )
-    await client.tap.until_settled(*WORKERS)
+    await client.tap.until_settled(*ENGINES)
 
 
 async def test_streamed_answers_are_the_same_tokens(client: Client):
@@ -129,17 +123,21 @@ async def test_a_turn_fetches_the_history_that_it_shares_with_the_decode_engine(
 
 
 async def test_one_prompt_is_read_from_two_holders(client: Client):
-    prompt = draw(61, 40 * BLOCK + 5)
-    await client.driver.leg(PREFILL, LegKind.AGGREGATED, prompt[: 15 * BLOCK])
-    await client.driver.leg(DECODE, LegKind.AGGREGATED, prompt)
-    sources = [client.driver.source(PREFILL, end=15), client.driver.source(DECODE, first=15)]
+    driver, prompt = client.driver, draw(61, 40 * BLOCK + 5)
+    alone = await client.alone(prompt)
+    await driver.leg(DECODE, LegKind.AGGREGATED, draw(62, BLOCK))
+    await until_read(client, STORE, DECODE, draw(62, BLOCK))
+    await until_read(client, PREFILL, STORE, draw(62, BLOCK))
+    await driver.leg(DECODE, LegKind.AGGREGATED, prompt)
+    assert (await driver.fetch(STORE, prompt[: 15 * BLOCK], driver.source(DECODE))).fetched == 15
+    sources = [driver.source(STORE, end=15), driver.source(DECODE, first=15)]
 
-    answer = await client.driver.leg(PICKY, LegKind.AGGREGATED, prompt, kv_sources=sources, cache_hit_threshold=0.0)
+    answer = await driver.leg(PREFILL, LegKind.AGGREGATED, prompt, kv_sources=sources)
 
     transfer_report = transfer_report_of(answer)
-    assert answer.token_ids == await client.alone(prompt)
+    assert answer.token_ids == alone
     assert [(read.worker_id, read.tokens) for read in transfer_report.reads] == [
-        (PREFILL, 15 * BLOCK),
+        (STORE, 15 * BLOCK),
         (DECODE, 25 * BLOCK),
     ]
     assert transfer_report.recomputed_tokens == 5
@@ -148,59 +146,59 @@ async def test_one_prompt_is_read_from_two_holders(client: Client):
 async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: Client):
     prompt = draw(71, 30 * BLOCK + 1)
     await client.driver.leg(PREFILL, LegKind.AGGREGATED, prompt)
-    before = client.tap.loads[PICKY]
+    before = client.tap.loads[DECODE]
 
-    fetched = await client.driver.fetch(PICKY, prompt, client.driver.source(PREFILL))
-    again = await client.driver.fetch(PICKY, prompt, client.driver.source(PREFILL))
+    fetched = await client.driver.fetch(DECODE, prompt, client.driver.source(PREFILL))
+    again = await client.driver.fetch(DECODE, prompt, client.driver.source(PREFILL))
     await asyncio.sleep(CACHED_SOON_S)
 
-    after = client.tap.loads[PICKY]
+    after = client.tap.loads[DECODE]
     assert (fetched.held, fetched.fetched, fetched.failure) == (0, 30, "")
     assert fetched.bytes == 30 * BLOCK * KV_BYTES_PER_TOKEN
     assert (again.held, again.fetched) == (30, 0)
     assert after.computed_tokens_total == before.computed_tokens_total
     assert after.generation_tokens_total == before.generation_tokens_total
-    answer = await client.driver.leg(PICKY, LegKind.AGGREGATED, prompt)
+    answer = await client.driver.leg(DECODE, LegKind.AGGREGATED, prompt)
     assert transfer_report_of(answer).local_tokens == 30 * BLOCK
     assert answer.token_ids == await client.alone(prompt)
-    await client.tap.until_settled(*WORKERS)
+    await client.tap.until_settled(*ENGINES)
 
 
 async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(client: Client):
-    """The four requests of vLLM PR #24520; the last meets the worker's own threshold."""
+    """The requests of vLLM PR #24520."""
     base = draw(81, 1000)
 
     async def served(seed: int, shared: int, **fields: float) -> bool:
         prompt = base[:shared] + draw(seed, 1000 - shared)
-        before = client.tap.loads[PICKY].computed_tokens_total
-        said = await client.ask(prompt, model="picky", **fields)
+        before = client.tap.loads[DECODE].computed_tokens_total
+        said = await client.ask(prompt, **ON_DECODE, **fields)
         assert said.status == 200, said
         if said.choice["finish_reason"] == "cache_threshold":
             assert said.choice["text"] == ""
             assert not said.choice["token_ids"]
             assert said.json["usage"]["completion_tokens"] == 0
             await asyncio.sleep(CACHED_SOON_S)
-            assert client.tap.loads[PICKY].computed_tokens_total == before
+            assert client.tap.loads[DECODE].computed_tokens_total == before
             return False
         assert len(said.token_ids) == 16
         assert said.token_ids == await client.alone(prompt)
         return True
 
     assert await served(82, 0, cache_hit_threshold=0.0)
-    warm = await client.ask(base, model="picky", cache_hit_threshold=0.0)
+    warm = await client.ask(base, **ON_DECODE, cache_hit_threshold=0.0)
     assert len(warm.token_ids) == 16
     assert not await served(83, 280, cache_hit_threshold=0.33)
     assert await served(84, 400, cache_hit_threshold=0.33)
-    assert not await served(85, 410)
+    assert not await served(85, 410, cache_hit_threshold=0.8)
 
 
 async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):
     cold = draw(91, 300)
 
-    events = await client.events(cold, model="picky", cache_hit_threshold=1.0)
-    empty = await client.ask("", model="picky", cache_hit_threshold=0.5)
-    none = await client.ask([], model="picky", cache_hit_threshold=0.5)
-    wrong = [await client.ask(cold, model="picky", cache_hit_threshold=value) for value in (-0.1, 1.1, "x")]
+    events = await client.events(cold, cache_hit_threshold=1.0)
+    empty = await client.ask("", cache_hit_threshold=0.5)
+    none = await client.ask([], cache_hit_threshold=0.5)
+    wrong = [await client.ask(cold, cache_hit_threshold=value) for value in (-0.1, 1.1, "x")]
 
     assert [choice["finish_reason"] for choice in events[-1]["choices"]] == ["cache_threshold"]
     assert not any(choice["text"] for event in events for choice in event["choices"])
@@ -242,7 +240,7 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(clie
 
     await asyncio.gather(*(ask_and_maybe_leave(number) for number in range(ABORTS)))
     begun_at = time.monotonic()
-    await client.tap.until_settled(*WORKERS)
+    await client.tap.until_settled(*ENGINES)
 
     print(f"\n{ended}, nothing pinned {time.monotonic() - begun_at:.1f} s after the last")
     assert min(ended.values()) > 0
@@ -268,7 +266,7 @@ async def test_a_holder_grants_while_it_computes_a_step(client: Client):
 
 
 async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Client, fleet: Fleet):
-    await client.tap.until_settled(*WORKERS)
+    await client.tap.until_settled(*ENGINES)
     trees = [[process, *process.children(True)] for process in map(psutil.Process, worker_pids(fleet))]
 
     offer = await client.driver.offered(PREFILL, draw(101, 2000))
@@ -281,7 +279,7 @@ async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Cli
     assert offer.until_s > time.monotonic()
     assert used < IDLE_CPU_MAX
     await client.driver.taken(DECODE, draw(101, 2000), offer)
-    await client.tap.until_settled(*WORKERS)
+    await client.tap.until_settled(*ENGINES)
 
 
 def worker_pids(fleet: Fleet) -> list[int]:
@@ -302,37 +300,42 @@ async def test_equal_prompts_that_come_together_are_read_once(client: Client):
     assert tap.ledger(DECODE).read_bytes_total - before == whole_blocks(1000) * KV_BYTES_PER_TOKEN
 
 
-async def test_a_store_copies_a_prompt_and_lends_it_after_its_restart(client: Client):
-    driver, tap, prompt = client.driver, client.tap, draw(171, 20 * BLOCK + 9)
-    alone = await client.alone(prompt)
-    warm = draw(172, BLOCK)
-    for one in (warm, prompt):
-        await driver.leg(PREFILL, LegKind.AGGREGATED, one, cache_hit_threshold=0.0)
-    await until_read(client, STORE, PREFILL, warm)
+async def test_a_store_copies_prompts_and_lends_them_after_its_restart(client: Client):
+    driver, tap = client.driver, client.tap
+    prompts = {kind: draw(171 + number, 20 * BLOCK + 9) for number, kind in enumerate(("memory", "files"))}
+    warm = {kind: draw(173 + number, BLOCK) for number, kind in enumerate(prompts)}
+    alone = {kind: await client.alone(prompt) for kind, prompt in prompts.items()}
+    await restarted_store(client, empty=True)
+    for prompt in (*warm.values(), *prompts.values()):
+        await driver.leg(PREFILL, LegKind.AGGREGATED, prompt)
+    for prompt in warm.values():
+        await until_read(client, STORE, PREFILL, prompt)
 
-    copied = await driver.fetch(STORE, prompt, driver.source(PREFILL))
-    assert (copied.held, copied.fetched, copied.failure) == (0, 20, "")
-    assert copied.bytes == 20 * BLOCK * KV_BYTES_PER_TOKEN
-    await tap.until(lambda: tap.loads[STORE].digest.count == 42, "each block is in memory and in files")
-    assert (await driver.fetch(STORE, prompt, driver.source(PREFILL))).held == 20
+    for prompt in prompts.values():
+        copied = await driver.fetch(STORE, prompt, driver.source(PREFILL))
+        assert (copied.held, copied.fetched, copied.failure) == (0, 20, "")
+        assert copied.bytes == 20 * BLOCK * KV_BYTES_PER_TOKEN
+        assert (await driver.fetch(STORE, prompt, driver.source(PREFILL))).held == 20
+    await tap.until(lambda: tap.loads[STORE].digest.count == 2 * 42, "each block is in memory and in files")
 
-    for reader, kind in ((DECODE, "memory"), (PICKY, "files")):
-        await until_read(client, reader, STORE, warm)
-        answer = await driver.leg(
-            reader, LegKind.AGGREGATED, prompt, kv_sources=[driver.source(STORE)], cache_hit_threshold=0.0
-        )
+    for kind, prompt in prompts.items():
+        if kind == "files":
+            await restarted_store(client)
+            assert tap.loads[STORE].digest.count == 42
+        await until_read(client, DECODE, STORE, warm[kind])
+        answer = await driver.leg(DECODE, LegKind.AGGREGATED, prompt, kv_sources=[driver.source(STORE)])
         transfer_report = transfer_report_of(answer)
-        assert answer.token_ids == alone, (kind, transfer_report)
-        assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (20 * BLOCK, 9), (
-            kind,
-            transfer_report,
-        )
-        if kind == "memory":
-            before = tap.loads[STORE].epoch
-            client.fleet.restart_store()
-            await tap.until(lambda before=before: is_ready_since(tap.loads[STORE], before), "the store is back", 120.0)
-            assert tap.loads[STORE].digest.count == 21
-    await tap.until_settled(STORE, *WORKERS)
+        assert answer.token_ids == alone[kind], (kind, transfer_report)
+        assert transfer_report.fetched_tokens == 20 * BLOCK, (kind, transfer_report)
+        assert transfer_report.recomputed_tokens == 9, (kind, transfer_report)
+    await tap.until_settled(STORE, *ENGINES)
+
+
+async def restarted_store(client: Client, *, empty: bool = False) -> None:
+    """Restart the store, with its files or without them, until it is ready."""
+    tap, before = client.tap, client.tap.loads[STORE].epoch
+    client.fleet.restart_store(empty=empty)
+    await tap.until(lambda: is_ready_since(tap.loads[STORE], before), "the store is back", STORE_BACK_S_MAX)
 
 
 async def until_read(client: Client, reader: str, source: str, prompt: list[int]) -> None:
