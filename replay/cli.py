@@ -97,6 +97,11 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     runs = [
         (name, load, label) for label, load in found for name in [*policies, *(swept if label in where(found) else [])]
     ]
+    run_and_show(setting, runs, out)
+
+
+def run_and_show(setting: Setting, runs: list[tuple[str, float, str]], out: Path | None) -> None:
+    """The results, on the screen, and in the folder if there is one."""
     results: list[Result] = []
     for result in run_all(setting, runs):
         results.append(result)

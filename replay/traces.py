@@ -59,21 +59,23 @@ def read_trace(path: Path, *, seed: int = 0) -> list[Request]:
 
 def read_mooncake(path: Path, rng: random.Random) -> Iterator[Request]:
     """Lines of JSON."""
-    decoder = msgspec.json.Decoder(MooncakeRow)
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(decoder.decode(line))
-            except msgspec.DecodeError as error:
-                raise TraceError(f"{path}, line {number}: {error}") from error
-    windows = [(stamp / 1000, list(group)) for stamp, group in groupby(rows, key=lambda row: row.timestamp)]
+    windows = [(at / 1000, list(group)) for at, group in groupby(_mooncake_rows(path), key=lambda row: row.timestamp)]
     for (start_s, group), (end_s, _) in zip(windows, [*windows, (0.0, [])][1 : len(windows) + 1], strict=True):
         width_s = max(0.0, end_s - start_s) if len(group) > 1 else 0.0
         offsets = sorted(rng.uniform(0.0, width_s) for _ in group)
         for row, offset_s in zip(group, offsets, strict=True):
             full = tuple(row.hash_ids[: row.input_length // BLOCK_TOKENS])
             yield Request(start_s + offset_s, full, max(1, row.input_length), max(1, row.output_length))
+
+
+def _mooncake_rows(path: Path) -> Iterator[MooncakeRow]:
+    decoder = msgspec.json.Decoder(MooncakeRow)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise TraceError(f"{path}, line {number}: {error}") from error
 
 
 def read_azure(path: Path, _chance: random.Random) -> Iterator[Request]:

@@ -87,10 +87,7 @@ class ReportBuilder:
         if request.reason == Reason.MODEL_UNKNOWN or not self._is_known(request.model):
             return
         self._engines.served(request.model, filter(None, (request.prefill_worker, request.decode_worker)))
-        is_comparable = (
-            request.status == OK and request.attempts == 1 and not request.resumes and request.completion_tokens > 1
-        )
-        if not is_comparable or min(request.ttft_s, request.e2e_s) < 0 or request.prompt_tokens < 1:
+        if not is_comparable(request):
             return
         sample = sample_of(request)
         key = (request.model, bisect_right(STARTS, request.prompt_tokens) - 1)
@@ -129,6 +126,17 @@ class ReportBuilder:
         work = self._engines.of(model, now, self._silent_s_max)
         models = step_time_models(self._engines.speed(model), work.work)
         return estimate(disaggregated, work, models, step_tokens)
+
+
+def is_comparable(request: RequestFinished) -> bool:
+    """Whether it was served without an incident, and everything about it is known."""
+    is_smooth = request.status == OK and request.attempts == 1 and not request.resumes
+    return (
+        is_smooth
+        and request.completion_tokens > 1
+        and min(request.ttft_s, request.e2e_s) >= 0
+        and request.prompt_tokens >= 1
+    )
 
 
 def sample_of(request: RequestFinished) -> Sample | None:

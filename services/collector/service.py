@@ -197,14 +197,7 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     access = Access(settings.host, settings.admin_key_file, settings.published_host)
     collector = Collector(service.bus, service.clock, access)
     await collector.listen()
-    app = make_app(collector.prometheus, lambda: service.bus.connected)
-    add_console(app, collector.console_context)
-    origins = OriginPolicy(
-        "COLLECTOR_ALLOWED_HOSTS",
-        settings.allowed_hosts,
-        checks_host=is_loopback(settings.host) and not access.key_needed,
-    )
-    edge = CollectorEdge(guarded(app, access), service.clock.now, LIMITS, origins)
+    edge = _make_edge(service, settings, collector, access)
     server = make_server(edge)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     service.tasks.create_task(edge.end_late(), name="end-late-clients")
@@ -222,6 +215,17 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     collector.feed.close()
     server.should_exit = True
     await serving
+
+
+def _make_edge(service: Service, settings: Settings, collector: Collector, access: Access) -> CollectorEdge:
+    app = make_app(collector.prometheus, lambda: service.bus.connected)
+    add_console(app, collector.console_context)
+    origins = OriginPolicy(
+        "COLLECTOR_ALLOWED_HOSTS",
+        settings.allowed_hosts,
+        checks_host=is_loopback(settings.host) and not access.key_needed,
+    )
+    return CollectorEdge(guarded(app, access), service.clock.now, LIMITS, origins)
 
 
 async def _push(collector: Collector, push: MetricsPush) -> None:

@@ -95,10 +95,7 @@ class Sleeper:
 
     def update(self, workers: Sequence[FleetWorker], now: float) -> None:
         """The fleet as it is now."""
-        by_model: dict[str, list[FleetWorker]] = {}
-        for worker in workers:
-            if worker.phase not in OVER and worker.record.role is not Role.STORE and worker.record.model:
-                by_model.setdefault(worker.record.model, []).append(worker)
+        by_model = _engines_by_model(workers)
         self._models = {
             name: model
             for name, model in self._models.items()
@@ -204,6 +201,14 @@ class Sleeper:
         if any(model.is_falling_asleep(now) for model in awake):
             return 0.0
         return max(0.0, min((_unused_in_s(model, now) for model in awake), default=0.0))
+
+
+def _engines_by_model(workers: Sequence[FleetWorker]) -> dict[str, list[FleetWorker]]:
+    by_model: dict[str, list[FleetWorker]] = {}
+    for worker in workers:
+        if worker.phase not in OVER and worker.record.role is not Role.STORE and worker.record.model:
+            by_model.setdefault(worker.record.model, []).append(worker)
+    return by_model
 
 
 def _observe(model: Model, now: float) -> None:

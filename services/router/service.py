@@ -104,18 +104,7 @@ class Router:
         self.reservations = ReservationFeed(router_id, bus, clock, fleet.cluster, self.quarantine)
         self.default_mode = DefaultModeFeed(bus)
         self.kv = KvFeed(bus, fleet.index)
-        self.feed = FleetFeed(
-            bus=bus,
-            clock=clock,
-            fleet=fleet,
-            inbox=self.inbox,
-            speeds=self.speeds,
-            fleet_changed=self.queue.reschedule,
-            reservations=self.reservations,
-            prompts=self.prompts,
-            kv=self.kv,
-            waits=self.waits,
-        )
+        self.feed = self._make_feed()
         self.decisions = DecisionService(
             router_id,
             bus,
@@ -134,6 +123,20 @@ class Router:
         self.edge = self._make_edge(policy)
         self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
         self._register_metrics()
+
+    def _make_feed(self) -> FleetFeed:
+        return FleetFeed(
+            bus=self.bus,
+            clock=self.clock,
+            fleet=self.fleet,
+            inbox=self.inbox,
+            speeds=self.speeds,
+            fleet_changed=self.queue.reschedule,
+            reservations=self.reservations,
+            prompts=self.prompts,
+            kv=self.kv,
+            waits=self.waits,
+        )
 
     def _make_edge(self, policy: RequestPolicy) -> Edge:
         app = make_app(
@@ -154,17 +157,7 @@ class Router:
         bus_health = BusHealth(self.bus, cluster, self.clock)
         waker = Waker(self.bus, self.fleet, now, wake_s_max=settings.wake_s_max)
         placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=settings.bus_wait_s_max, waker=waker)
-        runner = LegRunner(
-            settings=settings,
-            now=now,
-            inbox=self.inbox,
-            starter=LegStarter(self.router_id, now, guards_handoffs=failures.guards_handoffs),
-            loads=LegLoads(cluster, self.reservations, self.queue.reschedule, now),
-            speeds=self.speeds,
-            tracing=tracing,
-            request_log=self.request_log,
-            response_headers=response_headers,
-        )
+        runner = self._make_runner(tracing, response_headers, guards_handoffs=failures.guards_handoffs)
         suspects = Suspects(self.quarantine, self.reservations, self.request_log, now)
         retry = Retry(
             settings=settings,
@@ -196,6 +189,20 @@ class Router:
             usage=self.usage,
             budgets=self.budgets,
             tracing=tracing,
+            response_headers=response_headers,
+        )
+
+    def _make_runner(self, tracing: Tracing, response_headers: ResponseHeaders, *, guards_handoffs: bool) -> LegRunner:
+        now = self.clock.now
+        return LegRunner(
+            settings=self.settings,
+            now=now,
+            inbox=self.inbox,
+            starter=LegStarter(self.router_id, now, guards_handoffs=guards_handoffs),
+            loads=LegLoads(self.fleet.cluster, self.reservations, self.queue.reschedule, now),
+            speeds=self.speeds,
+            tracing=tracing,
+            request_log=self.request_log,
             response_headers=response_headers,
         )
 

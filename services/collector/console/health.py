@@ -136,17 +136,22 @@ def _roles(cards: list[WorkerCard]) -> Iterator[Sentence]:
     if not engines:
         action = "Start one: `baton up --join --both 1`."
         yield Sentence(level=ERROR, text="There are no workers: nothing can be served.", action=action)
-    by_model: dict[str, list[WorkerCard]] = {}
-    for card in engines:
-        by_model.setdefault(card.model, []).append(card)
-    if len(by_model) > 1:
-        by_model.pop("", None)  # Workers whose record is not known yet.
+    by_model = _by_model(engines)
     for model, workers in sorted(by_model.items()):
         if all(card.phase == ASLEEP for card in workers):
             text = f"{model or 'The model'} is asleep; a request wakes it."
             yield Sentence(level=INFO, text=text)
             continue
         yield from _roles_of(f" of {model}" if len(by_model) > 1 else "", workers)
+
+
+def _by_model(engines: list[WorkerCard]) -> dict[str, list[WorkerCard]]:
+    by_model: dict[str, list[WorkerCard]] = {}
+    for card in engines:
+        by_model.setdefault(card.model, []).append(card)
+    if len(by_model) > 1:
+        by_model.pop("", None)  # Workers whose record is not known yet.
+    return by_model
 
 
 def _roles_of(model: str, workers: list[WorkerCard]) -> Iterator[Sentence]:

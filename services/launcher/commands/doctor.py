@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from services.launcher.commands.options import (
-    WIDTH_OF_FILES,
     Json,
     NatsUrl,
     StateDir,
     common_settings,
     find_nats,
     print_json,
+    wide_console,
 )
 from services.launcher.doctor.findings import Examination, Finding, Level
 from services.launcher.system import state_file
@@ -35,13 +35,7 @@ STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.
 BAD = frozenset({Level.WARNING, Level.ERROR})
 WIDTH_MAX = 110
 """Longer lines are hard to read."""
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        rich_help_panel="Observe it",
-        epilog="""[bold]Examples[/]
+EPILOG = """[bold]Examples[/]
 
 [cyan]baton doctor[/]   this installation, this machine, and the running system
 
@@ -53,7 +47,14 @@ def add_to(app: typer.Typer) -> None:
 
 ✓ works   · note   ! works with a problem   ✗ does not work   → what to do
 
-The last line says healthy, degraded (warnings) or unhealthy (errors). The exit status is 1 when unhealthy.""",
+The last line says healthy, degraded (warnings) or unhealthy (errors). The exit status is 1 when unhealthy."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        rich_help_panel="Observe it",
+        epilog=EPILOG,
     )(doctor)
 
 
@@ -78,15 +79,12 @@ def doctor(
         launcher_pid=running.pid if running and nats_url in {"", running.nats_url} else 0,
         load_engine=not quick,
     )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_OF_FILES)
     with Console(stderr=True).status("Checking the installation and listening to the system"):
         report = asyncio.run(examine(scope))
     if json:
         print_json(report)
     else:
-        draw(report, console)
+        draw(report, wide_console())
     sys.exit(1 if report.errors else 0)
 
 

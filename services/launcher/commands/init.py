@@ -25,13 +25,7 @@ from shared.contracts.ids import is_subject_token
 
 if TYPE_CHECKING:
     from services.launcher.cluster.files import InitResult
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        rich_help_panel="Secure it",
-        epilog="""[bold]Examples[/]
+EPILOG = """[bold]Examples[/]
 
 [cyan]baton init /etc/baton --host nats.example.org[/]   keys for all services; clients reach NATS by that name
 
@@ -42,7 +36,14 @@ nats-server read it)
 
 Existing files are kept, so the command can be repeated at any time; a certificate of which less than a third
 of its life is left is renewed. Repeat it after an upgrade: it rewrites nats-server's permissions for the new
-version. Clients accept the CA's certificates for the given names only; a new --host changes ca.pem.""",
+version. Clients accept the CA's certificates for the given names only; a new --host changes ca.pem."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        rich_help_panel="Secure it",
+        epilog=EPILOG,
     )(init)
 
 
@@ -60,22 +61,26 @@ def init(  # one parameter per option is how the command line is declared
     no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Create no API key file for the routers.")] = False,
 ) -> None:
     """Create keys, permissions and TLS certificates for NATS."""
-    from services.launcher.cluster.certificates import NoCertificate
-    from services.launcher.cluster.files import create
-
     named = folder.expanduser().absolute() if folder else Path(keys_folder(None, common_settings()))
     if wrong := [name for name in worker or () if not is_subject_token(name)]:
         fail(f"{wrong[0]!r} is not a worker id: those consist of letters, digits, '-' and '_'.")
     request = InitRequest(
         hosts=tuple(host or ()), workers=tuple(worker or ()), api_key=not no_api_key, renew=renew, force=force
     )
+    show_result(Console(highlight=False, soft_wrap=True), named, request, created(named, request))
+
+
+def created(folder: Path, request: InitRequest) -> InitResult:
+    """The files, made; exits with a message if they cannot be."""
+    from services.launcher.cluster.certificates import NoCertificate
+    from services.launcher.cluster.files import create
+
     try:
-        made = create(named, request, datetime.now(UTC))
+        return create(folder, request, datetime.now(UTC))
     except (CannotCreate, NoCertificate, BusDown) as error:
-        fail(f"{named}: {error}")
+        fail(f"{folder}: {error}")
     except OSError as error:
-        fail(f"{error.filename or named}: {error.strerror}")
-    show_result(Console(highlight=False, soft_wrap=True), named, request, made)
+        fail(f"{error.filename or folder}: {error.strerror}")
 
 
 def show_result(console: Console, folder: Path, request: InitRequest, made: InitResult) -> None:

@@ -71,14 +71,7 @@ Insecure = Annotated[bool, option("Network", "Accept other machines without API 
 OpenNats = Annotated[
     bool, option("Network", "Start NATS without keys and TLS, open to all local users.", True, "--open")
 ]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        cls=UpCommand,
-        rich_help_panel="Run a system",
-        epilog="""[bold]Examples[/]
+EPILOG = """[bold]Examples[/]
 
 [cyan]baton up[/]   one prefill and one decode worker with the built-in tiny model
 
@@ -111,7 +104,15 @@ def add_to(app: typer.Typer) -> None:
 [bold]Environment[/]
 
 Services read further settings from ROUTER_*, WORKER_*, COLLECTOR_* and ORCHESTRATOR_* variables.
-BATON_OTLP_ENDPOINT turns on tracing.""",
+BATON_OTLP_ENDPOINT turns on tracing."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        cls=UpCommand,
+        rich_help_panel="Run a system",
+        epilog=EPILOG,
     )(up)
 
 
@@ -150,26 +151,13 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     common = common_settings()
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
     nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
+    workers = {"prefill": prefill, "decode": decode, "both": both, "store": store}
+    kv = {"connector": connector, "kv_cache": kv_cache}
+    engines = {"engine_args": engine_args, "gpus_per_worker": gpus_per_worker}
+    ranks = {"gpus_per_prefill": gpus_per_prefill, "gpus_per_decode": gpus_per_decode}
+    limits = {"workers_min": workers_min, "workers_max": workers_max, "sleep_after": sleep_after}
     options = UpOptions(
-        models=models_of(
-            ctx,
-            join=join,
-            model=model,
-            aliases=aliases,
-            prefill=prefill,
-            decode=decode,
-            both=both,
-            store=store,
-            connector=connector,
-            kv_cache=kv_cache,
-            engine_args=engine_args,
-            gpus_per_worker=gpus_per_worker,
-            gpus_per_prefill=gpus_per_prefill,
-            gpus_per_decode=gpus_per_decode,
-            workers_min=workers_min,
-            workers_max=workers_max,
-            sleep_after=sleep_after,
-        ),
+        models=models_of(ctx, join=join, model=model, aliases=aliases, **workers, **kv, **engines, **ranks, **limits),
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
         host=host,
         port=port,

@@ -12,13 +12,7 @@ from services.launcher.commands.options import NatsUrl, StateDir, fail, find_nat
 
 Format = Literal["table", "csv", "jsonl"]
 By = Literal["day", "month", "total"]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        rich_help_panel="Observe it",
-        epilog="""[bold]Examples[/]
+EPILOG = """[bold]Examples[/]
 
 [cyan]baton usage[/]   this month, per key and model
 
@@ -35,7 +29,14 @@ def add_to(app: typer.Typer) -> None:
 [cyan]engine[/]   estimated engine time of prompts and completions, from learned speeds: GPU time on one GPU
 
 A key is shown by its name in the key file, or the beginning of its digest. Requests count on the day when they
-end, a few seconds later. Budgets per month: docs/keys.md.""",
+end, a few seconds later. Budgets per month: docs/keys.md."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        rich_help_panel="Observe it",
+        epilog=EPILOG,
     )(usage)
 
 

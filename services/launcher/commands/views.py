@@ -28,41 +28,27 @@ from shared.contracts.control import ServicePhase
 
 HEALTH_S = 5.0
 OBSERVE = "Observe it"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands. Their implementations are imported when they run, so that ``baton --help`` is quick."""
-    app.command(
-        rich_help_panel=OBSERVE,
-        epilog="""[bold]Columns[/]
+EPILOGS = {
+    "workers": """[bold]Columns[/]
 
 [cyan]phase[/]   starting (loading its model), probing (testing KV exchange), ready, draining, gone, lost
 
 [cyan]running, waiting[/]   requests in the engine's batch, and in its queue
 
 [cyan]KV used[/]   used share of the engine's KV cache""",
-    )(workers)
-    app.command(
-        rich_help_panel=OBSERVE,
-        epilog="""[bold]Keys[/]
+    "top": """[bold]Keys[/]
 
 [cyan]q[/] quits, [cyan]j[/] and [cyan]k[/] scroll the workers
 
 In a pipe, or with --once, it prints a single frame.""",
-    )(top)
-    app.command(
-        rich_help_panel=OBSERVE,
-        epilog="""[bold]Examples[/]
+    "explain": """[bold]Examples[/]
 
 [cyan]baton explain[/]   the newest decision of the running system
 
 [cyan]baton explain router-3f2a91bc-d17[/]   the decision that the response header x-baton-decision names
 
 [cyan]baton explain --request my-request --url http://gpu-host:8000 --json[/]   another system, as JSON""",
-    )(explain)
-    app.command(
-        rich_help_panel=OBSERVE,
-        epilog="""[bold]Examples[/]
+    "report": """[bold]Examples[/]
 
 [cyan]baton report[/]   all models of the running system
 
@@ -70,10 +56,7 @@ In a pipe, or with --once, it prints a single frame.""",
 
 Aggregated latencies are measured when at least 20 requests of a length were served aggregated, for
 example with the header x-baton-mode: aggregated. Otherwise they are estimated from engine step times.""",
-    )(report)
-    app.command(
-        rich_help_panel=OBSERVE,
-        epilog="""[bold]Examples[/]
+    "plan": """[bold]Examples[/]
 
 [cyan]baton plan[/]   the plan of the running system
 
@@ -83,13 +66,16 @@ example with the header x-baton-mode: aggregated. Otherwise they are estimated f
 
 ORCHESTRATOR_PLANNER_TTFT_S and ORCHESTRATOR_PLANNER_ITL_S set the targets. With ORCHESTRATOR_SCALER=webhook
 the planner requests workers from the service at ORCHESTRATOR_SCALER_URL.""",
-    )(plan)
-    app.command(
-        rich_help_panel=OBSERVE,
-        epilog="""[bold]Example[/]
+    "health": """[bold]Example[/]
 
 [cyan]baton health router[/]   in a container's HEALTHCHECK: prints healthy or unhealthy""",
-    )(health)
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands. Their implementations are imported when they run, so that ``baton --help`` is quick."""
+    for command in (workers, top, explain, report, plan, health):
+        app.command(rich_help_panel=OBSERVE, epilog=EPILOGS[command.__name__])(command)
 
 
 def workers(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = False) -> None:

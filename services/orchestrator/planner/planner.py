@@ -126,13 +126,16 @@ class Planner:
         if decision.action is PlanAction.CHANGE_ROLE and not done:
             restraint.refusing[decision.worker_id] = now + self._rules.refused_s
         if decision.action is PlanAction.SCALE:
-            for_more = decision.change > 0
-            times = restraint.refused.get(for_more, Refusals()).times
-            pause_s = min(self._rules.refused_s * 2.0**times, REFUSED_S_MAX)
-            restraint.refused[for_more] = Refusals() if done else Refusals(times + 1, now + pause_s)
-            if not done:
-                restraint.expected.clear()
+            self._note_scaling(restraint, now, for_more=decision.change > 0, done=done)
         return self.log.set_outcome(decision.number, outcome) or decision
+
+    def _note_scaling(self, restraint: Restraint, now: float, *, for_more: bool, done: bool) -> None:
+        """After each refusal in a row the next request waits twice as long."""
+        times = restraint.refused.get(for_more, Refusals()).times
+        pause_s = min(self._rules.refused_s * 2.0**times, REFUSED_S_MAX)
+        restraint.refused[for_more] = Refusals() if done else Refusals(times + 1, now + pause_s)
+        if not done:
+            restraint.expected.clear()
 
     def advised(self, decision: PlanDecision, now: float) -> PlanDecision:
         """The change is advice only, repeated after the cool-down. Returns the decision with its outcome."""

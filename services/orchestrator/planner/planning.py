@@ -204,16 +204,20 @@ class WebhookScaler:
                 reply = await client.post(
                     self._url, content=msgspec.json.encode(order), headers={"content-type": "application/json"}
                 )
-            if not reply.is_success:
-                text = reply.text[:REFUSAL_CHARS_MAX]
-                return FleetScaled(refusal=f"{self._url} replies {reply.status_code}: {text}".rstrip(": "))
-            if not reply.content.strip():
-                return FleetScaled(change=order.change)
-            return msgspec.json.decode(reply.content, type=FleetScaled)
+            return self._read(reply, order)
         except httpx.HTTPError as error:
             return FleetScaled(refusal=f"{self._url} cannot be reached: {error or type(error).__name__}")
         except msgspec.DecodeError as error:
             return FleetScaled(refusal=f"{self._url} replies with what is no FleetScaled: {error}")
+
+    def _read(self, reply: httpx.Response, order: ScaleFleet) -> FleetScaled:
+        """Raises msgspec.DecodeError."""
+        if not reply.is_success:
+            text = reply.text[:REFUSAL_CHARS_MAX]
+            return FleetScaled(refusal=f"{self._url} replies {reply.status_code}: {text}".rstrip(": "))
+        if not reply.content.strip():
+            return FleetScaled(change=order.change)
+        return msgspec.json.decode(reply.content, type=FleetScaled)
 
 
 class AdviceScaler:

@@ -137,12 +137,13 @@ class Edge(HttpEdge[HttpRequest]):
         if body_bytes <= bytes_max:
             if self.upload_totals.bytes_held <= self._settings.bodies_bytes_max:
                 return False
-            self._refuse(http_request, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
-            http_request.upload.over()
-            return True
+            return self._drop_body(http_request, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
         discarded = 0 <= http_request.head.length <= UPLOAD_DISCARDED_FACTOR * bytes_max
         message = f"The body is larger than {bytes_max} bytes."
-        self._refuse(http_request, failed(Reason.TOO_LARGE, message, closes=not discarded))
+        return self._drop_body(http_request, failed(Reason.TOO_LARGE, message, closes=not discarded))
+
+    def _drop_body(self, http_request: HttpRequest, why: HttpError) -> bool:
+        self._refuse(http_request, why)
         http_request.upload.over()
         return True
 

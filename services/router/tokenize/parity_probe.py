@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 from services.router.placement.request_fields import RequestFacts, read_request
 from services.router.state.fleet import Fleet
 from services.router.tokenize.parity import NEVER, Parity, ParityBook, difference, probes
 from services.router.tokenize.segments import Prompt
-from services.router.tokenize.tokenizer import PromptTokenizer
+from services.router.tokenize.tokenizer import Lora, PromptTokenizer
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENS
-from shared.contracts.control import AskTokens, TokensFound
+from shared.contracts.control import AskTokens, ProbePrompt, TokensFound
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
@@ -122,6 +123,12 @@ class ParityWatch:
             return Parity.UNKNOWN, str(error)
         if found.epoch != record.epoch:
             return Parity.UNKNOWN, "another epoch of the worker replied"
+        return await self._compare_prompts(tokenizer, asked, found, loras)
+
+    async def _compare_prompts(
+        self, tokenizer: PromptTokenizer, asked: list[ProbePrompt], found: TokensFound, loras: Mapping[str, Lora]
+    ) -> tuple[Parity, str]:
+        """Up to the first one that differs."""
         compared = 0
         for number, (probe, theirs) in enumerate(zip(asked, found.prompts, strict=False), 1):
             facts = read_request(probe.path, probe.body)

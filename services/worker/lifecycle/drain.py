@@ -149,19 +149,25 @@ class Drain:
         if self._exchange is not None:
             await self._exchange.release_all()
         await self._report(
-            WorkerDrained(
-                worker_id=self._record().worker_id,
-                epoch=self._record().epoch,
-                seconds=clock.now() - deadline.since,
-                legs=legs,
-                legs_cut=legs_cut,
-                prefixes=copied.prefixes,
-                prefixes_left=copied.prefixes_left,
-                blocks=copied.blocks,
-                bytes=copied.bytes,
-                evacuation_s=copied.seconds,
-                ordered=plan.ordered,
-            )
+            self._drained(plan, copied, legs=legs, legs_cut=legs_cut, seconds=clock.now() - deadline.since)
+        )
+
+    def _drained(
+        self, plan: DrainPlan, copied: CopyTotals, *, legs: int, legs_cut: int, seconds: float
+    ) -> WorkerDrained:
+        """What the drain has done."""
+        return WorkerDrained(
+            worker_id=self._record().worker_id,
+            epoch=self._record().epoch,
+            seconds=seconds,
+            legs=legs,
+            legs_cut=legs_cut,
+            prefixes=copied.prefixes,
+            prefixes_left=copied.prefixes_left,
+            blocks=copied.blocks,
+            bytes=copied.bytes,
+            evacuation_s=copied.seconds,
+            ordered=plan.ordered,
         )
 
     async def flush_frames(self) -> None:

@@ -236,11 +236,7 @@ def caught_up(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job
             raise ApiError("The completion already fills the model's context")
         choice.token_ids = list(tokens)
         return job
-    for token in tokens:
-        if choice.has_ended():
-            break
-        reason = job.params.ending(token, len(choice.token_ids) + 1, tokenizer.model.eos)
-        choice.add(token, tokenizer.texts.get(token, ""), reason)
+    _replay(job, tokens, tokenizer)
     record.completion_tokens += len(choice.token_ids)
     if choice.has_ended():
         record.prompt_tokens += len(choice.prompt)
@@ -252,3 +248,13 @@ def caught_up(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job
         min_tokens=max(0, job.params.min_tokens - len(tokens)),
     )
     return replace(job, params=params)
+
+
+def _replay(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> None:
+    """Up to the end of the completion, if the tokens contain it."""
+    choice = job.choices[0]
+    for token in tokens:
+        if choice.has_ended():
+            break
+        reason = job.params.ending(token, len(choice.token_ids) + 1, tokenizer.model.eos)
+        choice.add(token, tokenizer.texts.get(token, ""), reason)

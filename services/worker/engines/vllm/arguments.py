@@ -39,6 +39,21 @@ def arguments(
     media_hosts: frozenset[str] = frozenset(),
 ) -> list[str]:
     """The arguments of ``vllm serve``. The operator's own come last and override the others."""
+    chosen = _chosen(settings, model, on_cpu=on_cpu, events=events, otlp_endpoint=otlp_endpoint)
+    flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
+    flags += ["--enable-logging-iteration-details"]  # Measured, not logged.
+    flags += ["--enforce-eager"] if on_cpu else []
+    flags += ["--enable-lora"] if settings.lora_dir or settings.lora_adapters else []
+    typed = [part for name, value in chosen.items() if value for part in (name, value)]
+    hosts = ["--allowed-media-domains", *(sorted(media_hosts) or [NO_MEDIA_HOST])]
+    names = ["--served-model-name", *settings.model_names]
+    return [*typed, *names, *hosts, *flags, *shlex.split(settings.engine_args)]
+
+
+def _chosen(
+    settings: Settings, model: str, *, on_cpu: bool, events: tuple[str, str], otlp_endpoint: str
+) -> dict[str, str]:
+    """Options with a value; those with an empty one are left out."""
     events_endpoint, replay_endpoint = events
     chosen = {
         "--model": model,
@@ -65,14 +80,7 @@ def arguments(
         own = "services.worker.engines.vllm.engine_process.CpuExecutor"
         chosen["--distributed-executor-backend"] = own if ranks == 1 else "mp"
         chosen["--dtype"] = "float32"
-    flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
-    flags += ["--enable-logging-iteration-details"]  # Measured, not logged.
-    flags += ["--enforce-eager"] if on_cpu else []
-    flags += ["--enable-lora"] if settings.lora_dir or settings.lora_adapters else []
-    typed = [part for name, value in chosen.items() if value for part in (name, value)]
-    hosts = ["--allowed-media-domains", *(sorted(media_hosts) or [NO_MEDIA_HOST])]
-    names = ["--served-model-name", *settings.model_names]
-    return [*typed, *names, *hosts, *flags, *shlex.split(settings.engine_args)]
+    return chosen
 
 
 def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:

@@ -19,7 +19,15 @@ PORT_ATTEMPTS_MAX = 32
 def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
     """Set defaults for what vLLM reads at import. The operator's values stay."""
     os.environ[PARENT_PID] = str(os.getpid())
-    defaults = {
+    defaults = _defaults(kv_host)
+    if model_is_local:
+        defaults["HF_HUB_OFFLINE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _defaults(kv_host: str) -> dict[str, str]:
+    return {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # Full block hashes in KV events: their first 8 bytes go on the wire, and routers compute those too.
@@ -43,10 +51,6 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
         # Allocates tensors in large pages: another process reads KV from them twice as fast.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
-    if model_is_local:
-        defaults["HF_HUB_OFFLINE"] = "1"
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 def free_port(host: str) -> int:
