@@ -286,4 +286,5 @@ def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
         host=socket.gethostname(),
         pid=os.getpid(),
         wire_version=WIRE_VERSION,
+        ranks=settings.tensor_parallel_size,
     )

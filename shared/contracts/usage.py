@@ -41,7 +41,7 @@ class UsageCounts(PackedMessage, frozen=True, kw_only=True):
     """Found in the cache of the worker that computed the prompt."""
     completion_tokens: int = 0
     prefill_s: float = 0.0
-    """Estimated time that engines spent on the prompts, by their learned speeds."""
+    """Estimated time that engines spent on the prompts, by their learned speeds, times their ranks: GPU seconds."""
     decode_s: float = 0.0
     """The same for the completions: of each decode step the request's share."""
 

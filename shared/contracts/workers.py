@@ -151,6 +151,8 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     """Those of ``engine_paths.SERVED`` that its engine serves; empty: not known."""
     kv_reads: list[KvReadSpeed] = msgspec.field(default_factory=list)
     """Speeds of reads in KV self-tests, one for each source, at most ``KV_SPEEDS_MAX``."""
+    ranks: int = 1
+    """Tensor parallel ranks of its engine: GPUs, where it has some."""
 
     @property
     def model(self) -> str:

@@ -26,7 +26,7 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]prompt, cached, output[/]   prompt tokens, the share of them that was cached, generated tokens
 
-[cyan]engine[/]   estimated engine time of prompts and completions, from learned speeds: GPU time on one GPU
+[cyan]engine[/]   engine time, on GPUs GPU time, of prompts and completions: an estimate from learned speeds
 
 A key is shown by its name in the key file, or the beginning of its digest. Requests count on the day when they
 end, a few seconds later. Budgets per month: docs/keys.md."""

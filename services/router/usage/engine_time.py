@@ -11,6 +11,9 @@ from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import WorkerView
 from shared.contracts.inference import RequestFinished
 
+RANKS_MAX = 1024
+"""Of an engine, whatever a faulty worker says."""
+
 
 class UsedTokens(NamedTuple):
     """Of one finished request."""
@@ -24,8 +27,9 @@ class UsedTokens(NamedTuple):
 def engine_seconds(
     cluster: ClusterView, placement: Placement, finished: RequestFinished, used: UsedTokens
 ) -> tuple[float, float]:
-    """Prefill and decode. Of a decode step, whose fixed cost all requests of the batch share, the request's share in
-    the batch at its end; 0.0 for a worker that is gone. The prefill gives each completion its first token.
+    """Prefill and decode, each times the engine's ranks. Of a decode step, whose fixed cost all requests of the batch
+    share, the request's share in the batch at its end; 0.0 for a worker that is gone. The prefill gives each completion
+    its first token.
     """
     computing = placement.prefill or placement.decode
     elsewhere = finished.received_tokens if placement.prefill is None else -1
@@ -33,10 +37,15 @@ def engine_seconds(
     computed = max(0, used.prompt - used.cached - fetched)
     n = _numbers(cluster, placement.decode)
     first = n if computing is placement.decode else _numbers(cluster, computing)
-    prefill_s = _prefill_s(first, computed, used.prompt - computed)
+    ranks = _ranks(placement.decode)
+    prefill_s = _prefill_s(first, computed, used.prompt - computed) * _ranks(computing)
     again = max(0, finished.recomputed_tokens) + max(0, finished.reprefilled_tokens)
-    prefill_s += _prefill_s(n, again, max(0, used.prompt - again))
-    return prefill_s, _decode_s(n, used)
+    prefill_s += _prefill_s(n, again, max(0, used.prompt - again)) * ranks
+    return prefill_s, _decode_s(n, used) * ranks
+
+
+def _ranks(view: WorkerView) -> int:
+    return max(1, min(view.record.ranks, RANKS_MAX))
 
 
 def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:

@@ -77,6 +77,7 @@ class FakeWorker:
         paths: tuple[str, ...] = (),
         models: tuple[str, ...] = ("m",),
         adapters: tuple[LoraAdapter, ...] = (),
+        ranks: int = 1,
     ) -> None:
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
@@ -89,6 +90,7 @@ class FakeWorker:
         self.paths = paths
         self.models = models
         self.adapters = adapters
+        self.ranks = ranks
         self.rendered: list[RenderPrompt] = []
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
@@ -105,7 +107,7 @@ class FakeWorker:
     def record(self, phase: WorkerPhase = WorkerPhase.READY) -> WorkerRecord:
         of_it = {"connector": self.connector, "revision": self.revision}
         made = record(self.worker_id, phase, self.epoch, self.role, self.models, adapters=self.adapters, **of_it)
-        return msgspec.structs.replace(made, renders=self.render is not None, paths=list(self.paths))
+        return msgspec.structs.replace(made, renders=self.render is not None, paths=list(self.paths), ranks=self.ranks)
 
     async def join(self) -> None:
         """Subscribe, then register."""

@@ -49,7 +49,8 @@ class Collector:
         return [one for report in self.reports for one in report.rows]
 
 
-def test_a_served_request_is_counted_for_its_key_and_model():
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_served_request_is_counted_for_its_key_and_model(ranks):
     def counted(_worker, _start, frames) -> None:
         frames.head(200, "application/json")
         frames.data(b"{}")
@@ -58,7 +59,7 @@ def test_a_served_request_is_counted_for_its_key_and_model():
     async def scenario(world: World) -> None:
         collector = Collector()
         await collector.open(world)
-        await world.worker("w1", script=counted)
+        await world.worker("w1", script=counted, ranks=ranks)
 
         assert (await world.ask(PROMPT, x_api_key="k")).status == 200
         await asyncio.sleep(REPORT_S + 0.5)
@@ -69,8 +70,8 @@ def test_a_served_request_is_counted_for_its_key_and_model():
         assert (counts.requests, counts.failed, counts.cancelled) == (1, 0, 0)
         assert (counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens) == (1000, 200, 100)
         # The speeds that are assumed of an engine before it is measured: 800 tokens at 4,000/s, 99 steps of 15 ms.
-        assert counts.prefill_s == pytest.approx(0.2, rel=0.2)
-        assert counts.decode_s == pytest.approx(1.5, rel=0.2)
+        assert counts.prefill_s == pytest.approx(ranks * 0.2, rel=0.2)
+        assert counts.decode_s == pytest.approx(ranks * 1.5, rel=0.2)
 
     in_world(scenario, keys=KEYS)
 
