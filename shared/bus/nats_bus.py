@@ -16,7 +16,6 @@ from weakref import WeakSet
 import msgspec
 import nats.errors
 
-from shared.bus.connection import Connection
 from shared.bus.jetstream import BucketStream
 from shared.bus.nats_client import DirectClient
 from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
@@ -29,6 +28,7 @@ from shared.bus.port import (
     AskTimedOut,
     BusCounts,
     BusDown,
+    Connection,
     Envelope,
     Handler,
     KeyValueStore,

@@ -18,6 +18,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -29,6 +30,7 @@ from shared.contracts.failures import Failure
 
 M = TypeVar("M", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
+log = logging.getLogger("baton.bus")
 
 
 class BusError(Exception):
@@ -229,3 +231,35 @@ class Bus(Protocol):
 
 
 ASKS_AT_ONCE_MAX = 64
+
+
+class Connection:
+    """What every implementation of the bus shares. Handlers are called in the order of their registration; ``failed``
+    carries the exception that ended the bus.
+    """
+
+    def __init__(self) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.unreachable: list[Callable[[str], None]] = []
+        self.disconnected: list[Callable[[], None]] = []
+        self.reconnected: list[Callable[[], None]] = []
+
+    def on_unreachable(self, handler: Callable[[str], None]) -> None:
+        self.unreachable.append(handler)
+
+    def on_disconnect(self, handler: Callable[[], None]) -> None:
+        self.disconnected.append(handler)
+
+    def on_reconnect(self, handler: Callable[[], None]) -> None:
+        self.reconnected.append(handler)
+
+    def fail(self, why: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(why)
+            self.failed.exception()  # Marks it as retrieved: asyncio warns about unread exceptions.
+
+    def end_with(self, task: asyncio.Task[None]) -> None:
+        bug = None if task.cancelled() else task.exception()
+        if bug is not None:
+            log.error("the task %s raised: the bus ends", task.get_name(), exc_info=bug)
+            self.fail(bug)

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared.bus.connection import Connection
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
     AskTimedOut,
     BusCounts,
     BusDown,
+    Connection,
     Envelope,
     Handler,
     KeyValueStore,

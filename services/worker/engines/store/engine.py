@@ -30,11 +30,10 @@ from services.worker.engines.port import (
     TokenizerFiles,
 )
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.store.file_jobs import FileJobs
 from services.worker.engines.store.file_tier import FileTier
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
-from services.worker.engines.store.memory import Arena, MoverOf, Storage, mover_of
+from services.worker.engines.store.memory import Arena, FileJobs, MoverOf, Storage, mover_of
 from services.worker.engines.store.partner import Partner, find_partner, wait_until_orphaned
 from services.worker.engines.store.records import BlockShape
 from services.worker.engines.store.tiers import Tiers

@@ -7,7 +7,7 @@ core.wakes_at()                                   # when to call advance again; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -15,16 +15,20 @@ from connector.messages import EngineCall, EngineNotification, Results
 from services.worker.engines.simulated.core.batch import Batch, Plan
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.exchange import Exchange
-from services.worker.engines.simulated.core.measures import Measures
 from services.worker.engines.simulated.core.sequence import ABORT, RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.core.tokens import BlockHasher, TokenSampler, block_content, root_content
+from services.worker.telemetry.step_totals import StepTotalsCounter
 from shared.contracts.load import StepTotals
 
 CATCH_UP_S_MAX = 0.02
 """If ``advance`` is called late by less than this, the next step counts as begun on time, so that the engine keeps its
 speed.
 """
+SPEED_MEMORY = 0.9
+"""Weight of the old value when a step adds a sample of a speed."""
+PREFILL_SAMPLE_TOKENS_MIN = 32
+"""Shorter prefills are not sampled: their time is mostly the fixed cost of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +225,41 @@ class EngineCore:
                 self.exchange.finished(sequence, offers=sequence.params.order.offer)
                 self.batch.remove(sequence)
         return wanted
+
+
+@dataclass(slots=True)
+class Measures:
+    """Totals since the engine's start, and two recent speeds."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    received_tokens: int = 0
+    received_bytes: int = 0
+    received_s: float = 0.0
+    generated_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_s_per_token: float = 0.0
+    steps: StepTotalsCounter = field(default_factory=StepTotalsCounter)
+
+    def prompt_finished(self, sequence: Sequence) -> None:
+        """Count the prompt of ``sequence``, which has its first token."""
+        stats = sequence.stats
+        self.prompt_tokens += sequence.prompt_tokens
+        self.cached_tokens += stats.cached_tokens
+        self.received_tokens += stats.received_tokens
+        self.received_bytes += stats.received_bytes
+        self.received_s += stats.received_s
+        self.computed_tokens += sequence.prompt_tokens - stats.cached_tokens - stats.received_tokens
+
+    def step_finished(self, step: StepTotals) -> None:
+        """Add the totals of one step."""
+        self.steps.add(step)
+        if step.prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and step.seconds:
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, step.prefill_tokens / step.seconds)
+        if step.decode_steps:
+            self.decode_s_per_token = _blend(self.decode_s_per_token, step.seconds)
+
+
+def _blend(old: float, sample: float) -> float:
+    return SPEED_MEMORY * old + (1 - SPEED_MEMORY) * sample if old else sample
