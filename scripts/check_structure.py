@@ -45,7 +45,7 @@ PURE = {
     ),
     "services.router.telemetry": "outcome trace_sampling ttft",
     "services.router.tokenize": "block_hash parity",
-    "services.router.usage": "tally",
+    "services.router.usage": "unstored",
     "services.worker.engines": "store",
     "services.worker.engines.simulated.core": "*",
     "services.worker.engines.store": "file_tier kv_exchange records tiers",

@@ -116,7 +116,7 @@ class Router:
         metrics = RequestMetrics(self.registry, tracing.counts)
         self.request_log = RequestLog(router_id, tracing, metrics, log_requests=settings.log_requests)
         self.usage = UsageLog(router_id, bus, clock, fleet.cluster)
-        self.budgets = Budgets(bus, clock, self.usage.tally)
+        self.budgets = Budgets(bus, clock, self.usage.unstored)
         policy = request_policy(settings)
         self.relay = self._make_relay(policy, tracing)
         self.authenticator = Authenticator(settings, clock.now, self.budgets)

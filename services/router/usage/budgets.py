@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 from services.router.auth.api_keys import Key
 from services.router.auth.client import ApiClient
-from services.router.usage.tally import Spender, UsageTally
+from services.router.usage.unstored import Spender, UnstoredUsage
 from shared.bus.port import Bus, BusError, StoredValue
 from shared.contracts.channels import USAGE
 from shared.contracts.usage import UsageMonth
@@ -34,10 +34,10 @@ NO_RETRY = (b"x-should-retry", b"false")
 class Budgets:
     """The month's spending of keys with a budget. ``follow`` keeps it current, once a key has one."""
 
-    def __init__(self, bus: Bus, clock: Clock, tally: UsageTally) -> None:
+    def __init__(self, bus: Bus, clock: Clock, unstored: UnstoredUsage) -> None:
         self._bus = bus
         self._clock = clock
-        self._tally = tally
+        self._unstored = unstored
         self._wanted = asyncio.Event()
         self._unread_since = clock.now()
         self._is_read = False
@@ -62,7 +62,7 @@ class Budgets:
             return None
         today = datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC)
         spender = Spender(f"{today:%Y-%m}", key.tenant, key.label)
-        used = self._spent.get(spender, 0) + self._tally.unstored(spender) + client.charged_tokens
+        used = self._spent.get(spender, 0) + self._unstored.tokens_of(spender) + client.charged_tokens
         return over_budget(key, used, today) if used >= key.monthly_tokens else None
 
     @property

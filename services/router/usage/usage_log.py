@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from services.router.relay.request_context import RequestContext
 from services.router.state.cluster_view import ClusterView
 from services.router.usage.engine_time import UsedTokens, engine_seconds
-from services.router.usage.tally import Place, UsageTally
+from services.router.usage.unstored import Place, UnstoredUsage
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import REPORT_USAGE
 from shared.contracts.ids import RouterId
@@ -40,7 +40,7 @@ class UsageLog:
         self._bus = bus
         self._clock = clock
         self._cluster = cluster
-        self.tally = UsageTally()
+        self.unstored = UnstoredUsage()
         self._today = (-1, "")
         """Days since 1970, and the same as a date."""
         self.unstored_since: float | None = None
@@ -51,9 +51,9 @@ class UsageLog:
         """What an operator must correct; empty when there is nothing."""
         if self.unstored_since is None or self._clock.now() - self.unstored_since < UNSTORED_S_MAX:
             return ""
-        if self.tally.uncounted:
-            return f"no metrics collector stores usage: {self.tally.uncounted} requests are not counted"
-        if self.tally.counts_for_budgets:
+        if self.unstored.uncounted:
+            return f"no metrics collector stores usage: {self.unstored.uncounted} requests are not counted"
+        if self.unstored.counts_for_budgets:
             return "no metrics collector stores usage: other routers do not see it for the budgets of API keys"
         return ""
 
@@ -61,7 +61,7 @@ class UsageLog:
         """A request has ended and has used so many prompt and completion tokens."""
         key = context.http_request.head.client.key
         place = Place(self._day(), key.tenant, key.label, self._model(context)[:NAME_CHARS_MAX])
-        self.tally.add(place, self._counts(context, finished, used), key.monthly_tokens)
+        self.unstored.add(place, self._counts(context, finished, used), key.monthly_tokens)
 
     def _day(self) -> str:
         number = self._clock.wall_ms() // DAY_MS
@@ -104,8 +104,8 @@ class UsageLog:
 
     async def report_now(self) -> None:
         """Report what is not stored yet; what cannot be stored now stays for the next time."""
-        while self.tally.next_report():
-            report = ReportUsage(router_id=self._router_id, number=self.tally.number, rows=self.tally.report)
+        while self.unstored.next_report():
+            report = ReportUsage(router_id=self._router_id, number=self.unstored.number, rows=self.unstored.report)
             try:
                 await self._bus.ask(REPORT_USAGE, report, timeout_s=STORE_S_MAX)
             except BusError as error:
@@ -113,7 +113,7 @@ class UsageLog:
                     self.unstored_since = self._clock.now()
                 log.debug("usage was not stored, trying again: %s", error)
                 return
-            self.tally.stored(report.number)
+            self.unstored.stored(report.number)
             self.unstored_since = None
 
     async def close(self) -> None:

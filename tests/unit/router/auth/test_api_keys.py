@@ -17,7 +17,7 @@ from services.router.auth.authenticator import Authenticator
 from services.router.placement.decision_log import DecisionFilter
 from services.router.settings import Settings, keyring_of, salt_secret_of
 from services.router.usage.budgets import Budgets
-from services.router.usage.tally import UsageTally
+from services.router.usage.unstored import UnstoredUsage
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock
 from shared.runtime.followed_file import FollowedFile, state_of
@@ -47,7 +47,7 @@ SALTS = salt_secret_of(Settings(keys=KEYS), keyring_of(Settings(keys=KEYS)))
 
 
 def budgets() -> Budgets:
-    return Budgets(MemoryBus(MemoryHub()), SystemClock(), UsageTally())
+    return Budgets(MemoryBus(MemoryHub()), SystemClock(), UnstoredUsage())
 
 
 def bearer(key: str) -> dict[str, str]:

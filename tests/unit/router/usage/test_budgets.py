@@ -11,7 +11,7 @@ import pytest
 from services.collector.usage.ledger_store import LedgerStore
 from services.router.settings import Settings, keyring_of
 from services.router.usage.budgets import UNREAD_S_MAX, Budgets
-from services.router.usage.tally import UsageTally
+from services.router.usage.unstored import UnstoredUsage
 from services.router.usage.usage_log import REPORT_S, UNSTORED_S_MAX
 from shared.bus.port import BusDown
 from shared.contracts.channels import USAGE
@@ -113,7 +113,7 @@ def test_another_router_counts_what_is_in_the_ledger():
         assert await ask(world) == 200
         await asyncio.sleep(2 * REPORT_S)
 
-        other = Budgets(MemoryBus(world.hub), LoopClock(), UsageTally())
+        other = Budgets(MemoryBus(world.hub), LoopClock(), UnstoredUsage())
         (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
         other.keys_changed([client.key])
         assert other.refusal(client) is None
@@ -148,7 +148,7 @@ class WithoutLedger(MemoryBus):
 def test_a_router_that_cannot_read_the_ledger_serves_and_says_so():
     async def scenario(world: World) -> None:
         (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
-        budgets = Budgets(WithoutLedger(world.hub), LoopClock(), UsageTally())
+        budgets = Budgets(WithoutLedger(world.hub), LoopClock(), UnstoredUsage())
         following = asyncio.ensure_future(budgets.follow())
         await asyncio.sleep(2 * UNREAD_S_MAX)
         assert budgets.failure == ""  # No key has a budget.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from services.router.usage.tally import ROWS_MAX, Place, Spender, UsageTally
+from services.router.usage.unstored import ROWS_MAX, Place, Spender, UnstoredUsage
 from services.router.usage.usage_log import REPORT_S
 from shared.bus.port import AskRefused
 from shared.contracts.channels import REPORT_USAGE
@@ -24,9 +24,9 @@ NAMELESS = KEYS.replace('name = "ci"\n', "")
 PROMPT = {"model": "m", "prompt": [1, 2, 3, 4], "max_tokens": 3}
 
 
-def add(tally: UsageTally, key="k", prompt_tokens=10) -> None:
+def add(usage: UnstoredUsage, key="k", prompt_tokens=10) -> None:
     counts = UsageCounts(requests=1, prompt_tokens=prompt_tokens, prefill_s=0.5)
-    tally.add(Place("2026-11-23", "acme", key, "m"), counts, 100)
+    usage.add(Place("2026-11-23", "acme", key, "m"), counts, 100)
 
 
 @dataclass
@@ -174,31 +174,31 @@ def test_a_router_that_stops_reports_its_last_requests():
     assert [one.counts.requests for one in collector.rows()] == [1]
 
 
-def test_the_tally_is_bounded_and_counts_what_it_drops():
-    tally = UsageTally()
+def test_unstored_usage_is_bounded_and_counts_what_it_drops():
+    usage = UnstoredUsage()
     for number in range(ROWS_MAX + 5):
-        add(tally, f"k{number}")
-    add(tally, "k0")
+        add(usage, f"k{number}")
+    add(usage, "k0")
 
-    assert tally.uncounted == 5
-    assert tally.next_report()
-    assert len(tally.report) == ROWS_PER_REPORT_MAX
-    assert tally.report[0] == UsageRow(
+    assert usage.uncounted == 5
+    assert usage.next_report()
+    assert len(usage.report) == ROWS_PER_REPORT_MAX
+    assert usage.report[0] == UsageRow(
         day="2026-11-23", tenant="acme", key="k0", model="m", monthly_tokens=100,
         counts=UsageCounts(requests=2, prompt_tokens=20, prefill_s=1.0),
     )  # fmt: skip
 
 
 def test_what_is_not_stored_counts_until_its_own_report_is_stored():
-    tally, spender = UsageTally(), Spender("2026-11", "acme", "k")
-    add(tally)
-    tally.next_report()
-    add(tally, prompt_tokens=5)
+    usage, spender = UnstoredUsage(), Spender("2026-11", "acme", "k")
+    add(usage)
+    usage.next_report()
+    add(usage, prompt_tokens=5)
 
-    assert tally.unstored(spender) == 15
-    tally.stored(tally.number)
-    assert tally.unstored(spender) == 5
-    tally.next_report()
-    tally.stored(tally.number - 1)  # a late reply to the first
-    assert tally.unstored(spender) == 5
-    assert tally.unstored(Spender("2026-12", "acme", "k")) == 0
+    assert usage.tokens_of(spender) == 15
+    usage.stored(usage.number)
+    assert usage.tokens_of(spender) == 5
+    usage.next_report()
+    usage.stored(usage.number - 1)  # a late reply to the first
+    assert usage.tokens_of(spender) == 5
+    assert usage.tokens_of(Spender("2026-12", "acme", "k")) == 0

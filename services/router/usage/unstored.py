@@ -43,12 +43,12 @@ class _Sum:
         self.monthly_tokens = monthly_tokens
 
 
-class UsageTally:
+class UnstoredUsage:
     """Adds up what requests used, and hands it out in numbered reports. A report stays the same until it is stored."""
 
     def __init__(self) -> None:
         self._open: dict[Place, _Sum] = {}
-        self._unstored: Counter[Spender] = Counter()
+        self._tokens: Counter[Spender] = Counter()
         """Tokens."""
         self.number = 0
         """Of the present report."""
@@ -68,7 +68,7 @@ class UsageTally:
         else:
             self.uncounted += counts.requests
             return
-        self._unstored[Spender(place.day[:MONTH_CHARS], place.tenant, place.key)] += counts.tokens
+        self._tokens[Spender(place.day[:MONTH_CHARS], place.tenant, place.key)] += counts.tokens
 
     def next_report(self) -> bool:
         """Put together ``report``, unless there is one. False: there is nothing to report."""
@@ -84,9 +84,9 @@ class UsageTally:
             return
         for row in self.report:
             spender = Spender(row.month, row.tenant, row.key)
-            self._unstored[spender] -= row.counts.tokens
-            if self._unstored[spender] <= 0:
-                del self._unstored[spender]
+            self._tokens[spender] -= row.counts.tokens
+            if self._tokens[spender] <= 0:
+                del self._tokens[spender]
         self.report = []
 
     @property
@@ -94,9 +94,9 @@ class UsageTally:
         """Whether a key with a budget has used what is not stored."""
         return any(row.monthly_tokens for row in self.report) or any(one.monthly_tokens for one in self._open.values())
 
-    def unstored(self, spender: Spender) -> int:
+    def tokens_of(self, spender: Spender) -> int:
         """Tokens that the ledger does not have yet."""
-        return self._unstored.get(spender, 0)
+        return self._tokens.get(spender, 0)
 
 
 def _row(place: Place, known: _Sum) -> UsageRow:
