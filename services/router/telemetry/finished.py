@@ -131,12 +131,13 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
 
 
 def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -> int:
-    """Prompt tokens cached at the worker that computed the prompt; else as the decode worker knows them."""
+    """Prompt tokens cached at the worker that computed the prompt; as the decode worker knows them where the
+    prefill leg has not reported. A decode worker that had all of them, or gave up waiting, knows its own only.
+    """
     if prefill is not None:
         return prefill.cached_tokens
-    if mode is Mode.DISAGGREGATED and answering.kv is not None:
-        return answering.kv.prefill_cached_tokens
-    return answering.cached_tokens
+    told = answering.kv.prefill_cached_tokens if mode is Mode.DISAGGREGATED and answering.kv is not None else -1
+    return told if told >= 0 else answering.cached_tokens
 
 
 def kv_moves(prefill: LegReport | None, prefill_id: str, answering: LegReport, answering_id: str) -> list[KvMoved]:

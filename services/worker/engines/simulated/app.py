@@ -275,9 +275,14 @@ def _cached(record: LegRecord) -> int:
 
 
 def _cached_before(record: LegRecord) -> int:
-    """Cached tokens of the prefill worker: from its notification if this leg streamed its KV, else from the router."""
+    """Cached tokens of the prefill worker: from its notification if this leg streamed its KV, else from the router.
+    Where neither has told, this engine's own: it needed nothing of the prefill worker.
+    """
     reported = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
-    return reported if reported >= 0 else record.prefill_cached_tokens
+    if reported >= 0:
+        return reported
+    followed = record.order is not None and record.order.take is None
+    return record.cached_tokens if followed else record.prefill_cached_tokens
 
 
 def _start(status: int, content_type: str) -> AsgiMessage:
