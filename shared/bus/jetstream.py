@@ -32,6 +32,7 @@ DUPLICATE_WINDOW_S_MAX = 1.0
 NS = 1_000_000_000
 
 NO_STREAM = 10059
+NAME_IN_USE = 10058
 NO_MESSAGE = 10037
 WRONG_SEQUENCE = (10071, 10164)
 
@@ -172,9 +173,11 @@ class BucketStream:
         except NoBucket:
             log.info("making the bucket %s", self.bucket)
             made = await self._api("STREAM.CREATE", wanted, _Answer)
-            if made.error is not None:
+            if made.error is None:
+                return
+            if made.error.err_code != NAME_IN_USE:
                 raise self._failed(made.error) from None
-            return
+            present = (await self._info({})).config  # Another process has just made it, with other settings.
         if settings_of(present) == settings_of(wanted):
             return
         changed = await self._api("STREAM.UPDATE", wanted, _Answer)

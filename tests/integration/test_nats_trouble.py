@@ -7,9 +7,11 @@ import time
 
 import pytest
 
-from shared.bus.nats_bus import SEND_S_MAX, UNSENT_BYTES_MAX, connect_nats
+from shared.bus.jetstream import BucketStream
+from shared.bus.nats_bus import SEND_S_MAX, UNSENT_BYTES_MAX, NatsBus, connect_nats
 from shared.bus.port import AskTimedOut, BusDown
-from shared.contracts.channels import KV_EVENTS, TOKENS
+from shared.contracts.buckets import bucket_of
+from shared.contracts.channels import KV_EVENTS, LEADERSHIP, TOKENS
 from shared.contracts.control import AskTokens, ProbePrompt
 from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch
@@ -113,3 +115,26 @@ async def test_a_server_that_does_not_read_delays_neither_asks_nor_close(nats_se
 
     assert asked - began < SEND_S_MAX
     assert closed - asked < SEND_S_MAX
+
+
+class Overtaken:
+    """A connection. Before it makes a stream, somebody else makes it with other settings."""
+
+    def __init__(self, bus: NatsBus) -> None:
+        self._bus = bus
+
+    async def request(self, subject, payload, headers, timeout_s):
+        if "STREAM.CREATE" in subject:
+            await self._bus.make_bucket(LEADERSHIP, ttl_s=60.0)
+        return await self._bus.request(subject, payload, headers, timeout_s)
+
+
+async def test_of_two_that_make_a_bucket_at_once_the_later_one_decides_on_its_settings(tmp_path):
+    with NatsServer(tmp_path) as server:
+        bus = await connect_nats(server.url, name="test")
+        stream = BucketStream(Overtaken(bus), bucket_of(LEADERSHIP))
+
+        await stream.make(5.0)
+
+        assert (await stream.present()).ttl_s == 5.0
+        await bus.close()
