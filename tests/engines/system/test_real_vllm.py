@@ -101,7 +101,7 @@ def test_a_decode_worker_does_both_and_only_decodes_again_without_a_restart(syst
 
 
 def test_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: System, client: OpenAI):
-    prompts, before = prompts_with_shared_prefixes(20, shortest=100, count=8), system.fleet_metrics()
+    prompts, before = prompts_with_shared_prefixes(20, shortest=100, count=6), system.fleet_metrics()
     total = sum(map(len, prompts))
 
     apart = [send(client, prompt, "disaggregated") for prompt in prompts]
@@ -197,12 +197,12 @@ def the_trace_says_the_same(receiver: OtlpReceiver, trace_id: str, decision: dic
 
 
 def test_a_body_of_many_nats_messages_works(client: OpenAI):
-    prompt = random.Random(6).choices(range(1000, 3000), k=12_000)
+    prompt = random.Random(6).choices(range(1000, 3000), k=4_000)
     padding = {"metadata": {"note": "x" * 1_200_000}}
 
     apart = send(client, prompt, "disaggregated", max_tokens=4, extra_body=padding)
 
-    assert apart.usage.prompt_tokens == 12_000
+    assert apart.usage.prompt_tokens == 4_000
     assert len(apart.choices[0].token_ids) == 4
 
 
