@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from shared.bus.port import Bus, BusError
-from shared.contracts.channels import DEFAULT_MODE, LEADERSHIP, USAGE, WANTED_ADAPTERS, WORKER_RECORDS
+from shared.contracts.channels import DEFAULT_MODE, LEADERSHIP, RESPONSES, USAGE, WANTED_ADAPTERS, WORKER_RECORDS
+from shared.contracts.kept_responses import RESPONSES_BYTES_MAX, RESPONSES_S
 from shared.contracts.usage import LEDGER_BYTES_MAX, LEDGER_DAYS
 from shared.contracts.workers import WORKER_RECORD_TTL_S
 
@@ -16,19 +18,32 @@ CHECK_S = 5.0
 DAY_S = 86_400.0
 
 
-async def make_buckets(bus: Bus, lease_s: float, usage_days: int = LEDGER_DAYS) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFor:
+    """How long and how much the buckets keep that need files."""
+
+    usage_days: int = LEDGER_DAYS
+    responses_s: float = RESPONSES_S
+    responses_bytes_max: int = RESPONSES_BYTES_MAX
+    """0: there is no bucket for responses."""
+
+
+async def make_buckets(bus: Bus, lease_s: float, kept: KeptFor = KeptFor()) -> None:
     """Make those that are missing, and put right those that are not as they should be. Raises BusDown."""
     await bus.make_bucket(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     await bus.make_bucket(LEADERSHIP, ttl_s=lease_s)
     await bus.make_bucket(DEFAULT_MODE, ttl_s=None)
     await bus.make_bucket(WANTED_ADAPTERS, ttl_s=None)
-    try:
-        await bus.make_bucket(USAGE, ttl_s=usage_days * DAY_S, kept_bytes_max=LEDGER_BYTES_MAX)
-    except BusError as error:  # A disk may be too small for the ledger: requests are served without it.
-        log.info("the usage ledger cannot be kept, trying again: %s", error)
+    try:  # A disk may be too small for the next two: requests are served without them.
+        await bus.make_bucket(USAGE, ttl_s=kept.usage_days * DAY_S, kept_bytes_max=LEDGER_BYTES_MAX)
+        if kept.responses_bytes_max:
+            size = kept.responses_bytes_max
+            await bus.make_bucket(RESPONSES, ttl_s=kept.responses_s, kept_bytes_max=size, drops_oldest=True)
+    except BusError as error:
+        log.info("usage or responses cannot be kept, trying again: %s", error)
 
 
-async def keep_buckets(bus: Bus, lease_s: float, usage_days: int) -> None:
+async def keep_buckets(bus: Bus, lease_s: float, kept: KeptFor) -> None:
     """Make them again when NATS has lost them; until cancelled."""
     is_back = asyncio.Event()
     bus.on_reconnect(is_back.set)
@@ -40,6 +55,6 @@ async def keep_buckets(bus: Bus, lease_s: float, usage_days: int) -> None:
             pass
         is_back.clear()
         try:
-            await make_buckets(bus, lease_s, usage_days)
+            await make_buckets(bus, lease_s, kept)
         except BusError as error:
             log.info("cannot check the buckets, trying again: %s", error)

@@ -59,7 +59,7 @@ class Orchestrator:
         self._waits = waits or Waits(clock.now)
         self._fleet = Fleet(Limits())
         self._candidate = Candidate(ROLE, name, settings.lease_s)
-        self._usage_days = settings.usage_days
+        self._kept = settings.kept_for()
         self._planning = Planning(bus, clock, settings, rules or settings.rules(), leading=lambda: self.leading)
         self._adapters = AdapterOrders(bus, clock, lambda: self.describe().workers, leading=lambda: self.leading)
         self._sleeping = Sleeping(
@@ -99,7 +99,7 @@ class Orchestrator:
             await self._bus.subscribe(FLEET_STATE, self._state_published)
             await self._planning.listen()
             await self._sleeping.listen()
-            buckets = keep_buckets(self._bus, self._candidate.lease_s, self._usage_days)
+            buckets = keep_buckets(self._bus, self._candidate.lease_s, self._kept)
             keeping = tasks.create_task(buckets, name="keep-buckets")
             following = tasks.create_task(self._follow(records.watch()), name="follow-records")
             await unless(stopping, self._waits.until(REGISTRY, self._fleet_known.wait))
@@ -118,7 +118,7 @@ class Orchestrator:
 
     async def _open_stores(self) -> tuple[KeyValueStore[WorkerRecord], KeyValueStore[Leadership]]:
         bus, until = self._bus, self._waits.until
-        await until(REGISTRY, lambda: make_buckets(bus, self._candidate.lease_s, self._usage_days))
+        await until(REGISTRY, lambda: make_buckets(bus, self._candidate.lease_s, self._kept))
         return (
             await until(REGISTRY, lambda: bus.key_value_store(WORKER_RECORDS)),
             await until(LEADER_ENTRY, lambda: bus.key_value_store(LEADERSHIP)),

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from services.orchestrator.buckets import KeptFor
 from services.orchestrator.planner.rules import Rules, read_models
 from services.orchestrator.sleeper import SleepPolicy, read_after
 from shared.contracts.control import LEADERSHIP_TTL_S
+from shared.contracts.kept_responses import RESPONSES_BYTES_MAX, RESPONSES_S
 from shared.contracts.usage import LEDGER_DAYS
 
 
@@ -22,6 +24,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     usage_days: Annotated[int, msgspec.Meta(ge=62)] = LEDGER_DAYS
     """Days that the usage ledger (`baton usage`) keeps a month after its last request. The same for all orchestrators.
     """
+    responses_s: Annotated[float, msgspec.Meta(ge=60.0)] = RESPONSES_S
+    """How long a response that routers keep (ROUTER_RESPONSE_BYTES_MAX) can be asked for. The same for all
+    orchestrators.
+    """
+    responses_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = RESPONSES_BYTES_MAX
+    """All of them together, compressed, in NATS's files; beyond, the oldest go first. 0: none are kept."""
     planner: Literal["off", "advise", "act"] = "advise"
     """Whether the leader publishes how many workers of which role it wants, and whether it changes the fleet."""
     planner_ttft_s: float = Rules().ttft_s
@@ -80,6 +88,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             models=read_models(self.planner_models),
         )
         return rules.with_times(self.planner_time_scale)
+
+    def kept_for(self) -> KeptFor:
+        """How long and how much the buckets keep."""
+        return KeptFor(
+            usage_days=self.usage_days,
+            responses_s=self.responses_s,
+            responses_bytes_max=self.responses_bytes_max,
+        )
 
     def sleep_policy(self) -> SleepPolicy:
         """Which models sleep, and when they wake. Raises ValueError, msgspec.DecodeError."""

@@ -163,11 +163,11 @@ class BucketStream:
     async def must_exist(self) -> None:
         await self._info({})
 
-    async def make(self, ttl_s: float | None, kept_bytes_max: int = 0) -> None:
+    async def make(self, ttl_s: float | None, kept_bytes_max: int = 0, *, drops_oldest: bool = False) -> None:
         """Make the stream, or put its configuration right. A stream that cannot be changed into what it should be (an
         earlier version made it, it is sealed) is made anew, and its values are lost; not with ``kept_bytes_max``.
         """
-        wanted = stream_config(self.bucket, ttl_s, kept_bytes_max)
+        wanted = stream_config(self.bucket, ttl_s, kept_bytes_max, drops_oldest=drops_oldest)
         try:
             present = (await self._info({})).config
         except NoBucket:
@@ -219,7 +219,9 @@ class BucketStream:
         return BusDown(f"JetStream: {self.bucket}: {error.description}")
 
 
-def stream_config(bucket: str, ttl_s: float | None, kept_bytes_max: int = 0) -> dict[str, Any]:
+def stream_config(
+    bucket: str, ttl_s: float | None, kept_bytes_max: int = 0, *, drops_oldest: bool = False
+) -> dict[str, Any]:
     """The one configuration of a bucket. It permits no headers with effects: no roll-up, lifetimes or schedules.
     ``kept_bytes_max``: values that expire are kept in files nevertheless, of at most so many bytes.
     """
@@ -232,7 +234,7 @@ def stream_config(bucket: str, ttl_s: float | None, kept_bytes_max: int = 0) -> 
         "retention": "limits",
         # Values that are renewed need no disk. On a full one the server would refuse them, until it is restarted.
         "storage": "memory" if in_memory else "file",
-        "discard": "new",
+        "discard": "old" if drops_oldest else "new",
         "num_replicas": 1,
         "max_msgs_per_subject": 1,
         "max_msg_size": MESSAGE_BYTES_MAX,

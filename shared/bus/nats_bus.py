@@ -241,8 +241,10 @@ class NatsBus(Connection):
         await store.open()
         return store
 
-    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0) -> None:
-        await BucketStream(self, bucket_of(channel)).make(ttl_s, kept_bytes_max)
+    async def make_bucket(
+        self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0, drops_oldest: bool = False
+    ) -> None:
+        await BucketStream(self, bucket_of(channel)).make(ttl_s, kept_bytes_max, drops_oldest=drops_oldest)
 
     async def listen(self, subject: str, take: Take) -> Subscription:
         """Pass all messages on a subject to ``take``. Raises BusDown."""

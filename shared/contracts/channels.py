@@ -54,6 +54,7 @@ from shared.contracts.fleet_orders import (
     WorkerDrained,
 )
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
+from shared.contracts.kept_responses import AskResponse, ResponsePart, ResponseRuns
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
@@ -310,6 +311,11 @@ USAGE = Channel(
     Delivery.KEY_VALUE,
     (Party.COLLECTOR,),
     (Party.ROUTER, Party.COLLECTOR, Party.LAUNCHER),
+)
+# Prompts and answers of all tenants: no other party may read them.
+RESPONSES = Channel("responses.{key}", ResponsePart, Delivery.KEY_VALUE, ROUTERS, ROUTERS)
+RESPONSE_RUNS = AskChannel(
+    "router.{router_id}.response", AskResponse, Delivery.ASK, ROUTERS, ROUTERS, answer=ResponseRuns
 )
 SERVICE_STATUS = Channel(
     "service.{service}.{instance}",

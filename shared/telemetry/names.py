@@ -117,6 +117,12 @@ ROUTER_RENDERED_PROMPTS = counter(
     "Requests by what came of asking a worker to render their prompt.",
     "outcome",
 )
+ROUTER_RESPONSES = counter(
+    "baton_router_kept_responses_total",
+    "responses",
+    "Responses that were to be kept for their clients, by whether they are.",
+    "outcome",
+)
 ROUTER_SNAPSHOTS = counter(
     "baton_router_snapshots_total", "requests", "KV snapshots requested from new workers or after missed events."
 )

@@ -241,8 +241,10 @@ class MemoryBus(Connection):
     async def key_value_store(self, channel: Channel[M]) -> KeyValueStore[M]:
         return MemoryKeyValueStore(self, self.hub.buckets[bucket_of(channel)], channel)
 
-    async def make_bucket(self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0) -> None:
-        del kept_bytes_max
+    async def make_bucket(
+        self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0, drops_oldest: bool = False
+    ) -> None:
+        del kept_bytes_max, drops_oldest
         self.hub.buckets[bucket_of(channel)].ttl_s = ttl_s
 
     async def flush(self, timeout_s: float) -> None:
