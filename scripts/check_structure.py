@@ -40,6 +40,7 @@ PURE = {
         "request_fields revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration",
+    "services.router.responses": "history",
     "services.router.state": (
         "adapters block_table cluster_view fleet_table prefix_index quarantine reservations worker_speeds worker_view"
     ),

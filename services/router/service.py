@@ -31,6 +31,7 @@ from services.router.relay.relay import Relay
 from services.router.relay.retry import Retry
 from services.router.relay.start_leg import LegStarter
 from services.router.relay.suspects import Suspects
+from services.router.responses.responses import Responses
 from services.router.settings import (
     Settings,
     admission_policy,
@@ -120,6 +121,14 @@ class Router:
         policy = request_policy(settings)
         self.relay = self._make_relay(policy, tracing)
         self.authenticator = Authenticator(settings, clock.now, self.budgets)
+        self.responses = Responses(
+            settings=settings,
+            router_id=router_id,
+            bus=bus,
+            clock=clock,
+            relay=self.relay,
+            request_log=self.request_log,
+        )
         self.edge = self._make_edge(policy)
         self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
         self._register_metrics()
@@ -147,9 +156,11 @@ class Router:
             bus=self.bus,
             clock=self.clock,
             waits=self.waits,
+            responses=self.responses,
             order_adapters=OrderAdapters(self.bus, self.fleet.cluster, is_local=is_local(self.settings)),
         )
-        return Edge(self.settings, self.clock, self.relay, self.request_log, self.authenticator, app)
+        serve = self.responses.serve if self.responses.enabled else self.relay.serve
+        return Edge(self.settings, self.clock, self.relay, serve, self.request_log, self.authenticator, app)
 
     def _make_relay(self, policy: RequestPolicy, tracing: Tracing) -> Relay:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster
@@ -212,6 +223,7 @@ class Router:
         gauge(names.ROUTER_PEERS, self.registry).set_function(lambda: book.others)
         self.registry.register(SpeedMetrics(self.speeds))
         self.registry.register(CountMetrics(names.ROUTER_RENDERED_PROMPTS, self.prompts.rendered.counts))
+        self.registry.register(CountMetrics(names.ROUTER_RESPONSES, self.responses.counts))
         parity, orphans = self.prompts.parity.book, self.inbox.orphans
         self.registry.register(LiveMetrics(self.relay.in_flight, self.fleet, self.kv, parity, self.bus, orphans))
 
@@ -219,6 +231,7 @@ class Router:
         """Subscribe to everything; all subscriptions are live when it returns."""
         await self.inbox.open()
         await self.decisions.open()
+        await self.responses.open()
         await self.kv.open()
         await self.feed.open()
         await self.reservations.open()
@@ -244,11 +257,13 @@ class Router:
     def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
         """The status with what this router knows of its workers, and what an operator must correct."""
         health = health_of(self.fleet.index, self.prompts.parity.book)
-        warnings = filter(None, (self.authenticator.failure, self.budgets.failure, self.usage.failure))
+        responses = f"responses are not kept: {self.responses.failure}" if self.responses.failure else ""
+        warnings = filter(None, (self.authenticator.failure, self.budgets.failure, self.usage.failure, responses))
         return msgspec.structs.replace(status, router=health, warning="; ".join(warnings))
 
     async def close(self) -> None:
         """Cancel what still runs, report the last requests, stop listening."""
+        await self.responses.close()
         self.queue.close()
         await self.inbox.close()
         await self.decisions.close()
@@ -313,5 +328,5 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     router.queue.close()
     # uvicorn closes the listener and idle connections, and waits for running requests.
     server.should_exit = True
-    await serving
+    await asyncio.gather(serving, router.responses.drain())
     await router.close()

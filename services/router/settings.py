@@ -160,6 +160,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokenize: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are tokenized for exact prefix matches; ``auto``: if more than one worker could compute them."""
 
+    response_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """A response of ``/v1/responses`` that is kept for its client, with its whole history, as JSON: for
+    ``previous_response_id``, ``GET`` and ``background``. Larger ones are not kept. 0: none are.
+    """
+
     decisions_max: int = 10_000
     """Decisions kept for ``/baton/decisions``, the newest."""
     decisions_bytes_max: int = 64 * 1024 * 1024

@@ -21,11 +21,13 @@ from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.http.decision_routes import add_decisions
 from services.router.http.errors import error_for
 from services.router.http.lora_routes import OrderAdapters, add_lora
+from services.router.http.response_routes import add_responses
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.request_fields import FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
 from services.router.placement.revisions import Shares
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
+from services.router.responses.responses import Responses
 from services.router.state.fleet import Fleet
 from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
@@ -227,6 +229,7 @@ def make_app(  # noqa: PLR0913  # wiring
     bus: Bus,
     clock: Clock,
     waits: Waits,
+    responses: Responses,
     order_adapters: OrderAdapters,
 ) -> FastAPI:
     """The FastAPI app for everything but the relayed paths."""
@@ -235,6 +238,7 @@ def make_app(  # noqa: PLR0913  # wiring
     _add_models(app, fleet, shares, clock)
     _add_state(app, fleet, bus, clock, waits)
     add_decisions(app, decisions, clock.now)
+    add_responses(app, responses, clock.now)
     add_lora(app, order_adapters, clock.now)
     _add_errors(app)
 

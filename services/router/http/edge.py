@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -60,14 +61,17 @@ class Edge(HttpEdge[HttpRequest]):
         settings: Settings,
         clock: Clock,
         relay: Relay,
+        serve: Callable[[HttpRequest], Awaitable[None]],
         request_log: RequestLog,
         authenticator: Authenticator,
         app: AsgiApp,
     ) -> None:
+        """``serve``: serves a complete request."""
         super().__init__(app, clock.now, limits_of(settings), origins_of(settings, authenticator))
         self._settings = settings
         self._now = clock.now
         self._relay = relay
+        self._serve = serve
         self._request_log = request_log
         self._authenticator = authenticator
         self.upload_totals = UploadTotals()
@@ -163,7 +167,7 @@ class Edge(HttpEdge[HttpRequest]):
     async def serve(self, http_request: HttpRequest) -> None:
         """Serve one complete request."""
         try:
-            await self._relay.serve(http_request)
+            await self._serve(http_request)
         except Exception:
             log.exception("a request failed with an internal error")
             if http_request.left or http_request.ended:

@@ -128,15 +128,22 @@ class UploadTotals:
 class Upload:
     """A request's body as it arrives."""
 
-    __slots__ = ("_held", "_parts", "_totals", "begun_at", "complete", "size")
+    __slots__ = ("_held", "_parts", "begun_at", "complete", "size", "totals")
 
     def __init__(self, begun_at: float, totals: UploadTotals) -> None:
-        self._totals = totals
+        self.totals = totals
         self._held = 0
         self._parts: list[bytes] = []
         self.size = 0
         self.begun_at = begun_at
         self.complete = False
+
+    def replaced(self, body: bytes) -> Upload:
+        """A complete body in the place of this one, of the same totals."""
+        upload = Upload(self.begun_at, self.totals)
+        upload.add(body)
+        upload.complete = True
+        return upload
 
     def add(self, data: bytes) -> None:
         """Append a piece."""
@@ -147,11 +154,11 @@ class Upload:
     def hold(self, size: int) -> None:
         """So many bytes more are in memory for this body; a negative number releases them."""
         self._held += size
-        self._totals.bytes_held += size
+        self.totals.bytes_held += size
 
     def over(self) -> None:
         """The body is no longer needed."""
-        self._totals.bytes_held -= self._held
+        self.totals.bytes_held -= self._held
         self._held = 0
         self._parts = []
 

@@ -1,0 +1,149 @@
+"""The request that is relayed in the place of a client's whose response is kept: same head, another body.
+
+It passes a stream on as it arrives, but the last event, and a whole response, stay here: the router keeps the response
+before the client sees its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from services.router.http.request import HttpRequest
+from services.router.responses.history import fields_of, told
+from shared.http.errors import Header, HttpError
+
+LIFE = re.compile(rb"event: response\.(created|queued|in_progress|completed|incomplete|failed)\r?\ndata: ?(\{.*\})")
+"""An event that contains the response object. In other events a line cannot begin like this: JSON has no line ends."""
+LAST = (b"completed", b"incomplete", b"failed")
+EVENT_END = b"\n\n"
+
+
+class Answer(NamedTuple):
+    """A whole response."""
+
+    status: int
+    headers: list[Header]
+    body: bytes
+
+
+class NoConnection:
+    """The connection of a request that has no client: nothing is written to it."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def write_paused(self) -> bool:
+        return False
+
+    async def drain(self) -> None: ...
+
+    def answered(self, *, close: bool) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class InnerRequest(HttpRequest):
+    """``client``: whose request it is; None: it runs in the background."""
+
+    __slots__ = ("_begun_event", "_client", "_tell", "before", "last", "rest", "whole")
+
+    def __init__(
+        self,
+        like: HttpRequest,
+        body: bytes,
+        tell: Callable[[bytes], bytes],
+        client: HttpRequest | None,
+    ) -> None:
+        """``tell`` makes the response object that the client gets from the engine's."""
+        upload = like.upload.replaced(body)
+        super().__init__(NoConnection(), like.head, upload, http11=like.head.http11, keep_alive=True)
+        self.is_current = True
+        self._client = client
+        self._tell = tell
+        self._begun_event = b""
+        """The beginning of an event whose end has not arrived yet."""
+        self.whole: Answer | None = None
+        """The response, if it is no stream."""
+        self.last = b""
+        """A stream's last event."""
+        self.before = b""
+        self.rest = b""
+        """What the client still has to get before and after that event, when the stream has ended."""
+
+    def client_left(self) -> None:
+        if self._client is not None:
+            self.slow = self._client.slow
+        super().client_left()
+
+    def answer(self, status: int, headers: list[Header], body: bytes) -> None:
+        self.begun = self.ended = True
+        self.upload.over()
+        self.whole = Answer(status, headers, body)
+
+    def refuse(self, error: HttpError, more: Iterable[Header] = ()) -> None:
+        if error.closes:
+            self.close_after()
+        super().refuse(error, more)
+
+    def begin(self, status: int, headers: list[Header]) -> None:
+        self.begun = True
+        if self._client is not None:
+            self._client.begin(status, headers)
+
+    async def send(self, data: bytes) -> None:
+        if (passed := self._passed(data)) and self._client is not None:
+            await self._client.send(passed)
+
+    def end(self, data: bytes = b"") -> None:
+        """What the client still has to get is in ``before``, ``last`` and ``rest``."""
+        self.before = self._passed(data) + self._begun_event
+        self.ended = True
+        self.upload.over()
+
+    def close_after(self) -> None:
+        if self._client is not None:
+            self._client.close_after()
+
+    def abort(self) -> None:
+        if self._client is not None:
+            self._client.abort()
+        else:
+            self.client_left()
+
+    def _passed(self, data: bytes) -> bytes:
+        """The events of which all is there, up to the last event of the response."""
+        if self.last:
+            self.rest += data
+            return b""
+        whole, end, self._begun_event = (self._begun_event + data).rpartition(EVENT_END)
+        if LIFE.search(whole) is None:
+            return whole + end
+        passed, events = [], whole.split(EVENT_END)
+        for number, event in enumerate(events):
+            found = LIFE.match(event)
+            if found is not None and found[1] in LAST:
+                self.last = event
+                self.rest = b"".join([one + EVENT_END for one in events[number + 1 :]]) + self._begun_event
+                self._begun_event = b""
+                break
+            passed.append((with_response(event, self._tell) if found is not None else event) + EVENT_END)
+        return b"".join(passed)
+
+
+def response_in(event: bytes) -> bytes:
+    """The response object in an event of a stream; empty if there is none."""
+    found = LIFE.match(event)
+    fields = fields_of(found[2]) if found is not None else None
+    return bytes(fields.get("response", b"")) if fields is not None else b""
+
+
+def with_response(event: bytes, tell: Callable[[bytes], bytes]) -> bytes:
+    """The event with another response object."""
+    found, response = LIFE.match(event), response_in(event)
+    if found is None or not response:
+        return event
+    changed = told(found[2], response=msgspec.Raw(tell(response)))
+    return event[: found.start(2)] + changed + event[found.end(2) :] if changed is not None else event

@@ -1,0 +1,129 @@
+"""The bucket of kept responses: an entry is compressed, and stored in parts that are small enough for NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from services.router.responses.history import Entry
+from shared.bus.port import Bus, BusError, KeyValueStore
+from shared.contracts.channels import RESPONSES
+from shared.contracts.kept_responses import PART_BYTES, PARTS_MAX, ResponsePart, part_key
+
+STORE_S_MAX = 3.0
+"""For one entry to be read or written. The last event of a response waits for it."""
+PARTS_AT_ONCE = 8
+LEVEL = 1
+PACKED_ON_LOOP_BYTES = 128 * 1024
+"""A larger entry is compressed in a thread."""
+VERSION_BYTES = 8
+
+R = TypeVar("R")
+
+_entry = msgspec.json.Decoder(Entry)
+
+
+class NotKept(Exception):
+    """The entry cannot be read or written; the message says why. ``passes``: it may be possible later."""
+
+    def __init__(self, message: str, *, passes: bool = False) -> None:
+        super().__init__(message)
+        self.passes = passes
+
+
+class ResponseStore:
+    """Reads and writes entries. All methods raise NotKept."""
+
+    def __init__(self, bus: Bus, bytes_max: int) -> None:
+        """``bytes_max``: of an entry, as JSON."""
+        self._bus = bus
+        self._bytes_max = bytes_max
+        self._parts = asyncio.Semaphore(PARTS_AT_ONCE)
+
+    async def put(self, key: str, entry: Entry) -> None:
+        """Write the entry, over an earlier version. Its first part comes last: where it is, all others are."""
+        data = msgspec.json.encode(entry)
+        if len(data) > self._bytes_max:
+            raise NotKept(f"it has {len(data)} bytes with its history; at most {self._bytes_max} are kept")
+        packed = await _run(len(data), zlib.compress, data, LEVEL)
+        pieces = [packed[begin : begin + PART_BYTES] for begin in range(0, len(packed), PART_BYTES)]
+        if len(pieces) > PARTS_MAX:
+            raise NotKept(f"it has {len(packed)} bytes even when compressed")
+        version, count = secrets.token_hex(VERSION_BYTES), len(pieces)
+        first, *others = [
+            ResponsePart(key=part_key(key, number), version=version, parts=count, data=piece)
+            for number, piece in enumerate(pieces)
+        ]
+        async with _in_time():
+            store = await self._bus.key_value_store(RESPONSES)
+            await asyncio.gather(*(self._put(store, part) for part in others))
+            await store.put(first)
+
+    async def get(self, key: str) -> Entry | None:
+        """None: nothing is stored under the key, or not all of it any more."""
+        async with _in_time():
+            store = await self._bus.key_value_store(RESPONSES)
+            first = await self._get(store, key)
+            if first is None or not 0 < first.parts <= PARTS_MAX:
+                return None
+            keys = [part_key(key, number) for number in range(1, first.parts)]
+            parts = [first, *await asyncio.gather(*(self._get(store, one) for one in keys))]
+        data = [part.data for part in parts if part is not None and part.version == first.version]
+        if len(data) < first.parts:
+            return None
+        try:
+            return await _run(sum(map(len, data)), self._unpacked, b"".join(data))
+        except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NotKept(f"what is stored cannot be read: {error}") from error
+
+    async def delete(self, key: str) -> bool:
+        """Remove the entry. Returns whether there was one."""
+        async with _in_time():
+            store = await self._bus.key_value_store(RESPONSES)
+            first = await self._get(store, key)
+            if first is None:
+                return False
+            count = min(first.parts, PARTS_MAX)
+            await store.delete(key)
+            await asyncio.gather(*(self._delete(store, part_key(key, number)) for number in range(1, count)))
+        return True
+
+    async def _put(self, store: KeyValueStore[ResponsePart], part: ResponsePart) -> None:
+        async with self._parts:
+            await store.put(part)
+
+    async def _get(self, store: KeyValueStore[ResponsePart], key: str) -> ResponsePart | None:
+        async with self._parts:
+            stored = await store.get(key)
+        return stored.value if stored is not None else None
+
+    async def _delete(self, store: KeyValueStore[ResponsePart], key: str) -> None:
+        async with self._parts:
+            await store.delete(key)
+
+    def _unpacked(self, packed: bytes) -> Entry:
+        """Bounded: what routers of other settings stored may be larger than this one holds."""
+        data = zlib.decompressobj().decompress(packed, max(self._bytes_max, 1))
+        return _entry.decode(data)
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Bounds the time of what runs within, and turns errors of the bus into NotKept."""
+    try:
+        async with asyncio.timeout(STORE_S_MAX):
+            yield
+    except TimeoutError:
+        raise NotKept(f"NATS did not reply within {STORE_S_MAX:g} s", passes=True) from None
+    except BusError as error:
+        raise NotKept(str(error), passes=True) from error
+
+
+async def _run(size: int, work: Callable[..., R], *arguments: Any) -> R:
+    return work(*arguments) if size <= PACKED_ON_LOOP_BYTES else await asyncio.to_thread(work, *arguments)
