@@ -13,10 +13,12 @@ from pathlib import Path
 import typer
 
 from services.launcher.commands import doctor as doctor_command
+from services.launcher.commands import fleet as fleet_commands
 from services.launcher.commands import init as init_command
 from services.launcher.commands import keys as key_commands
 from services.launcher.commands import lora as lora_commands
 from services.launcher.commands import orders as order_commands
+from services.launcher.commands import tokens as token_commands
 from services.launcher.commands import up as up_command
 from services.launcher.commands import usage as usage_command
 from services.launcher.commands import views as view_commands
@@ -58,6 +60,8 @@ def down(state_dir: StateDir = None) -> None:
     print(f"The system at {running.endpoint} has stopped.")
 
 
+token_commands.add_to(app)
+fleet_commands.add_to(app)
 view_commands.add_to(app)
 usage_command.add_to(app)
 order_commands.add_to(app)

@@ -224,7 +224,14 @@ DESCRIBE_FLEET = AskChannel(
 )
 
 DRAIN = AskChannel("worker.{worker_id}.drain", DrainWorker, Delivery.ASK, OPERATORS, WORKERS, answer=OrderTaken)
-DRAINED = Channel("worker.{worker_id}.drained", WorkerDrained, Delivery.EVENT, WORKERS, OPERATORS)
+DRAINED = Channel(
+    "worker.{worker_id}.drained",
+    WorkerDrained,
+    Delivery.EVENT,
+    WORKERS,
+    # On a host that joined with a token, the launcher uses the key of one of its workers.
+    (*OPERATORS, *WORKERS),
+)
 CHANGE_ROLE = AskChannel(
     "worker.{worker_id}.role", ChangeRole, Delivery.ASK, (Party.ORCHESTRATOR, *OPERATORS), WORKERS, answer=RoleChanged
 )

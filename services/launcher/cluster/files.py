@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -87,13 +87,13 @@ def create(folder: Path, request: InitRequest, now: datetime) -> InitResult:
     if plan.server:
         _create_server(folder, plan, now)
     for owner in plan.nkeys:
-        _write(folder / folder_of(owner) / NKEY, new_seed(owner).file_text.encode())
+        write_private(folder / folder_of(owner) / NKEY, new_seed(owner).file_text.encode())
     everyone = owners(found, request)
     authority = (folder / AUTHORITY).read_bytes()
     public_keys = {owner: read_seed(folder / folder_of(owner) / NKEY).public_key for owner in everyone}
     for owner in everyone:
-        _write(folder / folder_of(owner) / TRUSTED, authority)
-    _write(folder / SECURE, secure_conf(str(folder), public_keys).encode())
+        write_private(folder / folder_of(owner) / TRUSTED, authority)
+    write_private(folder / SECURE, secure_conf(str(folder), public_keys).encode())
     server = (folder / SERVER).read_bytes()
     return InitResult(
         plan=plan,
@@ -103,6 +103,13 @@ def create(folder: Path, request: InitRequest, now: datetime) -> InitResult:
         is_trusted=is_signed_by(server, authority),
         api_key=_create_api_key(folder) if plan.api_key else "",
     )
+
+
+def create_for(folder: Path, host: str, request: InitRequest, now: datetime) -> InitResult:
+    """As ``create``; NATS's certificate names ``host`` afterwards, and is renewed if it did not."""
+    found = existing_files(folder, now)
+    renews = SERVER in found.files and host not in found.names
+    return create(folder, replace(request, hosts=(*request.hosts, host), renew=request.renew or renews), now)
 
 
 def _create_server(folder: Path, plan: InitPlan, now: datetime) -> None:
@@ -144,11 +151,11 @@ def _create_api_key(folder: Path) -> str:
 def _write_pair(folder: Path, files: tuple[str, str], pair: KeyPair) -> None:
     """The key first: if the second write fails, no certificate without a key is left."""
     certificate, key = files
-    _write(folder / key, pair.key)
-    _write(folder / certificate, pair.certificate)
+    write_private(folder / key, pair.key)
+    write_private(folder / certificate, pair.certificate)
 
 
-def _write(file: Path, data: bytes) -> None:
+def write_private(file: Path, data: bytes) -> None:
     """Atomic, and never readable by other users, not even for a moment."""
     file.parent.mkdir(exist_ok=True, mode=FOLDER_MODE)
     draft = file.with_suffix(f"{file.suffix}.new")

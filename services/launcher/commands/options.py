@@ -1,9 +1,8 @@
-"""Options and helpers that several commands share: finding the running system, sizes, JSON output, errors."""
+"""Options and helpers that several commands share: finding the running system, JSON output, errors."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -28,7 +27,6 @@ T = TypeVar("T")
 
 WIDTH_OF_FILES = 200
 """Columns of a table that goes to a file or a pipe."""
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 StateDir = Annotated[
     Path | None, typer.Option(help="Directory of logs and NATS storage.", show_default="~/.local/state/baton")
@@ -61,14 +59,6 @@ def find_nats(nats_url: str, state_dir: Path | None) -> str:
 def keys_folder(state_dir: Path | None, common: CommonSettings) -> str:
     """The default folder of the keys for NATS."""
     return str(((state_dir or Path(common.state_dir)) / FOLDER).expanduser().absolute())
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of ``512M``, ``2GiB`` or ``1073741824``, in powers of 1024. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if not found:
-        raise ValueError(f"{text!r} is not a size; write it like 512M or 2G")
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 def print_json(content: object) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -65,12 +65,22 @@ Port = Annotated[int, option("Network", "Port of the OpenAI API.")]
 Routers = Annotated[int, option("Network", "Routers that share this port.", min=1, max=ROUTERS_MAX)]
 CollectorHost = Annotated[str, option("Network", "Address of the console and the metrics.")]
 CollectorPort = Annotated[int, option("Network", "Port of the console and the metrics.")]
+NatsHost = Annotated[
+    str, option("Network", "Address of the NATS that is started, for workers on other hosts.", metavar="ADDRESS")
+]
 NatsPort = Annotated[int, option("Network", "Port of the NATS that is started.")]
 RunningNats = Annotated[str, option("Network", "Use this running NATS instead.", False)]
 Insecure = Annotated[bool, option("Network", "Accept other machines without API keys.", True, "--insecure")]
 OpenNats = Annotated[
     bool, option("Network", "Start NATS without keys and TLS, open to all local users.", True, "--open")
 ]
+Config = Annotated[
+    Path | None,
+    option("Several hosts", "Run one host of this fleet; instead of other options.", False, metavar="FLEET.TOML"),
+]
+Name = Annotated[str, option("Several hosts", "The host in the fleet file.", "this machine's name", metavar="HOST")]
+WITH_CONFIG = {"config", "name", "state_dir"}
+"""Options that `baton up --config` takes."""
 EPILOG = """[bold]Examples[/]
 
 [cyan]baton up[/]   one prefill and one decode worker with the built-in tiny model
@@ -88,6 +98,8 @@ EPILOG = """[bold]Examples[/]
 [cyan]baton up --join --decode 1[/]   in a second terminal: add a worker to the running system
 
 [cyan]baton up --join --model B --both 1[/]   in a second terminal: add a model
+
+[cyan]baton up --config fleet.toml --name gpu-1[/]   one host of a fleet; see docs/operating.md
 
 [cyan]baton up --gpus-per-prefill 1 --gpus-per-decode 2[/]   tensor parallel decode workers
 
@@ -141,14 +153,19 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     routers: Routers = 1,
     collector_host: CollectorHost = "127.0.0.1",
     collector_port: CollectorPort = 8001,
+    nats_host: NatsHost = "127.0.0.1",
     nats_port: NatsPort = 4222,
     nats_url: RunningNats = "",
     insecure: Insecure = False,
     open_nats: OpenNats = False,
+    config: Config = None,
+    name: Name = "",
     state_dir: StateDir = None,
 ) -> None:
     """Start a whole system on this machine and run it until Ctrl-C."""
     common = common_settings()
+    if config or name:
+        up_host(ctx, config, name, state_dir or Path(common.state_dir))
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
     nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
     workers = {"prefill": prefill, "decode": decode, "both": both, "store": store}
@@ -164,6 +181,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         routers=routers,
         collector_host=collector_host,
         collector_port=collector_port,
+        nats_host=nats_host,
         nats_port=nats_port,
         nats_url=nats_url,
         state_dir=str((state_dir or Path(common.state_dir)).expanduser().absolute()),
@@ -176,6 +194,17 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     from services.launcher.system.up import run_up  # Imported here so that `baton --help` is quick.
 
     sys.exit(asyncio.run(run_up(options)))
+
+
+def up_host(ctx: typer.Context, config: Path | None, name: str, state_dir: Path) -> NoReturn:
+    """Run one host of a fleet file."""
+    if not config:
+        fail("--name is of a host in a fleet file: name the file with --config.")
+    if others := [each for each in ctx.meta[ORDER] if each not in WITH_CONFIG]:
+        fail(f"--{others[0].replace('_', '-')} has no effect with --config: write it into {config}.")
+    from services.launcher.commands.fleet import run_host  # Imported here so that `baton --help` is quick.
+
+    sys.exit(run_host(config, name, state_dir.expanduser().absolute()))
 
 
 def models_of(ctx: typer.Context, *, join: bool, **given: Sequence[Any] | None) -> tuple[ModelOptions, ...]:

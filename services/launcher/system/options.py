@@ -73,6 +73,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     collector_host: str = "127.0.0.1"
     collector_port: int = 8001
     nats_port: int = 4222
+    nats_host: str = "127.0.0.1"
+    """Address on which the NATS that is started listens."""
     nats_url: str = ""
     """A running NATS; empty: start one."""
     keys_dir: str = ""
@@ -83,6 +85,16 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     access_configured: bool = False
     """The environment configures client access to the routers."""
     join: bool = False
+    host_name: str = ""
+    """Of this host in a fleet; empty: no fleet. Ids of workers begin with it, and other hosts may have the workers that
+    are missing here.
+    """
+    own_keys: bool = False
+    """``keys_dir`` has a key for each single worker, and no other."""
+    cores: tuple[int, ...] = ()
+    """Logical CPUs for workers; empty: all."""
+    gpus: tuple[str, ...] = ()
+    """GPU indexes for workers; empty: all."""
     awake_max: int = 0
     """Models that may be awake at a time; 0: all. The others start asleep."""
 

@@ -20,7 +20,9 @@ LOCAL_PREFIX = "127."
 
 def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str] = ()) -> SystemPlan:
     """A whole system, or with ``join`` only its further workers. Raises PlanRefused."""
-    nats_url = options.nats_url or f"{'tls' if options.keys_dir else 'nats'}://127.0.0.1:{options.nats_port}"
+    nats_url = (
+        options.nats_url or f"{'tls' if options.keys_dir else 'nats'}://{in_url(options.nats_host)}:{options.nats_port}"
+    )
     base = {party: base_environment(options, nats_url, party) for party in Party}
     workers, notes = plan_workers(options, machine, base[Party.WORKER], names_taken)
     if options.join and (given := for_new_systems(options)):
@@ -41,11 +43,16 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     ]
     if options.nats_url:
         return SystemPlan(processes=(*services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
-    ports.append(RequiredPort(host="127.0.0.1", port=options.nats_port, option="--nats-port", purpose="NATS"))
+    ports.append(RequiredPort(host=options.nats_host, port=options.nats_port, option="--nats-port", purpose="NATS"))
     nats = plan_nats(options, machine)
     if not options.keys_dir:
         notes.append(OPEN)
     return SystemPlan(processes=(nats, *services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
+
+
+def in_url(host: str) -> str:
+    """An address as a URL has it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def for_new_systems(options: UpOptions) -> str:
@@ -61,18 +68,25 @@ def for_new_systems(options: UpOptions) -> str:
 
 def check_access(options: UpOptions) -> None:
     """Other machines need API keys. Raises PlanRefused."""
+    if not is_loopback(options.nats_host) and not options.keys_dir:
+        raise PlanRefused(f"With --nats-host {options.nats_host} other machines can reach NATS: leave out --open.")
     if options.insecure or options.access_configured:
         return
     for option, host, what in (
         ("--host", options.host, "the API"),
         ("--collector-host", options.collector_host, "the console and metrics"),
     ):
-        if not (host in LOCAL_HOSTS or host.startswith(LOCAL_PREFIX)):
+        if not is_loopback(host):
             raise PlanRefused(
                 f"With {option} {host} other machines can reach {what}, but there are no API keys. Create one with "
                 "`baton keys new --tenant NAME --file keys.toml` and start with ROUTER_KEYS_FILE=keys.toml. On a "
                 "trusted network, --insecure serves without keys."
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    return host in LOCAL_HOSTS or host.startswith(LOCAL_PREFIX)
 
 
 def base_environment(options: UpOptions, nats_url: str, party: Party) -> dict[str, str]:
@@ -82,14 +96,14 @@ def base_environment(options: UpOptions, nats_url: str, party: Party) -> dict[st
 
 
 def plan_nats(options: UpOptions, machine: Machine) -> ProcessPlan:
-    """nats-server with JetStream, on loopback."""
+    """nats-server with JetStream."""
     if not machine.nats_server:
         raise PlanRefused(
             "No nats-server was found. `make setup` installs one. Or name a binary in BATON_NATS_SERVER, "
             "or a running NATS with --nats-url."
         )
     store = f"{options.state_dir}/nats"
-    flags = ("--addr", "127.0.0.1", "--port", str(options.nats_port), "--jetstream", "--store_dir", store)
+    flags = ("--addr", options.nats_host, "--port", str(options.nats_port), "--jetstream", "--store_dir", store)
     secured = ("--config", f"{options.keys_dir}/{SECURE}") if options.keys_dir else ()
     return ProcessPlan(name="nats", stage=Stage.NATS, command=(machine.nats_server, *flags, *secured))
 

@@ -16,7 +16,7 @@ from services.launcher.system import children, machine, state_file
 from services.launcher.system.board import Board
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import plan_system
-from services.launcher.system.process_plan import PlanRefused
+from services.launcher.system.process_plan import Machine, PlanRefused
 from services.launcher.system.screen import Screen
 from services.launcher.system.session import Session, endpoints
 from services.launcher.system.state_file import RunningModel, RunningSystem
@@ -29,7 +29,7 @@ async def run_up(options: UpOptions) -> int:
     screen = Screen(Board(), SystemClock())
     state_dir = Path(options.state_dir)
     try:
-        if options.engine == "vllm":
+        if options.engine == "vllm" and options.models:
             machine.require_vllm()
         if options.join:
             return await join(options, screen, state_dir)
@@ -51,7 +51,7 @@ async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     """Run a whole system. Raises PlanRefused before any process starts."""
     options = msgspec.structs.replace(options, models=tuple(map(with_model_folder, options.models)))
     if options.keys_dir:
-        create_keys(Path(options.keys_dir), owns_nats=not options.nats_url)
+        create_keys(Path(options.keys_dir), options.nats_host, owns_nats=not options.nats_url)
     if options.routers == 1:
         return await start_on_free_ports(options, screen, state_dir)
     with machine.claimed(options.port):
@@ -60,14 +60,14 @@ async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
         return await start_on_free_ports(msgspec.structs.replace(options, router_ports=ports), screen, state_dir)
 
 
-def create_keys(folder: Path, *, owns_nats: bool) -> None:
+def create_keys(folder: Path, nats_host: str, *, owns_nats: bool) -> None:
     """Create missing keys for a NATS that this launcher starts; another NATS has its own. Raises PlanRefused."""
     from services.launcher.cluster.certificates import NoCertificate  # Imported here: `cryptography` is slow to load.
-    from services.launcher.cluster.files import create
+    from services.launcher.cluster.files import create_for
 
     try:
         if owns_nats:
-            create(folder, InitRequest(api_key=False), datetime.now(UTC))
+            create_for(folder, nats_host, InitRequest(api_key=False), datetime.now(UTC))
     except (CannotCreate, NoCertificate, BusDown, OSError) as error:
         raise PlanRefused(f"The keys in {folder}: {error}") from error
     use_keys(str(folder), over_environment=owns_nats)
@@ -75,7 +75,7 @@ def create_keys(folder: Path, *, owns_nats: bool) -> None:
 
 async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     """Run a fully specified system. Raises PlanRefused when a port is in use."""
-    here = machine.describe_machine()
+    here = narrowed(machine.describe_machine(), options)
     plan = plan_system(options, here)
     if taken := machine.taken_ports(plan.ports):
         raise PlanRefused("\n  ".join(taken))
@@ -118,6 +118,35 @@ async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     return await Session(
         plan, options, here, screen, has_ended=lambda: ours is not None and not state_file.is_held(state_dir)
     ).run()
+
+
+async def join_with_token(options: UpOptions) -> int:
+    """Run the workers of a host that has joined, until they are stopped or have drained. Returns the exit code."""
+    screen = Screen(Board(), SystemClock())
+    try:
+        if options.engine == "vllm":
+            machine.require_vllm()
+        with state_file.hold(Path(options.keys_dir)):
+            options = msgspec.structs.replace(options, models=tuple(map(with_model_folder, options.models)))
+            here = narrowed(machine.describe_machine(), options)
+            return await Session(plan_system(options, here), options, here, screen, has_ended=lambda: False).run()
+    except state_file.AlreadyRunning:
+        screen.show_error(
+            f"The workers of {options.host_name} run already with the state directory {options.state_dir}."
+        )
+    except PlanRefused as refused:
+        screen.show_error(str(refused))
+    return 1
+
+
+def narrowed(here: Machine, options: UpOptions) -> Machine:
+    """The machine with the cores and GPUs that workers may use. Raises PlanRefused if it does not have them."""
+    for kind, wanted, found in (("core", options.cores, here.cores), ("GPU", options.gpus, here.gpus)):
+        if missing := [each for each in wanted if each not in found]:
+            raise PlanRefused(
+                f"This machine has no {kind} {missing[0]}; it has {', '.join(map(str, found)) or 'none'}."
+            )
+    return msgspec.structs.replace(here, cores=options.cores or here.cores, gpus=options.gpus or here.gpus)
 
 
 def named(model: ModelOptions, running: Sequence[RunningModel]) -> ModelOptions:

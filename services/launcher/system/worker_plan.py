@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.launcher.cluster.folder import variables
 from services.launcher.system.devices import Device, share_cores, share_gpus
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.process_plan import Machine, PlanRefused, ProcessPlan, Stage
+from shared.contracts.channels import Party
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
+from shared.contracts.permissions import owner_of
 from shared.contracts.workers import Role
 
 STORES = f"{Role.STORE.value}-"
@@ -27,7 +30,7 @@ def plan_workers(
     check(options)
     engines = [(index, role) for index, each in enumerate(options.models) for role in each.roles]
     stores = [(index, Role.STORE) for index, each in enumerate(options.models) for _ in range(each.store)]
-    names = fresh_names([role for _index, role in (*engines, *stores)], names_taken)
+    names = worker_names(options.models, options.host_name, names_taken)
     running = sum(not name.startswith(STORES) for name in names_taken)
     devices, notes = devices_by_model(options, machine, running)
     unused = [iter(each) for each in devices]
@@ -54,6 +57,8 @@ class WorkerPlans:
         """A worker of ``options.models[model]`` on its device."""
         settings = worker_settings(self.options, self.options.models[model], self.base)
         env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
+        if self.options.own_keys:
+            env |= variables(self.options.keys_dir, owner_of(Party.WORKER, name))
         if self.options.awake_max and model >= self.options.awake_max and role is not Role.STORE:
             env["WORKER_ASLEEP"] = "true"
         if device.engine_args:
@@ -93,11 +98,12 @@ def _check_aliases(options: UpOptions) -> None:
 def _check_model(model: ModelOptions, options: UpOptions) -> None:
     of = f" for {model.model}" if len(options.models) > 1 else ""
     count = len(model.roles)
-    if not count and not (options.join and model.store):
+    is_part = options.join or bool(options.host_name)
+    if not count and not (is_part and model.store):
         raise PlanRefused(f"No workers{of}: request at least one with --prefill, --decode or --both.")
     if model.store and model.connector == "upstream":
         raise PlanRefused("--store needs the KV exchange: leave out --connector upstream.")
-    if count and not options.join and not model.both and not (model.prefill and model.decode):
+    if count and not is_part and not model.both and not (model.prefill and model.decode):
         missing, given = ("decode", "--prefill") if model.prefill else ("prefill", "--decode")
         raise PlanRefused(f"Only {given} workers{of}: none would {missing}. Add --{missing} 1 or --both 1.")
     _check_gpus(model, options)
@@ -152,6 +158,16 @@ def worker_settings(options: UpOptions, model: ModelOptions, base: Mapping[str, 
         "WORKER_ENGINE_ARGS": model.engine_args,
     }
     return {**base, "WORKER_ENGINE": options.engine, **{name: value for name, value in optional.items() if value}}
+
+
+def worker_names(models: Sequence[ModelOptions], host_name: str, names_taken: Sequence[str] = ()) -> Iterator[str]:
+    """Ids for the workers of these models, those with engines first."""
+    roles = [role for each in models for role in each.roles] + [
+        Role.STORE for each in models for _ in range(each.store)
+    ]
+    prefix = f"{host_name}-" if host_name else ""
+    taken = [name.removeprefix(prefix) for name in names_taken if name.startswith(prefix)]
+    return (f"{prefix}{name}" for name in fresh_names(roles, taken))
 
 
 def fresh_names(roles: Sequence[Role], names_taken: Sequence[str]) -> Iterator[str]:

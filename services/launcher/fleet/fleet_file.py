@@ -1,0 +1,294 @@
+"""A fleet file: hosts, the workers of each, and the settings that they share, in TOML.
+
+Every error names the table and the key; an unknown key is an error, with the known one that is most like it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from services.launcher.fleet.host_part import HostPart, unusable_variable
+from services.launcher.system.options import ModelOptions
+from services.launcher.system.sizes import parse_bytes
+from shared.contracts.ids import is_subject_token
+from shared.contracts.workers import Role
+
+S = TypeVar("S")
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Some = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+HOSTS_MAX = 1024
+WHOLE_ENGINES = {Role.PREFILL, Role.DECODE, Role.BOTH}
+
+
+class WrongFleetFile(Exception):
+    """The file does not describe a fleet; the message names the table, the key and the correction."""
+
+
+class NatsTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[nats]``"""
+
+    port: Port = 4222
+
+
+class RouterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[router]``"""
+
+    host: str = ""
+    """Address of the OpenAI API; empty: that of the head host."""
+    port: Port = 8000
+    count: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+
+
+class CollectorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[collector]``"""
+
+    host: str = "127.0.0.1"
+    port: Port = 8001
+
+
+class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[[model]]``"""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    kv_cache: str = ""
+    """Of each worker, such as ``8G``."""
+    connector: Literal["baton", "upstream", ""] = ""
+    engine_args: str = ""
+
+
+class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[[host.workers]]``"""
+
+    role: Role
+    model: str = ""
+    """Empty: the only model of the fleet."""
+    count: Some = 1
+    gpus_per_worker: Some = 1
+
+
+class HostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[[host]]``"""
+
+    name: str
+    address: str = ""
+    """At which other hosts reach it; the head host needs one."""
+    head: bool = False
+    """It runs NATS, routers, orchestrator and collector. Unless a host says so, the first one is it."""
+    gpus: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    workers: tuple[WorkersTable, ...] = ()
+    env: Mapping[str, str | int | float | bool] = msgspec.field(default_factory=dict)
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole file."""
+
+    engine: Literal["vllm", "simulated"] = "vllm"
+    nats: NatsTable = NatsTable()
+    router: RouterTable = RouterTable()
+    collector: CollectorTable = CollectorTable()
+    env: Mapping[str, str | int | float | bool] = msgspec.field(default_factory=dict)
+    """Of all hosts."""
+    model: tuple[ModelTable, ...] = ()
+    host: tuple[HostTable, ...]
+
+    @property
+    def head(self) -> HostTable:
+        """The host with NATS and the services."""
+        return next((host for host in self.host if host.head), self.host[0])
+
+    def named(self, name: str) -> HostTable:
+        """That host. Raises WrongFleetFile, which lists the hosts."""
+        if found := next((host for host in self.host if host.name == name), None):
+            return found
+        raise WrongFleetFile(f"no host has the name {name!r}; name one with --name: {_listed(self.host)}")
+
+
+def read_fleet_file(text: str) -> Fleet:
+    """The fleet. Raises WrongFleetFile."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise WrongFleetFile(f"it is not valid TOML: {error}") from error
+    _check_tables(raw)
+    fleet = _converted(raw, Fleet, "")
+    _check_hosts(fleet)
+    _check_models(fleet)
+    return fleet
+
+
+def part_of(fleet: Fleet, name: str) -> HostPart:
+    """What that host runs. Raises WrongFleetFile."""
+    host = fleet.named(name)
+    where = _title("host", 0, {"name": name})
+    used = dict.fromkeys(_model_of(fleet, row, where) for row in host.workers)
+    given = {**fleet.env, **host.env}
+    return HostPart(
+        name=name,
+        models=tuple(_model_options(fleet, host, model) for model in used),
+        engine=fleet.engine,
+        address=host.address,
+        gpus=tuple(map(str, host.gpus)),
+        cores=host.cores,
+        env={key: _variable_text(value) for key, value in given.items()},
+    )
+
+
+def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
+    where = _title("host", 0, {"name": host.name})
+    table = next((each for each in fleet.model if each.name == model), ModelTable(name=model))
+    rows = {row.role: row for row in host.workers if _model_of(fleet, row, where) == model}
+    count = {role: rows[role].count if role in rows else 0 for role in Role}
+    gpus = {role: rows[role].gpus_per_worker if role in rows else 1 for role in WHOLE_ENGINES}
+    return ModelOptions(
+        model=model,
+        aliases=table.aliases,
+        prefill=count[Role.PREFILL],
+        decode=count[Role.DECODE],
+        both=count[Role.BOTH],
+        store=count[Role.STORE],
+        connector=table.connector,
+        kv_cache_bytes=parse_bytes(table.kv_cache) if table.kv_cache else 0,
+        engine_args=table.engine_args,
+        gpus_per_worker=gpus[Role.BOTH],
+        gpus_per_prefill=gpus[Role.PREFILL],
+        gpus_per_decode=gpus[Role.DECODE],
+    )
+
+
+def _model_of(fleet: Fleet, row: WorkersTable, where: str) -> str:
+    if row.model or not fleet.model:
+        return row.model
+    if len(fleet.model) > 1:
+        raise WrongFleetFile(f"{where} workers: model is missing; name one of {_listed(fleet.model)}")
+    return fleet.model[0].name
+
+
+def _check_hosts(fleet: Fleet) -> None:
+    if not 1 <= len(fleet.host) <= HOSTS_MAX:
+        raise WrongFleetFile(f"[[host]]: {len(fleet.host)} hosts; write 1 to {HOSTS_MAX}")
+    _check_unique(fleet.host, "host")
+    if len([host for host in fleet.host if host.head]) > 1:
+        raise WrongFleetFile("[[host]] head: only one host can be the head host")
+    for host in fleet.host:
+        where = _title("host", 0, {"name": host.name})
+        if not is_subject_token(host.name):
+            raise WrongFleetFile(f"{where} name: write letters, digits, '-' and '_'")
+        if host.gpus and host.cores:
+            raise WrongFleetFile(f"{where} cores: workers run on gpus or on cores; leave one out")
+    if len(fleet.host) > 1 and not fleet.head.address:
+        where = _title("host", 0, {"name": fleet.head.name})
+        raise WrongFleetFile(f"{where} address is missing: the other hosts must reach NATS on the head host")
+
+
+def _check_models(fleet: Fleet) -> None:
+    _check_unique(fleet.model, "model")
+    for table in fleet.model:
+        try:
+            parse_bytes(table.kv_cache or "0")
+        except ValueError as error:
+            raise WrongFleetFile(f"{_title('model', 0, {'name': table.name})} kv_cache: {error}") from error
+    known = [table.name for table in fleet.model]
+    roles: dict[str, set[Role]] = {}
+    for host in fleet.host:
+        where = _title("host", 0, {"name": host.name})
+        here = [(_model_of(fleet, row, where), row.role) for row in host.workers]
+        for model, role in here:
+            if known and model not in known:
+                raise WrongFleetFile(f"{where} workers: {_unknown(model, known, 'a model of this file')}")
+            if here.count((model, role)) > 1:
+                raise WrongFleetFile(f"{where} workers: role {role.value!r} occurs twice for one model; use count")
+            roles.setdefault(model, set()).add(role)
+    if not roles:
+        raise WrongFleetFile("[[host]] workers: no host has workers")
+    for model, found in roles.items():
+        if Role.BOTH not in found and not {Role.PREFILL, Role.DECODE} <= found:
+            missing = Role.DECODE if Role.PREFILL in found else Role.PREFILL
+            raise WrongFleetFile(f"workers of {model or 'the model'}: none of the fleet would {missing.value}")
+
+
+def _check_unique(tables: Sequence[HostTable] | Sequence[ModelTable], key: str) -> None:
+    names = [each.name for each in tables]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise WrongFleetFile(f"[[{key}]] name: {twice[0]!r} occurs twice")
+
+
+def _check_tables(raw: Mapping[str, Any]) -> None:
+    """Each table by itself, so that an error can name it."""
+    _check_keys(raw, Fleet, "")
+    for key, table in (("nats", NatsTable), ("router", RouterTable), ("collector", CollectorTable)):
+        _converted(_table(raw.get(key, {}), f"[{key}]"), table, f"[{key}] ")
+    for number, model in enumerate(_tables(raw.get("model", []), "[[model]]"), 1):
+        _converted(model, ModelTable, f"{_title('model', number, model)} ")
+    _check_variables(raw.get("env", {}), "[env]")
+    for number, host in enumerate(_tables(raw.get("host", []), "[[host]]"), 1):
+        where = _title("host", number, host)
+        _check_keys(host, HostTable, f"{where} ")
+        _check_variables(host.get("env", {}), f"{where} env")
+        for row in _tables(host.get("workers", []), f"{where} workers"):
+            _converted(row, WorkersTable, f"{where} workers: ")
+        _converted({**host, "workers": []}, HostTable, f"{where} ")
+
+
+def _check_variables(raw: object, where: str) -> None:
+    for name, value in _table(raw, where).items():
+        if why := unusable_variable(name):
+            raise WrongFleetFile(f"{where} {name}: {why}")
+        if not isinstance(value, str | int | float | bool):
+            raise WrongFleetFile(f"{where} {name}: write a text, a number, true or false")
+
+
+def _converted(raw: object, kind: type[S], where: str) -> S:
+    _check_keys(_table(raw, where), kind, where)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        if missing := re.search(r"missing required field `(\w+)`", text):
+            raise WrongFleetFile(f"{where}{missing[1]} is missing") from error
+        if wrong := re.fullmatch(r"(.*) - at `\$\.?(.*)`", text):
+            raise WrongFleetFile(f"{where}{wrong[2].partition('[')[0]}: {wrong[1]}") from error
+        raise WrongFleetFile(f"{where}{text}") from error
+
+
+def _check_keys(raw: Mapping[str, Any], kind: type, where: str) -> None:
+    known = [field.name for field in msgspec.structs.fields(kind)]
+    for name in raw:
+        if name not in known:
+            raise WrongFleetFile(f"{where}{_unknown(name, known, 'a key here')}")
+
+
+def _unknown(name: str, known: list[str], what: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{name!r} is not {what}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
+
+
+def _table(raw: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(raw, dict):
+        raise WrongFleetFile(f"{where.strip()} must be a table")
+    return raw
+
+
+def _tables(raw: object, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(raw, list):
+        raise WrongFleetFile(f"{where} must be a list of tables")
+    return [_table(each, where) for each in raw]
+
+
+def _title(key: str, number: int, table: Mapping[str, Any]) -> str:
+    return f"[[{key}]] {table['name']!r}" if isinstance(table.get("name"), str) else f"[[{key}]] number {number}"
+
+
+def _listed(tables: Sequence[HostTable] | Sequence[ModelTable]) -> str:
+    return ", ".join(each.name for each in tables)
+
+
+def _variable_text(value: str | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

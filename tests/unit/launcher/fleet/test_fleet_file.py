@@ -1,0 +1,170 @@
+"""The fleet file: what each host runs, and errors that name table and key."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.launcher.commands.fleet import show_fleet
+from services.launcher.fleet.fleet_file import Fleet, WrongFleetFile, part_of, read_fleet_file
+from services.launcher.fleet.head import head_options
+from services.launcher.fleet.host_part import HostPart
+from services.launcher.system.plan import plan_system
+from services.launcher.system.process_plan import Machine, SystemPlan
+from shared.contracts.workers import Role
+from tests.support.processes import ROOT
+
+FILE = """
+[nats]
+port = 4333
+
+[router]
+port = 8080
+
+[env]
+ROUTER_WAKE_S_MAX = 30
+WORKER_LEGS_MAX = 7
+
+[[model]]
+name = "A"
+aliases = ["chat"]
+kv_cache = "2G"
+
+[[model]]
+name = "B"
+
+[[host]]
+name = "one"
+address = "10.0.0.1"
+workers = [{ model = "A", role = "prefill", count = 2 }]
+
+[[host]]
+name = "two"
+gpus = [2, 3]
+workers = [
+  { model = "A", role = "decode", gpus_per_worker = 2 },
+  { model = "B", role = "both" },
+  { model = "A", role = "store" },
+]
+
+[host.env]
+WORKER_LEGS_MAX = 9
+"""
+MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1, 2, 3))
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return read_fleet_file(FILE)
+
+
+def head_plan(fleet: Fleet) -> SystemPlan:
+    return plan_system(head_options(fleet, part_of(fleet, "one"), Path("/s"), Path("/s/cluster")), MACHINE)
+
+
+def test_the_head_host_runs_nats_on_its_address_the_services_and_its_own_workers(fleet: Fleet):
+    plan = head_plan(fleet)
+
+    names = [process.name for process in plan.processes]
+    assert names == ["nats", "orchestrator", "collector", "router", "one-prefill-1", "one-prefill-2"]
+    assert plan.nats_url == "tls://10.0.0.1:4333"
+    [nats] = [process for process in plan.processes if process.name == "nats"]
+    assert "--addr 10.0.0.1 --port 4333" in " ".join(nats.command)
+    [router] = [process for process in plan.processes if process.name == "router"]
+    assert (router.env["ROUTER_HOST"], router.env["ROUTER_PORT"]) == ("10.0.0.1", "8080")
+
+
+def test_another_host_has_its_models_devices_and_variables(fleet: Fleet):
+    part = part_of(fleet, "two")
+
+    a, b = part.models
+    assert (a.model, a.decode, a.store, a.gpus_of(Role.DECODE), a.aliases, a.kv_cache_bytes) == (
+        "A", 1, 1, 2, ("chat",), 2 * 2**30
+    )  # fmt: skip
+    assert (b.model, b.both) == ("B", 1)
+    assert part.gpus == ("2", "3")
+    assert part.env == {"ROUTER_WAKE_S_MAX": "30", "WORKER_LEGS_MAX": "9"}
+    assert part.of_workers.env == {"WORKER_LEGS_MAX": "9"}
+
+
+def test_a_file_with_one_host_needs_no_address():
+    fleet = read_fleet_file('[[host]]\nname = "one"\nworkers = [{ role = "both" }]')
+
+    assert part_of(fleet, "one") == HostPart(name="one", models=part_of(fleet, "one").models)
+    assert head_plan(fleet).nats_url == "tls://127.0.0.1:4222"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("[nats]", "[natz]", "'natz' is not a key here; did you mean 'nats'?"),
+        ("port = 4333", "prot = 4333", "[nats] 'prot' is not a key here; did you mean 'port'?"),
+        ("port = 4333", 'port = "x"', "[nats] port: Expected `int`, got `str`"),
+        ("port = 8080", "port = 80800", "[router] port: Expected `int` <= 65535"),
+        ('kv_cache = "2G"', 'kv_cache = "big"', "[[model]] 'A' kv_cache: 'big' is not a size"),
+        ("gpus = [2, 3]", "gpu = [2, 3]", "[[host]] 'two' 'gpu' is not a key here; did you mean 'gpus'?"),
+        ("gpus = [2, 3]", 'gpus = "2"', "[[host]] 'two' gpus: Expected `array`, got `str`"),
+        ("gpus = [2, 3]", "gpus = [2]\ncores = [1]", "[[host]] 'two' cores: workers run on gpus or on cores"),
+        ('role = "both"', 'role = "bot"', "[[host]] 'two' workers: role: Invalid enum value 'bot'"),
+        ('model = "B", role', 'modl = "B", role', "[[host]] 'two' workers: 'modl' is not a key here"),
+        ('model = "B", role', "role", "[[host]] 'two' workers: model is missing; name one of A, B"),
+        ('model = "B", role', 'model = "Bee", role', "[[host]] 'two' workers: 'Bee' is not a model of this file"),
+        ('role = "store"', 'role = "decode"', "[[host]] 'two' workers: role 'decode' occurs twice"),
+        ('role = "prefill"', 'role = "decode"', "workers of A: none of the fleet would prefill"),
+        ('address = "10.0.0.1"', "", "[[host]] 'one' address is missing"),
+        ('name = "two"', 'name = "one"', "[[host]] name: 'one' occurs twice"),
+        ('name = "two"', 'name = "t.w"', "[[host]] 't.w' name: write letters"),
+        ('name = "two"', "", "[[host]] number 2 name is missing"),
+        ("WORKER_LEGS_MAX = 7", 'PATH = "/tmp"', "[env] PATH: a fleet sets variables that begin with"),
+        ("WORKER_LEGS_MAX = 9", "WORKER_LEGS_MAX = [9]", "[[host]] 'two' env WORKER_LEGS_MAX: write a text"),
+        ("WORKER_LEGS_MAX = 7", 'BATON_NATS_URL = "x"', "[env] BATON_NATS_URL: Baton sets it itself"),
+        ("[nats]", "[nats", "it is not valid TOML"),
+        ("[nats]", "nats = 1\n[x]", "'x' is not a key here"),
+        ("[nats]\nport = 4333", "nats = 1", "[nats] must be a table"),
+    ],
+)
+def test_an_error_names_table_and_key(before: str, after: str, message: str):
+    assert before in FILE
+    with pytest.raises(WrongFleetFile) as wrong:
+        read_fleet_file(FILE.replace(before, after, 1))
+
+    assert message in str(wrong.value)
+
+
+def test_the_example_of_the_documentation_is_a_fleet():
+    [example] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "operating.md").read_text(), re.DOTALL)
+
+    fleet = read_fleet_file(example)
+
+    assert (fleet.head.name, fleet.head.address) == ("gpu-1", "10.0.0.1")
+    assert part_of(fleet, "gpu-2").models[0].gpus_of(Role.DECODE) == 2
+
+
+def test_an_unknown_host_lists_the_hosts(fleet: Fleet):
+    with pytest.raises(WrongFleetFile, match="no host has the name 'three'; name one with --name: one, two"):
+        part_of(fleet, "three")
+
+
+def test_check_shows_every_host_within_80_columns(fleet: Fleet):
+    screen = io.StringIO()
+
+    show_fleet(Console(file=screen, width=80, highlight=False, soft_wrap=True), fleet)
+
+    text = screen.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines() == [
+        "one  10.0.0.1",
+        "  NATS, routers, orchestrator, collector",
+        "  API at 10.0.0.1:8080",
+        "  one-prefill-1  A",
+        "  one-prefill-2  A",
+        "two",
+        "  GPUs 2,3",
+        "  two-decode-1  A",
+        "  two-both-1  B",
+        "  two-store-1  A",
+    ]
