@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
+.PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,11 @@ catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NAT
 	@$(PYTHON) -m scripts.make_configuration_page
 	@$(PYTHON) -m observability.grafana.make_dashboards
 	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py
+
+dist: setup ## Build the wheel into dist/; pip install "dist/WHEEL[cpu]" (or [cuda]) installs what `make up` runs
+	@rm -rf build dist
+	@$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 	@scripts/lock.sh

@@ -18,6 +18,7 @@ SEED = datetime.now(UTC).strftime("%j")
 TARGETS = {
     "check": {},
     "compose-test": {},
+    "dist": {},
     "test-gpu": {},
     "chaos": {"ARGS": f"--seed {SEED}"},
     "fuzz": {"ARGS": f"--seed {SEED}"},

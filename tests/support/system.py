@@ -109,11 +109,17 @@ def end_with_the_tests() -> None:
 class Launched:
     """One ``baton up``, with everything that it starts. Leaving the ``with`` asserts that nothing is left behind."""
 
-    def __init__(self, folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, env: Mapping[str, str] | None = None, program: Path | None = None
+    ) -> None:
+        """``program``: an installed ``baton``; None: this checkout's."""
         self.folder = folder
+        self._program = command() if program is None else [str(program)]
         self._arguments = arguments
         self._mark = uuid.uuid4().hex
         self._env = {**environment(), **LIGHT_TRANSFER, **(env or {}), MARK: self._mark}
+        if program is not None:
+            del self._env["PYTHONPATH"]
         self._log = folder / f"launcher-{self._mark[:6]}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self._children: set[psutil.Process] = set()
@@ -123,7 +129,8 @@ class Launched:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
-                command("up", "--state-dir", str(self.folder), *self._arguments),
+                [*self._program, "up", "--state-dir", str(self.folder), *self._arguments],
+                cwd=self.folder,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -221,7 +228,14 @@ class Launched:
 class System(Launched):
     """A whole system: with its endpoint, its metrics and its fleet."""
 
-    def __init__(self, folder: Path, *arguments: str, nats_url: str = "", env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        nats_url: str = "",
+        env: Mapping[str, str] | None = None,
+        program: Path | None = None,
+    ) -> None:
         """With ``nats_url`` the test brings its own NATS, to break it; with ``--open`` it can connect without a key."""
         self.port, self.collector_port, self.nats_port = free_port(), free_port(), free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
@@ -229,7 +243,7 @@ class System(Launched):
         self.nats_url = nats_url or f"{scheme}://127.0.0.1:{self.nats_port}"
         nats = ("--nats-url", nats_url) if nats_url else ("--nats-port", str(self.nats_port))
         ports = ("--port", str(self.port), "--collector-port", str(self.collector_port))
-        super().__init__(folder, *ports, *nats, *arguments, env=env)
+        super().__init__(folder, *ports, *nats, *arguments, env=env, program=program)
         # Tests use it in many threads. One of them may close a connection that another has just taken from the pool.
         unpooled = httpx.Limits(max_keepalive_connections=0)
         self.http = httpx.Client(base_url=self.endpoint, timeout=httpx.Timeout(60.0), trust_env=False, limits=unpooled)
