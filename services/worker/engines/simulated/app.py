@@ -14,7 +14,6 @@ from services.worker.engines.simulated.core.sequence import RequestParams, Seque
 from services.worker.engines.simulated.jobs import Job, JobMaker, caught_up
 from services.worker.engines.simulated.requests import ApiError
 from services.worker.engines.simulated.responses import (
-    DONE,
     EVENT_STREAM,
     JSON,
     UNFINISHED,
@@ -24,7 +23,7 @@ from services.worker.engines.simulated.responses import (
     usage_of,
 )
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
-from shared.contracts.engine_paths import CHAT, COMPLETIONS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport
 
@@ -44,7 +43,7 @@ class Submitter(Protocol):
 
 
 class SimulatedApp:
-    """POST /v1/completions and /v1/chat/completions, GET /v1/models and /health."""
+    """POST /v1/completions, /v1/chat/completions and /v1/responses, GET /v1/models and /health."""
 
     def __init__(
         self, engine: Submitter, tokenizer: SimulatedTokenizer, jobs: JobMaker, models: Callable[[], bytes]
@@ -57,6 +56,7 @@ class SimulatedApp:
         self._posts: dict[str, Callable[[bytes, LegRecord], Awaitable[Job]]] = {
             COMPLETIONS: jobs.completion,
             CHAT: jobs.chat,
+            RESPONSES: jobs.response,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,8 +110,8 @@ class SimulatedApp:
         if opening and job.record.resume is None:
             await send(_body(opening))
         # Most events contain text only. Such an event is the concatenation of three byte strings.
-        pieces = [split_chunk(job.responses, choice.index) for choice in job.choices]
         plain = job.view.logprobs is None and not job.view.usage_each
+        pieces = [split_chunk(job.responses, choice.index) for choice in job.choices] if plain else []
         text_json, record, open_choices = self._text_json, job.record, _open(job)
         while open_choices:
             events = []
@@ -135,7 +135,8 @@ class SimulatedApp:
             if events:
                 await send(_body(b"".join(events) if len(events) > 1 else events[0]))
         record.is_over = True
-        end = job.responses.usage(_usage(job)) + DONE if job.view.usage else DONE
+        done = job.responses.done
+        end = job.responses.usage(_usage(job)) + done if job.view.usage else done
         await send(_body(end, more=False))
 
     def _event(self, job: Job, choice: Choice, token: int | None, finish_reason: str) -> bytes:

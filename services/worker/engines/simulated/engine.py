@@ -31,7 +31,7 @@ from services.worker.engines.simulated.choices import Choice
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulatedTiming, SimulationSettings
-from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
+from services.worker.engines.simulated.jobs import JobMaker, SimulatedRenderer, engine_tokens
 from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
 from services.worker.engines.simulated.model import (
     SimulatedAdapters,
@@ -106,6 +106,7 @@ class SimulatedEngine:
         adapters = SimulatedAdapters()
         self._adapters = LoadedAdapters(adapters, model.names, Path(tempfile.gettempdir()))
         self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len, adapters.by_name)
+        self._renderer = SimulatedRenderer(self._jobs, tokenizer, settings.block_size)
         self._app = SimulatedApp(
             self,
             tokenizer,
@@ -130,8 +131,9 @@ class SimulatedEngine:
         return self._app
 
     @property
-    def renderer(self) -> None:
-        """It takes text only."""
+    def renderer(self) -> SimulatedRenderer:
+        """See the port."""
+        return self._renderer
 
     @property
     def exchange(self) -> EngineExchange:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from services.worker.engines.port import EngineTokens, LegRecord
+from services.worker.engines.port import EnginePrompt, EngineTokens, LegRecord
 from services.worker.engines.simulated.choices import Choice, Inbox, StopStrings, chat_logprobs, completion_logprobs
 from services.worker.engines.simulated.core.sequence import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.tokens import BlockHasher
@@ -19,15 +19,18 @@ from services.worker.engines.simulated.requests import (
     ApiError,
     ChatBody,
     CompletionBody,
+    ResponseBody,
     SamplingBody,
+    messages_of,
     prompts_of,
     read_chat,
     read_completion,
+    read_response,
     stop_strings,
 )
-from services.worker.engines.simulated.responses import ChatResponses, CompletionResponses, Responses
+from services.worker.engines.simulated.responses import ChatResponses, CompletionResponses, ResponseObjects, Responses
 from services.worker.engines.simulated.tokenizer import ChatTemplateFailed, SimulatedTokenizer
-from shared.contracts.engine_paths import CHAT
+from shared.contracts.engine_paths import CHAT, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
 
@@ -104,14 +107,29 @@ class JobMaker:
         body = read_chat(raw)
         model = self._check_model(body.model)
         variables = {"tools": body.tools, "add_generation_prompt": body.add_generation_prompt}
-        try:
-            text = self._tokenizer.render_chat(body.messages, variables | (body.chat_template_kwargs or {}))
-        except ChatTemplateFailed as error:
-            raise ApiError(str(error), param="messages") from error
+        text = self._rendered(body.messages, variables | (body.chat_template_kwargs or {}), "messages")
         prompt = await self._encode(text, special=body.add_special_tokens)
         logprobs = partial(chat_logprobs, top=body.top_logprobs or 0) if body.logprobs else None
         view = View(logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, **_streaming(body))
         return self._job(body, [prompt], ChatResponses(model, record.request_id), view, record)
+
+    async def response(self, raw: bytes, record: LegRecord) -> Job:
+        """POST /v1/responses."""
+        body = read_response(raw)
+        model = self._check_model(body.model)
+        if record.resume is not None:
+            raise ApiError("A simulated engine cannot continue the stream of a response.")
+        variables = {"tools": body.tools, "add_generation_prompt": True}
+        prompt = await self._encode(self._rendered(messages_of(body), variables, "input"), special=False)
+        # Events have numbers, and the last one has the usage: none is a copy of the one before.
+        view = View(streamed=bool(body.stream), usage_each=True)
+        return self._job(body, [prompt], ResponseObjects(model, body.instructions), view, record)
+
+    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any], param: str) -> str:
+        try:
+            return self._tokenizer.render_chat(messages, variables)
+        except ChatTemplateFailed as error:
+            raise ApiError(str(error), param=param) from error
 
     def _check_model(self, model: str | None) -> str:
         if model is None:
@@ -182,6 +200,8 @@ class JobMaker:
         asked = body.max_tokens
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             asked = body.max_completion_tokens
+        if isinstance(body, ResponseBody):
+            asked = body.max_output_tokens
         return RequestParams(
             max_tokens=tokens_max if asked is None else min(asked, tokens_max),
             min_tokens=body.min_tokens or 0,
@@ -207,13 +227,30 @@ def _streaming(body: CompletionBody | ChatBody) -> dict[str, bool]:
     }
 
 
+class SimulatedRenderer:
+    """Renders responses. Routers read prompts of other paths themselves."""
+
+    def __init__(self, jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int) -> None:
+        self._jobs = jobs
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+
+    async def render(self, path: str, body: bytes, *, cache_salt: str, media_salt: str) -> EnginePrompt:
+        """See the port. ``body`` has the salt."""
+        del cache_salt, media_salt
+        if path != RESPONSES:
+            return EnginePrompt(refusal="a simulated engine renders responses only")
+        found = await engine_tokens(self._jobs, self._tokenizer, self._block_size, path, body)
+        return EnginePrompt(tokens=len(found.tokens), hashes=found.hashes, refusal=found.refusal)
+
+
 async def engine_tokens(
     jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int, path: str, body: bytes
 ) -> EngineTokens:
     """Tokens and block hashes, computed by the code that serves requests."""
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
     try:
-        job = await (jobs.chat if path == CHAT else jobs.completion)(body, record)
+        job = await {CHAT: jobs.chat, RESPONSES: jobs.response}.get(path, jobs.completion)(body, record)
     except ApiError as error:
         return EngineTokens(refusal=str(error))
     tokens = job.choices[0].prompt

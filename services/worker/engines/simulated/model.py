@@ -18,13 +18,13 @@ from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings
 from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
-from shared.contracts.engine_paths import CHAT, COMPLETIONS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
 from shared.contracts.workers import ADAPTERS_MAX, Fingerprint, HashScheme
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
-PATHS = frozenset({COMPLETIONS, CHAT})
+PATHS = frozenset({COMPLETIONS, CHAT, RESPONSES})
 """Of requests that ``SimulatedApp`` serves."""
 
 
@@ -58,6 +58,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         prefix_caching=settings.prefix_caching,
         adapters_at_once_max=ADAPTERS_MAX,
         paths=PATHS,
+        renders=True,
     )
 
 

@@ -75,10 +75,21 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
     add_special_tokens: bool = False
 
 
-B = TypeVar("B", CompletionBody, ChatBody)
+class ResponseBody(SamplingBody, frozen=True, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+B = TypeVar("B", CompletionBody, ChatBody, ResponseBody)
 
 _READ_COMPLETION = msgspec.json.Decoder(CompletionBody)
 _READ_CHAT = msgspec.json.Decoder(ChatBody)
+_READ_RESPONSE = msgspec.json.Decoder(ResponseBody)
 
 
 def read_completion(raw: bytes) -> CompletionBody:
@@ -97,6 +108,34 @@ def read_chat(raw: bytes) -> ChatBody:
     if body.top_logprobs and not body.logprobs:
         raise ApiError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
     return body
+
+
+def read_response(raw: bytes) -> ResponseBody:
+    """Raises ApiError."""
+    body = _read(_READ_RESPONSE, raw)
+    if body.previous_response_id is not None:
+        message = f"Response with id '{body.previous_response_id}' not found."
+        raise ApiError(message, status=404, kind="invalid_request_error", param="response_id")
+    return body
+
+
+def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
+    """The chat of a response's input. Reasoning is left out, as by many chat templates."""
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role", "user"), "content": item.get("content", "")})
+        elif kind == "function_call":
+            messages.append({"role": "assistant", "content": str(item.get("arguments", ""))})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "content": str(item.get("output", ""))})
+        elif kind != "reasoning":
+            raise ApiError(f"Unsupported input item type: {kind}", param="input")
+    if not messages:
+        raise ApiError("input must contain at least one item", param="input")
+    return messages
 
 
 def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

@@ -1,4 +1,4 @@
-"""Response bytes of the two OpenAI endpoints, whole and streamed, with vLLM's additional fields."""
+"""Response bytes of the OpenAI endpoints, whole and streamed, with vLLM's additional fields."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from services.worker.engines.simulated.choices import Choice
+from services.worker.engines.simulated.core.sequence import LENGTH
 
 DONE = b"data: [DONE]\n\n"
 JSON = "application/json"
@@ -21,6 +22,9 @@ encode = msgspec.json.encode
 
 class Responses(Protocol):
     """Encodes the response to one request."""
+
+    done: bytes
+    """What ends a stream."""
 
     def opening(self, index: int) -> bytes:
         """The first event of a choice's stream, or b""."""
@@ -72,6 +76,8 @@ def _event(value: dict[str, Any]) -> bytes:
 class CompletionResponses:
     """/v1/completions."""
 
+    done = DONE
+
     def __init__(self, model: str, request_id: str) -> None:
         self._head = {
             "id": f"cmpl-{request_id or uuid.uuid4().hex}",
@@ -118,6 +124,8 @@ class CompletionResponses:
 class ChatResponses:
     """/v1/chat/completions."""
 
+    done = DONE
+
     def __init__(self, model: str, request_id: str) -> None:
         self._id = f"chatcmpl-{request_id or uuid.uuid4().hex}"
         self._rest = {"created": int(time.time()), "model": model}
@@ -159,3 +167,104 @@ class ChatResponses:
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event after the last choice."""
         return _event({**self._head, "choices": [], "usage": usage})
+
+
+class ResponseObjects:
+    """/v1/responses, with one message of text. Events have names and numbers; the last one has the whole response."""
+
+    done = b""
+
+    def __init__(self, model: str, instructions: str | None) -> None:
+        self._model = model
+        self._instructions = instructions
+        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._created_at = int(time.time())
+        self._shown: list[str] = []
+        self._events = 0
+
+    def opening(self, _index: int) -> bytes:
+        """The events before the first text."""
+        response = self._response("in_progress", [], None)
+        return b"".join((
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+            self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None)),
+            self._part_event("response.content_part.added", part=_part("")),
+        ))  # fmt: skip
+
+    def chunk(self, _index: int, text: str, ending: Ending) -> bytes:
+        """The text, and at the end all events that follow."""
+        self._shown.append(text)
+        event = self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        if ending.finish_reason is None:
+            return event
+        whole, status = "".join(self._shown), _status(ending.finish_reason)
+        item = self._message(status, whole)
+        return b"".join((
+            event,
+            self._part_event("response.output_text.done", text=whole, logprobs=[]),
+            self._part_event("response.content_part.done", part=_part(whole)),
+            self._event("response.output_item.done", output_index=0, item=item),
+            self._event("response.completed", response=self._response(status, [item], ending.usage)),
+        ))  # fmt: skip
+
+    def whole(
+        self, choices: list[Choice], texts: list[str], _logprobs: list[Any], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        status = _status(choices[0].finish_reason)
+        return self._response(status, [self._message(status, texts[0])], usage)
+
+    def usage(self, _usage: dict[str, Any]) -> bytes:
+        """b"": the last event has the usage."""
+        return b""
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._events, **fields}
+        self._events += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(event))
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
+
+    def _message(self, status: str, text: str | None) -> dict[str, Any]:
+        content = [] if text is None else [_part(text)]
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _response(self, status: str, output: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "background": False,
+            "model": self._model,
+            "instructions": self._instructions,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "metadata": None,
+            "output": output,
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "temperature": 1.0,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": 1.0,
+            "usage": None if usage is None else _response_usage(usage),
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def _status(finish_reason: str) -> str:
+    return "incomplete" if finish_reason == LENGTH else "completed"
+
+
+def _response_usage(usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
