@@ -108,12 +108,12 @@ class Responses:
 
     async def serve(self, http_request: HttpRequest) -> None:
         """Serve one request from its complete body to the end of its response."""
-        if not self.enabled or http_request.head.path != RESPONSES or body_fault(http_request.upload.body()):
+        if not self.enabled or http_request.head.path != RESPONSES:
             await self._relay.serve(http_request)
             return
         try:
             body = http_request.upload.body()
-            wanted = await _run(len(body), read_wanted, body)
+            wanted = await _run(len(body), _wanted, body)
             if wanted is None:
                 await self._relay.serve(http_request)
             else:
@@ -174,10 +174,14 @@ class Responses:
         self._limit(http_request, len(body))
         tell = partial(self._told, wanted)
         inner = InnerRequest(http_request, body, tell, None if wanted.background else http_request)
-        if wanted.background:
-            await self._begin(http_request, wanted, inner, items or [])
-        else:
+        if not wanted.background:
             await self._respond(http_request, wanted, inner, items or [])
+            return
+        try:
+            await self._begin(http_request, wanted, inner, items or [])
+        except BaseException:
+            inner.upload.over()
+            raise
 
     def _limit(self, http_request: HttpRequest, size: int) -> None:
         if size > self._settings.body_bytes_max:
@@ -250,7 +254,12 @@ class Responses:
         created_at = self._clock.wall_ms() // 1000
         begun = in_progress(wanted.fields, response_id, created_at, wanted.previous_id)
         entry = Entry(response=msgspec.Raw(begun), items=items, router_id=self._router_id)
-        await self._background.begin(entry_key(tenant, response_id), response_id, Run(tenant, inner, entry))
+        try:
+            await self._background.begin(entry_key(tenant, response_id), response_id, Run(tenant, inner, entry))
+        except NotKept as error:
+            if error.passes:
+                raise
+            raise Refused(failed(Reason.TOO_LARGE, f"The response cannot be kept: {error}.")) from error
         named = (b"x-request-id", http_request.head.request_id.encode())
         http_request.answer(OK, [(b"content-type", b"application/json"), named], begun)
 
@@ -283,6 +292,11 @@ def previous_not_found(response_id: str) -> HttpError:
 def unavailable(error: NotKept) -> HttpError:
     """503: the bucket cannot be read or written now."""
     return failed(Reason.BUS_DOWN, f"Kept responses cannot be used now: {error}.")
+
+
+def _wanted(body: bytes) -> Wanted | None:
+    """As ``read_wanted``; None for a body that costs too much to read: the relay refuses it."""
+    return None if body_fault(body) else read_wanted(body)
 
 
 async def _run(size: int, work: Callable[..., R], *arguments: object) -> R:

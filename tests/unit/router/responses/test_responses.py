@@ -406,13 +406,25 @@ def test_a_response_in_the_background_fails_with_its_router():
     with_model(scenario)
 
 
+def test_what_is_too_large_to_be_kept_is_not_made_in_the_background():
+    async def scenario(world: World, model: Model) -> None:
+        refused = await respond(world, "x" * 5_000, background=True)
+        assert (refused.status, refused.error["code"]) == (413, "request_too_large")
+        assert not model.bodies
+        assert world.router.edge.upload_totals.bytes_held == 0
+
+    with_model(scenario, response_bytes_max=4096)
+
+
 def test_a_tenant_has_a_bounded_number_of_responses_in_the_background():
     async def scenario(world: World, model: Model) -> None:
         model.stays = True
         ids = [await begun(world) for _ in range(TENANT_MAX)]
         refused = await respond(world, background=True)
         assert (refused.status, refused.error["code"]) == (429, "too_many_background")
-        assert (await call(world, "POST", f"{ids[0]}/cancel")).json()["status"] == "cancelled"
+        for each in ids:
+            assert (await call(world, "POST", f"{each}/cancel")).json()["status"] == "cancelled"
+        assert world.router.edge.upload_totals.bytes_held == 0
         await begun(world)
 
     with_model(scenario)
