@@ -29,7 +29,11 @@ PURE = {
     "services.collector.usage": "ledger",
     "services.launcher.cluster": "folder",
     "services.launcher.doctor": "adapters facts findings installation kv_reads services workers",
-    "services.launcher.system": ("board devices options plan process_death process_plan scaling_steps worker_plan"),
+    "services.launcher.fleet": "host_part",
+    "services.launcher.service_units": "systemd",
+    "services.launcher.system": (
+        "board devices options plan process_death process_plan scaling_steps sizes worker_plan"
+    ),
     "services.launcher.views": "watch",
     "services.orchestrator": "fleet leadership lifecycle sleeper wanted_adapters",
     "services.orchestrator.planner": "change demand engine_work family planner rules work",

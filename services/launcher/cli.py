@@ -18,6 +18,7 @@ from services.launcher.commands import init as init_command
 from services.launcher.commands import keys as key_commands
 from services.launcher.commands import lora as lora_commands
 from services.launcher.commands import orders as order_commands
+from services.launcher.commands import service as service_commands
 from services.launcher.commands import tokens as token_commands
 from services.launcher.commands import up as up_command
 from services.launcher.commands import usage as usage_command
@@ -62,6 +63,7 @@ def down(state_dir: StateDir = None) -> None:
 
 token_commands.add_to(app)
 fleet_commands.add_to(app)
+service_commands.add_to(app)
 view_commands.add_to(app)
 usage_command.add_to(app)
 order_commands.add_to(app)

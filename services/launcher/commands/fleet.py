@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -20,6 +21,7 @@ from services.launcher.system.worker_plan import worker_names
 
 if TYPE_CHECKING:
     from services.launcher.fleet.host_part import HostPart
+    from services.launcher.fleet.token import Token
     from services.launcher.system.options import UpOptions
 
 fleet = typer.Typer(no_args_is_help=True, help="Read a fleet file: hosts, and the workers of each.")
@@ -94,7 +96,14 @@ def run_host(config: Path, name: str, state_dir: Path) -> int:
     part = part_named(config, found, name)
     if part.name == found.head.name:
         return run_head(found, part, state_dir)
-    from services.launcher.commands.tokens import run_joined, stored
+    from services.launcher.commands.tokens import run_joined
+
+    return run_joined(state_dir, token_of(config, found, part, state_dir), part)
+
+
+def token_of(config: Path, found: Fleet, part: HostPart, state_dir: Path) -> Token:
+    """The token that this host has joined with; exits with the commands to do so if it has not."""
+    from services.launcher.commands.tokens import stored
     from services.launcher.fleet import joining
 
     if part.name not in joining.stored_names(state_dir):
@@ -102,18 +111,18 @@ def run_host(config: Path, name: str, state_dir: Path) -> int:
             f"{part.name} has not joined yet. On {found.head.name} run `baton token --config {config} "
             f"--name {part.name}`, then here `baton join TOKEN`."
         )
-    return run_joined(state_dir, stored(state_dir, part.name), part)
+    return stored(state_dir, part.name)
 
 
 def run_head(found: Fleet, part: HostPart, state_dir: Path) -> int:
     """Run NATS, the services and the head host's own workers."""
     from services.launcher.system.up import run_up
 
-    return asyncio.run(run_up(head_of(found, part, state_dir)))
+    return asyncio.run(run_up(head_of(found, part, state_dir, sys.stdout)))
 
 
-def head_of(found: Fleet, part: HostPart, state_dir: Path) -> UpOptions:
-    """The options of the head host, with its keys made and its variables set. Prints a first API key once."""
+def head_of(found: Fleet, part: HostPart, state_dir: Path, output: TextIO) -> UpOptions:
+    """The options of the head host, with its keys made and its variables set. Writes a first API key, once."""
     from services.launcher.cluster.folder import API_KEYS, FOLDER, CannotCreate
     from services.launcher.commands.up import ACCESS_VARIABLES
     from services.launcher.fleet import head, joining
@@ -127,5 +136,7 @@ def head_of(found: Fleet, part: HostPart, state_dir: Path) -> UpOptions:
     if not any(os.environ.get(each) for each in ACCESS_VARIABLES):
         os.environ[KEYS_VARIABLE] = str(keys / API_KEYS)
     if made.api_key:
-        print(f"The first API key, with all permissions. It is shown only once:\n{made.api_key}", flush=True)
+        print(
+            f"The first API key, with all permissions. It is shown only once:\n{made.api_key}", file=output, flush=True
+        )
     return head.head_options(found, part, state_dir, keys)

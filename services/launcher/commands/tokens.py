@@ -21,6 +21,7 @@ from shared.contracts.ids import is_subject_token
 if TYPE_CHECKING:
     from services.launcher.fleet.host_part import HostPart
     from services.launcher.fleet.token import Token
+    from services.launcher.system.options import UpOptions
     from services.launcher.system.state_file import RunningSystem
 
 
@@ -126,10 +127,9 @@ def _made(state_dir: Path, running: RunningSystem | None, nats_url: str, part: H
         made = head.make_token(keys, nats_url, part)
     except (PlanRefused, CannotCreate, *head.KEY_ERRORS) as error:
         fail(f"{keys}: {error}")
-    if running:
-        head.reload_nats(keys, running.pid)
-        if why := asyncio.run(head.refused_keys(nats_url, keys, [*made.seeds])):
-            fail(f"NATS does not accept the new keys; nats-server reads them after SIGHUP. {why}")
+    runs = head.reload_nats(keys) or running
+    if runs and (why := asyncio.run(head.refused_keys(nats_url, keys, [*made.seeds]))):
+        fail(f"NATS does not accept the new keys; nats-server reads them after SIGHUP. {why}")
     return write_token(made)
 
 
@@ -148,8 +148,9 @@ def revoke_host(state_dir: Path, name: str) -> None:
         fail(f"{keys}: {error}")
     if not gone:
         fail(f"No worker of {name} has a key in {keys}.")
-    taken = running is not None and head.reload_nats(keys, running.pid)
-    print(f"Revoked: {', '.join(gone)}." + ("" if taken else " Send SIGHUP to nats-server if it runs."))
+    print(
+        f"Revoked: {', '.join(gone)}." + ("" if head.reload_nats(keys) else " Send SIGHUP to nats-server if it runs.")
+    )
 
 
 def join(
@@ -163,7 +164,7 @@ def join(
 
     folder = (state_dir or Path(common_settings().state_dir)).expanduser().absolute()
     if not given:
-        found = stored(folder, _only_host(folder))
+        found = stored(folder, only_host(folder))
         sys.exit(run_joined(folder, found, found.part))
     found = token_in(given)
     try:
@@ -173,7 +174,8 @@ def join(
     sys.exit(run_joined(folder, found, found.part))
 
 
-def _only_host(state_dir: Path) -> str:
+def only_host(state_dir: Path) -> str:
+    """The host that has joined with this state directory; exits with the reason unless there is exactly one."""
     from services.launcher.fleet import joining
 
     names = joining.stored_names(state_dir)
@@ -214,14 +216,19 @@ def stored(state_dir: Path, host_name: str) -> Token:
 
 def run_joined(state_dir: Path, found: Token, part: HostPart) -> int:
     """Run the part with the keys of the token; returns the exit code."""
-    from services.launcher.fleet import joining
-    from services.launcher.fleet.token import WrongToken
     from services.launcher.system.up import join_with_token
 
+    return asyncio.run(join_with_token(options_of(state_dir, found, part)))
+
+
+def options_of(state_dir: Path, found: Token, part: HostPart) -> UpOptions:
+    """The options of a host that has joined, with its variables set; exits with the reason if it cannot run."""
+    from services.launcher.fleet import joining
+    from services.launcher.fleet.token import WrongToken
+
     try:
-        options = joining.joined_options(state_dir, found, part)
+        return joining.joined_options(state_dir, found, part)
     except WrongToken as error:
         fail(f"The token: {error}.")
     except PlanRefused as refused:
         fail(str(refused))
-    return asyncio.run(join_with_token(options))

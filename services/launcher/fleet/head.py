@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -116,12 +115,12 @@ def revoke(keys: Path, host_name: str) -> list[str]:
     return ids
 
 
-def reload_nats(keys: Path, launcher_pid: int) -> bool:
-    """Have the nats-server that this launcher started read its users again; False if it started none."""
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(launcher_pid).children():
-            if str(keys / SECURE) in child.cmdline():
-                os.kill(child.pid, signal.SIGHUP)
+def reload_nats(keys: Path) -> bool:
+    """Have the nats-server of this machine that runs with these keys read its users again; False if there is none."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(keys / SECURE) in process.cmdline()[1:] and process.name() == "nats-server":
+                process.send_signal(signal.SIGHUP)
                 return True
     return False
 

@@ -1,0 +1,1 @@
+"""Units of a service manager that run the processes of one host."""
