@@ -16,7 +16,7 @@ K ?=
 # Processes that pytest distributes the tests to.
 JOBS ?= 2
 export JOBS
-# Tests with processes wait for half of their time.
+# Tests with processes wait for some of their time.
 test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
@@ -44,7 +44,7 @@ down: setup ## Stop a system that `make up` started on another terminal
 doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
 	@.venv/bin/baton doctor $(ARGS)
 
-test: ## All tests that need no GPU; a quarter of an hour on two slow cores; K="a word in the test's name" selects some
+test: ## All tests that need no GPU; 17 minutes on two slow cores; K="a word in the test's name" selects some
 	@$(MAKE) -j 2 setup-dev test-tools
 	@$(PYTEST) $(ARGS)
 

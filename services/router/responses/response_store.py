@@ -20,8 +20,8 @@ STORE_S_MAX = 3.0
 """For one entry to be read or written. The last event of a response waits for it."""
 PARTS_AT_ONCE = 8
 LEVEL = 1
-PACKED_ON_LOOP_BYTES = 128 * 1024
-"""A larger entry is compressed in a thread."""
+ON_LOOP_BYTES_MAX = 128 * 1024
+"""What is larger is read, compressed and unpacked in a thread."""
 VERSION_BYTES = 8
 
 R = TypeVar("R")
@@ -51,7 +51,7 @@ class ResponseStore:
         data = msgspec.json.encode(entry)
         if len(data) > self._bytes_max:
             raise NotKept(f"it has {len(data)} bytes with its history; at most {self._bytes_max} are kept")
-        packed = await _run(len(data), zlib.compress, data, LEVEL)
+        packed = await on_loop_or_thread(len(data), zlib.compress, data, LEVEL)
         pieces = [packed[begin : begin + PART_BYTES] for begin in range(0, len(packed), PART_BYTES)]
         if len(pieces) > PARTS_MAX:
             raise NotKept(f"it has {len(packed)} bytes even when compressed")
@@ -78,7 +78,7 @@ class ResponseStore:
         if len(data) < first.parts:
             return None
         try:
-            return await _run(sum(map(len, data)), self._unpacked, b"".join(data))
+            return await on_loop_or_thread(sum(map(len, data)), self._unpacked, b"".join(data))
         except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise NotKept(f"what is stored cannot be read: {error}") from error
 
@@ -125,5 +125,6 @@ async def _in_time() -> AsyncIterator[None]:
         raise NotKept(str(error), passes=True) from error
 
 
-async def _run(size: int, work: Callable[..., R], *arguments: Any) -> R:
-    return work(*arguments) if size <= PACKED_ON_LOOP_BYTES else await asyncio.to_thread(work, *arguments)
+async def on_loop_or_thread(size: int, work: Callable[..., R], *arguments: Any) -> R:
+    """The result of ``work``, which runs in a thread if its ``size`` in bytes would hold up the event loop."""
+    return work(*arguments) if size <= ON_LOOP_BYTES_MAX else await asyncio.to_thread(work, *arguments)

@@ -4,12 +4,9 @@ engine gets, and what the engine answers is kept, before the client has its end.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
@@ -33,7 +30,7 @@ from services.router.responses.history import (
     told,
 )
 from services.router.responses.inner_request import EVENT_END, InnerRequest, response_in, with_response
-from services.router.responses.response_store import NotKept, ResponseStore
+from services.router.responses.response_store import NotKept, ResponseStore, on_loop_or_thread
 from services.router.settings import Settings
 from services.router.telemetry.request_log import RequestLog
 from shared.bus.port import Bus
@@ -48,10 +45,6 @@ from shared.telemetry.tracing import trace_named
 
 log = logging.getLogger("baton.router")
 
-R = TypeVar("R")
-
-READ_ON_LOOP_BYTES = 256 * 1024
-"""A larger body is read in a thread."""
 QUOTED_CHARS = 64
 """Of an id in an error message."""
 OK = 200
@@ -113,7 +106,7 @@ class Responses:
             return
         try:
             body = http_request.upload.body()
-            wanted = await _run(len(body), _wanted, body)
+            wanted = await on_loop_or_thread(len(body), _wanted, body)
             if wanted is None:
                 await self._relay.serve(http_request)
             else:
@@ -163,14 +156,14 @@ class Responses:
 
     async def _serve(self, http_request: HttpRequest, wanted: Wanted) -> None:
         size = http_request.upload.size
-        items = await _run(size, input_items, wanted.fields)
+        items = await on_loop_or_thread(size, input_items, wanted.fields)
         if wanted.previous_id and items is not None:
             entry = await self.find(http_request.head.client, wanted.previous_id)
             if entry is None:
                 raise Refused(previous_not_found(wanted.previous_id))
             items = continued(entry, items)
             size += sum(len(memoryview(item)) for item in items)
-        body = await _run(size, stateless, wanted.fields, items if wanted.previous_id else None)
+        body = await on_loop_or_thread(size, stateless, wanted.fields, items if wanted.previous_id else None)
         self._limit(http_request, len(body))
         tell = partial(self._told, wanted)
         inner = InnerRequest(http_request, body, tell, None if wanted.background else http_request)
@@ -297,7 +290,3 @@ def unavailable(error: NotKept) -> HttpError:
 def _wanted(body: bytes) -> Wanted | None:
     """As ``read_wanted``; None for a body that costs too much to read: the relay refuses it."""
     return None if body_fault(body) else read_wanted(body)
-
-
-async def _run(size: int, work: Callable[..., R], *arguments: object) -> R:
-    return work(*arguments) if size <= READ_ON_LOOP_BYTES else await asyncio.to_thread(work, *arguments)
