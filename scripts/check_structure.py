@@ -52,6 +52,7 @@ PURE = {
     "services.router.tokenize": "block_hash parity",
     "services.router.usage": "unstored",
     "services.worker.engines": "store",
+    "services.worker.engines.attached": "body events gauges",
     "services.worker.engines.simulated.core": "*",
     "services.worker.engines.store": "file_tier kv_exchange records tiers",
     "services.worker.kv_exchange": "copy_targets open_asks peers",

@@ -20,6 +20,7 @@ from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExch
 from services.worker.legs.body import KvPolicy
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.server import LegServer
+from services.worker.lifecycle.availability import follow_health
 from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
@@ -44,7 +45,11 @@ from shared.runtime.state_folder import forget_refusal, save_refusal
 log = logging.getLogger("baton.worker")
 
 T = TypeVar("T")
-ENGINES = {"vllm": "services.worker.engines.vllm.engine", "simulated": "services.worker.engines.simulated.engine"}
+ENGINES = {
+    "vllm": "services.worker.engines.vllm.engine",
+    "simulated": "services.worker.engines.simulated.engine",
+    "attached": "services.worker.engines.attached.engine",
+}
 """Imported only when chosen: a machine for simulated workers may have neither torch nor vLLM."""
 IN_FLIGHT_LISTS_S = 2.0
 """How long an engine may go on working for a router that has died."""
@@ -197,8 +202,12 @@ class Worker:
                 note = "; ".join(filter(None, (note, probing.result() if probing.done() else "")))
             finally:
                 probing.cancel()
-        if not drain_wanted.done():
+        if drain_wanted.done():
+            return
+        if self._engine.health is None:
             await self._status.ready(note)
+        else:
+            await _unless_first(drain_wanted, follow_health(self._engine.health, self._status, note))
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)
@@ -239,6 +248,18 @@ class Worker:
             self._death.set_result(why)
 
 
+async def _unless_first(wanted: asyncio.Task[DrainPlan], follow: Coroutine[Any, Any, None]) -> None:
+    """Follow until the drain is wanted. Nothing that it does comes after that."""
+    following = asyncio.create_task(follow, name="follow-health")
+    try:
+        await asyncio.wait([wanted, following], return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+
+
 def make_exchange(service: Service, engine: Engine, identity: Identity) -> WorkerExchange | None:
     """None for an engine without a KV exchange."""
     if engine.exchange is None:
@@ -263,7 +284,7 @@ async def _unless_stopped(starting: Awaitable[Engine], stopping: asyncio.Event) 
 def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
     """The record before the engine has started."""
     fingerprint = Fingerprint(
-        model=settings.model_names[0],
+        model=settings.named_model,
         revision=settings.revision,
         dtype="",
         block_size=settings.block_tokens,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from services.worker.engines.attached.address import root_of
 from services.worker.engines.simulated.core.settings import SimulatedTiming
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.workers import Role
@@ -27,7 +28,8 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     worker_id: str = ""
     """One subject token; keep it across restarts of the process. Empty: made of the role and the process id."""
     role: Role = Role.BOTH
-    engine: Literal["vllm", "simulated"] = "vllm"
+    engine: Literal["vllm", "simulated", "attached"] = "vllm"
+    """``attached``: none of its own; it passes requests on to the server of ``attach_url``."""
     model: str = TINY_MODEL
     """``baton-tiny``, a local path, or a Hugging Face id."""
     revision: str = ""
@@ -36,6 +38,14 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """The model name in requests; empty: ``model``."""
     aliases: str = ""
     """Further names of the model in requests, separated by commas. The same on all workers of a model."""
+    attach_url: str = ""
+    """With ``engine`` attached: an OpenAI-compatible server, such as ``http://gpu-1:30000`` or ``https://host/v1``."""
+    attach_model: str = ""
+    """The model's name at that server; empty: the name in requests, or the only model that the server lists."""
+    attach_key_file: str = ""
+    """File with the API key for that server; read again when it changes. Empty: none."""
+    attach_silent_s_max: Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)] = 300.0
+    """Longest pause of that server within an answer, or before it."""
     asleep: bool = False
     """Start without an engine, and start that when a request for the model comes."""
     cpu_cores: str = ""
@@ -80,6 +90,13 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if self.asleep and self.role is Role.STORE:
             raise ValueError("WORKER_ASLEEP: a store has no engine to start later; unset it")
+        if self.engine == "attached" and self.role is not Role.BOTH:
+            raise ValueError("WORKER_ROLE: a worker with WORKER_ENGINE=attached serves whole requests; set it to both")
+        if self.attach_url:
+            try:
+                root_of(self.attach_url)
+            except ValueError as error:
+                raise ValueError(f"WORKER_ATTACH_URL: {error}") from None
         names = self.model_names
         if len(names) > NAMES_MAX:
             raise ValueError(f"WORKER_ALIASES: {len(names)} names are more than {NAMES_MAX}")
@@ -89,9 +106,16 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def model_names(self) -> list[str]:
-        """Names of the model in requests, the primary one first."""
+        """Names of the model in requests, the primary one first. None for a worker that its server must tell."""
         aliases = [alias.strip() for alias in self.aliases.split(",")] if self.aliases else []
-        return list(dict.fromkeys([self.served_model_name or self.model, *aliases]))
+        return list(dict.fromkeys([name, *aliases])) if (name := self.named_model) else []
+
+    @property
+    def named_model(self) -> str:
+        """The primary name in requests. An attached worker has no model by default: then its server's name counts."""
+        if self.engine == "attached" and self.model == TINY_MODEL:
+            return self.served_model_name or self.attach_model
+        return self.served_model_name or self.model
 
     @property
     def block_tokens(self) -> int:

@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """The worker is silent or its epoch ended: place again if no byte was sent to the client."""
     ENGINE_DEAD = "engine_dead"
     """The engine died while the leg ran."""
+    SERVER_LOST = "server_lost"
+    """The server outside of Baton that the worker is attached to does not answer, or broke off."""
     QUARANTINED = "quarantined"
     """An engine died while it computed the same request a moment ago: 422, so that clients do not retry."""
     FRAMES_LOST = "frames_lost"
@@ -66,6 +68,7 @@ HTTP_STATUS: dict[Reason, int] = {
     Reason.FORBIDDEN: 403,
     Reason.WORKER_LOST: 502,
     Reason.ENGINE_DEAD: 502,
+    Reason.SERVER_LOST: 502,
     Reason.QUARANTINED: 422,
     Reason.FRAMES_LOST: 502,
     Reason.CANNOT_RESUME: 502,

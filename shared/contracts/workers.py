@@ -122,7 +122,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     role: Role
     phase: WorkerPhase
     engine: str
-    """vllm or simulated."""
+    """vllm, simulated, attached or store."""
     models: list[str]
     """Model names that requests may use; the first is the primary name."""
     max_model_len: int
@@ -151,6 +151,10 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     """Those of ``engine_paths.SERVED`` that its engine serves; empty: not known."""
     kv_reads: list[KvReadSpeed] = msgspec.field(default_factory=list)
     """Speeds of reads in KV self-tests, one for each source, at most ``KV_SPEEDS_MAX``."""
+    attached: bool = False
+    """Whether it has no engine of its own and passes requests on to a server outside of Baton, of which neither tokens
+    nor KV are known: it serves whole requests, is placed by load, and its streams cannot be continued elsewhere.
+    """
     ranks: int = 1
     """Tensor parallel ranks of its engine: GPUs, where it has some."""
 

@@ -24,6 +24,7 @@ def record(
     revision: str = FINGERPRINT.revision,
     *,
     adapters: tuple[LoraAdapter, ...] = (),
+    attached: bool = False,
 ) -> WorkerRecord:
     return WorkerRecord(
         worker_id=WorkerId(worker_id),
@@ -41,6 +42,7 @@ def record(
         pid=1,
         wire_version=WIRE_VERSION,
         adapters=list(adapters),
+        attached=attached,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from services.launcher.system.sizes import parse_bytes
 ORDER = "services.launcher.options"
 """Of a context's ``meta``: the names of the options in the order in which they were typed."""
 MODEL = "model"
-REPEATED = ("aliases",)
+REPEATED = ("aliases", "attach")
 """Options of which all values count; of others the last one."""
 MODELS_MAX = 64
 
@@ -44,6 +45,18 @@ Both = Annotated[list[int] | None, option(MODEL_PANEL, "Aggregated workers.", "0
 Store = Annotated[
     list[int] | None,
     option(MODEL_PANEL, "Store workers: they keep KV in memory and in files.", "0", min=0, metavar="N"),
+]
+Attach = Annotated[
+    list[str] | None,
+    option(
+        MODEL_PANEL,
+        "A worker for this OpenAI-compatible server, and for its MODEL; may be repeated.",
+        False,
+        metavar="URL[=MODEL]",
+    ),
+]
+AttachKeyFile = Annotated[
+    list[str] | None, option(MODEL_PANEL, "File with the API key for these servers.", False, metavar="FILE")
 ]
 Connector = Annotated[
     list[ConnectorKind] | None, option(MODEL_PANEL, "KV connector: Baton's, or vLLM's NixlConnector.", "baton")
@@ -111,6 +124,8 @@ def by_model(order: Sequence[str], given: Mapping[str, Sequence[Any] | None]) ->
 def model_options(given: Mapping[str, Any], *, join: bool) -> ModelOptions:
     """With the defaults for the number of workers."""
     prefill, decode, both = (given.get(role) for role in ("prefill", "decode", "both"))
+    if prefill is decode is both is None and given.get("attach"):
+        prefill = decode = both = 0
     if prefill is decode is both is None:
         prefill, decode, both = (0, 0, 0 if given.get("store") else 1) if join else (1, 1, 0)
     return ModelOptions(
@@ -120,6 +135,8 @@ def model_options(given: Mapping[str, Any], *, join: bool) -> ModelOptions:
         decode=decode or 0,
         both=both or 0,
         store=given.get("store", 0),
+        attach=given.get("attach", ()),
+        attach_key_file=absolute(given.get("attach_key_file", "")),
         connector=given["connector"].value if "connector" in given else "",
         kv_cache_bytes=size(given.get("kv_cache", "")),
         engine_args=given.get("engine_args", ""),
@@ -130,6 +147,11 @@ def model_options(given: Mapping[str, Any], *, join: bool) -> ModelOptions:
         workers_min=given.get("workers_min", 1),
         workers_max=given.get("workers_max", 0),
     )
+
+
+def absolute(path: str) -> str:
+    """Workers run in another folder."""
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def size(text: str) -> int:

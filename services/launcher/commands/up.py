@@ -17,6 +17,8 @@ from services.launcher.commands.model_options import (
     MODELS_MAX,
     ORDER,
     Alias,
+    Attach,
+    AttachKeyFile,
     Both,
     Connector,
     Decode,
@@ -95,6 +97,8 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton up --engine simulated[/]   no vLLM needed: for trying out clients and the console
 
+[cyan]baton up --attach http://127.0.0.1:30000=qwen[/]   a worker for a server that runs already
+
 [cyan]baton up --join --decode 1[/]   in a second terminal: add a worker to the running system
 
 [cyan]baton up --join --model B --both 1[/]   in a second terminal: add a model
@@ -136,6 +140,8 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     decode: Decode = None,
     both: Both = None,
     store: Store = None,
+    attach: Attach = None,
+    attach_key_file: AttachKeyFile = None,
     connector: Connector = None,
     kv_cache: KvCache = None,
     engine_args: EngineArgs = None,
@@ -169,12 +175,18 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
     nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
     workers = {"prefill": prefill, "decode": decode, "both": both, "store": store}
-    kv = {"connector": connector, "kv_cache": kv_cache}
-    engines = {"engine_args": engine_args, "gpus_per_worker": gpus_per_worker}
-    ranks = {"gpus_per_prefill": gpus_per_prefill, "gpus_per_decode": gpus_per_decode}
+    attached = {"attach": attach, "attach_key_file": attach_key_file}
+    engines = {"connector": connector, "kv_cache": kv_cache, "engine_args": engine_args}
+    gpus = {
+        "gpus_per_worker": gpus_per_worker,
+        "gpus_per_prefill": gpus_per_prefill,
+        "gpus_per_decode": gpus_per_decode,
+    }
     limits = {"workers_min": workers_min, "workers_max": workers_max, "sleep_after": sleep_after}
     options = UpOptions(
-        models=models_of(ctx, join=join, model=model, aliases=aliases, **workers, **kv, **engines, **ranks, **limits),
+        models=models_of(
+            ctx, join=join, model=model, aliases=aliases, **workers, **attached, **engines, **gpus, **limits
+        ),
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
         host=host,
         port=port,

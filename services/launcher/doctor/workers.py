@@ -109,7 +109,7 @@ def _settings(record: WorkerRecord) -> Iterator[Finding]:
         )
     if record.phase is WorkerPhase.READY and record.note:
         yield _finding(Level.NOTE, f"{record.worker_id}: {record.note}.")
-    if record.role is not Role.STORE and not record.prefix_caching:
+    if record.role is not Role.STORE and not record.prefix_caching and not record.attached:
         what = f"{record.worker_id} has no prefix cache."
         yield _finding(
             Level.NOTE, what, "It computes every prompt from scratch.", "Leave out --no-enable-prefix-caching."
@@ -134,6 +134,10 @@ def _life(worker: FleetWorker) -> Iterator[Finding]:
     elif worker.phase is WorkerPhase.STARTING and worker.since_s > STARTING_S_MAX:
         why = note or "It gets no requests until it is ready."
         yield _finding(Level.WARNING, f"{name} has been starting for {since}.", why, "Its log shows what it waits for.")
+    elif worker.phase is WorkerPhase.PROBING and worker.record.attached:
+        what = f"{name} gets no requests: its server has been away for {since}."
+        todo = "Start that server, or see its log: the worker takes requests again when it answers."
+        yield _finding(Level.WARNING, what, f"It is {note}.", todo)
     elif worker.phase is WorkerPhase.PROBING and worker.since_s > PROBING_S_MAX:
         why = note or "It gets no requests until its KV self-test succeeds."
         todo = "It needs another reachable worker of the same model: see its log, and NIXL above."
@@ -158,9 +162,10 @@ def _models(records: list[WorkerRecord]) -> Iterator[Finding]:
             serving[record.models[0]].append(record)
     for model, those in sorted(serving.items()):
         yield from _roles(model, those)
-        yield from _revisions(model, those)
-        yield from _schemes(model, those)
-        yield from about_adapters(model, those)
+        engines = [record for record in those if not record.attached]
+        yield from _revisions(model, engines)
+        yield from _schemes(model, engines)
+        yield from about_adapters(model, engines)
 
 
 def _roles(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
@@ -265,7 +270,7 @@ def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
             why = "Placement uses several times the CPU, which is enough for a few workers."
             todo = "Install a C compiler where it runs, then `make setup`."
             yield _finding(Level.NOTE, f"The prefix index of {router} runs in Python.", why, todo)
-    if routers and not inexact:
+    if routers and not inexact and not all(record.attached for record in facts.records):
         yield _finding(
             Level.OK,
             f"{many(len(routers), 'router')} know{'s' * (len(routers) == 1)} exactly what each worker has cached",

@@ -21,6 +21,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     both: int = 0
     store: int = 0
     """Workers that store KV blocks and compute nothing."""
+    attach: tuple[str, ...] = ()
+    """Servers outside of Baton, each with a worker of its own: ``URL`` or ``URL=MODEL``, the model's name there."""
+    attach_key_file: str = ""
+    """With the API key for these servers."""
     connector: Literal["baton", "upstream", ""] = ""
     """KV connector of vLLM engines; empty: the worker's default."""
     kv_cache_bytes: int = 0

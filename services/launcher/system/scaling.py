@@ -100,7 +100,7 @@ class Scaler:
         running = [each.name for each in self._engines]
         base = base_environment(self._options, self._system.plan.nats_url, Party.WORKER)
         workers = WorkerPlans(self._options, self._machine, base)
-        for name in fresh_names([request.role] * count, [*records, *running]):
+        for name in fresh_names([request.role.value] * count, [*records, *running]):
             self._system.add(workers.plan(model, request.role, name, self._free_device(model, name)))
             self._screen.show(f"[cyan]●[/] Starting {name}: {escape(request.why)}.")
 

@@ -29,7 +29,7 @@ async def run_up(options: UpOptions) -> int:
     screen = Screen(Board(), SystemClock())
     state_dir = Path(options.state_dir)
     try:
-        if options.engine == "vllm" and options.models:
+        if options.engine == "vllm" and any(each.workers_most for each in options.models):
             machine.require_vllm()
         if options.join:
             return await join(options, screen, state_dir)
@@ -153,6 +153,8 @@ def named(model: ModelOptions, running: Sequence[RunningModel]) -> ModelOptions:
     """The model of workers that join, with the aliases that it has: if none is named, the one that runs. Raises
     PlanRefused if there are several.
     """
+    if model.attach and not (model.model or model.roles):
+        return model  # Its server tells the name.
     same = [each for each in running if each.model == model.model or not model.model]
     if not model.model and len(running) > 1:
         names = ", ".join(each.model for each in running)

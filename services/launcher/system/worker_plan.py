@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -20,6 +20,7 @@ from shared.contracts.workers import Role
 STORES = f"{Role.STORE.value}-"
 """Prefix of store workers' names: they need no device."""
 STORE = Device(text="no engine")
+ATTACHED = "attached"
 OWN_RANKS = re.compile(r"(^|\s)(--tensor[-_]parallel[-_]size|-tp)([=\s]|$)")
 
 
@@ -30,8 +31,9 @@ def plan_workers(
     check(options)
     engines = [(index, role) for index, each in enumerate(options.models) for role in each.roles]
     stores = [(index, Role.STORE) for index, each in enumerate(options.models) for _ in range(each.store)]
+    attached = [(index, server) for index, each in enumerate(options.models) for server in each.attach]
     names = worker_names(options.models, options.host_name, names_taken)
-    running = sum(not name.startswith(STORES) for name in names_taken)
+    running = sum(not name.startswith((STORES, f"{ATTACHED}-")) for name in names_taken)
     devices, notes = devices_by_model(options, machine, running)
     unused = [iter(each) for each in devices]
     workers = WorkerPlans(options, machine, base)
@@ -40,7 +42,8 @@ def plan_workers(
         for (index, role), name in zip(engines, names, strict=False)
     ]
     # Stores start last: they become ready only when engines are there.
-    plans += [workers.plan(index, role, name, STORE) for (index, role), name in zip(stores, names, strict=True)]
+    plans += [workers.plan(index, role, name, STORE) for (index, role), name in zip(stores, names, strict=False)]
+    plans += [workers.attached(index, server, name) for (index, server), name in zip(attached, names, strict=True)]
     return plans, notes
 
 
@@ -67,6 +70,16 @@ class WorkerPlans:
         several = len(self.options.models) > 1
         note = f"{self.options.models[model].model}, {device.text}" if several else device.text
         return ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env=env, note=note, model=model)
+
+    def attached(self, model: int, server: str, name: str) -> ProcessPlan:
+        """A worker of ``options.models[model]`` without an engine, for this server."""
+        url, _, theirs = server.partition("=")
+        plan = self.plan(model, Role.BOTH, name, Device(text=f"attached to {url}"))
+        key_file = self.options.models[model].attach_key_file
+        attach = {"WORKER_ENGINE": ATTACHED, "WORKER_ATTACH_URL": url}
+        attach |= {"WORKER_ATTACH_MODEL": theirs} if theirs else {}
+        attach |= {"WORKER_ATTACH_KEY_FILE": key_file} if key_file else {}
+        return replace(plan, env={**plan.env, **attach})
 
 
 def check(options: UpOptions) -> None:
@@ -99,8 +112,9 @@ def _check_model(model: ModelOptions, options: UpOptions) -> None:
     of = f" for {model.model}" if len(options.models) > 1 else ""
     count = len(model.roles)
     is_part = options.join or bool(options.host_name)
-    if not count and not (is_part and model.store):
-        raise PlanRefused(f"No workers{of}: request at least one with --prefill, --decode or --both.")
+    if not count and not model.attach and not (is_part and model.store):
+        raise PlanRefused(f"No workers{of}: request at least one with --prefill, --decode, --both or --attach.")
+    _check_attached(model, options)
     if model.store and model.connector == "upstream":
         raise PlanRefused("--store needs the KV exchange: leave out --connector upstream.")
     if count and not is_part and not model.both and not (model.prefill and model.decode):
@@ -112,6 +126,16 @@ def _check_model(model: ModelOptions, options: UpOptions) -> None:
             f"{count} workers{of} are not between --workers-min {model.workers_min} and "
             f"--workers-max {model.workers_max}."
         )
+
+
+def _check_attached(model: ModelOptions, options: UpOptions) -> None:
+    if model.attach_key_file and not model.attach:
+        raise PlanRefused("--attach-key-file is the key for a server: name that with --attach URL.")
+    if model.attach and (model.sleep_after_s or options.awake_max):
+        raise PlanRefused("--attach: its server runs elsewhere and cannot sleep: leave out --sleep-after, --awake-max.")
+    for server in model.attach:
+        if not server.startswith(("http://", "https://")):
+            raise PlanRefused(f"--attach {server}: write it as http://HOST:PORT or http://HOST:PORT=MODEL.")
 
 
 def _check_gpus(model: ModelOptions, options: UpOptions) -> None:
@@ -161,19 +185,19 @@ def worker_settings(options: UpOptions, model: ModelOptions, base: Mapping[str, 
 
 
 def worker_names(models: Sequence[ModelOptions], host_name: str, names_taken: Sequence[str] = ()) -> Iterator[str]:
-    """Ids for the workers of these models, those with engines first."""
-    roles = [role for each in models for role in each.roles] + [
-        Role.STORE for each in models for _ in range(each.store)
-    ]
+    """Ids for the workers of these models: those with engines, then stores, then attached ones."""
+    kinds = [role.value for each in models for role in each.roles]
+    kinds += [Role.STORE.value for each in models for _ in range(each.store)]
+    kinds += [ATTACHED for each in models for _ in each.attach]
     prefix = f"{host_name}-" if host_name else ""
     taken = [name.removeprefix(prefix) for name in names_taken if name.startswith(prefix)]
-    return (f"{prefix}{name}" for name in fresh_names(roles, taken))
+    return (f"{prefix}{name}" for name in fresh_names(kinds, taken))
 
 
-def fresh_names(roles: Sequence[Role], names_taken: Sequence[str]) -> Iterator[str]:
+def fresh_names(kinds: Sequence[str], names_taken: Sequence[str]) -> Iterator[str]:
     """``prefill-1``, ``decode-1``...: the lowest free numbers."""
     taken = set(names_taken)
-    for role in roles:
-        number = next(n for n in range(1, len(taken) + 2) if f"{role.value}-{n}" not in taken)
-        taken.add(f"{role.value}-{number}")
-        yield f"{role.value}-{number}"
+    for kind in kinds:
+        number = next(n for n in range(1, len(taken) + 2) if f"{kind}-{n}" not in taken)
+        taken.add(f"{kind}-{number}")
+        yield f"{kind}-{number}"

@@ -26,13 +26,15 @@ Key = tuple[str, str]
 
 
 def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
-    """The computing workers. A starting worker may not know its fingerprint yet: it counts in a family that serves its
-    model, in its revision if a family has that.
+    """The computing workers that the planner may start, drain and change: not those attached to servers outside of
+    Baton. A starting worker may not know its fingerprint yet: it counts in a family that serves its model, in its
+    revision if a family has that.
     """
     families: dict[Key, list[FleetWorker]] = {}
     coming = []
     for worker in workers:
-        if worker.record.models and worker.record.role in PLANNED and worker.phase is not WorkerPhase.ASLEEP:
+        planned = worker.record.role in PLANNED and not worker.record.attached
+        if planned and worker.record.models and worker.phase is not WorkerPhase.ASLEEP:
             if worker.phase in COMING:
                 coming.append(worker)
             else:

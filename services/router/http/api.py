@@ -385,7 +385,7 @@ def _model(name: str, views: list[WorkerView], shares: Shares, created: int) -> 
         "owned_by": "baton",
         "root": record.fingerprint.model,
         "parent": None,
-        "max_model_len": record.max_model_len,
+        "max_model_len": record.max_model_len or None,
         "permission": [],
         "asleep": not awake,
         "revisions": _revisions(name, awake, shares),

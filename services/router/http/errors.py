@@ -47,7 +47,7 @@ def bad_request(message: str, param: str | None = None) -> HttpError:
 def path_not_served(path: str, model: str) -> HttpError:
     """404, for an endpoint that no engine of the model has."""
     of_model = f" of the model `{model}`" if model else ""
-    message = f"No engine{of_model} serves {path}: vLLM's endpoints depend on what a model can do."
+    message = f"No engine{of_model} serves {path}: endpoints depend on what the model and its engine can do."
     return HttpError(404, error_body(404, message, code="path_not_served"), None, "path_not_served")
 
 

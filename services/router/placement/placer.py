@@ -30,6 +30,7 @@ from shared.contracts.workers import Role
 
 HIT_SHARE_OF_DECODE_FIRST = 0.5
 """A decode worker is asked to serve a request alone if the router expects it to have this share of the prompt."""
+BY_LOAD = "placed by load: its server is outside of Baton, and what that has cached is not known"
 HIT_SHARE_SLACK = 0.8
 """It then refuses the leg below this fraction of the expected share: some blocks may have been evicted meanwhile."""
 
@@ -129,6 +130,8 @@ class Selection:
         of the prompt.
         """
         request, record, prefill = self._request, candidate.view.record, candidate.prefill
+        if record.attached:
+            return request.mode is not Mode.DECODE_FIRST
         if request.mode is not Mode.DECODE_FIRST:
             if record.role is Role.BOTH:
                 return True
@@ -160,6 +163,7 @@ class Selection:
         share = HIT_SHARE_SLACK * (prefill.cached + prefill.fetched) / max(1, request.prompt_tokens)
         threshold = request.cache_hit_threshold if request.mode is Mode.DECODE_FIRST else None
         self._cluster.picked(chosen.view)
+        why = BY_LOAD if chosen.view.record.attached else why
         pair: tuple[PartCandidates, ...] = self._pair_candidates(None, None) if self._has_pair else ()
         return msgspec.structs.replace(
             self._prompt_on(chosen),

@@ -113,17 +113,19 @@ class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
         return any(self.actions[kind][0] is not RecoveryAction.PREFILL_ON_DECODE for kind in IN_THE_ENGINE)
 
 
-BROKEN_OFF = frozenset(
-    {Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.WORKER_DRAINING, Reason.FRAMES_LOST, Reason.CANCELLED}
-)
+BROKEN_OFF = frozenset({
+    Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.SERVER_LOST, Reason.WORKER_DRAINING, Reason.FRAMES_LOST,
+    Reason.CANCELLED,
+})  # fmt: skip
 KIND_OF_REASON = {
     Reason.WORKER_BUSY: FailureKind.WORKER_BUSY,
     Reason.CACHE_MISSED: FailureKind.CACHE_MISSED,
     Reason.BUS_DOWN: FailureKind.BUS_DOWN,
 }
-WORKER_UNUSABLE = frozenset(
-    {Reason.WORKER_DRAINING, Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.DEADLINE, Reason.CANCELLED}
-)
+WORKER_UNUSABLE = frozenset({
+    Reason.WORKER_DRAINING, Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.SERVER_LOST, Reason.DEADLINE,
+    Reason.CANCELLED,
+})  # fmt: skip
 """The worker can no longer serve this request; another one may."""
 MAY_FREE_SOON = frozenset({FailureKind.WORKER_BUSY, FailureKind.DECODE_PREEMPTED})
 """The worker may have room again in a moment."""

@@ -10,6 +10,7 @@ from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.leg_load import LegLoad, LegLoads
+from services.router.relay.migration import ATTACHED
 from services.router.relay.request_context import RequestContext
 from services.router.relay.start_leg import Frames, GuardedLeg, LegStarter
 from services.router.relay.write_coalescer import WriteCoalescer
@@ -262,6 +263,8 @@ class LegRunner:
             context.status = OK
             timings.first_at = timings.last_at
             context.began(data)
+            if placement.decode.record.attached:
+                context.why_not_resumable = ATTACHED
             context.http_request.begin(OK, self._headers(context, placement, EVENT_STREAM))
         elif timings.broke_at != NOT_BROKEN:
             self._request_log.resumed(at - timings.broke_at)

@@ -13,6 +13,8 @@ from shared.contracts.engine_paths import PLACED
 RESUMES_MAX_MAX = 64
 """Upper limit of ROUTER_RESUMES_MAX."""
 
+ATTACHED = "a server outside of Baton began it, and its tokens are not known"
+
 
 def why_not_resumable(facts: RequestFacts) -> str:
     """Why this stream cannot continue at another worker, as far as the router can tell; empty when it can. Its engine

@@ -137,7 +137,8 @@ class Relay:
         if (too_many := too_many_sequences(context, self._settings.sequences_max)) is not None:
             self._refuse(context, too_many)
             return
-        if facts.path not in PLACED and (unserved := self._path_fault(context)) is not None:
+        has_gaps = facts.path not in PLACED or self._cluster.has_attached
+        if has_gaps and (unserved := self._path_fault(context)) is not None:
             self._refuse(context, unserved)
             return
         if (refused := self._suspects.refusal(context)) is not None:

@@ -171,11 +171,11 @@ def excluded(
     failed: Mapping[WorkerId, Epoch], views: Mapping[WorkerId, WorkerView], like: Served | None
 ) -> frozenset[WorkerId]:
     """Workers that may not serve the next attempt: those that failed it and have not restarted since, and for a stream
-    that has begun, those that would serve another model than ``like``.
+    that has begun, those that would serve another model than ``like``, or cannot continue after tokens.
     """
     out = {name for name, epoch in failed.items() if name in views and views[name].record.epoch <= epoch}
     if like is not None:
-        out |= {name for name, view in views.items() if not like.same_on(view)}
+        out |= {name for name, view in views.items() if view.record.attached or not like.same_on(view)}
     return frozenset(out)
 
 

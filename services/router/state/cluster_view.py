@@ -29,6 +29,8 @@ class ClusterView:
         self.table = t.FleetTable()
         self.views: list[WorkerView | None] = []
         """By row."""
+        self.has_attached = False
+        """Whether workers may lack endpoints that all engines have: those attached to servers outside of Baton."""
         self.away: set[WorkerId] = set()
         """Workers that were ready, and have not reported since a bus outage."""
         self._masks: dict[tuple[str, str], t.Bools] = {}
@@ -224,6 +226,7 @@ class ClusterView:
 
     def _forget_names(self) -> None:
         """Which workers a name stands for has changed."""
+        self.has_attached = any(view.record.attached for view in self.workers.values())
         self._masks.clear()
         self._primary_names.clear()
         self._adapter_groups.clear()

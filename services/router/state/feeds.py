@@ -280,7 +280,8 @@ class FleetFeed:
         if record.phase not in WITHOUT_ENGINE:  # Such a worker does not reply.
             if record.role is not Role.STORE:  # A store has neither engine nor tokenizer.
                 self._prompts.worker_seen(record)
-            self._kv.worker_joined(record.worker_id, record.epoch)
+            if not record.attached:  # What its server has cached is not known.
+                self._kv.worker_joined(record.worker_id, record.epoch)
 
     def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
         self._fleet.cluster.report(load, self._clock.now())

@@ -50,6 +50,7 @@ SEGMENTS_BYTES_MAX = 64 * 1024 * 1024
 BYTES_PER_TOKEN_MAX = 16
 """Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
 
+ATTACHED = "its workers are attached to servers outside of Baton, which show no tokens"
 QUERY_FIELDS_MAX = 16
 
 PROBES = "probes"
@@ -92,7 +93,9 @@ class Prompts:
             known = self._tokenizers.get(view.pairs_with) if view is not None else None
             if known is not None:
                 bytes_per_token = known.chars_per_token
-            if view is not None:
+            if view is not None and view.record.attached:
+                why = ATTACHED
+            elif view is not None:
                 found = await self._known(http_request, facts, more, view, known)
                 if isinstance(found, Prompt):
                     return found
@@ -155,8 +158,10 @@ class Prompts:
             return None
 
     def _likely_worker(self, facts: RequestFacts) -> WorkerView | None:
-        """A worker of the revision that should serve the request: another one may tokenize the prompt differently."""
-        views = self._fleet.cluster.offering(facts.model)
+        """A worker of the revision that should serve the request: another one may tokenize the prompt differently. An
+        attached one only where there is no other.
+        """
+        views = sorted(self._fleet.cluster.offering(facts.model), key=lambda view: view.record.attached)
         for revision in self._shares.order(facts):
             for view in views:
                 if means(revision, view.record.fingerprint.revision):
@@ -164,7 +169,9 @@ class Prompts:
         return next(iter(views), None)
 
     def worker_seen(self, record: WorkerRecord) -> None:
-        """A worker has registered: probe it, and fetch its tokenizer if that is missing."""
+        """A worker has registered: probe it, and fetch its tokenizer if that is missing. An attached one has none."""
+        if record.attached:
+            return
         self.parity.worker_seen(record)
         if record.fingerprint.key() not in self._tokenizers:
             self._wake.set()
@@ -217,7 +224,7 @@ class Prompts:
         for view in views:
             if view.pairs_with in self._tokenizers or not self._can_add({view.pairs_with for view in views}):
                 continue
-            if view.record.phase in WITHOUT_ENGINE or not view.serves:
+            if view.record.phase in WITHOUT_ENGINE or not view.serves or view.record.attached:
                 continue
             if self._clock.now() < self._try_at.get(view.pairs_with, 0.0) or not await self._fetch(view.record):
                 waiting = True

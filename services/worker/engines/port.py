@@ -19,6 +19,7 @@ from uuid import UUID
 
 from connector.messages import EngineCall, EngineNotification
 from services.worker.settings import Settings
+from shared.contracts.failures import Failure
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
@@ -41,6 +42,14 @@ class EngineDead(Exception):
 
 class EngineRefused(WrongConfiguration):
     """The engine cannot serve; the message says why and what to do. Another start has the same result."""
+
+
+class LegFailed(Exception):
+    """The engine's app cannot serve this leg, or not to its end; ``failure`` is what the router gets."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 @dataclass(slots=True)
@@ -182,6 +191,8 @@ class EngineFacts:
     prefix_caching: bool = True
     renders: bool = False
     """Whether it has a renderer."""
+    attached: bool = False
+    """See ``WorkerRecord.attached``."""
     adapters_at_once_max: int = 0
     """Different LoRA adapters in one batch; 0: it takes none."""
     paths: frozenset[str] = frozenset()
@@ -282,6 +293,17 @@ class EngineAdapters(Protocol):
         """Requests that run may end. Raises AdapterRefused, EngineDead."""
 
 
+class EngineHealth(Protocol):
+    """Of an engine that may be away for a while and come back."""
+
+    @property
+    def fault(self) -> str:
+        """Why it cannot serve now; empty while it can."""
+
+    def on_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` on the event loop when ``fault`` has changed."""
+
+
 class Engine(Protocol):
     """One running engine."""
 
@@ -304,6 +326,10 @@ class Engine(Protocol):
     @property
     def renderer(self) -> EngineRenderer | None:
         """None if it cannot say what its prompts would be."""
+
+    @property
+    def health(self) -> EngineHealth | None:
+        """None for an engine that serves as long as it lives."""
 
     def load(self) -> EngineLoad:
         """Now. Cheap: called at most ``LOAD_HZ_MAX`` times a second."""

@@ -12,7 +12,7 @@ import msgspec
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
-from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Engine, LegFailed, LegRecord
 from services.worker.kv_exchange.worker_exchange import UnreadOffers
 from services.worker.legs.asgi_call import JSON, AsgiCall
 from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
@@ -184,7 +184,7 @@ class LegServer:
             return True
         except LegGone:
             return False
-        except CannotResume as refused:
+        except (CannotResume, LegFailed) as refused:
             frames.fail(refused.failure)
         except EngineDied as died:
             suspect = died_of(self._legs[start.leg_id].record)
@@ -236,7 +236,7 @@ class LegServer:
         """Call the engine's server, which of some paths fails itself when its engine fails."""
         try:
             await call.run(self._engine.app)
-        except (LegGone, CannotResume, EngineDied):
+        except (LegGone, CannotResume, LegFailed, EngineDied):
             raise
         except Exception:
             await self._explain(record)

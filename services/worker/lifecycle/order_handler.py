@@ -93,7 +93,8 @@ class OrderHandler:
         request meets a role that does not work.
         """
         before, legs, began = self._status.record.role, self._server.legs, self._service.clock.now()
-        failure = refusal(before, order.role, self._status.phase, is_changing=self._is_changing)
+        is_attached = self._status.record.attached
+        failure = refusal(before, order.role, self._status.phase, is_changing=self._is_changing, attached=is_attached)
         if not failure and order.role is not before:
             self._is_changing = True
             try:

@@ -82,6 +82,10 @@ class WorkerStatus:
             self._saved_role.forget()
         await self.enter(WorkerPhase.DRAINING)
 
+    async def away(self, fault: str) -> None:
+        """Its engine cannot serve now. Running legs go on."""
+        await self.enter(WorkerPhase.PROBING, fault)
+
     async def change_role(self, role: Role, note: str) -> None:
         """Be placed for other legs from now on, also after a crash."""
         self._saved_role.save(role)
@@ -122,6 +126,7 @@ def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, no
         step_tokens_max=facts.step_tokens_max,
         prefix_caching=facts.prefix_caching,
         renders=facts.renders,
+        attached=facts.attached,
         adapters_at_once_max=facts.adapters_at_once_max,
         paths=sorted(facts.paths),
     )
@@ -135,8 +140,10 @@ class ChangedRole(msgspec.Struct, frozen=True, kw_only=True):
     """The role in the settings at that time."""
 
 
-def refusal(before: Role, after: Role, phase: WorkerPhase, *, is_changing: bool) -> str:
+def refusal(before: Role, after: Role, phase: WorkerPhase, *, is_changing: bool, attached: bool = False) -> str:
     """Why the role may not change; empty when it may."""
+    if attached and after is not before:
+        return "it is attached to a server outside of Baton, which serves whole requests only"
     if Role.STORE in (before, after) and before is not after:
         return "a store has no engine, and an engine is no store"
     if phase is not WorkerPhase.READY:

@@ -218,6 +218,10 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "starts for long": ({"fleet": fleet(living(record("w9"), WorkerPhase.STARTING, 900.0))}, Level.WARNING, "starting for 900 s"),
     "probes for long": ({"fleet": fleet(living(record("w9"), WorkerPhase.PROBING, 90.0))}, Level.WARNING, "probing for 90.0 s"),
     "probes": ({"fleet": fleet(living(record("w9"), WorkerPhase.PROBING))}, Level.NOTE, "w9 has been probing"),
+    "its server is away": (
+        {"fleet": fleet(living(record("w9", attached=True), WorkerPhase.PROBING))},
+        Level.WARNING, "w9 gets no requests: its server has been away for",
+    ),
     "drains": ({"fleet": fleet(living(record("w9"), WorkerPhase.DRAINING))}, Level.NOTE, "w9 has been draining"),
     "hardly heard": (
         {"fleet": fleet(msgspec.structs.replace(living(record("w9")), silent_s=8.0))},

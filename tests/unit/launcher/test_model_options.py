@@ -48,6 +48,8 @@ def test_without_a_model_the_options_are_those_of_the_default_one():
         ({}, True, (0, 0, 1)),
         ({"store": 1}, True, (0, 0, 0)),
         ({"both": 2}, False, (0, 0, 2)),
+        ({"attach": ("http://h",)}, False, (0, 0, 0)),
+        ({"attach": ("http://h",)}, True, (0, 0, 0)),
         ({"prefill": 0, "decode": 0}, False, (0, 0, 0)),
     ],
 )

@@ -308,3 +308,35 @@ def test_the_planner_gets_each_models_limits():
 def test_each_model_is_checked_by_itself(models: tuple[ModelOptions, ...], text: str):
     with pytest.raises(PlanRefused, match=text):
         several(*models)
+
+
+def test_each_attached_server_gets_a_worker_of_its_own_without_an_engine():
+    system = plan(prefill=0, decode=0, attach=("http://h:1/v1=theirs", "https://cloud"), attach_key_file="/key")
+
+    names = [process.name for process in system.processes if process.stage is Stage.WORKERS]
+    variables = ("ENGINE", "ROLE", "ATTACH_URL", "ATTACH_MODEL", "ATTACH_KEY_FILE")
+    first, second = ([worker_env(system, name, f"WORKER_{one}") for one in variables] for name in names)
+    assert names == ["attached-1", "attached-2"]
+    assert first == ["attached", "both", "http://h:1/v1", "theirs", "/key"]
+    assert second == ["attached", "both", "https://cloud", "", "/key"]
+
+
+def test_engines_and_attached_servers_of_one_model_stand_side_by_side():
+    system = plan(model="A", attach=("http://h:1",))
+
+    engines = {p.name: p.env["WORKER_ENGINE"] for p in system.processes if p.stage is Stage.WORKERS}
+    assert engines == {"prefill-1": "vllm", "decode-1": "vllm", "attached-1": "attached"}
+    assert [worker_env(system, name, "WORKER_CPU_CORES") for name in engines] == ["0", "1", ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"attach": ("h:1",)}, "write it as http://"),
+        ({"attach_key_file": "/key"}, "name that with --attach URL"),
+        ({"attach": ("http://h",), "sleep_after_s": 5.0, "model": "A"}, "leave out --sleep-after"),
+    ],
+)
+def test_a_server_that_cannot_be_attached_is_refused_before_anything_starts(changes, why):
+    with pytest.raises(PlanRefused, match=why):
+        plan(**changes)

@@ -16,7 +16,7 @@ from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from shared.contracts.rendering import RenderedPrompt, RenderPrompt
-from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Fingerprint, LoraAdapter, Role, WorkerPhase, WorkerRecord
 from tests.support.fleet_builders import load, record
 
 Script = Callable[["FakeWorker", StartLeg, LegFrames], Awaitable[None] | None]
@@ -78,6 +78,7 @@ class FakeWorker:
         models: tuple[str, ...] = ("m",),
         adapters: tuple[LoraAdapter, ...] = (),
         ranks: int = 1,
+        attached: bool = False,
     ) -> None:
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
@@ -91,6 +92,7 @@ class FakeWorker:
         self.models = models
         self.adapters = adapters
         self.ranks = ranks
+        self.attached = attached
         self.rendered: list[RenderPrompt] = []
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
@@ -107,7 +109,14 @@ class FakeWorker:
     def record(self, phase: WorkerPhase = WorkerPhase.READY) -> WorkerRecord:
         of_it = {"connector": self.connector, "revision": self.revision}
         made = record(self.worker_id, phase, self.epoch, self.role, self.models, adapters=self.adapters, **of_it)
+        if self.attached:
+            made = msgspec.structs.replace(
+                made, attached=True, prefix_caching=False, fingerprint=self._fingerprint(made)
+            )
         return msgspec.structs.replace(made, renders=self.render is not None, paths=list(self.paths), ranks=self.ranks)
+
+    def _fingerprint(self, made: WorkerRecord) -> Fingerprint:
+        return msgspec.structs.replace(made.fingerprint, dtype="attached", kv_layout=f"of {self.worker_id}")
 
     async def join(self) -> None:
         """Subscribe, then register."""

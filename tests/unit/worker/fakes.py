@@ -14,6 +14,7 @@ from services.worker.engines.port import (
     CURRENT_LEG,
     EngineAdapters,
     EngineFacts,
+    EngineHealth,
     EngineLoad,
     EngineRenderer,
     EngineTokens,
@@ -63,6 +64,7 @@ class FakeEngine:
         self.exchange: FakeExchange | None = None
         self.adapters: EngineAdapters | None = None
         self.renderer: EngineRenderer | None = None
+        self.health: EngineHealth | None = None
         self.orders: list[LegOrder | None] = []
         self.salts: list[tuple[str, str]] = []
         self.transfer_report: KvTransferReport | None = None

@@ -145,6 +145,10 @@ class SimulatedEngine:
         """See the port."""
         return self._adapters
 
+    @property
+    def health(self) -> None:
+        """It serves as long as it lives."""
+
     def load(self) -> EngineLoad:
         """See the port."""
         batch, cache, measures = self._core.batch, self._core.cache, self._core.measures

@@ -357,6 +357,10 @@ class VllmEngine:
         """None for a model that generates nothing."""
         return self._renderer
 
+    @property
+    def health(self) -> None:
+        """It serves as long as it lives."""
+
     def load(self) -> EngineLoad:
         """See the port."""
         return self._llm.meter.load()

@@ -1,0 +1,216 @@
+"""Passes a leg's request on to the server, and its answer back: an ASGI app, like the server of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from email.utils import parsedate_to_datetime
+
+import httpx
+import msgspec
+
+from services.worker.engines.attached.body import ServerBody, server_body
+from services.worker.engines.attached.discovery import REFUSES_KEY
+from services.worker.engines.attached.events import AnswerReader, BadAnswer, EventCutter
+from services.worker.engines.attached.health import ServerHealth
+from services.worker.engines.attached.meter import Meter, MeteredRequest
+from services.worker.engines.attached.server import Server, ServerAway
+from services.worker.engines.port import CURRENT_LEG, AsgiMessage, LegFailed, LegRecord, Scope
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import LegKind
+
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+
+ANSWER_BYTES_MAX = 64 << 20
+"""Of an answer that is no stream."""
+ERROR_BYTES_MAX = 64 << 10
+RETRY_AFTER_S = 1.0
+"""Of a server that is busy and does not say for how long."""
+RETRY_AFTER_S_MAX = 60.0
+JSON, EVENT_STREAM = "application/json", "text/event-stream"
+OK, BAD_REQUEST, TOO_MANY, SERVER_ERROR, UNAVAILABLE = 200, 400, 429, 500, 503
+GONE = frozenset({502, 504})
+"""Said by a proxy whose server is away."""
+WITHHELD = "The server of this model refused the request; what it said is withheld."
+NO_TOKENS = "the server that this worker is attached to takes no tokens to continue after"
+
+
+class AttachedApp:
+    """Serves the POST endpoints that the server has."""
+
+    def __init__(self, server: Server, health: ServerHealth, meter: Meter, model: str, *, salts: bool) -> None:
+        """``model``: its name at the server; ``salts``: see ``server_body``."""
+        self._server = server
+        self._health = health
+        self._meter = meter
+        self._model = model
+        self._salts = salts
+        self._busy_until = 0.0
+        """The server has asked not to be asked before this instant."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. A disconnect ends the server's work on it. Raises LegFailed."""
+        body = (await receive()).get("body", b"")
+        serving = asyncio.ensure_future(self._serve(scope["path"], body, send))
+        leaving = asyncio.ensure_future(_until_left(receive))
+        try:
+            await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            serving.cancel()
+            leaving.cancel()
+            await asyncio.wait([serving, leaving])
+
+    async def _serve(self, path: str, body: bytes, send: Send) -> None:
+        record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
+        if record.resume is not None or record.kind is not LegKind.AGGREGATED:
+            record.cannot_resume = NO_TOKENS
+            await _respond(send, SERVER_ERROR, _error(NO_TOKENS, SERVER_ERROR))
+            return
+        asked = server_body(path, body, self._model, salts=self._salts)
+        if asked is None:
+            await _respond(send, BAD_REQUEST, _error("The body is not a JSON object.", BAD_REQUEST))
+            return
+        if (wait_s := self._busy_until - time.monotonic()) > 0.0:
+            raise LegFailed(_busy(wait_s))
+        try:
+            with self._meter.request(record.expected_tokens, len(asked.body)) as request:
+                await self._forward(_Leg(path, asked, record, request, send))
+        except (ServerAway, BadAnswer) as error:
+            self._health.doubt()
+            message = f"The server of this model failed: {error}"
+            raise LegFailed(Failure(reason=Reason.SERVER_LOST, message=message)) from None
+
+    async def _forward(self, leg: _Leg) -> None:
+        key = self._server.key
+        async with self._server.post(leg.path, leg.asked.body) as response:
+            if response.status_code != OK:
+                await self._refused(leg, response, key)
+            elif _content_type(response) == EVENT_STREAM:
+                await self._stream(leg, response)
+            else:
+                body = await self._server.whole(response, ANSWER_BYTES_MAX)
+                self._check(body)
+                answer = leg.reader.whole(body)
+                leg.done(time.monotonic())
+                await _respond(leg.send, OK, answer)
+
+    async def _stream(self, leg: _Leg, response: httpx.Response) -> None:
+        await leg.send(_start(OK, EVENT_STREAM))
+        cutter = EventCutter()
+        async for piece in self._server.pieces(response):
+            for event in cutter.add(piece):
+                self._check(event)
+                await leg.event(event)
+        if not (leg.reader.is_complete or (leg.path in (COMPLETIONS, CHAT) and leg.reader.finish_reason)):
+            raise ServerAway("its stream ended before the answer did")
+        leg.done(time.monotonic())
+        await leg.send(_body(b"", more=False))
+
+    async def _refused(self, leg: _Leg, response: httpx.Response, key: str) -> None:
+        """Another status than 200. Raises LegFailed where another worker may serve the request."""
+        status = response.status_code
+        if status in REFUSES_KEY:
+            self._health.refused_key(key)
+            raise ServerAway("it refuses the API key of its worker")
+        if status in (TOO_MANY, UNAVAILABLE):
+            wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time())
+            if wait_s is not None:
+                self._busy_until = max(self._busy_until, time.monotonic() + wait_s)
+            raise LegFailed(_busy(RETRY_AFTER_S if wait_s is None else wait_s))
+        if status in GONE or status < BAD_REQUEST:
+            raise ServerAway(f"it answered with status {status}")
+        leg.request.is_done = True
+        try:
+            body = await self._server.whole(response, ERROR_BYTES_MAX)
+            is_fit = isinstance(msgspec.json.decode(body), dict) and not self._server.has_key(body)
+        except (BadAnswer, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            body, is_fit = b"", False
+        await _respond(leg.send, status, body if is_fit else _error(WITHHELD, status))
+
+    def _check(self, data: bytes) -> None:
+        if self._server.has_key(data):
+            raise BadAnswer("it sent the API key of its worker, which is withheld")
+
+
+class _Leg:
+    """One request on its way through."""
+
+    def __init__(self, path: str, asked: ServerBody, record: LegRecord, request: MeteredRequest, send: Send) -> None:
+        self.path = path
+        self.asked = asked
+        self.request = request
+        self.send = send
+        self.reader = AnswerReader(path, asked.model, hides_usage=asked.hides_usage)
+        self._record = record
+
+    async def event(self, event: bytes) -> None:
+        """Relay an event of the server."""
+        shown = self.reader.event(event)
+        if self.reader.events > self.request.tokens:
+            self._record.first_token_at = self._record.first_token_at or time.monotonic()
+            self.request.progress()
+        if shown:
+            await self.send(_body(shown))
+            if self._record.on_told is not None:
+                await self._record.on_told()
+
+    def done(self, now: float) -> None:
+        """The answer has come to its end: report what the server counted, or what can be guessed of it."""
+        usage, record, request = self.reader.usage, self._record, self.request
+        if not self.asked.stream:
+            request.progress(max(1, usage.completion))
+        usage.completion = usage.completion if usage.completion >= 0 else request.tokens
+        usage.prompt = usage.prompt if usage.prompt >= 0 else request.prompt_tokens
+        request.usage, request.is_done = usage, True
+        record.first_token_at = record.first_token_at or now
+        record.prompt_tokens = max(0, usage.prompt)
+        record.cached_tokens = max(0, usage.cached)
+        record.completion_tokens = usage.completion
+        record.finish_reason = self.reader.finish_reason or "stop"
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def retry_after_s(value: str, unix_s: float) -> float | None:
+    """Of a ``Retry-After``, in seconds or as a date, bounded; None if there is none that can be read."""
+    try:
+        seconds = float(value) if value.strip()[:1].isdigit() else parsedate_to_datetime(value).timestamp() - unix_s
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return min(max(seconds, 0.0), RETRY_AFTER_S_MAX) if math.isfinite(seconds) else None
+
+
+def _busy(wait_s: float) -> Failure:
+    message = "The server of this model takes no more requests now."
+    return Failure(reason=Reason.WORKER_BUSY, message=message, retry_after_s=wait_s)
+
+
+def _content_type(response: httpx.Response) -> str:
+    return response.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _error(message: str, status: int) -> bytes:
+    kind = "BadRequestError" if status < SERVER_ERROR else "InternalServerError"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def _start(status: int, content_type: str) -> AsgiMessage:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type.encode())]}
+
+
+def _body(data: bytes, *, more: bool = True) -> AsgiMessage:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def _respond(send: Send, status: int, body: bytes) -> None:
+    await send(_start(status, JSON))
+    await send(_body(body, more=False))

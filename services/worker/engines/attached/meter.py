@@ -1,0 +1,147 @@
+"""What a worker can tell of a server's load and speed from the requests that it passes on itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import msgspec
+
+from services.worker.engines.attached.events import Usage
+from services.worker.engines.attached.gauges import Gauges
+from services.worker.engines.port import EngineLoad
+from shared.contracts.load import StepTotals
+
+BYTES_PER_TOKEN = 4
+"""Guess for a prompt whose tokens nobody has counted."""
+PROMPT_TOKENS_MAX = 1 << 24
+
+
+class Meter:
+    """Counts this worker's requests. The learned speed includes the network, and what the server has cached."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.gauges: Gauges | None = None
+        """The server's own numbers; None while it gives none."""
+        self._now = now
+        self._running = 0
+        self._generating = 0
+        self._waiting_tokens = 0
+        self._progress_at = 0.0
+        """Until here the server's time is accounted for."""
+        self._steps = 0.0
+        """Decode steps: a token each of all requests that generate makes one."""
+        self._totals = StepTotals()
+        self._usage = Usage(0, 0, 0)
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def running(self) -> int:
+        """Requests that the server has from this worker."""
+        return self._running
+
+    def on_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when a request begins, has its first token or ends."""
+        self._listeners.append(listener)
+
+    def changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def request(self, tokens: int, body_bytes: int) -> MeteredRequest:
+        """The server gets a request with ``tokens`` to compute (-1: not known)."""
+        return MeteredRequest(self, min(tokens if tokens >= 0 else body_bytes // BYTES_PER_TOKEN, PROMPT_TOKENS_MAX))
+
+    def load(self, kv_blocks: int = 0) -> EngineLoad:
+        """``kv_blocks``: of the server; 0: it has not said."""
+        gauges = self.gauges or Gauges(0, 0, 0.0)
+        # The server's numbers are up to a second old, and include the requests of others.
+        running = max(self._running - gauges.waiting, gauges.running)
+        return EngineLoad(
+            running=running,
+            waiting=gauges.waiting,
+            waiting_tokens=self._waiting_tokens,
+            kv_blocks_used=round(gauges.kv_used * kv_blocks),
+            prompt_tokens_total=self._usage.prompt,
+            computed_tokens_total=self._usage.prompt - self._usage.cached,
+            cached_tokens_total=self._usage.cached,
+            generation_tokens_total=self._usage.completion,
+            steps=self._totals,
+        )
+
+    def began(self, tokens: int) -> None:
+        if not self._running:
+            self._progress_at = self._now()
+        self._running += 1
+        self._waiting_tokens += tokens
+        self.changed()
+
+    def prompt_over(self, tokens: int, *, computed: bool) -> None:
+        """The prompt was computed, or will not be."""
+        self._waiting_tokens -= tokens
+        if computed:
+            self._generating += 1
+            self._add(prefill_steps=1, prefill_tokens=tokens, prefill_pairs=0.5 * tokens * tokens)
+            self.changed()
+
+    def generated(self, tokens: int, context: int) -> None:
+        """A request has so many tokens more, with ``context`` tokens before each on average."""
+        before = int(self._steps)
+        self._steps += tokens / max(1, self._generating)
+        self._add(
+            decode_steps=int(self._steps) - before, decode_requests=tokens, decode_context_tokens=tokens * context
+        )
+
+    def ended(self, usage: Usage, *, generating: bool, failed: bool) -> None:
+        """``failed``: what the server did meanwhile is not known, and teaches nothing of its speed."""
+        self._running -= 1
+        self._generating -= generating
+        if failed:
+            self._progress_at = self._now()
+        prompt = max(0, usage.prompt)
+        self._usage.prompt += prompt
+        self._usage.cached += min(max(0, usage.cached), prompt)
+        self._usage.completion += max(0, usage.completion)
+        self.changed()
+
+    def _add(self, **work: float) -> None:
+        """The server's time since the last progress went into this work, and into nothing else that is known."""
+        now, totals = self._now(), self._totals
+        sums: dict[str, Any] = {name: getattr(totals, name) + amount for name, amount in work.items()}
+        seconds = totals.seconds + max(0.0, now - self._progress_at)
+        self._totals = msgspec.structs.replace(totals, seconds=seconds, **sums)
+        self._progress_at = now
+
+
+class MeteredRequest:
+    """One request. Leaving the context ends it; ``is_done`` must be set before if it ended well."""
+
+    def __init__(self, meter: Meter, tokens: int) -> None:
+        self.usage = Usage()
+        self.tokens = 0
+        """Generated so far, counted by events."""
+        self.is_done = False
+        self.prompt_tokens = tokens
+        """To be computed, as far as that is known beforehand."""
+        self._meter = meter
+        self._generating = False
+
+    def __enter__(self) -> Self:
+        self._meter.began(self.prompt_tokens)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if not self._generating:
+            self._meter.prompt_over(self.prompt_tokens, computed=False)
+        self._meter.ended(self.usage, generating=self._generating, failed=not self.is_done)
+
+    def progress(self, tokens: int = 1) -> None:
+        """More of the answer has come."""
+        before, self.tokens = self.tokens, self.tokens + tokens
+        if not self._generating:
+            self._generating = True
+            self._meter.prompt_over(self.prompt_tokens, computed=True)
+            before, tokens = 1, tokens - 1  # The step that computes the prompt makes the first token.
+        if tokens > 0:
+            self._meter.generated(tokens, self.prompt_tokens + before + tokens // 2)
