@@ -91,9 +91,10 @@ class AsgiCall(_Call):
 
     ``on_server_error`` runs before a 5xx response is relayed: it may raise, so that an engine's death is reported as
     such. A prefill leg's response is held back until ``finish``: once its KV is ready, its one token is not needed. A
-    resumed leg drops what its client has received. Output after the last token (usage, the end of a stream, an error of
-    a dying engine) is sent with the leg's end or not at all, so that the tokens sent say exactly where a leg that
-    resumes must continue. For the same reason all events that tell of a token are sent as one.
+    resumed leg drops what its client has received. Output after the engine's last token (usage, the end of a stream, an
+    error of a dying engine) is sent with the leg's end or not at all, also when tokens have come of which the server has
+    said nothing yet (half of a character): so the tokens sent say exactly where a leg that resumes must continue. For
+    the same reason all events that tell of a token are sent as one.
     """
 
     def __init__(
@@ -156,10 +157,10 @@ class AsgiCall(_Call):
         if self._joins_events:
             self._unsent.append(data)
             return
-        token_ids, joined = self._record.take_tokens()
-        if self._record.is_over and not token_ids:
+        if self._record.is_over:
             self._unsent.append(data)
             return
+        token_ids, joined = self._record.take_tokens()
         if self._unsent:
             data = b"".join([*self._unsent, data])
             self._unsent.clear()

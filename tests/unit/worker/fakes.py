@@ -108,6 +108,7 @@ class FakeEngine:
         record.transfer_report = self.transfer_report
         if record.kind is LegKind.PREFILL and self.exchange is None:
             record.kv_transfer = KV_TRANSFER
+        record.token_ids += asked.get("untold", ())
         record.is_over = True
         for more in asked.get("more", ()):
             await send({"type": "http.response.body", "body": more.encode(), "more_body": True})

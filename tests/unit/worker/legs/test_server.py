@@ -50,10 +50,11 @@ async def test_data_after_the_last_token_is_sent_in_one_frame():
         assert kinds(frames[3:]) == [FrameKind.END]
 
 
-async def test_the_servers_error_about_a_dead_engine_is_not_relayed():
+@pytest.mark.parametrize("untold", [[], [5]], ids=["", "within a character"])
+async def test_the_servers_error_about_a_dead_engine_is_not_relayed(untold):
     """The router answers for that, or has the answer taken up elsewhere."""
     async with running_worker() as worker:
-        leg = await worker.leg(body={"tokens": 1, "more": ["error"], "dies_at_the_end": True})
+        leg = await worker.leg(body={"tokens": 1, "untold": untold, "more": ["error"], "dies_at_the_end": True})
 
         frames, failure = await worker.read(leg)
 
