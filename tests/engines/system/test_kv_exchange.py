@@ -26,8 +26,8 @@ from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
 ENGINES = (PREFILL, DECODE)
-KV_BYTES_PER_TOKEN = 4096
-"""4 layers, keys and values, 2 heads of 64 floats."""
+KV_BYTES_PER_TOKEN = 2048
+"""2 layers, keys and values, 2 heads of 64 floats."""
 CACHED_SOON_S = 2.0
 """Until the router's index knows what an engine has cached, and idle engines have said that they are idle."""
 ATTEMPTS = 3

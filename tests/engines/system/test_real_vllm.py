@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
 MODEL = "baton-tiny"
 BLOCK = 32
-KV_BYTES_PER_TOKEN = 4096
-"""4 layers, keys and values, 2 heads of 64 floats."""
+KV_BYTES_PER_TOKEN = 2048
+"""2 layers, keys and values, 2 heads of 64 floats."""
 ERROR_S_MAX = 30.0
 """From the death of an engine to the error that its stream ends with."""
 CLIENT_S_MAX = 5.0
