@@ -17,7 +17,7 @@ FAST = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """Two prefill and two decode workers with simulated engines; their KV goes over NIXL where it is installed. Its NATS
     is open: some tests speak there for others, which keys would not let them.
@@ -30,7 +30,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield system
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(simulated: System) -> Iterator[OpenAI]:
     """The official SDK, with nothing changed but the address."""
     with OpenAI(base_url=f"{simulated.endpoint}/v1", api_key="unused", max_retries=0, timeout=60) as client:

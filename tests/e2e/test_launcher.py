@@ -19,6 +19,7 @@ from services.launcher.cluster.folder import variables
 from shared.bus.nats_credentials import new_seed
 from shared.contracts.channels import Party
 from tests.e2e.conftest import START_S_MAX
+from tests.support.nats_server import free_port
 from tests.support.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
 
 pytestmark = pytest.mark.nats
@@ -142,7 +143,8 @@ def test_a_second_start_with_the_same_state_directory_is_refused(system: System)
     ],
 )
 def test_impossible_options_give_a_clear_error(tmp_path: Path, arguments: tuple[str, ...], text: str):
-    code, out, err = baton("up", *SIMULATED, "--state-dir", str(tmp_path), *arguments)
+    ports = ("--port", str(free_port()), "--collector-port", str(free_port()))
+    code, out, err = baton("up", *SIMULATED, "--state-dir", str(tmp_path), *ports, *arguments)
 
     assert code == 1
     assert text in out + err

@@ -27,6 +27,7 @@ from services.launcher.cluster.folder import variables
 from services.launcher.system import state_file
 from shared.contracts.channels import Party
 from tests.support.nats_server import free_port
+from tests.support.processes import LIGHT_TRANSFER
 
 STOP_S_MAX = 120.0
 """From the signal to the launcher's end: drains included."""
@@ -36,8 +37,6 @@ SOON_S_MAX = 60.0
 """What the system does by itself is done by then."""
 POLL_S = 0.1
 PR_SET_PDEATHSIG = 1
-LIGHT_TRANSFER = {"WORKER_SIM_TRANSFER": "tcp"}
-"""Simulated workers start in half the time without NIXL, which imports torch."""
 MARK = "E2E_SYSTEM"
 """A variable that every process of a system inherits, so that none can be overlooked."""
 

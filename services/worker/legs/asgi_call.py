@@ -92,9 +92,9 @@ class AsgiCall(_Call):
     ``on_server_error`` runs before a 5xx response is relayed: it may raise, so that an engine's death is reported as
     such. A prefill leg's response is held back until ``finish``: once its KV is ready, its one token is not needed. A
     resumed leg drops what its client has received. Output after the engine's last token (usage, the end of a stream, an
-    error of a dying engine) is sent with the leg's end or not at all, also when tokens have come of which the server has
-    said nothing yet (half of a character): so the tokens sent say exactly where a leg that resumes must continue. For
-    the same reason all events that tell of a token are sent as one.
+    error of a dying engine) is sent with the leg's end or not at all. That holds also when tokens have come of which
+    the server has said nothing yet (half of a character). So the tokens sent say exactly where a leg that resumes must
+    continue. For the same reason all events that tell of a token are sent as one.
     """
 
     def __init__(

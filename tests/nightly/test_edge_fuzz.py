@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import schemathesis
@@ -20,12 +21,27 @@ from tests.support.system import System
 
 pytestmark = pytest.mark.nats
 
-EXAMPLES = 5
+EXAMPLES = 50
 """For each path."""
+START_S_MAX = 120.0
 ANSWER_S_MAX = 60.0
 FURTHER = ("/healthcheck", "/baton/decisions", "/v1/decisions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BREAKAGES = {500, 502, 504}
 """What no input alone may cause, while all workers are well."""
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """All engines answer at once."""
+    arguments = ("--open", "--engine", "simulated", "--prefill", "1", "--decode", "1")
+    settings = {
+        "WORKER_SIM_PREFILL_BASE_S": "0",
+        "WORKER_SIM_DECODE_BASE_S": "0",
+        "ROUTER_RESPONSE_BYTES_MAX": "1000000",
+    }
+    with System(tmp_path_factory.mktemp("fuzz"), *arguments, env=settings) as system:
+        system.wait_ready(START_S_MAX).until_exact(2)
+        yield system
 
 
 CHECKS = [checks.not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
