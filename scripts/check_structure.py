@@ -39,6 +39,7 @@ PURE = {
     "services.orchestrator.planner": "change demand engine_work family planner rules work",
     "services.router.admission": "admission fair_share queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit",
+    "services.router.batches": "lines",
     "services.router.placement": (
         "cost decision decision_log evaluation form kv_sources media placement placer policy "
         "request_fields revisions sequences shortlist slo"

@@ -7,7 +7,18 @@ import logging
 from dataclasses import dataclass
 
 from shared.bus.port import Bus, BusError
-from shared.contracts.channels import DEFAULT_MODE, LEADERSHIP, RESPONSES, USAGE, WANTED_ADAPTERS, WORKER_RECORDS
+from shared.contracts.batches import FILES_BYTES_MAX, FILES_S, RECORDS_BYTES_MAX
+from shared.contracts.channels import (
+    BATCHES,
+    DEFAULT_MODE,
+    FILE_PARTS,
+    FILES,
+    LEADERSHIP,
+    RESPONSES,
+    USAGE,
+    WANTED_ADAPTERS,
+    WORKER_RECORDS,
+)
 from shared.contracts.kept_responses import RESPONSES_BYTES_MAX, RESPONSES_S
 from shared.contracts.usage import LEDGER_BYTES_MAX, LEDGER_DAYS
 from shared.contracts.workers import WORKER_RECORD_TTL_S
@@ -26,6 +37,8 @@ class KeptFor:
     responses_s: float = RESPONSES_S
     responses_bytes_max: int = RESPONSES_BYTES_MAX
     """0: there is no bucket for responses."""
+    files_bytes_max: int = FILES_BYTES_MAX
+    """0: there are no buckets for files and batches."""
 
 
 async def make_buckets(bus: Bus, lease_s: float, kept: KeptFor = KeptFor()) -> None:
@@ -34,13 +47,17 @@ async def make_buckets(bus: Bus, lease_s: float, kept: KeptFor = KeptFor()) -> N
     await bus.make_bucket(LEADERSHIP, ttl_s=lease_s)
     await bus.make_bucket(DEFAULT_MODE, ttl_s=None)
     await bus.make_bucket(WANTED_ADAPTERS, ttl_s=None)
-    try:  # A disk may be too small for the next two: requests are served without them.
+    try:  # A disk may be too small for the next ones: requests are served without them.
         await bus.make_bucket(USAGE, ttl_s=kept.usage_days * DAY_S, kept_bytes_max=LEDGER_BYTES_MAX)
         if kept.responses_bytes_max:
             size = kept.responses_bytes_max
             await bus.make_bucket(RESPONSES, ttl_s=kept.responses_s, kept_bytes_max=size, drops_oldest=True)
+        if kept.files_bytes_max:
+            await bus.make_bucket(FILES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
+            await bus.make_bucket(BATCHES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
+            await bus.make_bucket(FILE_PARTS, ttl_s=FILES_S, kept_bytes_max=kept.files_bytes_max)
     except BusError as error:
-        log.info("usage or responses cannot be kept, trying again: %s", error)
+        log.info("usage, responses or files cannot be kept, trying again: %s", error)
 
 
 async def keep_buckets(bus: Bus, lease_s: float, kept: KeptFor) -> None:

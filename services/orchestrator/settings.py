@@ -9,6 +9,7 @@ import msgspec
 from services.orchestrator.buckets import KeptFor
 from services.orchestrator.planner.rules import Rules, read_models
 from services.orchestrator.sleeper import SleepPolicy, read_after
+from shared.contracts.batches import FILES_BYTES_MAX
 from shared.contracts.control import LEADERSHIP_TTL_S
 from shared.contracts.kept_responses import RESPONSES_BYTES_MAX, RESPONSES_S
 from shared.contracts.usage import LEDGER_DAYS
@@ -30,6 +31,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     responses_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = RESPONSES_BYTES_MAX
     """All of them together, compressed, in NATS's files; beyond, the oldest go first. 0: none are kept."""
+    files_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = FILES_BYTES_MAX
+    """All files of clients (ROUTER_FILES_BYTES_MAX) together, in NATS's files; beyond, uploads are refused and batches
+    wait. 0: none are kept. The same for all orchestrators.
+    """
     planner: Literal["off", "advise", "act"] = "advise"
     """Whether the leader publishes how many workers of which role it wants, and whether it changes the fleet."""
     planner_ttft_s: float = Rules().ttft_s
@@ -95,6 +100,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             usage_days=self.usage_days,
             responses_s=self.responses_s,
             responses_bytes_max=self.responses_bytes_max,
+            files_bytes_max=self.files_bytes_max,
         )
 
     def sleep_policy(self) -> SleepPolicy:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -18,9 +18,11 @@ from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
 from services.router.admission.waker import Waker
 from services.router.auth.authenticator import Authenticator
+from services.router.batches.batches import Batches
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.lora_routes import OrderAdapters
+from services.router.http.request import HttpRequest
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import RequestPolicy
@@ -129,6 +131,7 @@ class Router:
             relay=self.relay,
             request_log=self.request_log,
         )
+        self.batches = self._make_batches()
         self.edge = self._make_edge(policy)
         self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
         self._register_metrics()
@@ -157,10 +160,27 @@ class Router:
             clock=self.clock,
             waits=self.waits,
             responses=self.responses,
+            batches=self.batches,
             order_adapters=OrderAdapters(self.bus, self.fleet.cluster, is_local=is_local(self.settings)),
         )
-        serve = self.responses.serve if self.responses.enabled else self.relay.serve
-        return Edge(self.settings, self.clock, self.relay, serve, self.request_log, self.authenticator, app)
+        return Edge(self.settings, self.clock, self.relay, self._serving(), self.request_log, self.authenticator, app)
+
+    def _serving(self) -> Callable[[HttpRequest], Awaitable[None]]:
+        """What serves a complete request."""
+        return self.responses.serve if self.responses.enabled else self.relay.serve
+
+    def _make_batches(self) -> Batches:
+        return Batches(
+            settings=self.settings,
+            router_id=self.router_id,
+            bus=self.bus,
+            clock=self.clock,
+            queue=self.queue,
+            in_flight=self.relay.in_flight,
+            totals=lambda: self.edge.upload_totals,
+            authenticator=self.authenticator,
+            serve=self._serving(),
+        )
 
     def _make_relay(self, policy: RequestPolicy, tracing: Tracing) -> Relay:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster
@@ -224,6 +244,8 @@ class Router:
         self.registry.register(SpeedMetrics(self.speeds))
         self.registry.register(CountMetrics(names.ROUTER_RENDERED_PROMPTS, self.prompts.rendered.counts))
         self.registry.register(CountMetrics(names.ROUTER_RESPONSES, self.responses.counts))
+        self.registry.register(CountMetrics(names.ROUTER_BATCH_LINES, self.batches.lines.counts))
+        gauge(names.ROUTER_BATCHES, self.registry).set_function(lambda: len(self.batches.runner.runs))
         parity, orphans = self.prompts.parity.book, self.inbox.orphans
         self.registry.register(LiveMetrics(self.relay.in_flight, self.fleet, self.kv, parity, self.bus, orphans))
 
@@ -253,6 +275,8 @@ class Router:
             (self.authenticator.follow(), "follow-keys"),
         ):
             tasks.create_task(work, name=name)
+        if self.batches.enabled:
+            self.batches.start(tasks)
 
     def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
         """The status with what this router knows of its workers, and what an operator must correct."""
@@ -264,6 +288,7 @@ class Router:
     async def close(self) -> None:
         """Cancel what still runs, report the last requests, stop listening."""
         await self.responses.close()
+        await self.batches.runner.stop()
         self.queue.close()
         await self.inbox.close()
         await self.decisions.close()
@@ -328,5 +353,5 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     router.queue.close()
     # uvicorn closes the listener and idle connections, and waits for running requests.
     server.should_exit = True
-    await asyncio.gather(serving, router.responses.drain())
+    await asyncio.gather(serving, router.responses.drain(), router.batches.runner.stop())
     await router.close()

@@ -165,6 +165,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``previous_response_id``, ``GET`` and ``background``. Larger ones are not kept. 0: none are.
     """
 
+    files_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Files of one tenant together (``/v1/files``), its batches' results included; ``/v1/batches`` needs them. 0: there
+    are neither.
+    """
+    batch_lines_at_once: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 32
+    """Lines of batches that this router serves at a time, while nothing waits; a quarter of them beside other requests.
+    At most so many are computed again when the router dies. 1 to 4096.
+    """
+
     decisions_max: int = 10_000
     """Decisions kept for ``/baton/decisions``, the newest."""
     decisions_bytes_max: int = 64 * 1024 * 1024

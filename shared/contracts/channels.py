@@ -25,6 +25,7 @@ from shared.contracts.adapters import (
     OrderAdapter,
     WantedAdapter,
 )
+from shared.contracts.batches import FilePart, StoredBatch, StoredFile
 from shared.contracts.control import (
     AskTokenizer,
     AskTokens,
@@ -323,6 +324,13 @@ USAGE = Channel(
 RESPONSES = Channel("responses.{key}", ResponsePart, Delivery.KEY_VALUE, ROUTERS, ROUTERS)
 RESPONSE_RUNS = AskChannel(
     "router.{router_id}.response", AskResponse, Delivery.ASK, ROUTERS, ROUTERS, answer=ResponseRuns
+)
+# Prompts and answers of all tenants, too.
+FILE_PARTS = Channel("file_parts.{key}", FilePart, Delivery.KEY_VALUE, ROUTERS, ROUTERS)
+FILES = Channel("files.{key}", StoredFile, Delivery.KEY_VALUE, ROUTERS, ROUTERS)
+# Operators see how far batches are; their lines and results are in the files.
+BATCHES = Channel(
+    "batches.{key}", StoredBatch, Delivery.KEY_VALUE, ROUTERS, (Party.ROUTER, Party.COLLECTOR, Party.LAUNCHER)
 )
 SERVICE_STATUS = Channel(
     "service.{service}.{instance}",

@@ -123,6 +123,10 @@ ROUTER_RESPONSES = counter(
     "Responses that were to be kept for their clients, by whether they are.",
     "outcome",
 )
+ROUTER_BATCH_LINES = counter(
+    "baton_router_batch_lines_total", "lines", "Lines of batches whose result is stored, by outcome.", "outcome"
+)
+ROUTER_BATCHES = gauge("baton_router_batches", "batches", "Batches that this router runs now.")
 ROUTER_SNAPSHOTS = counter(
     "baton_router_snapshots_total", "requests", "KV snapshots requested from new workers or after missed events."
 )

@@ -61,6 +61,13 @@ class Authenticator:
         key = given.pop()
         return self._clients.get(digest_of(key)) if len(key) <= KEY_CHARS_MAX else None
 
+    def owner(self, digest: str) -> ApiClient | None:
+        """The client of the key with this SHA-256, of a request that was taken earlier; None if it is revoked."""
+        if not self.closed:
+            return ANYONE
+        client = self._clients.get(digest)
+        return client if client is not None and client.key.may(Permission.INFER) else None
+
     def request(self, client: ApiClient | None) -> HttpError | None:
         """Why this client may not have a request served now; None when it may. Counts the request."""
         if client is ANYONE:

@@ -18,8 +18,10 @@ from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 
 from services.router.auth.client import CLIENT_SCOPE_KEY
+from services.router.batches.batches import Batches
 from services.router.http.decision_routes import add_decisions
 from services.router.http.errors import error_for
+from services.router.http.file_routes import add_files
 from services.router.http.lora_routes import OrderAdapters, add_lora
 from services.router.http.response_routes import add_responses
 from services.router.placement.decision_service import DecisionService
@@ -230,6 +232,7 @@ def make_app(  # noqa: PLR0913  # wiring
     clock: Clock,
     waits: Waits,
     responses: Responses,
+    batches: Batches,
     order_adapters: OrderAdapters,
 ) -> FastAPI:
     """The FastAPI app for everything but the relayed paths."""
@@ -239,6 +242,7 @@ def make_app(  # noqa: PLR0913  # wiring
     _add_state(app, fleet, bus, clock, waits)
     add_decisions(app, decisions, clock.now)
     add_responses(app, responses, clock.now)
+    add_files(app, batches, clock.now)
     add_lora(app, order_adapters, clock.now)
     _add_errors(app)
 

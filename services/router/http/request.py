@@ -56,6 +56,21 @@ class Connection(Protocol):
         """Drop the connection with its unsent bytes."""
 
 
+class NoConnection:
+    """The connection of a request that has no client: nothing is written to it."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def write_paused(self) -> bool:
+        return False
+
+    async def drain(self) -> None: ...
+
+    def answered(self, *, close: bool) -> None: ...
+
+    def abort(self) -> None: ...
+
+
 class Head:
     """The parts of a request's head that the router uses. Header names are lower case."""
 
@@ -64,6 +79,7 @@ class Head:
         "client",
         "content_type",
         "http11",
+        "is_batch",
         "length",
         "mode",
         "path",
@@ -81,6 +97,8 @@ class Head:
         """Whether the response may be chunked."""
         self.client = ANYONE
         """The owner of the API key."""
+        self.is_batch = False
+        """It is a line of a batch: served after all other requests."""
         self.mode: Mode | None = Mode.AUTO
         """None when the header names no mode."""
         self.class_name = ""

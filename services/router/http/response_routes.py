@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
-from services.router.auth.api_keys import Permission
-from services.router.auth.authenticator import NOT_FOR_INFERENCE, limited
-from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
+from services.router.auth.client import CLIENT_SCOPE_KEY, ApiClient
+from services.router.http.client_routes import error_response, refusal_of
 from services.router.http.errors import bad_request
 from services.router.responses.history import BadRequest, fields_of
 from services.router.responses.response_store import NotKept
@@ -118,33 +117,16 @@ async def _answered(
     answer: Callable[[ApiClient], Awaitable[bytes | None]],
 ) -> Response:
     client: ApiClient = request.scope[CLIENT_SCOPE_KEY]
-    refusal = _refusal(responses, client, now)
+    refusal = refusal_of(client, now) if responses.enabled else NOT_ENABLED
     if refusal is not None:
-        return _error(refusal)
+        return error_response(refusal)
     try:
         body = await answer(client)
     except BadRequest as error:
-        return _error(bad_request(str(error), error.param))
+        return error_response(bad_request(str(error), error.param))
     except NotKept as error:
-        return _error(unavailable(error))
-    return Response(body, media_type=JSON) if body is not None else _error(not_found(response_id))
-
-
-def _refusal(responses: Responses, client: ApiClient, now: float) -> HttpError | None:
-    """Why the client gets no answer, whatever it asks for. Counts the request."""
-    if not responses.enabled:
-        return NOT_ENABLED
-    if client is ANYONE:
-        return None
-    if not client.key.may(Permission.INFER):
-        return NOT_FOR_INFERENCE
-    over = client.rate_limit.request(now)
-    return limited(over, client, now) if over is not None else None
-
-
-def _error(error: HttpError) -> Response:
-    headers = {name.decode(): value.decode("latin-1") for name, value in error.headers()}
-    return Response(error.body, error.status, headers)
+        return error_response(unavailable(error))
+    return Response(body, media_type=JSON) if body is not None else error_response(not_found(response_id))
 
 
 def page_of(items: list[msgspec.Raw], limit: int, after: str, *, is_newest_first: bool) -> bytes:

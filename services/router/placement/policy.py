@@ -11,7 +11,7 @@ from services.router.auth.api_keys import NO_KEY, Key, Permission
 from services.router.placement.placement import PlacementRequest
 from services.router.placement.request_fields import Fault, ForcedWorkers, Mode, RequestFacts, requested_mode
 from services.router.placement.revisions import NO_SHARES, Shares
-from services.router.placement.slo import NO_SLOS, Slos, read_slos
+from services.router.placement.slo import NO_SLOS, NO_TARGETS, PRIORITY_MAX, Slos, read_slos
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 
@@ -29,6 +29,8 @@ class RequestHeaders(msgspec.Struct, frozen=True, kw_only=True):
     class_name: str = ""
     tenant: str = ""
     key: Key = NO_KEY
+    is_batch: bool = False
+    """A line of a batch: without targets, and less urgent than every request that may become so."""
 
 
 class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +85,9 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
         priority = options.priority
         if priority is None:
             priority = priority_of(request_headers.key, name, slos.priority(facts.model, name))
+        targets = slos.targets(facts.model, name, ttft_s=options.ttft_s, itl_s=options.itl_s)
+        if request_headers.is_batch:
+            priority, targets = PRIORITY_MAX, NO_TARGETS
         return PlacementRequest(
             model=facts.model,
             mode=requested_mode(facts, request_headers.mode),
@@ -94,7 +99,7 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
             fetch_tokens_min=facts.kv_fetch_min_tokens,
             cache_hit_threshold=facts.cache_hit_threshold,
             forced=options.forced,
-            targets=slos.targets(facts.model, name, ttft_s=options.ttft_s, itl_s=options.itl_s),
+            targets=targets,
             tenant=request_headers.tenant,
             priority=priority,
             revisions=self.shares.order(facts) if options.forced is None else (),

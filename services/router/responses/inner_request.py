@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.router.http.request import HttpRequest
+from services.router.http.request import HttpRequest, NoConnection
 from services.router.responses.history import fields_of, told
 from shared.http.errors import Header, HttpError
 
@@ -28,21 +28,6 @@ class Answer(NamedTuple):
     status: int
     headers: list[Header]
     body: bytes
-
-
-class NoConnection:
-    """The connection of a request that has no client: nothing is written to it."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def write_paused(self) -> bool:
-        return False
-
-    async def drain(self) -> None: ...
-
-    def answered(self, *, close: bool) -> None: ...
-
-    def abort(self) -> None: ...
 
 
 class InnerRequest(HttpRequest):

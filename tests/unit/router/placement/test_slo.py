@@ -9,7 +9,7 @@ import pytest
 
 from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields, read_weights
 from services.router.placement.request_fields import Fault, Mode, RequestFacts, read_request
-from services.router.placement.slo import Targets, read_slos
+from services.router.placement.slo import PRIORITY_MAX, Targets, read_slos
 from shared.contracts.engine_paths import CHAT
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -211,3 +211,10 @@ def test_options_may_be_omitted(baton):
 
 def test_other_endpoints_have_no_options():
     assert read_request("/v1/embeddings", b'{"input":"x","baton":"theirs"}').fault is None
+
+
+def test_a_line_of_a_batch_has_no_targets_and_the_least_urgent_priority():
+    policy = RequestPolicy(slos=read_slos('{"default": {"ttft_s": 1}}'))
+    for baton in ({}, {"priority": 0, "ttft_s": 0.5}):
+        line = policy.placement_request(request(baton), RequestHeaders(is_batch=True), 1, ())
+        assert (line.priority, line.targets.ttft_s, line.targets.itl_s) == (PRIORITY_MAX, math.inf, math.inf)

@@ -1,0 +1,172 @@
+"""Clients' files: taken piece by piece, listed, read and deleted by their tenant only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from services.router.batches.file_store import SegmentWriter, StoreFailed, read, remove
+from services.router.batches.records import Records
+from shared.contracts.batches import FILE_ID, FILE_S_MAX, Segment, StoredFile, record_key
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.router")
+
+FILE_BYTES_MAX = 200 * 1024 * 1024
+"""As OpenAI's, for the input of a batch."""
+FILES_MAX = 1000
+"""Of one tenant."""
+FILE_S_MIN = 3600
+PURPOSE = "batch"
+FILENAME_CHARS_MAX = 255
+ID_BYTES = 16
+SWEEP_S = 600.0
+
+
+class FileRefused(Exception):
+    """The file is not taken, or not deleted; the message is the client's."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class Files:
+    """All methods raise StoreFailed."""
+
+    def __init__(self, records: Records, clock: Clock, bytes_max: int) -> None:
+        """``bytes_max``: of one tenant."""
+        self._records = records
+        self._clock = clock
+        self._bytes_max = bytes_max
+
+    async def incoming(self, tenant: str) -> IncomingFile:
+        """A file that arrives now. Raises FileRefused if there is no room for any."""
+        files = await self.of_tenant(tenant)
+        if len(files) >= FILES_MAX:
+            raise FileRefused(403, f"A tenant may have {FILES_MAX} files. Delete some first.", "too_many_files")
+        return IncomingFile(self._records, self._bytes_left(files))
+
+    async def keep(
+        self, tenant: str, incoming: IncomingFile, *, filename: str, purpose: str, expires_s: int
+    ) -> StoredFile:
+        """Keep a file that has arrived. Raises FileRefused when others that arrived meanwhile have left no room."""
+        await incoming.close()
+        incoming.bytes_left = self._bytes_left(await self.of_tenant(tenant))
+        await incoming.add(b"")
+        now, file_id = self._now(), f"file-{secrets.token_hex(ID_BYTES)}"
+        file = StoredFile(
+            key=record_key(tenant, file_id),
+            id=file_id,
+            filename=filename[:FILENAME_CHARS_MAX],
+            purpose=purpose,
+            created_at=now,
+            expires_at=now + min(expires_s or FILE_S_MAX, FILE_S_MAX),
+            segments=[incoming.segment],
+        )
+        await self._records.put_file(file)
+        return file
+
+    async def find(self, tenant: str, file_id: str) -> StoredFile | None:
+        """The tenant's file; None: it has none of this id, or it has expired."""
+        if not FILE_ID.fullmatch(file_id):
+            return None
+        file = await self._records.file(record_key(tenant, file_id))
+        return file if file is not None and file.expires_at > self._now() else None
+
+    async def of_tenant(self, tenant: str) -> list[StoredFile]:
+        """The tenant's files, the newest first."""
+        now = self._now()
+        files = [file for file in await self._records.files(tenant) if file.expires_at > now]
+        return sorted(files, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    async def delete(self, tenant: str, file_id: str) -> bool:
+        """Remove it; False: there is none. Raises FileRefused for the input of a batch that has not ended."""
+        file = await self.find(tenant, file_id)
+        if file is None:
+            return False
+        for batch in await self._records.batches(tenant):
+            if batch.input_file_id == file_id and not batch.has_ended:
+                message = f"{batch.id} reads this file. Cancel the batch, or delete the file when it has ended."
+                raise FileRefused(409, message, "file_in_use", "file_id")
+        await self._remove(file)
+        return True
+
+    def content(self, file: StoredFile) -> AsyncIterator[bytes]:
+        """Its bytes."""
+        return read(self._records.bus, file.segments)
+
+    async def sweep(self) -> None:
+        """Remove expired files, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                for file in await self._records.files():
+                    if file.expires_at <= self._now():
+                        await self._remove(file)
+            except StoreFailed as error:
+                log.info("expired files cannot be removed, trying again: %s", error)
+
+    def _bytes_left(self, files: list[StoredFile]) -> int:
+        return max(0, self._bytes_max - sum(one.size for one in files))
+
+    async def _remove(self, file: StoredFile) -> None:
+        await remove(self._records.bus, file.segments)
+        await self._records.delete_file(file.key)
+
+    def _now(self) -> int:
+        return self._clock.wall_ms() // 1000
+
+
+class IncomingFile:
+    """The bytes of a file while they arrive."""
+
+    def __init__(self, records: Records, bytes_left: int) -> None:
+        """``bytes_left``: that the tenant's files may still have."""
+        self._bus = records.bus
+        self.bytes_left = bytes_left
+        self._writer = SegmentWriter(records.bus)
+
+    @property
+    def segment(self) -> Segment:
+        """All bytes so far."""
+        return self._writer.segment
+
+    async def add(self, data: bytes) -> None:
+        """Raises FileRefused when there are too many."""
+        size = self.segment.size + len(data)
+        if size > FILE_BYTES_MAX:
+            raise FileRefused(413, f"A file may have at most {FILE_BYTES_MAX} bytes.", "file_too_large", "file")
+        if size > self.bytes_left:
+            message = f"The tenant's files may have {self.bytes_left} bytes more. Delete some first."
+            raise FileRefused(413, message, "storage_full", "file")
+        self._writer.add(data)
+        await self._writer.store(whole=False)
+
+    async def close(self) -> None:
+        """Store the rest."""
+        await self._writer.store()
+
+    async def discard(self) -> None:
+        """Remove what is stored."""
+        await remove(self._bus, [self.segment])
+
+
+def file_object(file: StoredFile) -> dict[str, Any]:
+    """As OpenAI's."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }

@@ -1,0 +1,343 @@
+"""``/v1/files`` and ``/v1/batches``, as OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from services.router.auth.client import CLIENT_SCOPE_KEY, ApiClient
+from services.router.batches.batches import Batches, batch_object
+from services.router.batches.file_store import StoreFailed
+from services.router.batches.files import FILE_S_MIN, PURPOSE, FileRefused, IncomingFile, file_object
+from services.router.http.client_routes import error_response, refusal_of
+from services.router.http.errors import failed
+from services.router.http.upload_form import BadForm, UploadForm
+from shared.contracts.batches import FILE_S_MAX, StoredFile
+from shared.contracts.failures import Reason
+from shared.http.errors import HttpError, error_body
+from shared.http.small_body import BodyRefused, small_body
+
+log = logging.getLogger("baton.router")
+
+T = TypeVar("T")
+
+JSON = "application/json"
+FILES, BATCHES = "/v1/files", "/v1/batches"
+FILE, BATCH = FILES + "/{file_id}", BATCHES + "/{batch_id}"
+FILES_MAX, BATCHES_MAX, BATCHES_DEFAULT = 10_000, 100, 20
+"""On one page."""
+UPLOADS_MAX = 16
+"""That arrive at a router at a time."""
+PIECE_S_MAX, UPLOAD_S_MAX = 30.0, 900.0
+"""For the next piece of an upload, and for all of it."""
+NOT_ENABLED = HttpError(
+    404,
+    error_body(404, "This system keeps no files: ROUTER_FILES_BYTES_MAX is 0.", code="files_not_kept"),
+)
+FULL = HttpError(503, error_body(503, "Too many files arrive. Try again shortly.", code="too_many_uploads"), 5.0)
+STATUSES: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A field or parameter is invalid; the message says which."},
+    401: {"description": "An API key is needed, and no valid one was given."},
+    403: {"description": "The key does not permit inference, or the tenant has too many files."},
+    404: {"description": "There is no such file or batch, it has expired, or it belongs to another tenant."},
+    408: {"description": "The body did not arrive in time."},
+    409: {"description": "A batch that has not ended reads the file; or the batch has ended already."},
+    413: {"description": "The file is too large, or the tenant's files have no room for it."},
+    415: {"description": "A file must be sent as a form."},
+    422: {"description": "Not used: invalid parameters get 400."},
+    429: {"description": "The key has reached its rate limit, or too many of the tenant's batches have not ended."},
+    503: {"description": "NATS, which stores the files, cannot be used now, or too many files arrive."},
+}
+UPLOAD_BODY = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"enum": [PURPOSE]},
+                    "expires_after[anchor]": {"enum": ["created_at"]},
+                    "expires_after[seconds]": {"type": "integer", "minimum": FILE_S_MIN, "maximum": FILE_S_MAX},
+                },
+            }
+        }
+    },
+}
+BATCH_BODY = {
+    "required": True,
+    "content": {
+        JSON: {
+            "schema": {
+                "type": "object",
+                "required": ["input_file_id", "endpoint", "completion_window"],
+                "properties": {
+                    "input_file_id": {"type": "string"},
+                    "endpoint": {"type": "string"},
+                    "completion_window": {"type": "string"},
+                    "metadata": {"type": ["object", "null"]},
+                },
+            }
+        }
+    },
+}
+
+
+def add_files(app: FastAPI, batches: Batches, now: Callable[[], float]) -> None:
+    """Add the routes to ``app``."""
+    routes = Routes(batches, now)
+    for method, path, handler, extra in (
+        ("POST", FILES, routes.upload, {"requestBody": UPLOAD_BODY}),
+        ("GET", FILES, routes.list_files, None),
+        ("GET", FILE, routes.retrieve_file, None),
+        ("DELETE", FILE, routes.delete_file, None),
+        ("GET", f"{FILE}/content", routes.content, None),
+        ("POST", BATCHES, routes.create, {"requestBody": BATCH_BODY}),
+        ("GET", BATCHES, routes.list_batches, None),
+        ("GET", BATCH, routes.retrieve_batch, None),
+        ("POST", f"{BATCH}/cancel", routes.cancel, None),
+    ):
+        app.add_api_route(path, handler, methods=[method], tags=["inference"], responses=STATUSES, openapi_extra=extra)
+
+
+class Routes:
+    """The handlers; their docstrings are in the OpenAPI document."""
+
+    def __init__(self, batches: Batches, now: Callable[[], float]) -> None:
+        self._batches = batches
+        self._files = batches.files
+        self._now = now
+        self._uploads = 0
+
+    async def upload(self, request: Request) -> Response:
+        """Keep a file, the input of a batch."""
+        if self._uploads >= UPLOADS_MAX:
+            return error_response(FULL)
+        self._uploads += 1
+        try:
+            return await self._answered(request, lambda client: self._upload(client, request))
+        finally:
+            self._uploads -= 1
+
+    async def list_files(
+        self,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=FILES_MAX)] = FILES_MAX,
+        order: Literal["asc", "desc"] = "desc",
+        after: str = "",
+        purpose: str = "",
+    ) -> Response:
+        """The tenant's files."""
+
+        async def answer(client: ApiClient) -> Any:
+            files = await self._files.of_tenant(client.key.tenant)
+            found = [file_object(one) for one in files if purpose in ("", one.purpose)]
+            return page(found if order == "desc" else found[::-1], limit, after)
+
+        return await self._answered(request, answer)
+
+    async def retrieve_file(self, file_id: str, request: Request) -> Response:
+        """What is known of a file."""
+
+        async def answer(client: ApiClient) -> Any:
+            return file_object(await self._file(client, file_id))
+
+        return await self._answered(request, answer)
+
+    async def delete_file(self, file_id: str, request: Request) -> Response:
+        """Delete a file that no running batch reads."""
+
+        async def answer(client: ApiClient) -> Any:
+            if not await self._files.delete(client.key.tenant, file_id):
+                raise no_file(file_id)
+            return {"id": file_id, "object": "file", "deleted": True}
+
+        return await self._answered(request, answer)
+
+    async def content(self, file_id: str, request: Request) -> Response:
+        """The bytes of a file."""
+
+        async def answer(client: ApiClient) -> Response:
+            file = await self._file(client, file_id)
+            pieces = self._files.content(file)
+            # An error at the beginning is still told with a status.
+            first = await anext(pieces, b"")
+            headers = {"content-length": str(file.size)}
+            return StreamingResponse(_streamed(first, pieces), media_type="application/octet-stream", headers=headers)
+
+        return await self._answered(request, answer)
+
+    async def create(self, request: Request) -> Response:
+        """Have the lines of a file served as requests, in the gaps between others."""
+
+        async def answer(client: ApiClient) -> Any:
+            return batch_object(await self._batches.create(client, await small_body(request)))
+
+        return await self._answered(request, answer)
+
+    async def list_batches(
+        self,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=BATCHES_MAX)] = BATCHES_DEFAULT,
+        after: str = "",
+    ) -> Response:
+        """The tenant's batches, the newest first."""
+
+        async def answer(client: ApiClient) -> Any:
+            return page([batch_object(one) for one in await self._batches.of_tenant(client.key.tenant)], limit, after)
+
+        return await self._answered(request, answer)
+
+    async def retrieve_batch(self, batch_id: str, request: Request) -> Response:
+        """A batch, with its progress."""
+
+        async def answer(client: ApiClient) -> Any:
+            batch = await self._batches.find(client.key.tenant, batch_id)
+            if batch is None:
+                raise no_batch(batch_id)
+            return batch_object(batch)
+
+        return await self._answered(request, answer)
+
+    async def cancel(self, batch_id: str, request: Request) -> Response:
+        """End a batch soon. What it has computed is in its output file."""
+
+        async def answer(client: ApiClient) -> Any:
+            batch = await self._batches.cancel(client.key.tenant, batch_id)
+            if batch is None:
+                raise no_batch(batch_id)
+            return batch_object(batch)
+
+        return await self._answered(request, answer)
+
+    async def _upload(self, client: ApiClient, request: Request) -> Any:
+        tenant = client.key.tenant
+        incoming = await self._files.incoming(tenant)
+        try:
+            form = UploadForm(request.headers.get("content-type", ""), incoming.add)
+        except BadForm as bad:
+            raise FileRefused(415, str(bad), "not_a_form") from bad
+        try:
+            await _receive(request, form)
+            purpose, expires_s = _fields(form)
+            file = await self._files.keep(
+                tenant, incoming, filename=form.filename, purpose=purpose, expires_s=expires_s
+            )
+        except BaseException:
+            await _discard(incoming)
+            raise
+        return file_object(file)
+
+    async def _file(self, client: ApiClient, file_id: str) -> StoredFile:
+        file = await self._files.find(client.key.tenant, file_id)
+        if file is None:
+            raise no_file(file_id)
+        return file
+
+    async def _answered(self, request: Request, answer: Callable[[ApiClient], Awaitable[Any]]) -> Response:
+        client: ApiClient = request.scope[CLIENT_SCOPE_KEY]
+        refusal = refusal_of(client, self._now()) if self._batches.enabled else NOT_ENABLED
+        if refusal is not None:
+            return error_response(refusal)
+        try:
+            told = await answer(client)
+        except FileRefused as error:
+            body = error_body(error.status, str(error), code=error.code, param=error.param)
+            return error_response(HttpError(error.status, body, 10.0 if error.status == 429 else None))
+        except BodyRefused as error:
+            return error_response(HttpError(error.status, error_body(error.status, str(error))))
+        except StoreFailed as error:
+            return error_response(unavailable(error))
+        return told if isinstance(told, Response) else Response(msgspec.json.encode(told), media_type=JSON)
+
+
+async def _receive(request: Request, form: UploadForm) -> None:
+    """Feed the whole body to the form. Raises FileRefused."""
+    try:
+        async with asyncio.timeout(UPLOAD_S_MAX), aclosing(request.stream()) as stream:
+            while True:
+                async with asyncio.timeout(PIECE_S_MAX):
+                    piece = await anext(stream, None)
+                if piece is None:
+                    break
+                await form.feed(piece)
+        form.close()
+    except BadForm as bad:
+        raise FileRefused(400, str(bad), "bad_form") from bad
+    except (TimeoutError, ClientDisconnect):  # Who has left does not read the refusal.
+        raise FileRefused(408, "The file did not arrive in time.", "upload_slow") from None
+
+
+def _fields(form: UploadForm) -> tuple[str, int]:
+    """Purpose and lifetime of the file, in seconds; 0: as long as possible. Raises FileRefused."""
+    purpose = form.fields.get("purpose", "")
+    if purpose != PURPOSE:
+        raise FileRefused(400, f"purpose must be {PURPOSE}.", "invalid_purpose", "purpose")
+    anchor, seconds = form.fields.get("expires_after[anchor]"), form.fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return purpose, 0
+    if anchor != "created_at" or not (seconds or "").isdecimal() or len(seconds or "") > 8:
+        raise _bad_expiry()
+    expires_s = int(seconds or "0")
+    if not FILE_S_MIN <= expires_s <= FILE_S_MAX:
+        raise _bad_expiry()
+    return purpose, expires_s
+
+
+def _bad_expiry() -> FileRefused:
+    message = f"expires_after must have the anchor created_at, and {FILE_S_MIN} to {FILE_S_MAX} seconds."
+    return FileRefused(400, message, "invalid_request", "expires_after")
+
+
+async def _discard(incoming: IncomingFile) -> None:
+    try:
+        await incoming.discard()
+    except StoreFailed as error:
+        log.info("the parts of a file that was not kept stay until they expire: %s", error)
+
+
+async def _streamed(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """All pieces. A failure ends the connection before the promised length: the client sees that bytes are missing."""
+    yield first
+    async for piece in pieces:
+        yield piece
+
+
+def page(found: list[dict[str, Any]], limit: int, after: str) -> dict[str, Any]:
+    """A page of OpenAI's lists. Raises FileRefused if nothing has the id ``after``."""
+    ids = [one["id"] for one in found]
+    if after and after not in ids:
+        raise FileRefused(400, "There is nothing with this id.", "invalid_request", "after")
+    begin = ids.index(after) + 1 if after else 0
+    data = found[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": begin + limit < len(found),
+    }
+
+
+def no_file(file_id: str) -> FileRefused:
+    """404."""
+    return FileRefused(404, f"No such File object: {file_id[:64]}", "file_not_found", "file_id")
+
+
+def no_batch(batch_id: str) -> FileRefused:
+    """404."""
+    return FileRefused(404, f"No batch found with id '{batch_id[:64]}'.", "batch_not_found", "batch_id")
+
+
+def unavailable(error: StoreFailed) -> HttpError:
+    """503: the buckets cannot be read or written now."""
+    return failed(Reason.BUS_DOWN, f"Files and batches cannot be used now: {error}.")

@@ -1,0 +1,562 @@
+"""Files and batches: what clients send and get, what is refused, and what a lost router leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from services.router.batches.files import SWEEP_S, Files
+from services.router.batches.lines import LINES_MAX
+from services.router.batches.records import Records
+from services.router.service import Router
+from services.router.settings import Settings
+from services.router.telemetry.tracing import Tracing
+from shared.bus.frame_sender import LegFrames
+from shared.bus.receiver import read_entry
+from shared.contracts.batches import StoredBatch, record_key
+from shared.contracts.channels import FILES
+from shared.contracts.inference import LegReport, StartLeg
+from shared.runtime.keys import digest_of
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
+from tests.unit.router.fake_worker import JSON, FakeWorker
+from tests.unit.router.world import World, in_world, prompt
+
+COMPLETIONS = "/v1/completions"
+BATCH = f"batch_{'0' * 32}"
+ON: dict[str, Any] = {"files_bytes_max": 1_000_000}
+KEY = '[[key]]\ntenant = "{0}"\nname = "{0}"\nsha256 = "{1}"\n'
+KEYS = f'salt = "{"s" * 32}"\n' + KEY.format("acme", digest_of(b"a")) + KEY.format("other", digest_of(b"o"))
+UNTIL_S_MAX = 4000.0
+
+
+class Engine:
+    """Answers each prompt with itself, unless it ``stays``; prompts that begin with "bad" get 400."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+        self.stays: Callable[[str], bool] = lambda _prompt: False
+
+    def __call__(self, _worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        text = msgspec.json.decode(start.body)["prompt"]
+        self.prompts.append(text)
+        if self.stays(text):
+            return
+        frames.head(400 if text.startswith("bad") else 200, JSON)
+        frames.data(msgspec.json.encode({"choices": [{"text": text}]}))
+        frames.end(LegReport(prompt_tokens=9, completion_tokens=3))
+
+
+def line(number: int, text: str = "", **fields: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": text or f"p{number}"}
+    return {"custom_id": f"c{number}", "method": "POST", "url": COMPLETIONS, "body": body, **fields}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(msgspec.json.encode(one) + b"\n" for one in lines)
+
+
+class Client:
+    """One tenant at one router."""
+
+    def __init__(self, router: Router, key: str = "") -> None:
+        self._http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=router.edge),
+            base_url="http://127.0.0.1/v1",
+            headers={"x-api-key": key} if key else {},
+        )
+
+    async def call(self, method: str, path: str, **kw: Any) -> httpx.Response:
+        return await self._http.request(method, path, **kw)
+
+    async def get(self, path: str) -> dict[str, Any]:
+        response = await self.call("GET", path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def upload(self, content: bytes, **fields: str) -> dict[str, Any]:
+        response = await self.send(content, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def send(self, content: bytes, **fields: str) -> httpx.Response:
+        form = {"purpose": "batch", **fields}
+        return await self.call("POST", "/files", data=form, files={"file": ("in.jsonl", content)})
+
+    async def batch(self, content: bytes, **fields: Any) -> dict[str, Any]:
+        file = await self.upload(content)
+        body = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h", **fields}
+        response = await self.call("POST", "/batches", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def until(self, batch_id: str, *statuses: str, look_s: float = 0.5) -> dict[str, Any]:
+        async with asyncio.timeout(UNTIL_S_MAX):
+            while (batch := await self.get(f"/batches/{batch_id}"))["status"] not in statuses:
+                await asyncio.sleep(look_s)
+        return batch
+
+    async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        if file_id is None:
+            return []
+        response = await self.call("GET", f"/files/{file_id}/content")
+        assert response.status_code == 200, response.text
+        return [msgspec.json.decode(one) for one in response.content.splitlines()]
+
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def with_engine(scenario: Callable[[World, Engine, Client], Awaitable[None]], **settings: Any) -> None:
+    async def run(world: World) -> None:
+        engine = Engine()
+        await world.worker("w1", script=engine)
+        await scenario(world, engine, Client(world.router, "a" if settings.keys() & {"keys", "keys_file"} else ""))
+
+    in_world(run, **{**ON, **settings})
+
+
+@asynccontextmanager
+async def another_router(world: World, **settings: Any):
+    """A second router of the system; it is lost at the end, unless it was closed before."""
+    bus = MemoryBus(world.hub)
+    router = Router(Settings(log_requests=False, **{**ON, **settings}), bus, LoopClock(), Tracing(None, LoopClock()))
+    await router.open()
+    tasks = asyncio.TaskGroup()
+    async with tasks:
+        router.start(tasks)
+        while not router.fleet.ready(LoopClock().now()):
+            await asyncio.sleep(0.1)
+        yield router
+        bus.lose()
+        for task in list(tasks._tasks):
+            task.cancel()
+
+
+def test_a_batch_answers_each_line_once():
+    async def scenario(_world: World, engine: Engine, client: Client) -> None:
+        made = await client.batch(jsonl(*(line(n) for n in range(100))), metadata={"a": "b"})
+        assert (made["status"], made["metadata"]) == ("validating", {"a": "b"})
+        batch = await client.until(made["id"], *ENDED)
+
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
+        assert batch["created_at"] <= batch["in_progress_at"] <= batch["finalizing_at"] <= batch["completed_at"]
+        assert (batch["error_file_id"], batch["errors"]) == (None, None)
+        output = await client.lines(batch["output_file_id"])
+        texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in output}
+        assert len(output) == 100
+        assert texts == {f"c{n}": f"p{n}" for n in range(100)}
+        assert len(engine.prompts) == 100
+        assert (await client.get("/batches"))["data"] == [batch]
+        purposes = [one["purpose"] for one in (await client.get("/files"))["data"]]
+        assert sorted(purposes) == ["batch", "batch_output"]
+
+    with_engine(scenario)
+
+
+def test_lines_that_engines_refuse_are_errors_and_lines_that_come_too_early_wait():
+    async def scenario(world: World, _engine: Engine, client: Client) -> None:
+        await world.workers["w1"].vanish()
+        made = await client.batch(jsonl(line(0), line(1, "bad"), line(2)))
+        await client.until(made["id"], "in_progress")
+        await asyncio.sleep(60)
+        assert (await client.get(f"/batches/{made['id']}"))["request_counts"]["completed"] == 0
+        await world.worker("w2", script=Engine())
+        batch = await client.until(made["id"], *ENDED)
+
+        assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        (error,) = await client.lines(batch["error_file_id"])
+        assert (error["custom_id"], error["response"]["status_code"], error["error"]) == ("c1", 400, None)
+        assert error["response"]["request_id"] == f"{made['id']}-2"
+
+    with_engine(scenario)
+
+
+BROKEN = [
+    (b"", [("empty_file", None)]),
+    (b"\n \n", [("empty_file", None)]),
+    (b"{\n" + jsonl(line(1)) + b"[]\n\xff\n", [("invalid_json_line", 1), ("invalid_json_line", 3), ("invalid_json_line", 4)]),
+    (jsonl(line(1), line(1)), [("duplicate_custom_id", 2)]),
+    (jsonl({**line(1), "custom_id": None}), [("missing_required_parameter", 1)]),
+    (jsonl({**line(1), "custom_id": "x" * 513}), [("invalid_custom_id", 1)]),
+    (jsonl(line(1, method="GET")), [("invalid_method", 1)]),
+    (jsonl(line(1, url="/v1/embeddings")), [("invalid_url", 1)]),
+    (jsonl(line(1, body=[])), [("missing_required_parameter", 1)]),
+    (jsonl(line(1, body={"prompt": "x"})), [("missing_required_parameter", 1)]),
+    (jsonl(line(1, body={"model": "m", "stream": True})), [("unsupported_parameter", 1)]),
+    (b"[" * 100_000 + b"\n", [("invalid_json_line", 1)]),
+    (b"\n" * 70_000, [("too_many_tasks", None)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "faults"), BROKEN)
+def test_a_batch_with_broken_lines_fails_and_says_which(content: bytes, faults: list[tuple[str, int | None]]):
+    async def scenario(_world: World, engine: Engine, client: Client) -> None:
+        batch = await client.until((await client.batch(content))["id"], *ENDED)
+
+        assert batch["status"] == "failed"
+        assert [(one["code"], one["line"]) for one in batch["errors"]["data"]] == faults
+        assert (batch["output_file_id"], batch["error_file_id"]) == (None, None)
+        assert not engine.prompts
+
+    with_engine(scenario)
+
+
+def test_a_line_that_is_too_long_and_too_many_lines_fail_their_batch():
+    async def scenario(_world: World, _engine: Engine, client: Client) -> None:
+        many = b"".join(
+            b'{"custom_id":"%d","method":"POST","url":"%b","body":{"model":"m"}}\n' % (n, COMPLETIONS.encode())
+            for n in range(LINES_MAX + 1)
+        )
+        for content, code in ((b"x" * 5_000_000, "line_too_long"), (many, "too_many_tasks")):
+            batch = await client.until((await client.batch(content))["id"], *ENDED)
+            assert [one["code"] for one in batch["errors"]["data"]] == [code]
+
+    with_engine(scenario, files_bytes_max=50_000_000)
+
+
+def test_requests_of_clients_come_first():
+    async def scenario(world: World, engine: Engine, client: Client) -> None:
+        engine.stays = lambda text: text == "long"
+        connection, _ = world.begin(msgspec.json.encode(prompt(prompt="long")))
+        made = await client.batch(jsonl(*(line(n) for n in range(20))))
+        engine.stays = lambda _text: True
+        await client.until(made["id"], "in_progress")
+        await asyncio.sleep(5)
+        assert len(engine.prompts) == 1 + 8 // 4
+        connection.leave()
+        await asyncio.sleep(5)
+        assert len(engine.prompts) == 1 + 8
+        await client.call("POST", f"/batches/{made['id']}/cancel")
+        assert (await client.until(made["id"], *ENDED))["status"] == "cancelled"
+
+    with_engine(scenario, batch_lines_at_once=8)
+
+
+def test_a_cancelled_batch_keeps_what_was_computed():
+    async def scenario(world: World, engine: Engine, client: Client) -> None:
+        engine.stays = lambda text: text != "p0"
+        made = await client.batch(jsonl(*(line(n) for n in range(50))))
+        while (await client.get(f"/batches/{made['id']}"))["request_counts"]["completed"] < 1:
+            await asyncio.sleep(0.1)
+        cancelling = await client.call("POST", f"/batches/{made['id']}/cancel")
+        assert cancelling.json()["status"] == "cancelling"
+        batch = await client.until(made["id"], *ENDED)
+
+        assert batch["status"] == "cancelled"
+        assert batch["cancelling_at"] <= batch["cancelled_at"]
+        assert [one["custom_id"] for one in await client.lines(batch["output_file_id"])] == ["c0"]
+        assert not world.router.relay.in_flight
+        again = await client.call("POST", f"/batches/{made['id']}/cancel")
+        assert again.status_code == 409
+
+    with_engine(scenario)
+
+
+def test_what_is_not_served_in_time_has_expired():
+    async def scenario(world: World, engine: Engine, client: Client) -> None:
+        engine.stays = lambda text: text != "p0"
+        file = await client.upload(jsonl(*(line(n) for n in range(50))))
+        await Records(world.bus).create_batch(stored_batch(world, file["id"], expires_in_s=20))
+        (made,) = (await client.get("/batches"))["data"]
+        batch = await client.until(made["id"], *ENDED)
+
+        assert batch["status"] == "expired"
+        assert 0 <= batch["expired_at"] - made["expires_at"] <= 10
+        assert batch["request_counts"] == {"total": 50, "completed": 1, "failed": 49}
+        errors = await client.lines(batch["error_file_id"])
+        assert {one["error"]["code"] for one in errors} == {"batch_expired"}
+        assert sorted(one["custom_id"] for one in errors) == sorted(f"c{n}" for n in range(1, 50))
+        assert not world.router.relay.in_flight
+
+    with_engine(scenario)
+
+
+def stored_batch(world: World, file_id: str, expires_in_s: int) -> StoredBatch:
+    """As a router makes it, but with less time than clients can ask for."""
+    file = world.hub.buckets["files"].values[record_key("", file_id)]
+    now = LoopClock().wall_ms() // 1000
+    return StoredBatch(
+        key=record_key("", BATCH),
+        id=BATCH,
+        tenant="",
+        api_key="",
+        endpoint=COMPLETIONS,
+        input_file_id=file_id,
+        input=read_entry(FILES, record_key("", file_id), file.payload).segments,
+        completion_window="24h",
+        metadata=None,
+        status="validating",
+        created_at=now,
+        expires_at=now + expires_in_s,
+    )
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_another_router_goes_on_and_no_line_is_lost_or_written_twice(is_killed: bool):
+    async def scenario(world: World, engine: Engine, client: Client) -> None:
+        total, at_once = 200, 16
+        engine.stays = lambda _text: len(engine.prompts) > 120
+        async with another_router(world, batch_lines_at_once=at_once) as router:
+            world.router.batches.runner._is_stopped = True
+            made = await client.batch(jsonl(*(line(n) for n in range(total))))
+            while len(engine.prompts) < 120 + at_once:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(1)
+            done = (await client.get(f"/batches/{made['id']}"))["request_counts"]["completed"]
+            if not is_killed:
+                await router.batches.runner.stop()
+        assert done == 120
+        engine.stays = lambda _text: False
+        world.router.batches.runner._is_stopped = False
+        begun = LoopClock().now()
+        batch = await client.until(made["id"], *ENDED)
+
+        assert batch["request_counts"] == {"total": total, "completed": total, "failed": 0}
+        ids = [one["custom_id"] for one in await client.lines(batch["output_file_id"])]
+        assert sorted(ids) == sorted(f"c{n}" for n in range(total))
+        assert len(engine.prompts) <= total + at_once
+        assert LoopClock().now() - begun < (25 if is_killed else 5)
+
+    with_engine(scenario)
+
+
+def test_a_router_that_was_cut_off_cannot_write_any_more():
+    async def scenario(world: World, engine: Engine, client: Client) -> None:
+        total = 40
+        engine.stays = lambda text: int(text[1:]) >= 10
+        async with another_router(world) as router:
+            world.router.batches.runner._is_stopped = True
+            made = await client.batch(jsonl(*(line(n) for n in range(total))))
+            while (await client.get(f"/batches/{made['id']}"))["request_counts"]["completed"] < 10:
+                await asyncio.sleep(0.1)
+            router.bus.lose()
+            engine.stays = lambda _text: False
+            world.router.batches.runner._is_stopped = False
+            batch = await client.until(made["id"], *ENDED)
+            router.bus.restore()
+            await asyncio.sleep(60)
+            assert not router.batches.runner.runs
+
+        assert batch["request_counts"] == {"total": total, "completed": total, "failed": 0}
+        assert await client.get(f"/batches/{made['id']}") == batch
+        ids = [one["custom_id"] for one in await client.lines(batch["output_file_id"])]
+        assert sorted(ids) == sorted(f"c{n}" for n in range(total))
+
+    with_engine(scenario)
+
+
+def test_a_batch_waits_while_nats_is_down():
+    async def scenario(world: World, engine: Engine, client: Client) -> None:
+        made = await client.batch(jsonl(*(line(n) for n in range(300))))
+        while not engine.prompts:
+            await asyncio.sleep(0.01)
+        world.bus.lose()
+        refused = await client.call("GET", f"/batches/{made['id']}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "bus_down")
+        await asyncio.sleep(30)
+        world.bus.restore()
+        batch = await client.until(made["id"], *ENDED)
+
+        assert batch["request_counts"] == {"total": 300, "completed": 300, "failed": 0}
+        ids = [one["custom_id"] for one in await client.lines(batch["output_file_id"])]
+        assert sorted(ids) == sorted(f"c{n}" for n in range(300))
+
+    with_engine(scenario)
+
+
+def test_results_larger_than_a_tenants_files_end_the_batch_and_what_was_written_stays():
+    async def scenario(_world: World, _engine: Engine, client: Client) -> None:
+        made = await client.batch(jsonl(*(line(n) for n in range(60))))
+        batch = await client.until(made["id"], *ENDED)
+
+        assert batch["status"] == "failed"
+        assert [one["code"] for one in batch["errors"]["data"]] == ["output_too_large"]
+        assert len(await client.lines(batch["output_file_id"])) == batch["request_counts"]["completed"] > 0
+
+    with_engine(scenario, files_bytes_max=10_000, batch_lines_at_once=4)
+
+
+def test_other_tenants_files_and_batches_are_unknown():
+    async def scenario(world: World, _engine: Engine, client: Client) -> None:
+        other = Client(world.router, "o")
+        made = await client.batch(jsonl(line(0)))
+        batch = await client.until(made["id"], "completed")
+        for path in (
+            f"/files/{made['input_file_id']}",
+            f"/files/{batch['output_file_id']}/content",
+            f"/batches/{made['id']}",
+        ):
+            foreign, unknown = (
+                await other.call("GET", path),
+                await other.call("GET", path.replace("a", "b").replace("b", "c")),
+            )
+            assert foreign.status_code == unknown.status_code == 404
+        for method, path in (("DELETE", f"/files/{made['input_file_id']}"), ("POST", f"/batches/{made['id']}/cancel")):
+            assert (await other.call(method, path)).status_code == 404
+        body = {"input_file_id": made["input_file_id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        assert (await other.call("POST", "/batches", json=body)).status_code == 404
+        assert (await other.get("/files"))["data"] == (await other.get("/batches"))["data"] == []
+        assert (await Client(world.router).call("GET", "/files")).status_code == 401
+        assert (await client.get(f"/files/{made['input_file_id']}"))["id"] == made["input_file_id"]
+
+    with_engine(scenario, keys=KEYS)
+
+
+def test_files_are_read_listed_in_pages_and_deleted():
+    async def scenario(world: World, _engine: Engine, client: Client) -> None:
+        content = bytes(range(256)) * 500
+        files = []
+        for number in range(3):
+            files.append(
+                await client.upload(
+                    content[number:],
+                    **(
+                        {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"} if number == 2 else {}
+                    ),
+                )
+            )
+            await asyncio.sleep(1)
+        assert files[2]["expires_at"] - files[2]["created_at"] == 3600
+        for number, file in enumerate(files):
+            assert (file["bytes"], file["filename"], file["purpose"]) == (len(content) - number, "in.jsonl", "batch")
+            assert (await client.call("GET", f"/files/{file['id']}/content")).content == content[number:]
+        first = await client.get("/files?limit=2")
+        assert [one["id"] for one in first["data"]] == [files[2]["id"], files[1]["id"]]
+        assert first["has_more"]
+        rest = await client.get(f"/files?after={first['last_id']}")
+        assert ([one["id"] for one in rest["data"]], rest["has_more"]) == ([files[0]["id"]], False)
+        deleted = await client.call("DELETE", f"/files/{files[0]['id']}")
+        assert deleted.json() == {"id": files[0]["id"], "object": "file", "deleted": True}
+        assert (await client.call("GET", f"/files/{files[0]['id']}")).status_code == 404
+        parts = -(-len(content) // (30 * 1024))
+        assert len(world.hub.buckets["file_parts"].values) == 2 * parts
+
+    with_engine(scenario)
+
+
+def test_expired_files_are_unknown_and_then_removed():
+    async def scenario() -> None:
+        hub = MemoryHub()
+        files = Files(Records(MemoryBus(hub)), LoopClock(), 1_000_000)
+        sweeping = asyncio.create_task(files.sweep())
+        kept = []
+        for expires_s in (3600, 0):
+            incoming = await files.incoming("acme")
+            await incoming.add(b"x" * 100_000)
+            kept.append(await files.keep("acme", incoming, filename="f", purpose="batch", expires_s=expires_s))
+        await asyncio.sleep(3601)
+        assert await files.find("acme", kept[0].id) is None
+        assert await files.of_tenant("acme") == [kept[1]]
+        await asyncio.sleep(SWEEP_S)
+        assert list(hub.buckets["files"].values) == [kept[1].key]
+        assert len(hub.buckets["file_parts"].values) == 4
+        sweeping.cancel()
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_file_that_a_batch_reads_is_not_deleted():
+    async def scenario(_world: World, engine: Engine, client: Client) -> None:
+        engine.stays = lambda _text: True
+        made = await client.batch(jsonl(line(0)))
+        refused = await client.call("DELETE", f"/files/{made['input_file_id']}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "file_in_use")
+        await client.call("POST", f"/batches/{made['id']}/cancel")
+        await client.until(made["id"], "cancelled")
+        assert (await client.call("DELETE", f"/files/{made['input_file_id']}")).status_code == 200
+
+    with_engine(scenario)
+
+
+def test_files_that_are_refused_leave_nothing():
+    async def scenario(world: World, _engine: Engine, client: Client) -> None:
+        parts = world.hub.buckets["file_parts"].values
+        kept = await client.upload(b"x" * 60_000)
+        before = dict(parts)
+        head = {"content-type": "multipart/form-data; boundary=B"}
+        part = b'--B\r\ncontent-disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+        file = part % (b"file", b'; filename="f"', b"x" * 40_000)
+        refused = [
+            (await client.send(b"x" * 90_000), 413, "storage_full"),
+            (await client.send(b"x" * 40_000, purpose="fine-tune"), 400, "invalid_purpose"),
+            (await client.send(b"x" * 40_000, **{"expires_after[seconds]": "9"}), 400, "invalid_request"),
+            (await client.call("POST", "/files", json={}), 415, "not_a_form"),
+            (await client.call("POST", "/files", content=file, headers=head), 400, "bad_form"),
+            (await client.call("POST", "/files", content=file + file + b"--B--\r\n", headers=head), 400, "bad_form"),
+            (await client.call("POST", "/files", content=part % (b"purpose", b"", b"batch") + b"--B--\r\n", headers=head), 400, "bad_form"),
+            (await client.call("POST", "/files", content=part % (b"purpose", b"", b"b" * 5000) + b"--B--\r\n", headers=head), 400, "bad_form"),
+            (await client.call("POST", "/files", content=b"nonsense" * 9000, headers=head), 400, "bad_form"),
+            (await client.call("POST", "/files", content=part * 20, headers=head), 400, "bad_form"),
+        ]  # fmt: skip
+
+        assert [(one.status_code, one.json()["error"]["code"]) for one, _, _ in refused] == [
+            (status, code) for _, status, code in refused
+        ]
+        assert parts == before
+        assert [one["id"] for one in (await client.get("/files"))["data"]] == [kept["id"]]
+
+    with_engine(scenario, files_bytes_max=100_000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"input_file_id": "file-x"}, 404, "input_file_id"),
+        ({"input_file_id": None}, 400, "input_file_id"),
+        ({"endpoint": "/v1/audio/speech"}, 400, "endpoint"),
+        ({"completion_window": "24"}, 400, "completion_window"),
+        ({"completion_window": "8d"}, 400, "completion_window"),
+        ({"metadata": []}, 400, "metadata"),
+        ({"metadata": {"a": 1}}, 400, "metadata"),
+        ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata"),
+    ],
+)
+def test_a_batch_that_asks_for_what_is_not_possible_is_refused(fields: dict[str, Any], status: int, param: str):
+    async def scenario(world: World, _engine: Engine, client: Client) -> None:
+        file = await client.upload(jsonl(line(0)))
+        body = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h", **fields}
+        refused = await client.call("POST", "/batches", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, param), refused.text
+        assert not world.hub.buckets["batches"].values
+
+    with_engine(scenario)
+
+
+def test_without_the_setting_there_are_no_files():
+    async def scenario(_world: World, _engine: Engine, client: Client) -> None:
+        for method, path in (("GET", "/files"), ("POST", "/files"), ("GET", "/batches"), ("POST", "/batches")):
+            refused = await client.call(method, path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "files_not_kept")
+
+    with_engine(scenario, files_bytes_max=0)
+
+
+def test_the_lines_of_a_revoked_key_are_not_served(tmp_path: Path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS)
+
+    async def scenario(world: World, engine: Engine, client: Client) -> None:
+        made = await client.batch(jsonl(line(0)))
+        assert (await client.until(made["id"], *ENDED))["request_counts"]["completed"] == 1
+        await world.workers["w1"].vanish()
+        made = await client.batch(jsonl(line(1), line(2)))
+        await client.until(made["id"], "in_progress")
+        keys.write_text(KEYS.replace(digest_of(b"a"), digest_of(b"renewed")))
+        await asyncio.sleep(60)
+        batch = await Client(world.router, "renewed").until(made["id"], *ENDED)
+
+        assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+        errors = await Client(world.router, "renewed").lines(batch["error_file_id"])
+        assert {one["error"]["code"] for one in errors} == {"api_key_revoked"}
+        assert len(engine.prompts) == 1
+
+    with_engine(scenario, keys_file=str(keys))
