@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue dist lock clean
+.PHONY: help setup setup-dev test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ setup-dev:
 
 test-tools: # A browser and Prometheus, where they can be installed
 	@scripts/test_tools.sh
+
+llama-server: setup-dev ## A server that is not ours, for a nightly test of attached workers; built from source, a quarter of an hour
+	@scripts/llama_server.sh
 
 up: setup ## Start the whole system here; ARGS="--decode 2 --model ID_OR_PATH ..." (see .venv/bin/baton up --help)
 	@exec .venv/bin/baton up $(ARGS)
@@ -50,6 +53,7 @@ test: ## All tests that need no GPU; 17 minutes on two slow cores; K="a word in 
 
 nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, containers, benchmarks, many more examples
 	@$(MAKE) -j 2 setup-dev test-tools
+	@$(MAKE) llama-server
 	@TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
 check: setup-dev ## Format, lint, types, layers, generated files and all tests that need no process; some minutes
@@ -120,6 +124,6 @@ lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 	@scripts/lock.sh
 
 clean: ## Remove .venv and everything the tools left here
-	@rm -rf .venv .baton build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-llama .baton build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@rm -f services/router/native/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

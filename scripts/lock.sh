@@ -17,8 +17,9 @@ resolve() {
 }
 
 cd requirements
-rm -f services.txt dev.txt engine-cpu.txt engine-cuda.txt uv.txt
+rm -f services.txt dev.txt engine-cpu.txt engine-cuda.txt uv.txt llama.txt
 resolve uv.in --output-file uv.txt
+resolve llama.in --output-file llama.txt
 resolve --find-links "$torch_cpu_from" --overrides overrides.txt engine-cpu.in services.in dev.in --output-file "$all"
 resolve --find-links "$torch_cpu_from" --overrides overrides.txt -c "$all" engine-cpu.in services.in --output-file engine-cpu.txt
 resolve -c "$all" services.in --output-file services.txt
