@@ -29,7 +29,7 @@ PARTY = {
     "collector": Party.COLLECTOR,
     "router": Party.ROUTER,
     "baton": Party.LAUNCHER,
-    **dict.fromkeys(["prefill", "decode", "store", "sim-prefill", "sim-decode", "sim-store"], Party.WORKER),
+    **dict.fromkeys(["prefill", "decode", "store", "attached", "sim-prefill", "sim-decode", "sim-store"], Party.WORKER),
 }
 
 

@@ -302,3 +302,10 @@ def test_a_starting_worker_counts_for_the_revision_of_its_settings():
     }
 
     assert families == {"v1": ["old0", "old1", "any"], "v2": ["new0", "new1"]}
+
+
+def test_workers_attached_to_servers_outside_are_left_alone():
+    engine, attached = record("w1"), record("a1", attached=True)
+    workers = [FleetWorker(record=one, phase=one.phase, since_s=1.0, silent_s=0.1) for one in (engine, attached)]
+
+    assert [[each.record.worker_id for each in family] for family in by_family(workers).values()] == [["w1"]]

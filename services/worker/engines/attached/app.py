@@ -21,6 +21,7 @@ from services.worker.engines.port import CURRENT_LEG, AsgiMessage, LegFailed, Le
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind
+from shared.deadline import end
 
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
@@ -55,16 +56,14 @@ class AttachedApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. A disconnect ends the server's work on it. Raises LegFailed."""
         body = (await receive()).get("body", b"")
-        serving = asyncio.ensure_future(self._serve(scope["path"], body, send))
-        leaving = asyncio.ensure_future(_until_left(receive))
+        serving = asyncio.create_task(self._serve(scope["path"], body, send), name="attached-request")
+        leaving = asyncio.create_task(_until_left(receive), name="attached-client")
         try:
             await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
         finally:
-            serving.cancel()
-            leaving.cancel()
-            await asyncio.wait([serving, leaving])
+            await end([serving, leaving])  # httpx may swallow a cancellation.
 
     async def _serve(self, path: str, body: bytes, send: Send) -> None:
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})

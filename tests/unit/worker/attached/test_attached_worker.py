@@ -8,12 +8,13 @@ import logging
 
 import pytest
 
-from shared.contracts.channels import LOAD
+from shared.contracts.channels import CHANGE_ROLE, LOAD
 from shared.contracts.failures import Failure, Reason
+from shared.contracts.fleet_orders import ChangeRole
 from shared.contracts.inference import FrameKind, LegKind
-from shared.contracts.workers import WorkerPhase
+from shared.contracts.workers import Role, WorkerPhase
 from tests.unit.worker.attached.fake_server import KEY, chunk, head, says, server_and_worker, streams
-from tests.unit.worker.fakes import WAIT_S_MAX
+from tests.unit.worker.fakes import WAIT_S_MAX, WORKER
 
 CHAT = "/v1/chat/completions"
 LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
@@ -297,3 +298,35 @@ async def test_legs_beyond_the_limit_are_refused_before_the_server_hears_of_them
 
         assert refused.reason is Reason.WORKER_BUSY
         assert (failure, frames[0].status, len(server.posted())) == (None, 200, 1)
+
+
+async def test_its_role_cannot_be_changed():
+    async with server_and_worker() as (_server, worker):
+        order = ChangeRole(worker_id=WORKER, role=Role.PREFILL)
+
+        changed = await worker.bus.ask(CHANGE_ROLE, order, timeout_s=WAIT_S_MAX)
+
+        assert changed.role is Role.BOTH
+        assert "serves whole requests only" in changed.failure
+
+
+async def test_a_drain_ends_its_legs_well_and_the_record_stays_out_of_traffic():
+    async with server_and_worker() as (server, worker):
+        held = asyncio.Event()
+
+        async def slow(asked, writer) -> None:
+            await held.wait()
+            await says(WHOLE)(asked, writer)
+
+        server.answers[CHAT] = slow
+        leg = await worker.leg(path=CHAT, body=ASK)
+        async with asyncio.timeout(WAIT_S_MAX):
+            while not server.posted():
+                server.arrived.clear()
+                await server.arrived.wait()
+        worker.service.stopping.set()
+        await worker.until(WorkerPhase.DRAINING)
+        held.set()
+        frames, failure = await worker.read(leg)
+
+        assert (failure, frames[0].status) == (None, 200)
