@@ -24,7 +24,7 @@ PURE = {
     "connector.reader": "fetch lease_request peers prefetch reader speed_test token_counts",
     "connector.scheduler": "exchange_core rank_aggregation stats",
     "services.collector": "aggregated_estimate disaggregation_report",
-    "services.collector.console": "events health orders requests state traffic usage views workers",
+    "services.collector.console": "batches events health orders requests state traffic usage views workers",
     "services.collector.metrics": "engine_work fleet_metrics requests windows",
     "services.collector.usage": "ledger",
     "services.launcher.cluster": "folder",

@@ -25,8 +25,10 @@ from services.collector.settings import Settings
 from services.collector.usage.ledger_store import LedgerStore
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.adapters import AdapterOrdered
+from shared.contracts.batches import StoredBatch
 from shared.contracts.channels import (
     ADAPTER_ORDERED,
+    BATCHES,
     DEFAULT_MODE,
     DISAGGREGATION_REPORT,
     DRAINED,
@@ -60,6 +62,8 @@ WATCHERS = WatcherLimits()
 
 PUSH_S = 5.0
 """Between two pushes of OTLP metrics."""
+BATCHES_RETRY_S = 10.0
+"""After the batches could not be read: where no orchestrator keeps files there are none."""
 MODE_RETRY_S = 2.0
 """After the default mode could not be read from the key-value store."""
 
@@ -171,6 +175,22 @@ class Collector:
         self._console.usage.heard(name, entry)
         self.feed.wake()
 
+    def _on_batch(self, key: str, batch: StoredBatch | None) -> None:
+        self._console.batches.heard(key, batch)
+        self.feed.wake()
+
+    async def follow_batches(self) -> None:
+        """Watch the batches of all tenants until cancelled."""
+        while True:
+            try:
+                store = await self._bus.key_value_store(BATCHES)
+                async for entry in store.watch():
+                    if entry is not None:
+                        self._on_batch(entry.key, entry.value)
+            except BusError as error:
+                log.debug("batches could not be read: %s", error)
+            await asyncio.sleep(BATCHES_RETRY_S)
+
     def _on_plan(self, decision: PlanDecision, _envelope: Envelope) -> None:
         moment = self._moment()
         self._metrics.plans.update(decision, moment.now)
@@ -204,6 +224,7 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     service.tasks.create_task(collector.feed.follow(), name="feed-console")
     service.tasks.create_task(collector.follow_mode(), name="follow-mode")
     service.tasks.create_task(collector.ledger.follow(), name="follow-usage")
+    service.tasks.create_task(collector.follow_batches(), name="follow-batches")
     service.extend_status(collector.add_status_fields)
     await server.listening.wait()
     if otlp_endpoint:

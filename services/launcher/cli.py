@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from services.launcher.commands import batch as batch_commands
 from services.launcher.commands import doctor as doctor_command
 from services.launcher.commands import fleet as fleet_commands
 from services.launcher.commands import init as init_command
@@ -64,6 +65,7 @@ def down(state_dir: StateDir = None) -> None:
 token_commands.add_to(app)
 fleet_commands.add_to(app)
 service_commands.add_to(app)
+batch_commands.add_to(app)
 view_commands.add_to(app)
 usage_command.add_to(app)
 order_commands.add_to(app)

@@ -24,7 +24,12 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """
     folder = tmp_path_factory.mktemp("simulated")
     arguments = ("--open", "--engine", "simulated", "--prefill", "2", "--decode", "2")
-    settings = {**FAST, "WORKER_SIM_TRANSFER": "auto", "ROUTER_RESPONSE_BYTES_MAX": "1000000"}
+    settings = {
+        **FAST,
+        "WORKER_SIM_TRANSFER": "auto",
+        "ROUTER_RESPONSE_BYTES_MAX": "1000000",
+        "ROUTER_FILES_BYTES_MAX": "10000000",
+    }
     with System(folder, *arguments, env=settings) as system:
         system.wait_ready(START_S_MAX).until_exact(4)
         yield system

@@ -26,6 +26,7 @@ EXAMPLES = 50
 START_S_MAX = 120.0
 ANSWER_S_MAX = 60.0
 FURTHER = ("/healthcheck", "/baton/decisions", "/v1/decisions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+KEPT = ("/v1/files", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}/cancel")
 BREAKAGES = {500, 502, 504}
 """What no input alone may cause, while all workers are well."""
 
@@ -55,9 +56,15 @@ def test_fuzzed_requests_get_documented_responses(simulated: System):
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             fuzz(operation, mode)
 
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", *PASSED_THROUGH, TOKENIZER_INFO, *FURTHER} <= {
-        operation.path for operation in operations
-    }
+    assert {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        *PASSED_THROUGH,
+        TOKENIZER_INFO,
+        *FURTHER,
+        *KEPT,
+    } <= {operation.path for operation in operations}
 
 
 def fuzz(operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode) -> None:

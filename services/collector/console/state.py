@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from services.collector.console.batches import Batches
 from services.collector.console.events import EventLog
 from services.collector.console.health import health_of
 from services.collector.console.requests import RecentRequests
@@ -20,7 +21,7 @@ from shared.contracts.inference import RequestFinished
 SENT_MAX = 50
 """Requests and events in one update; when more arrive, the oldest are left out."""
 REFRESH_S = 1.0
-WHOLE_FIELDS = ("flows", "tenants", "models", "usage", "health", "model_names", "default_mode")
+WHOLE_FIELDS = ("flows", "tenants", "models", "usage", "batches", "health", "model_names", "default_mode")
 """Fields of the page that are sent as a whole when they change."""
 
 
@@ -39,6 +40,7 @@ class ConsoleState:
         self.events = EventLog()
         self.recent = RecentRequests()
         self.usage = MonthUsage()
+        self.batches = Batches()
         self.month = ""
         """The present one in UTC: 2026-11."""
         self.default_mode = ""
@@ -88,6 +90,7 @@ class ConsoleState:
             tenants=self._tenants.rows(moment.now),
             models=self._models.rows(cards, moment.now),
             usage=self.usage.table(self.month),
+            batches=self.batches.table(),
         )
 
     def _refresh(self, moment: Moment, *, connected: bool) -> tuple[list[WorkerCard], Health]:

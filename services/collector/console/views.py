@@ -182,6 +182,34 @@ class UsageTable(View, frozen=True, kw_only=True):
 NO_USAGE = UsageTable(month="", rows=[], more=0)
 
 
+class BatchRow(View, frozen=True, kw_only=True):
+    """One batch."""
+
+    id: str
+    tenant: str
+    status: str
+    created_at: float
+    total: int
+    """Lines; 0 before they have been counted."""
+    completed: int
+    failed: int
+    router: str
+    """That runs it now; empty: none, or it has ended."""
+    fault: str
+    """Why it failed; empty when it has not."""
+
+
+class BatchTable(View, frozen=True, kw_only=True):
+    """Batches: those that run, then those that ended last."""
+
+    rows: list[BatchRow]
+    more: int
+    """Rows that are left out."""
+
+
+NO_BATCHES = BatchTable(rows=[], more=0)
+
+
 class Page(View, frozen=True, kw_only=True):
     """The whole page at one moment."""
 
@@ -198,3 +226,4 @@ class Page(View, frozen=True, kw_only=True):
     tenants: list[TenantRow]
     models: list[ModelRow]
     usage: UsageTable = NO_USAGE
+    batches: BatchTable = NO_BATCHES

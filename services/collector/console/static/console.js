@@ -5,7 +5,7 @@ import { byId, setAttribute, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { drawFleet, watchFleet } from "./fleet.js";
 import { drawFigures, drawHealth } from "./health.js";
-import { drawEvents, drawModels, drawTenants, drawUsage } from "./events.js";
+import { drawBatches, drawEvents, drawModels, drawTenants, drawUsage } from "./events.js";
 import { closePanel, openFromAddress, redrawPanel, watchPanel } from "./panel.js";
 import { requestPanel } from "./request_panel.js";
 import { drawRequests, watchRequests } from "./requests.js";
@@ -27,6 +27,7 @@ const VIEWS = [
   [["state", "tenants"], () => drawTenants(store)],
   [["state", "models"], () => drawModels(store)],
   [["state", "usage"], () => drawUsage(store)],
+  [["state", "batches"], () => drawBatches(store)],
   [["state", "workers", "gone", "flows"], redrawPanel],
 ];
 

@@ -1,7 +1,7 @@
-/* The event list and the tables of tenants, models and usage. */
+/* The event list and the tables of tenants, models, usage and batches. */
 
 import { byId, el, keyed, marked, setAttribute, setText } from "./dom.js";
-import { UNKNOWN, clock, compact, counted, duration, longDuration, percent, rate } from "./format.js";
+import { UNKNOWN, clock, compact, counted, dateAndTime, duration, longDuration, percent, rate } from "./format.js";
 
 const TENANT_COLUMNS = [
   ["Tenant", (one) => one.tenant || "(none)"],
@@ -31,6 +31,20 @@ const USAGE_COLUMNS = [
   ["Engine time", (one) => longDuration(one.engine_s)],
   ["Budget of the key", (one) => (one.budget_tokens ? `${percent(one.budget_used)} of ${compact(one.budget_tokens)}` : UNKNOWN)],
 ];
+
+const BATCH_COLUMNS = [
+  ["Batch", (one) => shortened(one.id)],
+  ["Status", (one) => one.status.replace("_", " ")],
+  ["Progress", (one) => (one.total ? percent((one.completed + one.failed) / one.total) : UNKNOWN)],
+  ["Lines done", (one) => (one.total ? `${counted(one.completed + one.failed)} of ${counted(one.total)}` : UNKNOWN)],
+  ["Failed", (one) => counted(one.failed)],
+  ["Tenant", (one) => one.tenant || "(none)"],
+  ["Created", (one) => dateAndTime(one.created_at)],
+  ["Router", (one) => one.router || UNKNOWN],
+  ["Fault", (one) => one.fault],
+];
+const FAILED_COLUMN = 4;
+const BATCH_ID_CHARS = 14;
 
 /* A larger share of a budget is highlighted. */
 const BUDGET_NEAR = 0.8;
@@ -81,6 +95,21 @@ export function drawUsage(store) {
   const others = more ? ` ${counted(more)} more rows, with fewer tokens, are left out.` : "";
   const note = `Months are those of UTC; engine time is an estimate.${others} \`baton usage\` shows all, by day and month.`;
   byId("usage-more").replaceChildren(...marked(note));
+}
+
+/** Batches, those that run first; hidden while there are none. */
+export function drawBatches(store) {
+  const { rows, more } = store.batches;
+  byId("batches").hidden = rows.length === 0;
+  drawTable(byId("batch-table"), BATCH_COLUMNS, rows, (one) => one.id, "");
+  const drawn = rows.length ? byId("batch-table").querySelectorAll("tbody tr") : [];
+  rows.forEach((one, at) => setAttribute(drawn[at].children[FAILED_COLUMN], "data-level", one.failed ? "warning" : null));
+  const others = more ? ` ${counted(more)} older ones are left out.` : "";
+  byId("batch-more").replaceChildren(...marked(`\`baton batch list\` shows whole ids.${others}`));
+}
+
+function shortened(id) {
+  return id.length > BATCH_ID_CHARS ? `${id.slice(0, BATCH_ID_CHARS)}…` : id;
 }
 
 function budgetLevel(used) {

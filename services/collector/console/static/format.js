@@ -66,6 +66,11 @@ export function clock(atUnixS) {
   return new Date(atUnixS * 1000).toLocaleTimeString("en-GB");
 }
 
+/** An instant as local date and time. */
+export function dateAndTime(atUnixS) {
+  return `${new Date(atUnixS * 1000).toLocaleDateString("en-CA")} ${clock(atUnixS)}`;
+}
+
 /** A number with its noun in singular or plural. */
 export function plural(number, one, many = `${one}s`) {
   return `${counted(number)} ${number === 1 ? one : many}`;

@@ -12,6 +12,7 @@ export class Store {
     this.tenants = [];
     this.models = [];
     this.usage = { month: "", rows: [], more: 0 };
+    this.batches = { rows: [], more: 0 };
     this.health = null;
     this.modelNames = [];
     this.version = "";
@@ -31,6 +32,7 @@ export class Store {
       tenants: () => (this.tenants = data),
       models: () => (this.models = data),
       usage: () => (this.usage = data),
+      batches: () => (this.batches = data),
       health: () => (this.health = data),
       model_names: () => (this.modelNames = data),
       default_mode: () => (this.defaultMode = data),
@@ -54,6 +56,7 @@ export class Store {
     this.tenants = data.tenants;
     this.models = data.models;
     this.usage = data.usage;
+    this.batches = data.batches;
     this.health = data.health;
     this.modelNames = data.model_names;
     this.version = data.version;

@@ -1,6 +1,6 @@
 /* The event stream, and reconnecting when the connection is lost. */
 
-const KINDS = ["state", "workers", "gone", "flows", "tenants", "models", "usage", "health", "model_names", "default_mode", "request", "event"];
+const KINDS = ["state", "workers", "gone", "flows", "tenants", "models", "usage", "batches", "health", "model_names", "default_mode", "request", "event"];
 const RETRY_MS = [1000, 2000, 5000, 10000];
 
 /**
