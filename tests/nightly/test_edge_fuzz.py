@@ -39,6 +39,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "WORKER_SIM_PREFILL_BASE_S": "0",
         "WORKER_SIM_DECODE_BASE_S": "0",
         "ROUTER_RESPONSE_BYTES_MAX": "1000000",
+        "ROUTER_FILES_BYTES_MAX": "1000000",
     }
     with System(tmp_path_factory.mktemp("fuzz"), *arguments, env=settings) as system:
         system.wait_ready(START_S_MAX).until_exact(2)

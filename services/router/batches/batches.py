@@ -42,6 +42,8 @@ WINDOW_S_MAX = 7 * 24 * HOUR_S
 METADATA_MAX, NAME_CHARS_MAX, VALUE_CHARS_MAX = 16, 64, 512
 UNFINISHED_MAX = 100
 """Batches of one tenant that have not ended."""
+BATCHES_MAX = 1000
+"""Of one tenant. A further one makes routers forget the one that ended first; its files stay."""
 ID_BYTES = 16
 CANCELS_MAX = 10
 """Attempts, while the batch's router writes its record too."""
@@ -115,7 +117,8 @@ class Batches:
         if file.expires_at < expires_at:
             message = "The file expires before the batch's completion window ends. Upload it again."
             raise FileRefused(400, message, "file_expires", "input_file_id")
-        if sum(not batch.has_ended for batch in await self._records.batches(tenant)) >= UNFINISHED_MAX:
+        batches = await self._records.batches(tenant)
+        if sum(not batch.has_ended for batch in batches) >= UNFINISHED_MAX:
             message = f"{UNFINISHED_MAX} batches of this tenant have not ended. Try again when some have."
             raise FileRefused(429, message, "too_many_batches")
         batch = StoredBatch(
@@ -132,6 +135,9 @@ class Batches:
             created_at=now,
             expires_at=expires_at,
         )
+        ended = sorted((one for one in batches if one.has_ended), key=lambda one: one.created_at)
+        for one in ended[: max(0, len(batches) + 1 - BATCHES_MAX)]:
+            await self._records.delete_batch(one.key)
         await self._records.create_batch(batch)
         return batch
 

@@ -62,6 +62,11 @@ class Records:
         async with _errors():
             await (await self.bus.key_value_store(BATCHES)).create(batch)
 
+    async def delete_batch(self, key: str) -> None:
+        """Forget it."""
+        async with _errors():
+            await (await self.bus.key_value_store(BATCHES)).delete(key)
+
     async def update_batch(self, batch: StoredBatch, revision: int) -> int:
         """Replace that revision; returns the new one. Raises WrongRevision."""
         async with _errors():

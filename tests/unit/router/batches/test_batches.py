@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 
+from services.router.batches.batches import BATCHES_MAX
 from services.router.batches.files import SWEEP_S, Files
 from services.router.batches.lines import LINES_MAX
 from services.router.batches.records import Records
@@ -276,6 +277,22 @@ def test_what_is_not_served_in_time_has_expired():
         assert {one["error"]["code"] for one in errors} == {"batch_expired"}
         assert sorted(one["custom_id"] for one in errors) == sorted(f"c{n}" for n in range(1, 50))
         assert not world.router.relay.in_flight
+
+    with_engine(scenario)
+
+
+def test_a_tenant_that_makes_many_batches_forgets_those_that_ended_first():
+    async def scenario(world: World, _engine: Engine, client: Client) -> None:
+        file = await client.upload(jsonl(line(0)))
+        old = stored_batch(world, file["id"], expires_in_s=20)
+        for number in range(BATCHES_MAX):
+            batch_id = f"batch_{number:032}"
+            ended = {"status": "completed", "created_at": number}
+            one = msgspec.structs.replace(old, key=record_key("", batch_id), id=batch_id, **ended)
+            await Records(world.bus).create_batch(one)
+        made = await client.batch(jsonl(line(0)))
+        kept = {one.id for one in await Records(world.bus).batches("")}
+        assert kept == {made["id"], *(f"batch_{number:032}" for number in range(1, BATCHES_MAX))}
 
     with_engine(scenario)
 
