@@ -273,7 +273,7 @@ def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
     if routers and not inexact and not all(record.attached for record in facts.records):
         yield _finding(
             Level.OK,
-            f"{many(len(routers), 'router')} know{'s' * (len(routers) == 1)} exactly what each worker has cached",
+            f"{many(len(routers), 'router')} know{'s' * (len(routers) == 1)} exactly what each engine has cached",
         )
 
 

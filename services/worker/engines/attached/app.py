@@ -147,17 +147,24 @@ class _Leg:
         self.send = send
         self.reader = AnswerReader(path, asked.model, hides_usage=asked.hides_usage)
         self._record = record
+        self._began = time.monotonic()
 
     async def event(self, event: bytes) -> None:
         """Relay an event of the server."""
         shown = self.reader.event(event)
         if self.reader.events > self.request.tokens:
-            self._record.first_token_at = self._record.first_token_at or time.monotonic()
+            self._note_first_token()
             self.request.progress()
         if shown:
             await self.send(_body(shown))
             if self._record.on_told is not None:
                 await self._record.on_told()
+
+    def _note_first_token(self) -> None:
+        """The server's queue, if it has one, counts as its work on the prompt."""
+        if not self._record.first_token_at:
+            self._record.first_token_at = now = time.monotonic()
+            self._record.prefill_s = now - self._began
 
     def done(self, now: float) -> None:
         """The answer has come to its end: report what the server counted, or what can be guessed of it."""

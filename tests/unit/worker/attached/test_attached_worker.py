@@ -64,6 +64,7 @@ async def test_a_stream_is_relayed_and_usage_asked_for_is_kept_from_a_client_tha
         assert [json.loads(event[6:])["model"] for event in (events[0], events[2])] == ["m", "m"]
         assert (events[1], events[3], len(events)) == (": ping", "data: [DONE]", 4)
         assert (report.prompt_tokens, report.completion_tokens, report.finish_reason) == (9, 2, "stop")
+        assert 0.0 < report.prefill_s <= report.first_token_s
         assert server.posted()[0].json["stream_options"] == {"include_usage": True}
         assert b'"usage":{"prompt_tokens": 9' in with_usage
 
