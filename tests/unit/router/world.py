@@ -18,6 +18,7 @@ from services.router.telemetry.tracing import Tracing
 from shared.bus.port import BusDown
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
+from shared.runtime.keys import digest_of
 from shared.telemetry.tracing import SpanSink
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
@@ -25,6 +26,7 @@ from tests.unit.router.fake_worker import FakeWorker, Script, serve_leg
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+SALT = "s" * 32
 
 
 class FakeConnection:
@@ -194,3 +196,9 @@ def give_legs(world: World, worker_id: str, legs: int) -> None:
     view = cluster.workers[WorkerId(worker_id)]
     view.own.legs = legs
     cluster.report(view.load, world.router.clock.now()) if view.load else cluster.record(view.record, 0.0)
+
+
+def keys(**fields: object) -> dict[str, str]:
+    """Settings with one key, ``k``, of this tenant's limits."""
+    lines = [f"{name} = {value}" for name, value in fields.items()]
+    return {"keys": "\n".join([f'salt = "{SALT}"\n[[key]]\ntenant = "t"\nsha256 = "{digest_of("k")}"', *lines])}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
+
 from services.router.placement.placer import BY_LOAD
 from services.router.tokenize.prompts import ATTACHED
 from shared.contracts.engine_paths import MESSAGES
@@ -10,7 +14,7 @@ from shared.contracts.inference import LegKind, LegReport
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.streams import ANSWER, fails, streams
-from tests.unit.router.world import World, give_legs, in_world, prompt
+from tests.unit.router.world import World, give_legs, in_world, keys, prompt
 
 LOST = Failure(reason=Reason.SERVER_LOST, message="its server is gone")
 
@@ -133,3 +137,22 @@ def test_the_only_attached_worker_of_a_prefill_and_decode_pair_stays_out_of_it()
         assert (len(attached.started), len(prefill.started), len(decode.started)) == (0, 1, 1)
 
     in_world(scenario)
+
+
+def test_leaving_a_stream_of_unknown_tokens_is_not_cheaper_than_reading_it():
+    def endless(_worker: FakeWorker, _start, frames) -> None:
+        frames.head(200, SSE)
+        frames.data(EVENTS[0])
+
+    async def scenario(world: World) -> None:
+        await world.worker("a1", script=endless, attached=True)
+        body = msgspec.json.encode(prompt(stream=True, max_tokens=5000))
+        connection, answering = world.begin(body, x_api_key="k")
+        await asyncio.sleep(50)
+
+        connection.leave()
+        await answering
+
+        assert (await world.ask(prompt(), x_api_key="k")).status == 429
+
+    in_world(scenario, **keys(tokens_per_minute=1000), frame_gap_s_max=100.0)

@@ -13,17 +13,8 @@ from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegReport, StartLeg
-from shared.runtime.keys import digest_of
 from tests.unit.router.fake_worker import JSON, FakeWorker, serve_leg
-from tests.unit.router.world import CHAT, COMPLETIONS, World, in_world, prompt, settle
-
-SALT = "s" * 32
-
-
-def keys(**fields: object) -> dict[str, str]:
-    """Settings with one key, ``k``, of this tenant's limits."""
-    lines = [f"{name} = {value}" for name, value in fields.items()]
-    return {"keys": "\n".join([f'salt = "{SALT}"\n[[key]]\ntenant = "t"\nsha256 = "{digest_of("k")}"', *lines])}
+from tests.unit.router.world import CHAT, COMPLETIONS, World, in_world, keys, prompt, settle
 
 
 def pooled(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
