@@ -26,7 +26,7 @@ import uvloop
 
 from bench.live_client import Outcome, replay
 from replay import experiment
-from replay.policies.names import BATON
+from replay.policies import BATON
 from replay.profile import PROFILES, Profile
 from replay.results import Result, Slo, spread_of
 from replay.traces import Request, at_load, read_trace

@@ -15,8 +15,8 @@ import msgspec
 
 from replay.experiment import SWEPT
 from replay.legs import Active
+from replay.policies import BASELINES, BATON
 from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
-from replay.policies.names import BASELINES, BATON
 from replay.profile import PROFILES
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer

@@ -22,10 +22,9 @@ from rich.progress import (
 )
 
 from replay.experiment import Setting, find_knee, known, run
-from replay.plots import NoPlots, draw
-from replay.policies.names import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS
+from replay.policies import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS
 from replay.profile import PROFILES, Profile
-from replay.results import Result, Slo, save, table_of
+from replay.results import NoPlots, Result, Slo, draw, save, table_of
 from replay.traces import Request, TraceError, cut, read_trace
 from replay.world import Shape
 

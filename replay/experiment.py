@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replay.oracle import Oracle
+from replay.policies import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS, Make
 from replay.policies.base import PolicyContext
-from replay.policies.names import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS, Make
 from replay.profile import Profile
 from replay.results import Result, Slo, summarise
 from replay.traces import Request, at_load

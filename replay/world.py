@@ -9,12 +9,11 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from replay.admission import VirtualAdmission
 from replay.engine import Engine, Job
 from replay.exchange import Exchange
-from replay.knowledge import NETWORK_S, Knowledge
 from replay.legs import Leg, ReplayedRequest, RequestCounts
 from replay.profile import Profile
+from replay.router import NETWORK_S, Knowledge, VirtualAdmission
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
 from services.router.admission.admission import AdmissionPolicy

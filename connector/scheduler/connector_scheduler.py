@@ -1,7 +1,7 @@
 """The connector's scheduler role: grants leases, fetches KV for the engine's requests, gives orders to the worker role.
 
 Called in two ways: by hooks of the scheduler in every step, and through ``exchange``, a utility call of the worker
-process, which needs no step and may come while one is computed (see ``calls_during_steps``).
+process, which needs no step and may come while one is computed (see ``engine_loop``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import EngineCall, EngineNotification, Orders, Results
 from connector.reader.fetch import FetchLimits
 from connector.reader.pool_allocator import PoolBlockAllocator
-from connector.scheduler.calls_during_steps import CallsDuringSteps
+from connector.scheduler.engine_loop import READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
 from connector.scheduler.exchange_core import ExchangeCore
-from connector.scheduler.idle_wait import READ_WAIT_S_MAX, IdleWait
 from connector.scheduler.rank_aggregation import RankAggregation
 from connector.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId

@@ -12,8 +12,7 @@ from pathlib import Path
 from observability.grafana.page_fleet import FLEET
 from observability.grafana.page_kv import KV_EXCHANGE
 from observability.grafana.page_placement import PLACEMENT
-from observability.grafana.page_requests import REQUESTS
-from observability.grafana.page_tenants import TENANTS
+from observability.grafana.page_requests import REQUESTS, TENANTS
 from observability.grafana.panels import Panel, dashboard, slug
 
 DASHBOARDS = Path(__file__).parent / "dashboards"

@@ -22,7 +22,7 @@ from services.collector.metrics.exposition import BOUNDS, families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.metrics.vllm_gauges import vllm_families
 from services.collector.settings import Settings
-from services.collector.usage.ledger_store import LedgerStore
+from services.collector.usage_ledger import LedgerStore
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.adapters import AdapterOrdered
 from shared.contracts.batches import StoredBatch
@@ -50,8 +50,7 @@ from shared.contracts.workers import FleetState, WorkerLost
 from shared.http.origin import OriginPolicy
 from shared.http.server import make_server
 from shared.runtime.clock import Clock
-from shared.runtime.service import Service
-from shared.runtime.version import baton_version
+from shared.runtime.service import Service, baton_version
 from shared.telemetry.prometheus import Family, to_prometheus
 from shared.telemetry.setup import MetricsPush
 from shared.text.fleet_text import adapter_ordered

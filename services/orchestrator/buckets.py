@@ -19,7 +19,7 @@ from shared.contracts.channels import (
     WANTED_ADAPTERS,
     WORKER_RECORDS,
 )
-from shared.contracts.kept_responses import RESPONSES_BYTES_MAX, RESPONSES_S
+from shared.contracts.routers import RESPONSES_BYTES_MAX, RESPONSES_S
 from shared.contracts.usage import LEDGER_BYTES_MAX, LEDGER_DAYS
 from shared.contracts.workers import WORKER_RECORD_TTL_S
 

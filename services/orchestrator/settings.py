@@ -11,7 +11,7 @@ from services.orchestrator.planner.rules import Rules, read_models
 from services.orchestrator.sleeper import SleepPolicy, read_after
 from shared.contracts.batches import FILES_BYTES_MAX
 from shared.contracts.control import LEADERSHIP_TTL_S
-from shared.contracts.kept_responses import RESPONSES_BYTES_MAX, RESPONSES_S
+from shared.contracts.routers import RESPONSES_BYTES_MAX, RESPONSES_S
 from shared.contracts.usage import LEDGER_DAYS
 
 

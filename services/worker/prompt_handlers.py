@@ -13,9 +13,8 @@ from shared.contracts.channels import RENDER, TOKENIZER, TOKENS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt, PromptTokens, TokenizerAsset, TokensFound
 from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.inference import LegKind
+from shared.contracts.inference import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, LegKind, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import pack_hashes
-from shared.contracts.rendering import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 
 log = logging.getLogger("baton.worker")
 

@@ -54,14 +54,12 @@ from shared.contracts.fleet_orders import (
     WakeWorker,
     WorkerDrained,
 )
-from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
-from shared.contracts.kept_responses import AskResponse, ResponsePart, ResponseRuns
+from shared.contracts.inference import CancelLeg, FrameBatch, RenderedPrompt, RenderPrompt, RequestsFinished, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
-from shared.contracts.rendering import RenderedPrompt, RenderPrompt
-from shared.contracts.reservations import Reservations
+from shared.contracts.routers import AskResponse, Reservations, ResponsePart, ResponseRuns
 from shared.contracts.usage import ReportUsage, UsageMonth, UsageStored
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 

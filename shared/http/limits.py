@@ -1,7 +1,8 @@
-"""Limits on what clients may hold: connections, in all and for each address, and time without reading or asking."""
+"""Limits on what clients may hold: connections, in all and for each address, time without reading or asking, and small bodies."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import resource
@@ -10,6 +11,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 
 BACKLOG = 4096
 """Connections that the kernel holds until they are accepted; up to this many are accepted in one turn of the loop."""
@@ -238,3 +240,30 @@ def _older(since: dict[Client, float], than: float) -> list[Client]:
             break
         found.append(client)
     return found
+
+
+BODY_BYTES_MAX = 16 * 1024
+"""Of a request to an endpoint that takes small bodies only, such as an operator's order."""
+BODY_S_MAX = 10.0
+
+
+class BodyRefused(Exception):
+    """The body is too large or too slow; the message is for the client."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def small_body(request: Request) -> bytes:
+    """The whole body, up to ``BODY_BYTES_MAX`` and within ``BODY_S_MAX``. Raises BodyRefused."""
+    body = b""
+    try:
+        async with asyncio.timeout(BODY_S_MAX):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > BODY_BYTES_MAX:
+                    raise BodyRefused(413, f"An order has at most {BODY_BYTES_MAX} bytes.")
+    except (TimeoutError, ClientDisconnect):  # Who has left does not read the refusal.
+        raise BodyRefused(408, "The order did not arrive in time.") from None
+    return body

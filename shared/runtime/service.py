@@ -12,6 +12,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 import uvloop
@@ -25,7 +27,6 @@ from shared.deadline import unless
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.disk import DiskWatch
 from shared.runtime.settings import CommonSettings
-from shared.runtime.version import baton_version
 from shared.runtime.waiting import Waits, waiting_page
 from shared.telemetry.log import setup_logging
 from shared.telemetry.tracing import SpanSink
@@ -319,3 +320,15 @@ def _on_signals(stopping: asyncio.Event, leave_s_max: float) -> None:
 
 def _first_line(error: BaseException, chars_max: int = DETAIL_CHARS_MAX) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:chars_max]
+
+
+DISTRIBUTION = "baton-serve"
+
+
+@cache
+def baton_version() -> str:
+    """The version of the installed package; empty if it is not installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return ""

@@ -22,9 +22,8 @@ from services.worker.prompt_handlers import AT_ONCE_MAX, WAITING_MAX, RenderHand
 from services.worker.tiny_model import EOS_ID
 from shared.bus.port import Envelope
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.inference import LegKind
+from shared.contracts.inference import RENDERED_BODY_BYTES_MAX, LegKind, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import unpack_hashes
-from shared.contracts.rendering import RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from tests.engines.front import CHAT, MODEL, Front, front, model_with_images
 from tests.engines.test_media import BLUE, RED, workers_environment
 from tests.support.memory_bus import MemoryBus, MemoryHub

@@ -20,8 +20,7 @@ from services.collector.console.orders import Refusal, parse_order, refusal_of
 from services.collector.console.requests import RecentRequests
 from services.collector.http.access import Access
 from shared.bus.port import Bus
-from shared.http.limits import UNNAMED, owner_of
-from shared.http.small_body import BodyRefused, small_body
+from shared.http.limits import UNNAMED, BodyRefused, owner_of, small_body
 from shared.runtime.settings import SettingsError
 
 JSON = "application/json"

@@ -23,7 +23,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WITHOUT_ENGINE, DescribeFleet, FleetState, WorkerRecord
 from shared.runtime.clock import Clock, SystemClock
-from shared.runtime.version import baton_version
+from shared.runtime.service import baton_version
 
 T = TypeVar("T")
 

@@ -39,9 +39,9 @@ from services.launcher.system import machine
 from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.process_plan import PlanRefused
 from shared.bus.nats_errors import without_password
+from shared.runtime.service import baton_version
 from shared.runtime.settings import CommonSettings
 from shared.runtime.state_folder import refusals
-from shared.runtime.version import baton_version
 
 READABLE_BY_OTHERS = 0o044
 

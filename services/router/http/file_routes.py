@@ -23,7 +23,7 @@ from services.router.http.upload_form import BadForm, UploadForm
 from shared.contracts.batches import FILE_S_MAX, StoredFile
 from shared.contracts.failures import Reason
 from shared.http.errors import HttpError, error_body
-from shared.http.small_body import BodyRefused, small_body
+from shared.http.limits import BodyRefused, small_body
 
 log = logging.getLogger("baton.router")
 

@@ -21,7 +21,7 @@ from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
 from shared.contracts.adapters import AdapterAction, AdapterOrdered, OrderAdapter
 from shared.contracts.channels import ORDER_ADAPTER
 from shared.http.errors import error_body
-from shared.http.small_body import BodyRefused, small_body
+from shared.http.limits import BodyRefused, small_body
 from shared.text import fleet_text
 
 JSON = "application/json"

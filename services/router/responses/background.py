@@ -15,7 +15,7 @@ from services.router.responses.response_store import NotKept, ResponseStore
 from shared.bus.port import Bus, BusError, Envelope, NoResponders, Subscription
 from shared.contracts.channels import RESPONSE_RUNS
 from shared.contracts.ids import RouterId
-from shared.contracts.kept_responses import AskResponse, ResponseRuns
+from shared.contracts.routers import AskResponse, ResponseRuns
 from shared.http.errors import ErrorResponse
 
 log = logging.getLogger("baton.router")

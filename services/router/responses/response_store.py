@@ -14,7 +14,7 @@ import msgspec
 from services.router.responses.history import Entry
 from shared.bus.port import Bus, BusError, KeyValueStore
 from shared.contracts.channels import RESPONSES
-from shared.contracts.kept_responses import PART_BYTES, PARTS_MAX, ResponsePart, part_key
+from shared.contracts.routers import PART_BYTES, PARTS_MAX, ResponsePart, part_key
 
 STORE_S_MAX = 3.0
 """For one entry to be read or written. The last event of a response waits for it."""

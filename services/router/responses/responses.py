@@ -37,8 +37,8 @@ from shared.bus.port import Bus
 from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RouterId
-from shared.contracts.kept_responses import entry_key
 from shared.contracts.request_body import body_fault
+from shared.contracts.routers import entry_key
 from shared.http.errors import HttpError, error_body
 from shared.runtime.clock import Clock
 from shared.telemetry.tracing import trace_named

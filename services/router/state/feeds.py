@@ -36,7 +36,7 @@ from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.inference import StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvDigest, KvEventBatch
 from shared.contracts.load import LoadReport
-from shared.contracts.reservations import ANNOUNCE_S, Reservations
+from shared.contracts.routers import ANNOUNCE_S, Reservations
 from shared.contracts.workers import WITHOUT_ENGINE, Role, WorkerLost, WorkerRecord
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import REGISTRY, Waits

@@ -12,7 +12,7 @@ from shared.contracts.workers import Role, WorkerPhase
 
 
 class Fleet:
-    """Fed by ``fleet_feed`` and ``kv_feed``; used by admission and the relay."""
+    """Fed by ``FleetFeed`` and ``KvFeed``; used by admission and the relay."""
 
     def __init__(self, policy: PlacementPolicy) -> None:
         self.cluster = ClusterView()

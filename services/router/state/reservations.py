@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from shared.contracts.ids import Epoch, RouterId, WorkerId
-from shared.contracts.reservations import ANNOUNCE_S, Quarantined, Reservation, Reservations
+from shared.contracts.routers import ANNOUNCE_S, Quarantined, Reservation, Reservations
 
 SILENT_S_MAX = 3 * ANNOUNCE_S
 """A router that was silent for longer is gone."""

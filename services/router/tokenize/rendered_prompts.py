@@ -22,8 +22,8 @@ from services.router.tokenize.turns import FairSlots, NoTurn, Work
 from shared.bus.port import AskTimedOut, Bus, BusError
 from shared.contracts.channels import RENDER
 from shared.contracts.ids import WorkerId
+from shared.contracts.inference import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import unpack_hashes
-from shared.contracts.rendering import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from shared.runtime.clock import Clock
 
 ASKS_AT_ONCE_MAX = 16

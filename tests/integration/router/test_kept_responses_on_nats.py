@@ -12,7 +12,7 @@ from services.orchestrator.buckets import KeptFor, make_buckets
 from services.router.responses.history import Entry
 from services.router.responses.response_store import NotKept, ResponseStore
 from shared.bus.nats_bus import connect_nats
-from shared.contracts.kept_responses import entry_key
+from shared.contracts.routers import entry_key
 from tests.support.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats

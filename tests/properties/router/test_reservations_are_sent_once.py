@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.router.state.reservations import ReservationBook
 from shared.contracts.ids import Epoch, RouterId, WorkerId
-from shared.contracts.reservations import Reservations
+from shared.contracts.routers import Reservations
 
 WORKERS = [WorkerId("w1"), WorkerId("w2")]
 legs = st.lists(st.tuples(st.sampled_from(WORKERS), st.integers(0, 1000)), max_size=8)

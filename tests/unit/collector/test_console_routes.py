@@ -22,7 +22,7 @@ from shared.contracts.decisions import CandidateRecord, DecisionRecord, FoundDec
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import OrderTaken, RoleChanged
 from shared.contracts.workers import Role
-from shared.http.small_body import BODY_BYTES_MAX
+from shared.http.limits import BODY_BYTES_MAX
 from shared.runtime.settings import SettingsError
 from tests.unit.collector.console_world import PARTS, finished, serving, world
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.collector.console.usage import ROWS_MAX, MonthUsage
-from services.collector.usage.ledger import ROUTERS_MAX, by_entry, is_valid, with_report
-from services.collector.usage.ledger_store import LedgerStore
+from services.collector.usage_ledger import ROUTERS_MAX, LedgerStore, by_entry, is_valid, with_report
 from shared.bus.jetstream import VALUE_BYTES_MAX
 from shared.bus.port import AskRefused
 from shared.bus.wire import pack

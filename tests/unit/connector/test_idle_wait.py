@@ -6,7 +6,7 @@ import queue
 import threading
 from types import SimpleNamespace
 
-from connector.scheduler.idle_wait import IdleWait
+from connector.scheduler.engine_loop import IdleWait
 
 
 def waiting():

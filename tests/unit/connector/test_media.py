@@ -14,8 +14,8 @@ from connector.messages import EngineCall, Peer, ReadPart, Results
 from services.router.state.worker_view import WorkerView
 from services.router.tokenize.rendered_prompts import prompt_of
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import RenderedPrompt
 from shared.contracts.kv_exchange import KvOffer, LegOrder, pack_block_ids
-from shared.contracts.rendering import RenderedPrompt
 from shared.contracts.workers import HashScheme
 from tests.support.fleet_builders import record
 from tests.unit.connector.real_scheduler import BLOCK_TOKENS, make_scheduler

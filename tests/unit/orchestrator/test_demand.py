@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.orchestrator.planner.demand import RequestWindow
+from services.orchestrator.planner.work import RequestWindow
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import RequestId
 from shared.contracts.inference import RequestFinished

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.fleet import Fleet, Limits
-from services.orchestrator.lifecycle import TRANSITIONS
+from services.orchestrator.lifecycle import TRANSITIONS, Fleet, Limits
 from shared.contracts.workers import WorkerLost, WorkerPhase
 from tests.support.fleet_builders import load, record
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.planner.demand import ObservedDemand
 from services.orchestrator.planner.family import step_times
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.planner.work import Engines, Queues, Work, batch_max, work_of
+from services.orchestrator.planner.work import Engines, ObservedDemand, Queues, Work, batch_max, work_of
 from shared.contracts.load import EngineSpeed
 from shared.contracts.planning import Demand
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, Steps, StepTimeModel

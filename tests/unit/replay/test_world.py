@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from replay.knowledge import NETWORK_S
 from replay.legs import ReplayedRequest
 from replay.oracle import Oracle
-from replay.policies.names import BASELINES
+from replay.policies import BASELINES
+from replay.router import NETWORK_S
 from replay.traces import Request
 from replay.world import Shape, World
 from services.router.admission.admission import AdmissionPolicy

@@ -13,9 +13,8 @@ from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, LOAD, RENDER, START_LEG, TOKENIZER, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer, TokenizerAsset
 from shared.contracts.ids import Epoch, LegId, WorkerId
-from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
+from shared.contracts.inference import CancelLeg, LegKind, LegReport, RenderedPrompt, RenderPrompt, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
-from shared.contracts.rendering import RenderedPrompt, RenderPrompt
 from shared.contracts.workers import Fingerprint, LoraAdapter, Role, WorkerPhase, WorkerRecord
 from tests.support.fleet_builders import load, record
 

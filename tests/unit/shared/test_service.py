@@ -10,8 +10,7 @@ from opentelemetry.trace import NoOpTracer
 
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterHealth, ServicePhase
-from shared.runtime.service import EXIT_CONFIGURATION, Service, ServiceFacts, WrongConfiguration, live
-from shared.runtime.version import baton_version
+from shared.runtime.service import EXIT_CONFIGURATION, Service, ServiceFacts, WrongConfiguration, baton_version, live
 from tests.support.fake_clock import FakeClock
 from tests.support.memory_bus import MemoryBus, MemoryHub
 

@@ -11,8 +11,8 @@ from services.worker.prompt_handlers import AT_ONCE_MAX, RenderHandler
 from shared.bus.port import Envelope, NoResponders
 from shared.contracts.channels import RENDER
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import RenderPrompt
 from shared.contracts.kv_events import pack_hashes
-from shared.contracts.rendering import RenderPrompt
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
 

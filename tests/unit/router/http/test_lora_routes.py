@@ -11,7 +11,7 @@ import pytest
 from services.router.http.lora_routes import DIGEST_CHARS, LOAD, UNLOAD, OrderAdapters, giver
 from shared.contracts.adapters import AdapterAction, AdapterChanged, AdapterOrdered, OrderAdapter
 from shared.contracts.channels import ORDER_ADAPTER
-from shared.http.small_body import BODY_BYTES_MAX
+from shared.http.limits import BODY_BYTES_MAX
 from shared.runtime.keys import digest_of
 from tests.support.fleet_builders import adapter
 from tests.unit.router.auth.test_api_keys import ACME, KEYS, OPERATOR, TOP, bearer, entry

@@ -9,7 +9,7 @@ import pytest
 from services.router.state.reservations import SILENT_S_MAX
 from shared.contracts.channels import RESERVATIONS
 from shared.contracts.ids import Epoch, RouterId, WorkerId
-from shared.contracts.reservations import ANNOUNCE_S, Reservation, Reservations
+from shared.contracts.routers import ANNOUNCE_S, Reservation, Reservations
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.replicas import Replicas, replicas
 from tests.unit.router.world import settle

@@ -12,7 +12,7 @@ from services.router.responses.history import Entry
 from services.router.responses.response_store import NotKept, ResponseStore
 from shared.bus.jetstream import VALUE_BYTES_MAX
 from shared.contracts.channels import RESPONSES
-from shared.contracts.kept_responses import PART_BYTES, entry_key
+from shared.contracts.routers import PART_BYTES, entry_key
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 KEY = entry_key("acme", "resp_1")

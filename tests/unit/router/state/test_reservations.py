@@ -12,7 +12,7 @@ from services.router.state.reservations import (
     ReservationBook,
 )
 from shared.contracts.ids import Epoch, RouterId, WorkerId
-from shared.contracts.reservations import Reservation, Reservations
+from shared.contracts.routers import Reservation, Reservations
 
 ONE = Reservation(worker_id=WorkerId("w1"), epoch=Epoch(1), tokens=100, context_tokens=150)
 

@@ -11,8 +11,8 @@ from services.router.placement.decision import Decision
 from services.router.tokenize.rendered_prompts import KEPT_S_MAX, REACHES_LAST_BLOCK, Outcome
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.failures import Reason
+from shared.contracts.inference import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import pack_hashes
-from shared.contracts.rendering import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from shared.contracts.workers import Role
 from tests.support.builders import kv_batch
 from tests.unit.router.auth.test_api_keys import ACME, KEYS, PUBLIC, RIVAL, bearer

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from services.collector.usage.ledger_store import LedgerStore
+from services.collector.usage_ledger import LedgerStore
 from services.router.settings import Settings, keyring_of
 from services.router.usage.budgets import UNREAD_S_MAX, Budgets
 from services.router.usage.unstored import UnstoredUsage
