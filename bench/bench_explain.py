@@ -12,8 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from services.router.placement.decision import Decision
-from services.router.placement.decision_log import DecisionLog
+from services.router.placement.decision import Decision, DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.state.fleet import Fleet
 from services.router.telemetry.ttft import Legs, Timings, ttft_parts

@@ -22,7 +22,7 @@ PURE = {
     "connector.holder": "*",
     "connector.layout": "routes tensors",
     "connector.reader": "fetch lease_request peers prefetch reader speed_test token_counts",
-    "connector.scheduler": "exchange_core rank_aggregation",
+    "connector.scheduler": "exchange_core",
     "services.collector": "aggregated_estimate disaggregation_report",
     "services.collector.console": "batches events health orders requests state traffic usage views workers",
     "services.collector.metrics": "engine_work fleet_metrics requests windows",
@@ -34,29 +34,29 @@ PURE = {
         "board devices options plan process_death process_plan scaling_steps sizes worker_plan"
     ),
     "services.launcher.views": "watch",
-    "services.orchestrator": "leadership lifecycle sleeper wanted_adapters",
+    "services.orchestrator": "lifecycle sleeper",
     "services.orchestrator.planner": "change family planner rules work",
     "services.router.admission": "admission fair_share queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit",
     "services.router.batches": "lines",
     "services.router.placement": (
-        "cost decision decision_log evaluation form kv_sources media placement placer policy "
+        "cost decision evaluation form kv_sources media placement placer policy "
         "request_fields revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration",
     "services.router.responses": "history",
     "services.router.state": (
-        "adapters block_table cluster_view fleet_table prefix_index quarantine reservations worker_speeds worker_view"
+        "block_table cluster_view fleet_table prefix_index quarantine reservations worker_speeds worker_view"
     ),
-    "services.router.telemetry": "outcome trace_sampling ttft",
-    "services.router.tokenize": "block_hash parity",
+    "services.router.telemetry": "outcome ttft",
+    "services.router.tokenize": "block_hash",
     "services.router.usage": "unstored",
     "services.worker.engines": "store",
     "services.worker.engines.attached": "body events gauges",
     "services.worker.engines.simulated.core": "*",
     "services.worker.engines.store": "file_tier kv_exchange records tiers",
-    "services.worker.kv_exchange": "copy_targets open_asks peers",
-    "services.worker.legs": "body capacity resume",
+    "services.worker.kv_exchange": "peers",
+    "services.worker.legs": "body resume",
     "services.worker.lifecycle": "self_test",
     "services.worker.telemetry": "kv_events step_totals",
     "shared.engine_speed": "*",

@@ -19,12 +19,11 @@ from zmq.constants import Flag, SocketOption, SocketType
 
 from connector.holder.holder import HolderSettings
 from connector.layout.tensors import PROTOCOL_VERSION
-from connector.messages import EngineCall, EngineNotification, Orders, Results
+from connector.messages import EngineCall, EngineNotification, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
 from connector.reader.pool_allocator import PoolBlockAllocator
 from connector.scheduler.engine_loop import READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
 from connector.scheduler.exchange_core import ExchangeCore
-from connector.scheduler.rank_aggregation import RankAggregation
 from connector.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder

@@ -1,4 +1,4 @@
-"""The fleet's workers, each with its life as a transition table: (phase, event) -> the next phase, and what is announced.
+"""The fleet: each worker's life as a transition table, (phase, event) -> the next phase, and what is announced.
 
 starting -> probing -> ready -> draining -> gone, as the worker's record says; asleep before it starts, if it sleeps;
 lost when it falls silent, was replaced or, while it starts, is no longer registered. A lost worker that reports again

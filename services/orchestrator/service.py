@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from services.orchestrator.adapter_orders import AdapterOrders
 from services.orchestrator.buckets import keep_buckets, make_buckets
-from services.orchestrator.leader import stand_for_leadership
-from services.orchestrator.leadership import Candidate
+from services.orchestrator.leadership import Candidate, stand_for_leadership
 from services.orchestrator.lifecycle import Fleet, Limits
 from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules

@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from services.router.admission.admission import Admission
 from services.router.admission.admission_queue import AdmissionQueue
-from services.router.admission.placing import Placing
-from services.router.admission.waker import Waker
+from services.router.admission.placing import Placing, Waker
 from services.router.auth.authenticator import Authenticator
 from services.router.batches.batches import Batches
 from services.router.http.api import make_app
@@ -27,11 +26,10 @@ from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.deadline_monitor import DeadlineMonitor
-from services.router.relay.leg_load import LegLoads
 from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
 from services.router.relay.retry import Retry
-from services.router.relay.start_leg import LegStarter
+from services.router.relay.start_leg import LegLoads, LegStarter
 from services.router.relay.suspects import Suspects
 from services.router.responses.responses import Responses
 from services.router.settings import (
@@ -48,8 +46,14 @@ from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, Rese
 from services.router.state.fleet import Fleet
 from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
-from services.router.telemetry.health import health_of
-from services.router.telemetry.metrics import CountMetrics, LiveMetrics, QueueMetrics, RequestMetrics, SpeedMetrics
+from services.router.telemetry.metrics import (
+    CountMetrics,
+    LiveMetrics,
+    QueueMetrics,
+    RequestMetrics,
+    SpeedMetrics,
+    health_of,
+)
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts

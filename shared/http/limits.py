@@ -1,4 +1,6 @@
-"""Limits on what clients may hold: connections, in all and for each address, time without reading or asking, and small bodies."""
+"""Limits on what clients may hold: connections, in all and for each address; time without reading or asking; and bodies
+that are to be small.
+"""
 
 from __future__ import annotations
 

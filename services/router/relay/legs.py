@@ -9,10 +9,9 @@ from services.router.http.errors import EVENT_STREAM
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
-from services.router.relay.leg_load import LegLoad, LegLoads
 from services.router.relay.migration import ATTACHED
 from services.router.relay.request_context import RequestContext
-from services.router.relay.start_leg import Frames, GuardedLeg, LegStarter
+from services.router.relay.start_leg import Frames, GuardedLeg, LegLoad, LegLoads, LegStarter
 from services.router.relay.write_coalescer import WriteCoalescer
 from services.router.settings import Settings
 from services.router.state.worker_speeds import WorkerSpeeds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,14 +17,16 @@ from prometheus_client.utils import floatToGoString
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
+from services.router.state.block_table import IS_COMPILED
 from services.router.state.feeds import KvFeed
 from services.router.state.fleet import Fleet
-from services.router.state.prefix_index import IndexState
+from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.outcome import TargetOutcome, target_outcome
 from services.router.tokenize.parity import Parity, ParityBook
 from shared.bus.leg_inbox import Orphans
 from shared.bus.port import Bus
+from shared.contracts.control import ROUTER_TROUBLES_MAX, RouterHealth
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
@@ -320,3 +323,14 @@ def gauge_family(metric: Metric) -> GaugeMetricFamily:
 def counter_family(metric: Metric, value: float) -> CounterMetricFamily:
     """A family of one value."""
     return CounterMetricFamily(metric.name, metric.meaning, value=value)
+
+
+def health_of(index: PrefixIndex, parity: ParityBook) -> RouterHealth:
+    """The health that a router reports with its status: the workers whose state it does not know exactly."""
+    inexact = ((worker_id, one.state) for worker_id, one in index.entries.items() if one.state is not IndexState.EXACT)
+    differing = (worker_id for worker_id, one in parity.states.items() if one.parity is Parity.DIFFERS)
+    return RouterHealth(
+        not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
+        tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
+        is_index_compiled=IS_COMPILED,
+    )

@@ -1,21 +1,178 @@
-"""What the router records of each request that ends: metrics, a log line, and a report to the collector."""
+"""What the router records of each request that ends: its record, metrics, a log line, and a report to the collector.
+
+The record is made from the request's context and the reports of its legs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 import msgspec
 
+from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
-from services.router.telemetry.finished import finished_request
 from services.router.telemetry.metrics import RequestMetrics
 from services.router.telemetry.tracing import Tracing
+from services.router.telemetry.ttft import Legs, ttft_parts, ttft_s
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import REQUESTS_FINISHED
+from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason
-from shared.contracts.ids import RouterId
-from shared.contracts.inference import RequestFinished, RequestsFinished
+from shared.contracts.ids import DecisionId, RouterId, WorkerId
+from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport, RequestFinished, RequestsFinished
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
+
+NO_REPORT = LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, received_tokens=-1)
+
+
+def finished_request(context: RequestContext, now: float) -> RequestFinished:
+    """The record for the collector, the log and ``/baton/decisions``."""
+    placement, timings, decision = context.placement, context.timings, context.decision
+    report, prefill_report = context.report or NO_REPORT, context.prefill_report
+    completion_tokens = report.completion_tokens
+    generating_s = timings.last_at - timings.first_at
+    mode = placement.mode if placement is not None else Mode.AGGREGATED
+    kv = kv_numbers(prefill_report, report, mode)
+    first_token_s, parts = first_token(context)
+    decode_worker = placement.decode.record.worker_id if placement is not None else ""
+    prefill_worker = ""
+    if placement is not None and placement.prefill is not None:
+        prefill_worker = placement.prefill.record.worker_id
+    return RequestFinished(
+        request_id=context.http_request.head.request_id,
+        decision_id=decision.decision_id if decision is not None else DecisionId(""),
+        tenant=decision.tenant if decision is not None else context.http_request.head.client.key.tenant,
+        model=context.facts.model,
+        path=context.facts.path,
+        mode=mode.value,
+        status=context.status,
+        reason=context.reason,
+        attempts=context.attempts,
+        resumes=context.resumes,
+        resumed_tokens=context.resumed_tokens,
+        prefill_worker=prefill_worker,
+        decode_worker=decode_worker,
+        prompt_tokens=report.prompt_tokens,
+        completion_tokens=completion_tokens,
+        cached_tokens=cached_tokens(prefill_report, report, mode),
+        received_tokens=report.received_tokens,
+        received_bytes=report.received_bytes,
+        predicted_cached_tokens=predicted_cached_tokens(context),
+        ttft_s=first_token_s,
+        ttft_parts=parts,
+        e2e_s=(timings.answered_at or now) - timings.started_at,
+        itl_s=generating_s / (completion_tokens - 1) if completion_tokens > 1 and generating_s > 0 else -1.0,
+        placement_s=timings.place_s if decision is not None else -1.0,
+        prefill_s=timings.prefill_s,
+        streamed_handoff=placement is not None and placement.streamed,
+        recomputed_tokens=kv.recomputed_tokens,
+        reprefilled_tokens=kv.reprefilled_tokens,
+        readback_tokens=kv.readback_tokens,
+        kv_wait_s=kv.wait_s,
+        kv_read_s=kv.read_s,
+        kv_moves=kv_moves(prefill_report, prefill_worker, report, decode_worker),
+        ttft_target_s=decision.ttft_target_s if decision is not None else -1.0,
+        itl_target_s=decision.itl_target_s if decision is not None else -1.0,
+    )
+
+
+def first_token(context: RequestContext) -> tuple[float, TtftParts | None]:
+    """The time to the first token and its parts; -1 and None where there was none or they are not known."""
+    timings, report = context.timings, context.report
+    if not timings.first_at:
+        return -1.0, None
+    whole_s = ttft_s(timings.first_at - timings.started_at, report, stream=context.facts.stream)
+    if report is None or report.first_token_s <= 0 or context.resumes:
+        return whole_s, None  # The report of a leg that resumed a stream does not cover the first token.
+    streamed = context.placement is not None and context.placement.streamed
+    legs = Legs(answering=report, prefill=context.prefill_report, streamed=streamed)
+    return whole_s, ttft_parts(whole_s, timings, legs)
+
+
+def predicted_cached_tokens(context: RequestContext) -> int:
+    """Prompt tokens that placement expected to be cached; -1 where the prompt was not tokenized exactly, or the request
+    was resumed and its last placement covered generated tokens too.
+    """
+    exact = context.prompt is not None and context.prompt.exact and not context.resumes
+    return context.placement.cached_tokens if context.placement is not None and exact else -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvNumbers:
+    """See the fields of ``RequestFinished``; -1: unknown."""
+
+    recomputed_tokens: int = -1
+    reprefilled_tokens: int = -1
+    readback_tokens: int = -1
+    wait_s: float = -1.0
+    read_s: float = -1.0
+
+
+UNKNOWN = KvNumbers()
+
+
+def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> KvNumbers:
+    """From the KV transfer reports of the prefill leg, if there was one, and of the leg that answered."""
+    first, last = prefill.kv if prefill is not None else None, answering.kv
+    if first is None and last is None:
+        return UNKNOWN
+    apart = mode is Mode.DISAGGREGATED
+    computing = first if apart else last
+    waits_s = [
+        wait_s
+        for transfer_report in (first, last)
+        if transfer_report is not None
+        for wait_s in _wait_s(transfer_report)
+    ]
+    reads_s = [
+        read.read_s
+        for transfer_report in (first, last)
+        if transfer_report is not None
+        for read in transfer_report.reads
+        if read.read_at
+    ]
+    return KvNumbers(
+        recomputed_tokens=last.recomputed_tokens if apart and last is not None else -1,
+        reprefilled_tokens=last.reprefilled_tokens if last is not None else -1,
+        readback_tokens=computing.fetched_tokens if computing is not None else -1,
+        wait_s=sum(waits_s) if waits_s else -1.0,
+        read_s=sum(reads_s) if reads_s else -1.0,
+    )
+
+
+def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -> int:
+    """Prompt tokens cached at the worker that computed the prompt; as the decode worker knows them where the
+    prefill leg has not reported. A decode worker that had all of them, or gave up waiting, knows its own only.
+    """
+    if prefill is not None:
+        return prefill.cached_tokens
+    told = answering.kv.prefill_cached_tokens if mode is Mode.DISAGGREGATED and answering.kv is not None else -1
+    return told if told >= 0 else answering.cached_tokens
+
+
+def kv_moves(prefill: LegReport | None, prefill_id: str, answering: LegReport, answering_id: str) -> list[KvMoved]:
+    """The reads of KV between workers."""
+    transfer_reports = ((prefill.kv if prefill is not None else None, prefill_id), (answering.kv, answering_id))
+    moves = [
+        KvMoved(source_id=read.worker_id, reader_id=WorkerId(reader_id), tokens=read.tokens, bytes=read.bytes)
+        for transfer_report, reader_id in transfer_reports
+        if transfer_report is not None
+        for read in transfer_report.reads
+        if read.tokens
+    ]
+    return moves[:KV_MOVES_MAX]
+
+
+def _wait_s(transfer_report: KvTransferReport) -> list[float]:
+    """From the first lease request to the first grant, on one worker's clock; empty where nothing was granted."""
+    granted: list[KvRead] = [read for read in transfer_report.reads if read.granted_at]
+    if not granted:
+        return []
+    requested_at = min(read.requested_at for read in transfer_report.reads)
+    return [max(0.0, min(read.granted_at for read in granted) - requested_at)]
+
 
 log = logging.getLogger("baton.request")
 

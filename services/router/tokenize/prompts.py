@@ -16,7 +16,7 @@ from services.router.placement.revisions import means
 from services.router.settings import Settings, request_policy
 from services.router.state.fleet import Fleet
 from services.router.state.worker_view import WorkerView
-from services.router.tokenize.parity_probe import ParityWatch
+from services.router.tokenize.parity import ParityWatch
 from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts
 from services.router.tokenize.segments import Prompt
 from services.router.tokenize.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed, is_plain_chat

@@ -16,8 +16,7 @@ from services.worker.engines.port import CURRENT_LEG, Engine, LegFailed, LegReco
 from services.worker.kv_exchange.worker_exchange import UnreadOffers
 from services.worker.legs.asgi_call import JSON, AsgiCall
 from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
-from services.worker.legs.capacity import Capacity
-from services.worker.legs.guard import not_served, refusal, serves
+from services.worker.legs.guard import Capacity, not_served, refusal, serves
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.telemetry.leg_spans import show_leg
 from shared.bus.frame_sender import FrameSender, LegFrames, LegGone

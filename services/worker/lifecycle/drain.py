@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.worker.engines.port import Engine, Identity
-from services.worker.kv_exchange.copy_targets import CopyTargets, copy_targets
-from services.worker.kv_exchange.prefix_copy import CopyTotals, PrefixCopier
+from services.worker.kv_exchange.prefix_copy import CopyTargets, CopyTotals, PrefixCopier, copy_targets
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.legs.server import LegServer
 from services.worker.settings import Settings

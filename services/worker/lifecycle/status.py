@@ -4,11 +4,12 @@ crash of the process.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import msgspec
 
-from services.worker.engines.port import EngineAdapters, EngineFacts
+from services.worker.engines.port import EngineAdapters, EngineFacts, EngineHealth
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.registration import Registration
 from services.worker.telemetry.publishers import LoadPublisher
@@ -202,3 +203,17 @@ class SavedRole:
         except (OSError, msgspec.DecodeError) as error:
             log.warning("the saved role cannot be read: %s", error)
             return None
+
+
+async def follow_health(health: EngineHealth, status: WorkerStatus, note: str) -> None:
+    """Until cancelled: PROBING while the engine has a fault, which is added to the ``note``, READY otherwise."""
+    changed = asyncio.Event()
+    health.on_changed(changed.set)
+    shown: str | None = None
+    while True:
+        changed.clear()
+        fault = health.fault
+        if fault != shown:
+            shown = fault
+            await (status.away(f"{note}: {fault}") if fault else status.ready(note))
+        await changed.wait()

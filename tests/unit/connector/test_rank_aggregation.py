@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from connector.messages import Connected, ReadPart, Results
-from connector.scheduler.rank_aggregation import RankAggregation
+from connector.messages import Connected, RankAggregation, ReadPart, Results
 
 PEER = ("holder", 1)
 

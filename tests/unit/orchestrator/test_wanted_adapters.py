@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.wanted_adapters import (
+from services.orchestrator.adapter_orders import (
     Refused,
     after_load,
     after_unload,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.router.admission.waker import WAITING_MAX, Waker
+from services.router.admission.placing import WAITING_MAX, Waker
 from services.router.placement.placement import PlacementPolicy, Rejection
 from services.router.state.fleet import Fleet
 from shared.bus.port import Envelope

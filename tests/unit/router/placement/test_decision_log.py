@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
-from services.router.placement.decision import BASE_BYTES, CANDIDATE_BYTES, CANDIDATES_SHOWN_MAX, Decision
-from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, DecisionLog
+from services.router.placement.decision import (
+    BASE_BYTES,
+    CANDIDATE_BYTES,
+    CANDIDATES_SHOWN_MAX,
+    LISTED_MAX,
+    Decision,
+    DecisionFilter,
+    DecisionLog,
+)
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.placement.shortlist import Candidate

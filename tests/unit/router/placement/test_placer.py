@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.placement.decision_log import DecisionLog
+from services.router.placement.decision import DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import ForcedWorkers, Mode

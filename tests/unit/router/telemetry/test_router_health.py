@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.router.state.prefix_index import PrefixIndex
-from services.router.telemetry.health import health_of
+from services.router.telemetry.metrics import health_of
 from services.router.tokenize.parity import Parity, ParityBook
 from shared.contracts.control import ROUTER_TROUBLES_MAX
 from shared.contracts.ids import Epoch, WorkerId

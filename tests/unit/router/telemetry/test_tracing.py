@@ -10,7 +10,7 @@ import pytest
 
 from services.router.telemetry.outcome import Kept, TargetOutcome, kept, target_outcome
 from services.router.telemetry.trace import MARKS_MAX, Trace
-from services.router.telemetry.trace_sampling import FEW_AT_ONCE, ODD_AT_ONCE_MAX, TraceShare
+from services.router.telemetry.tracing import FEW_AT_ONCE, ODD_AT_ONCE_MAX, TraceShare
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RequestId, WorkerId

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.worker.kv_exchange.copy_targets import STORE_RANK, CopyTarget, CopyTargets, copy_targets
+from services.worker.kv_exchange.prefix_copy import STORE_RANK, CopyTarget, CopyTargets, copy_targets
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import record
 from tests.unit.connector.holding import chain

@@ -8,7 +8,7 @@ import pytest
 
 from connector.messages import EngineCall, Peer, PeerGone
 from services.worker.kv_exchange.engine_calls import merge_calls
-from services.worker.kv_exchange.open_asks import ASKS_MAX, OpenAsks, is_sound_lease, unclaimed
+from services.worker.kv_exchange.message_handler import ASKS_MAX, OpenAsks, is_sound_lease, unclaimed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, NoGrant, ReleaseKv
 from tests.unit.worker.kv_exchange.fakes import HASH, grant, handshake, lease
