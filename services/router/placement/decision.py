@@ -227,7 +227,7 @@ class DecisionFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionLog:
-    """The newest decisions of this router: at most ``count_max`` of about ``bytes_max`` bytes together; the oldest are dropped first."""
+    """The newest decisions of this router: at most ``count_max``, of about ``bytes_max`` bytes together."""
 
     def __init__(self, router_id: RouterId, random_hex: Callable[[], str], *, count_max: int, bytes_max: int) -> None:
         """``random_hex`` returns 128 random bits as 32 digits."""

@@ -1,7 +1,7 @@
 """Makes the StartLeg message of each leg, with what it tells the worker about KV.
 
-Also reads the frames of a leg whose worker may refuse to compute a prompt that it has too little of, and counts the load
-that the router's own legs add to their workers, until the workers' load reports include it.
+Also reads the frames of a leg whose worker may refuse to compute a prompt that it has too little of, and counts the
+load that the router's own legs add to their workers, until the workers' load reports include it.
 """
 
 from __future__ import annotations
