@@ -27,12 +27,9 @@ PURE = {
     "services.collector.console": "batches events health orders requests state traffic usage views workers",
     "services.collector.metrics": "engine_work fleet_metrics requests windows",
     "services.launcher.cluster": "folder",
-    "services.launcher.doctor": "adapters facts findings installation kv_reads services workers",
+    "services.launcher.doctor": "facts findings installation kv_reads services workers",
     "services.launcher.fleet": "host_part",
-    "services.launcher.service_units": "systemd",
-    "services.launcher.system": (
-        "board devices options plan process_death process_plan scaling_steps sizes worker_plan"
-    ),
+    "services.launcher.system": ("devices options plan process_death process_plan worker_plan"),
     "services.launcher.views": "watch",
     "services.orchestrator": "lifecycle sleeper",
     "services.orchestrator.planner": "change family planner rules work",

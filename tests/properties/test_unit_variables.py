@@ -7,7 +7,7 @@ import shlex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.launcher.service_units.systemd import read_variables, variables_text
+from services.launcher.systemd import read_variables, variables_text
 from tests.support.examples import examples
 
 NAMES = st.from_regex(r"[A-Z_]{1,9}", fullmatch=True)

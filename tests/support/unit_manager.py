@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from services.launcher.service_units.systemd import read_variables
+from services.launcher.systemd import read_variables
 from tests.support.system import is_alive, until
 
 STOP_S_MAX = 60.0

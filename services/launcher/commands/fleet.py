@@ -21,7 +21,7 @@ from services.launcher.system.worker_plan import worker_names
 
 if TYPE_CHECKING:
     from services.launcher.fleet.host_part import HostPart
-    from services.launcher.fleet.token import Token
+    from services.launcher.fleet.joining import Token
     from services.launcher.system.options import UpOptions
 
 fleet = typer.Typer(no_args_is_help=True, help="Read a fleet file: hosts, and the workers of each.")

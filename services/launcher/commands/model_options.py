@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from services.launcher.system.options import ModelOptions
-from services.launcher.system.sizes import parse_bytes
+from services.launcher.system.options import ModelOptions, parse_bytes
 
 ORDER = "services.launcher.options"
 """Of a context's ``meta``: the names of the options in the order in which they were typed."""

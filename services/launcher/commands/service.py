@@ -20,10 +20,9 @@ from shared.bus.port import BusError
 from shared.contracts.channels import Party
 
 if TYPE_CHECKING:
-    from services.launcher.service_units.systemd import File
-    from services.launcher.service_units.upgrade import Systemctl
     from services.launcher.system.options import UpOptions
     from services.launcher.system.process_plan import ProcessPlan
+    from services.launcher.systemd import File, Systemctl
 
 VARIABLES = "services"
 """In the state directory: the variables of each process."""
@@ -88,7 +87,7 @@ def install(
 @service.command()
 def upgrade(user: User = False, state_dir: StateDir = None) -> None:
     """Restart the workers of this host one after another: each drains, and must be ready before the next one."""
-    from services.launcher.service_units.upgrade import Systemctl, UpgradeStopped
+    from services.launcher.systemd import Systemctl, UpgradeStopped
 
     folder = (state_dir or Path(common_settings().state_dir)).expanduser().absolute()
     try:
@@ -101,7 +100,7 @@ def upgrade(user: User = False, state_dir: StateDir = None) -> None:
 
 def workers_in(folder: Path) -> list[dict[str, str]]:
     """The variables of the workers of this host; exits if there are none."""
-    from services.launcher.service_units.systemd import read_variables
+    from services.launcher.systemd import read_variables
 
     found = [read_variables(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.env"))]
     workers = [each for each in found if "WORKER_WORKER_ID" in each]
@@ -111,7 +110,7 @@ def workers_in(folder: Path) -> list[dict[str, str]]:
 
 
 async def _upgrade(workers: Sequence[Mapping[str, str]], systemctl: Systemctl) -> None:
-    from services.launcher.service_units.upgrade import restart_workers
+    from services.launcher.systemd import restart_workers
     from shared.bus.nats_bus import connect_nats
 
     key = Access(
@@ -129,7 +128,7 @@ async def _upgrade(workers: Sequence[Mapping[str, str]], systemctl: Systemctl) -
 
 def made(config: Path | None, name: str, state_dir: Path, *, user: bool) -> tuple[list[File], list[File]]:
     """Units, and the files with their variables; exits with the reason if the host cannot run."""
-    from services.launcher.service_units.systemd import CannotWriteUnit, UnitOptions, unit_files, variable_files
+    from services.launcher.systemd import CannotWriteUnit, UnitOptions, unit_files, variable_files
 
     try:
         processes = processes_of(config, name, state_dir)

@@ -20,7 +20,7 @@ from shared.contracts.ids import is_subject_token
 
 if TYPE_CHECKING:
     from services.launcher.fleet.host_part import HostPart
-    from services.launcher.fleet.token import Token
+    from services.launcher.fleet.joining import Token
     from services.launcher.system.options import UpOptions
     from services.launcher.system.state_file import RunningSystem
 
@@ -120,7 +120,7 @@ def _made(state_dir: Path, running: RunningSystem | None, nats_url: str, part: H
     """The token. If NATS runs, it knows the keys in it afterwards."""
     from services.launcher.cluster.folder import FOLDER, CannotCreate
     from services.launcher.fleet import head
-    from services.launcher.fleet.token import write_token
+    from services.launcher.fleet.joining import write_token
 
     keys = Path(running.keys_dir) if running and running.keys_dir else state_dir / FOLDER
     try:
@@ -187,7 +187,7 @@ def only_host(state_dir: Path) -> str:
 
 def token_in(given: str) -> Token:
     """The token in a file, on standard input, or in the text itself; exits with the reason if there is none."""
-    from services.launcher.fleet.token import WrongToken, looks_like_token, read_token
+    from services.launcher.fleet.joining import WrongToken, looks_like_token, read_token
 
     try:
         if given == "-":
@@ -206,7 +206,7 @@ def token_in(given: str) -> Token:
 def stored(state_dir: Path, host_name: str) -> Token:
     """The token that the host has joined with; exits with the reason if it cannot be read."""
     from services.launcher.fleet import joining
-    from services.launcher.fleet.token import WrongToken
+    from services.launcher.fleet.joining import WrongToken
 
     try:
         return joining.stored_token(state_dir, host_name)
@@ -224,7 +224,7 @@ def run_joined(state_dir: Path, found: Token, part: HostPart) -> int:
 def options_of(state_dir: Path, found: Token, part: HostPart) -> UpOptions:
     """The options of a host that has joined, with its variables set; exits with the reason if it cannot run."""
     from services.launcher.fleet import joining
-    from services.launcher.fleet.token import WrongToken
+    from services.launcher.fleet.joining import WrongToken
 
     try:
         return joining.joined_options(state_dir, found, part)

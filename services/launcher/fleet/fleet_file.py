@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from services.launcher.fleet.host_part import HostPart, unusable_variable
-from services.launcher.system.options import ModelOptions
-from services.launcher.system.sizes import parse_bytes
+from services.launcher.system.options import ModelOptions, parse_bytes
 from shared.contracts.ids import is_subject_token
 from shared.contracts.workers import Role
 

@@ -12,11 +12,10 @@ from typing import Self, TypeVar, cast
 
 from services.launcher.cluster.access import launcher_access
 from services.launcher.system import children
-from services.launcher.system.board import Row
 from services.launcher.system.children import Child, ChildStarter
 from services.launcher.system.process_death import RestartHistory, RestartPolicy, last_lines, why_it_died
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
-from services.launcher.system.screen import Screen
+from services.launcher.system.screen import Row, Screen
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DRAINED, SERVICE_STATUS

@@ -13,11 +13,10 @@ from services.launcher.bus_client import read_fleet
 from services.launcher.cluster.access import use_keys
 from services.launcher.cluster.folder import CannotCreate, InitRequest
 from services.launcher.system import children, machine, state_file
-from services.launcher.system.board import Board
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import plan_system
 from services.launcher.system.process_plan import Machine, PlanRefused
-from services.launcher.system.screen import Screen
+from services.launcher.system.screen import Board, Screen
 from services.launcher.system.session import Session, endpoints
 from services.launcher.system.state_file import RunningModel, RunningSystem
 from shared.bus.port import BusDown, BusError

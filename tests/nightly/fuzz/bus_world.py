@@ -17,7 +17,7 @@ from rich.console import Console
 from connector.messages import EngineCall, EngineNotification
 from services.collector.http.access import Access
 from services.collector.service import Collector
-from services.launcher.system.scaling_steps import OwnWorker, steps_for
+from services.launcher.system.scaling import OwnWorker, steps_for
 from services.launcher.views.top import Top
 from services.launcher.views.workers import Drawing
 from services.orchestrator.service import Orchestrator

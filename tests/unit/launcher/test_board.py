@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.launcher.system.board import Board
+from services.launcher.system.screen import Board
 from shared.contracts.control import ServicePhase, ServiceStatus
 
 

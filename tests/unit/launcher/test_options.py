@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.launcher.commands.options import no_nats
-from services.launcher.system.sizes import parse_bytes
+from services.launcher.system.options import parse_bytes
 from shared.bus.port import BusDown
 
 URL = "nats://router:secret@127.0.0.1:9"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.launcher.system.process_plan import ProcessPlan, Stage
-from services.launcher.system.scaling_steps import OwnWorker, own_worker, steps_for
+from services.launcher.system.scaling import OwnWorker, own_worker, steps_for
 from services.launcher.system.system import reset_saved_role
 from shared.contracts.planning import ScaleFleet
 from shared.contracts.workers import Role, WorkerPhase

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.service_units.systemd import (
+from services.launcher.system.options import ModelOptions, UpOptions
+from services.launcher.system.plan import plan_system
+from services.launcher.system.process_plan import Machine, ProcessPlan
+from services.launcher.systemd import (
     CannotWriteUnit,
     UnitOptions,
     command_line,
@@ -19,9 +22,6 @@ from services.launcher.service_units.systemd import (
     variable_files,
     variables_text,
 )
-from services.launcher.system.options import ModelOptions, UpOptions
-from services.launcher.system.plan import plan_system
-from services.launcher.system.process_plan import Machine, ProcessPlan
 
 MACHINE = Machine(python=sys.executable, nats_server=sys.executable, cores=(0, 1))
 OPTIONS = UpOptions(

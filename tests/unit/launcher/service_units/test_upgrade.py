@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from services.launcher.service_units.upgrade import Systemctl, UpgradeStopped, restart_workers
+from services.launcher.systemd import Systemctl, UpgradeStopped, restart_workers
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from tests.support.memory_bus import MemoryBus, MemoryHub

@@ -1,1 +1,0 @@
-"""Units of a service manager that run the processes of one host."""
