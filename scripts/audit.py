@@ -112,9 +112,8 @@ def main() -> int:
         print(f"{PIP_AUDIT} could not be installed: {error}", file=sys.stderr)
         return NO_DATA
     all_found = []
-    for requirements in sorted((ROOT / "requirements").glob("*.txt")):
-        if "--hash=" not in requirements.read_text(encoding="utf-8"):
-            continue
+    files = sorted((ROOT / "requirements").glob("*.txt"))
+    for requirements in (each for each in files if "--hash=" in each.read_text(encoding="utf-8")):
         all_found.append(audit(tool, requirements))
         print("\n".join(as_text(requirements.name, all_found[-1])), flush=True)
     code = exit_code(all_found)

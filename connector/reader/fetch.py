@@ -248,19 +248,18 @@ class Fetch:
     def on_part(self, part: ReadPart, now: float) -> None:
         """Blocks of a read are final."""
         request, first, left = self._reads.pop(part.read_id)
+        begin = first + part.first
         request.reading -= part.count
         if left > part.count:
             self._reads[part.read_id] = (request, first, left - part.count)
         if part.failure:
             request.totals.fail(part.failure)
-            self._progress.mark(first + part.first, part.count, MISSING)
-            self._spent.update(
-                (request.peer, index) for index in range(first + part.first, first + part.first + part.count)
-            )
+            self._progress.mark(begin, part.count, MISSING)
+            self._spent.update((request.peer, index) for index in range(begin, begin + part.count))
         else:
             request.totals.tokens += part.count * self.plan.block_tokens
             request.totals.moved(part.started_s, part.ended_s, part.bytes)
-            self._progress.mark(first + part.first, part.count, ARRIVED)
+            self._progress.mark(begin, part.count, ARRIVED)
         self._go_on(now)
 
     def on_peer(self, now: float) -> None:

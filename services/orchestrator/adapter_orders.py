@@ -285,16 +285,10 @@ class AdapterOrders:
 
     async def _note(self, done: AdapterOrdered) -> None:
         """The audit: this process's log has every order; operators are told."""
-        order = done.order
-        log.info(
-            "adapter order by %r%s: %s %r from %r: %s",
-            order.by,
-            ", again" if done.automatic else "",
-            order.action.value,
-            order.name,
-            order.path,
-            done.refusal or ", ".join(_as_text(change) for change in done.changes) or "no worker had it",
-        )
+        order, again = done.order, ", again" if done.automatic else ""
+        result = done.refusal or ", ".join(_as_text(change) for change in done.changes) or "no worker had it"
+        what = (order.action.value, order.name, order.path)
+        log.info("adapter order by %r%s: %s %r from %r: %s", order.by, again, *what, result)
         self._log.appendleft(done)
         try:
             await self._bus.publish(ADAPTER_ORDERED, done)

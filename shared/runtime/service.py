@@ -179,18 +179,14 @@ def run_service(  # noqa: PLR0913  # the whole life of a process
 
 @contextmanager
 def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[tuple[Tracer, SpanSink | None]]:
-    if not common.otlp_endpoint:
+    endpoint = common.otlp_endpoint
+    if not endpoint:
         yield NoOpTracer(), None
         return
     # The SDK costs 7 MB and 0.1 s of start-up, so only processes that trace import it.
     from shared.telemetry.setup import setup
 
-    telemetry = setup(
-        facts.name,
-        facts.instance,
-        otlp_endpoint=common.otlp_endpoint,
-        trace_sample_ratio=common.trace_sample_ratio,
-    )
+    telemetry = setup(facts.name, facts.instance, otlp_endpoint=endpoint, trace_sample_ratio=common.trace_sample_ratio)
     try:
         yield telemetry.tracer, telemetry.sink
     finally:

@@ -17,6 +17,11 @@ ORDER = "services.launcher.options"
 MODEL = "model"
 REPEATED = ("aliases", "attach")
 """Options of which all values count; of others the last one."""
+OF_EACH_MODEL = (
+    MODEL, *REPEATED, "prefill", "decode", "both", "store", "attach_key_file", "connector", "kv_cache", "engine_args",
+    "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "workers_min", "workers_max", "sleep_after",
+)  # fmt: skip
+"""Options whose values `baton up` reads from the context, model by model."""
 MODELS_MAX = 64
 
 
@@ -136,7 +141,7 @@ def model_options(given: Mapping[str, Any], *, join: bool) -> ModelOptions:
         store=given.get("store", 0),
         attach=given.get("attach", ()),
         attach_key_file=absolute(given.get("attach_key_file", "")),
-        connector=given["connector"].value if "connector" in given else "",
+        connector=given.get("connector", ""),
         kv_cache_bytes=size(given.get("kv_cache", "")),
         engine_args=given.get("engine_args", ""),
         gpus_per_worker=given.get("gpus_per_worker", 1),

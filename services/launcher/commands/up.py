@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from services.launcher.cluster.access import keys_for
 from services.launcher.commands.model_options import (
     MODELS_MAX,
+    OF_EACH_MODEL,
     ORDER,
     Alias,
     Attach,
@@ -132,7 +132,7 @@ def add_to(app: typer.Typer) -> None:
     )(up)
 
 
-def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
+def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared; see OF_EACH_MODEL
     ctx: typer.Context,
     model: Model = None,
     aliases: Alias = None,
@@ -174,19 +174,8 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         up_host(ctx, config, name, state_dir or Path(common.state_dir))
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
     nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
-    workers = {"prefill": prefill, "decode": decode, "both": both, "store": store}
-    attached = {"attach": attach, "attach_key_file": attach_key_file}
-    engines = {"connector": connector, "kv_cache": kv_cache, "engine_args": engine_args}
-    gpus = {
-        "gpus_per_worker": gpus_per_worker,
-        "gpus_per_prefill": gpus_per_prefill,
-        "gpus_per_decode": gpus_per_decode,
-    }
-    limits = {"workers_min": workers_min, "workers_max": workers_max, "sleep_after": sleep_after}
     options = UpOptions(
-        models=models_of(
-            ctx, join=join, model=model, aliases=aliases, **workers, **attached, **engines, **gpus, **limits
-        ),
+        models=models_of(ctx, join=join),
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
         host=host,
         port=port,
@@ -203,6 +192,11 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         join=join,
         awake_max=awake_max,
     )
+    run(options)
+
+
+def run(options: UpOptions) -> NoReturn:
+    """Run the system until it ends."""
     from services.launcher.system.up import run_up  # Imported here so that `baton --help` is quick.
 
     sys.exit(asyncio.run(run_up(options)))
@@ -219,8 +213,9 @@ def up_host(ctx: typer.Context, config: Path | None, name: str, state_dir: Path)
     sys.exit(run_host(config, name, state_dir.expanduser().absolute()))
 
 
-def models_of(ctx: typer.Context, *, join: bool, **given: Sequence[Any] | None) -> tuple[ModelOptions, ...]:
+def models_of(ctx: typer.Context, *, join: bool) -> tuple[ModelOptions, ...]:
     """The models with their workers. Exits when a variable would give several models one name."""
+    given = {name: values for name, values in ctx.params.items() if name in OF_EACH_MODEL}
     models = [model_options(each, join=join) for each in by_model(ctx.meta[ORDER], given)]
     if len(models) > MODELS_MAX:
         fail(f"{len(models)} models are more than {MODELS_MAX}.")

@@ -70,10 +70,7 @@ class LoadedAdapters:
 
     async def load(self, name: str, source: Path, within: Path | None = None) -> LoraAdapter:
         """See the port."""
-        if not NAME.fullmatch(name):
-            raise AdapterRefused(f"{name[:128]!r} is no name for an adapter: {NAME_RULE}")
-        if name in self._models:
-            raise AdapterRefused(f"{name} is a name of the model itself")
+        self._check_name(name)
         async with self._changing:
             if name not in self._by_name and len(self._by_name) >= ADAPTERS_MAX:
                 raise AdapterRefused(f"{ADAPTERS_MAX} adapters are loaded, the maximum: unload one first")
@@ -85,6 +82,13 @@ class LoadedAdapters:
             hashed_as = await self._backend.enter(name, files)
             adapter = self._by_name[name] = LoraAdapter(name=name, digest=files.digest, hashed_as=hashed_as)
             return adapter
+
+    def _check_name(self, name: str) -> None:
+        """Raises AdapterRefused."""
+        if not NAME.fullmatch(name):
+            raise AdapterRefused(f"{name[:128]!r} is no name for an adapter: {NAME_RULE}")
+        if name in self._models:
+            raise AdapterRefused(f"{name} is a name of the model itself")
 
     async def unload(self, name: str) -> None:
         """See the port."""

@@ -6,10 +6,10 @@ import queue
 import threading
 from types import SimpleNamespace
 
-from connector.scheduler.engine_loop import IdleWait
-
 
 def waiting():
+    from connector.scheduler.engine_loop import IdleWait  # Imports vLLM.
+
     inbox = queue.Queue()
     idle_wait = IdleWait()
     idle_wait.attach_to(SimpleNamespace(input_queue=inbox))

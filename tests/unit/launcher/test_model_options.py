@@ -72,7 +72,7 @@ def models_of(*typed: str) -> list[tuple[str | int, ...]]:
         aliases: up.Alias = None,
         host: up.Host = "",
     ) -> None:
-        models = up.models_of(ctx, join=False, model=model, prefill=prefill, decode=decode, both=both, aliases=aliases)
+        models = up.models_of(ctx, join=False)
         found.extend((each.model, each.prefill, each.decode, each.both, *each.aliases) for each in models)
 
     app = typer.Typer()
