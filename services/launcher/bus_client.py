@@ -103,9 +103,11 @@ async def next_status(nats_url: str, service: str, instance: str, within_s: floa
         if not received.done():
             received.set_result(status)
 
-    sender = {"service": service, "instance": instance} if instance else {"service": service}
     async with open_bus(nats_url) as bus:
-        await bus.subscribe(SERVICE_STATUS, on_status, **sender)
+        if instance:
+            await bus.subscribe(SERVICE_STATUS, on_status, service=service, instance=instance)
+        else:
+            await bus.subscribe(SERVICE_STATUS, on_status, service=service)
         try:
             return await asyncio.wait_for(received, within_s)
         except TimeoutError:

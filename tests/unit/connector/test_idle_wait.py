@@ -7,11 +7,15 @@ import threading
 from types import SimpleNamespace
 
 
-def waiting():
+def new_idle_wait():
     from connector.scheduler.engine_loop import IdleWait  # Imports vLLM.
 
+    return IdleWait()
+
+
+def waiting():
     inbox = queue.Queue()
-    idle_wait = IdleWait()
+    idle_wait = new_idle_wait()
     idle_wait.attach_to(SimpleNamespace(input_queue=inbox))
     idle_wait.note_step(scheduled_tokens=0)
     return idle_wait, inbox
@@ -82,7 +86,7 @@ def test_wake_before_the_wait_prevents_it():
 
 
 def test_wake_without_a_queue_does_nothing():
-    idle_wait = IdleWait()
+    idle_wait = new_idle_wait()
 
     idle_wait.wake()
 
@@ -90,7 +94,7 @@ def test_wake_without_a_queue_does_nothing():
 
 
 def test_an_engine_without_a_queue_does_not_wait():
-    idle_wait = IdleWait()
+    idle_wait = new_idle_wait()
     idle_wait.note_step(scheduled_tokens=0)
 
     idle_wait.wait()
