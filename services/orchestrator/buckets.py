@@ -48,16 +48,20 @@ async def make_buckets(bus: Bus, lease_s: float, kept: KeptFor = KeptFor()) -> N
     await bus.make_bucket(DEFAULT_MODE, ttl_s=None)
     await bus.make_bucket(WANTED_ADAPTERS, ttl_s=None)
     try:  # A disk may be too small for the next ones: requests are served without them.
-        await bus.make_bucket(USAGE, ttl_s=kept.usage_days * DAY_S, kept_bytes_max=LEDGER_BYTES_MAX)
-        if kept.responses_bytes_max:
-            size = kept.responses_bytes_max
-            await bus.make_bucket(RESPONSES, ttl_s=kept.responses_s, kept_bytes_max=size, drops_oldest=True)
-        if kept.files_bytes_max:
-            await bus.make_bucket(FILES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
-            await bus.make_bucket(BATCHES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
-            await bus.make_bucket(FILE_PARTS, ttl_s=FILES_S, kept_bytes_max=kept.files_bytes_max)
+        await _make_buckets_on_disk(bus, kept)
     except BusError as error:
         log.info("usage, responses or files cannot be kept, trying again: %s", error)
+
+
+async def _make_buckets_on_disk(bus: Bus, kept: KeptFor) -> None:
+    await bus.make_bucket(USAGE, ttl_s=kept.usage_days * DAY_S, kept_bytes_max=LEDGER_BYTES_MAX)
+    if kept.responses_bytes_max:
+        size = kept.responses_bytes_max
+        await bus.make_bucket(RESPONSES, ttl_s=kept.responses_s, kept_bytes_max=size, drops_oldest=True)
+    if kept.files_bytes_max:
+        await bus.make_bucket(FILES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
+        await bus.make_bucket(BATCHES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
+        await bus.make_bucket(FILE_PARTS, ttl_s=FILES_S, kept_bytes_max=kept.files_bytes_max)
 
 
 async def keep_buckets(bus: Bus, lease_s: float, kept: KeptFor) -> None:

@@ -192,21 +192,24 @@ class Worker:
 
     async def _be_ready_unless(self, drain_wanted: asyncio.Task[DrainPlan]) -> None:
         """Take legs once the KV self-test has passed, unless the worker is to drain before that."""
-        note = self._engine.facts.note
-        if self._prober is not None:
-            await self._status.probing()
-            probing = asyncio.create_task(self._prober.until_passed(self._status.probing), name="probe")
-            try:
-                await asyncio.wait([probing, drain_wanted], return_when=asyncio.FIRST_COMPLETED)
-                note = "; ".join(filter(None, (note, probing.result() if probing.done() else "")))
-            finally:
-                probing.cancel()
+        remark = await self._probe_until(drain_wanted, self._prober) if self._prober is not None else ""
+        note = "; ".join(filter(None, (self._engine.facts.note, remark)))
         if drain_wanted.done():
             return
         if self._engine.health is None:
             await self._status.ready(note)
         else:
             await _unless_first(drain_wanted, follow_health(self._engine.health, self._status, note))
+
+    async def _probe_until(self, drain_wanted: asyncio.Task[DrainPlan], prober: Prober) -> str:
+        """Run the KV self-test until it has passed or the worker is to drain; returns what operators should know."""
+        await self._status.probing()
+        probing = asyncio.create_task(prober.until_passed(self._status.probing), name="probe")
+        try:
+            await asyncio.wait([probing, drain_wanted], return_when=asyncio.FIRST_COMPLETED)
+            return probing.result() if probing.done() else ""
+        finally:
+            probing.cancel()
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)

@@ -69,15 +69,18 @@ class SpeedLearner:
             self._pairs = _average(self._pairs, done.prefill_pairs / done.prefill_tokens)
         if done.decode_requests:
             self._context = _average(self._context, done.decode_context_tokens / done.decode_requests)
+        self._speed = self._estimate()
+        return True
+
+    def _estimate(self) -> EngineSpeed:
         measured = self._costs.measured
-        self._speed = EngineSpeed(
+        return EngineSpeed(
             **StepTimeModel(*self._costs.values())._asdict(),
             prefill_samples=sum(measured[PREFILL]),
             decode_samples=sum(measured[DECODE]),
             batch_spread=self._costs.spread(Steps(decode_requests=1.0, decode_context_tokens=self._context).work()),
             pairs_per_token=self._pairs,
         )
-        return True
 
 
 def _average(before: float, value: float) -> float:
