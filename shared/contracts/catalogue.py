@@ -170,10 +170,6 @@ def main(arguments: list[str]) -> int:
     return stale
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 CONTENT_TYPE = "application/msgpack"
 
 
@@ -270,3 +266,7 @@ def _yaml(value: Any, indent: str = "") -> Iterator[str]:
             yield from rest
         else:
             yield f"{indent}- {json.dumps(inner, ensure_ascii=False)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
