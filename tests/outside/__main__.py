@@ -24,7 +24,7 @@ from tests.outside.suites.sdks import ANTHROPIC, OPENAI
 from tests.outside.suites.vllm_api import VllmApi
 from tests.outside.suites.vllm_bench import VllmBench
 from tests.outside.suites.vllm_pd import VllmPd
-from tests.outside.targets import modes, one_engine, prefill_and_decode
+from tests.outside.targets import model_folder, modes, one_engine, prefill_and_decode
 
 SUITES: Sequence[Suite] = (
     VllmPd(),
@@ -77,11 +77,12 @@ class Session:
     def of_one_engine(self, suite: Suite) -> Run:
         """What the latest run on one engine found. Raises CannotRun."""
         if not self._file(suite).exists():
-            raise CannotRun("it has no outcomes of one engine: run it without --again-on-pd")
+            raise CannotRun("it has no outcomes of one engine with this model: run it without --again-on-pd")
         return msgspec.json.decode(self._file(suite).read_bytes(), type=Run)
 
     def _file(self, suite: Suite) -> Path:
-        return self._scratch / f"{suite.name}.one-engine.json"
+        """Of this model only: another one gives other texts."""
+        return self._scratch / f"{suite.name}.{model_folder().name}.json"
 
     def on_pd(self) -> Iterator[tuple[Suite, Run, str]]:
         """The same on a prefill and a decode worker, one after the other, with the modes of its requests."""

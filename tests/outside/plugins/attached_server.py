@@ -58,7 +58,6 @@ class AttachedServer(utils.RemoteOpenAIServer):
         """The server goes on."""
 
 
-def pytest_configure() -> None:
-    """Before any test module is imported."""
-    utils.RemoteOpenAIServer = AttachedServer
-    HfApi.snapshot_download = lambda *_args, **_kwargs: os.environ["ATTACHED_MODEL"]
+# On import: conftest files take the name before any hook of a plugin runs.
+utils.RemoteOpenAIServer = AttachedServer
+HfApi.snapshot_download = lambda *_args, **_kwargs: os.environ["ATTACHED_MODEL"]
