@@ -32,6 +32,10 @@ PASSED_THROUGH = (
     TRANSLATIONS,
 )
 """One worker serves the whole request, as it is."""
+SERVER_TOOLS = ("web_search_preview", "code_interpreter", "container", "mcp")
+"""Types of a response's tools that vLLM's server runs if it was started with a tool server, and then asks its engine
+again. All others are the client's: functions, namespaces of functions, and whatever else agents send.
+"""
 SERVED = frozenset((*PLACED, *PASSED_THROUGH, TOKENIZER_INFO))
 METHODS = {TOKENIZER_INFO: "GET"}
 """Of paths that are not asked with POST."""

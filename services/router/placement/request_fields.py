@@ -12,7 +12,7 @@ from services.router.placement.media import foreign_media
 from services.router.placement.sequences import GENERATING, batch_size, completions, is_one_input, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES, SERVER_TOOLS
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
@@ -318,10 +318,10 @@ def unsplittable_response(body: Body) -> str:
         return "the previous response is kept by a server"
     if given(body.tools):
         try:
-            kinds = {tool.type for tool in _tools.decode(body.tools)}
+            tools = _tools.decode(body.tools)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "its tools cannot be read"
-        if kinds - {"function"}:
+        if any(tool.type in SERVER_TOOLS for tool in tools):
             return "the server runs its tools"
     return "" if given(body.input) else "there is no input"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, PLACED, RESPONSES
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, PLACED, RESPONSES, SERVER_TOOLS
 from shared.contracts.ids import NO_LEG
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import KvOffer, LegOrder
@@ -131,7 +131,9 @@ def goes_on_alone(fields: dict[str, msgspec.Raw]) -> bool:
     if _value(fields, "background") or _value(fields, "previous_response_id") is not None:
         return True
     tools = _value(fields, "tools") or []
-    return not isinstance(tools, list) or any(not isinstance(it, dict) or it.get("type") != "function" for it in tools)
+    return not isinstance(tools, list) or any(
+        not isinstance(it, dict) or it.get("type") in SERVER_TOOLS for it in tools
+    )
 
 
 def _is_one_prompt(prompt: Any) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.placement.request_fields import read_request
-from shared.contracts.engine_paths import CHAT, COMPLETIONS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES, SERVER_TOOLS
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -39,6 +39,25 @@ def test_a_single_prompt_can_be_split(prompt):
 @pytest.mark.parametrize("prompt", [["a"], [[1], [2]], [], None, {"a": 1}, 3])
 def test_several_prompts_or_none_cannot_be_split(prompt):
     assert read_request(COMPLETIONS, json.dumps({"prompt": prompt}).encode()).unsplittable
+
+
+def response(*kinds: object) -> bytes:
+    return json.dumps({"input": "x", "tools": [{"type": kind, "name": "t"} for kind in kinds]}).encode()
+
+
+def test_tools_that_a_client_runs_do_not_prevent_a_split():
+    """As Codex sends them."""
+    assert read_request(RESPONSES, response("function", "namespace", "custom", "web_search")).unsplittable == ""
+
+
+@pytest.mark.parametrize("kind", SERVER_TOOLS)
+def test_tools_that_an_engines_server_runs_prevent_a_split(kind):
+    assert read_request(RESPONSES, response("function", kind)).unsplittable == "the server runs its tools"
+
+
+@pytest.mark.parametrize("kind", [None, 1, [], {}])
+def test_any_type_of_a_tool_is_parsed_without_an_error(kind):
+    assert read_request(RESPONSES, response(kind)).path == RESPONSES
 
 
 def test_max_completion_tokens_overrides_max_tokens():

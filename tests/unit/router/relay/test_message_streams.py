@@ -134,7 +134,7 @@ def test_a_broken_stream_of_a_message_ends_with_an_error_that_clients_of_message
     [
         ({"previous_response_id": "resp_0"}, "the previous response is kept by a server"),
         ({"background": True}, "the server keeps a response"),
-        ({"tools": [{"type": "web_search"}]}, "the server runs its tools"),
+        ({"tools": [{"type": "web_search_preview"}]}, "the server runs its tools"),
     ],
 )
 def test_a_response_of_which_a_server_knows_more_is_not_resumed(fields, why):

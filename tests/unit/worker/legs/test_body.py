@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.legs.body import HANDOFF_PATHS, PRIVATE, prepare, salted
+from services.worker.legs.body import HANDOFF_PATHS, PRIVATE, own_body, prepare, salted
+from shared.contracts.engine_paths import SERVER_TOOLS
 from shared.contracts.inference import LegKind
 
 CHAT = "/v1/chat/completions"
@@ -134,6 +138,29 @@ def test_one_prompt_and_one_completion_are_handed_off(more):
     assert json.loads(prepare(LegKind.DECODE, COMPLETIONS, body, TRANSFER))["kv_transfer_params"] == json.loads(
         TRANSFER
     )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_plain"),
+    [
+        (["function", "namespace", "custom", "web_search"], True),
+        *((["function", kind], False) for kind in SERVER_TOOLS),
+    ],
+)
+def test_a_response_is_handed_off_unless_the_engines_server_runs_its_tools(kinds, is_plain):
+    fields = {"model": "m", "input": "x", "tools": [{"type": kind, "name": "t"} for kind in kinds]}
+
+    assert own_body("/v1/responses", json.dumps(fields).encode(), LegKind.DECODE, moves_kv=True).is_plain is is_plain
+
+
+def test_vllms_server_runs_no_other_tools():
+    """The types that it looks for among a response's tools."""
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(package.origin).parent / "entrypoints/openai/responses/serving.py").read_text()
+
+    assert {*re.findall(r'"(\w+)" in requested_tool_types', source), "mcp"} == {*SERVER_TOOLS}
 
 
 def test_a_decode_leg_without_kv_computes_the_prompt_itself():
