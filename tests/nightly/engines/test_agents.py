@@ -146,14 +146,14 @@ class Codex:
             "instructions": INSTRUCTIONS,
             "input": [*self._items],
             "tools": [
+                *map(self._function, TOOLS),
                 {
-                    "type": "function",
-                    "name": name,
-                    "description": prose(name, 60),
-                    "strict": False,
-                    "parameters": parameters(name),
-                }
-                for name in TOOLS
+                    "type": "namespace",
+                    "name": "agents",
+                    "description": "Other agents",
+                    "tools": [self._function("Send")],
+                },
+                {"type": "web_search", "external_web_access": False},
             ],
             "tool_choice": "auto",
             "parallel_tool_calls": False,
@@ -161,6 +161,10 @@ class Codex:
             "include": ["reasoning.encrypted_content"],
             "prompt_cache_key": "0199-session",
         }
+
+    def _function(self, name: str) -> dict[str, Any]:
+        about = {"description": prose(name, 60), "strict": False, "parameters": parameters(name)}
+        return {"type": "function", "name": name, **about}
 
     async def ask(self, body: dict[str, Any], headers: dict[str, str], **more: Any) -> Answer:
         """Stream the answer."""
