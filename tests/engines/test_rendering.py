@@ -170,7 +170,7 @@ async def test_every_conversation_is_rendered_as_the_engine_gets_them(server):
 
 async def test_responses_of_which_the_server_makes_more_are_not_rendered(server):
     kept = ({"background": True}, {"previous_response_id": "resp_1"})
-    for fields in (*kept, {"tools": [{"type": "web_search"}]}, {"tools": "x"}):
+    for fields in (*kept, {"tools": [{"type": "web_search_preview"}]}, {"tools": "x"}):
         body = json.dumps({"model": MODEL, "input": LONG["text"], **fields}).encode()
 
         assert (await rendered(server, body, path="/v1/responses")).refusal
