@@ -1,4 +1,4 @@
-"""Paths of vLLM's server that routers serve by passing a request to workers."""
+"""Paths of vLLM's server that routers serve by passing a request to workers, and the tools that it runs itself."""
 
 from __future__ import annotations
 
