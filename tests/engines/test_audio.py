@@ -152,8 +152,6 @@ async def test_vllms_server_reads_the_form_and_refuses_clearly(there: Front):
 
 
 async def test_audio_is_transcribed_under_its_tenants_salt(there: Front):
-    pytest.importorskip("soundfile", reason="vLLM decodes audio with it (pip install vllm[audio])")
-
     status, answer = await ask(there, second_of_silence(), model=MODEL, language="en")
 
     assert status == 200, answer
