@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from services.router.placement.decision import Decision, DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.state.fleet import Fleet
+from services.router.placement.placer import Fleet
 from services.router.telemetry.ttft import Legs, Timings, ttft_parts
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import RequestId, RouterId

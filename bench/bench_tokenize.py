@@ -32,9 +32,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import Fleet
 from services.router.placement.request_fields import RequestFacts, read_request
 from services.router.service import tune_garbage_collection
-from services.router.state.fleet import Fleet
 from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.segments import Prompt
 from services.router.tokenize.tokenizer import PromptTokenizer

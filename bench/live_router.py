@@ -19,10 +19,9 @@ from replay.policies import BASELINES, BATON
 from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
 from replay.profile import PROFILES
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.placer import Placer
+from services.router.placement.placer import Fleet, Placer
 from services.router.service import Router, run
 from services.router.settings import Settings
-from services.router.state.fleet import Fleet
 from services.router.telemetry.tracing import Tracing
 from shared.contracts.ids import WorkerId
 from shared.http.server import listen

@@ -33,7 +33,7 @@ PURE = {
     "services.launcher.views": "watch",
     "services.orchestrator": "lifecycle sleeper",
     "services.orchestrator.planner": "change family planner rules work",
-    "services.router.admission": "admission fair_share queues scheduling_pass",
+    "services.router.admission": "admission fair_share queues",
     "services.router.auth": "api_keys rate_limit",
     "services.router.batches": "lines",
     "services.router.placement": (

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from replay.legs import Active, RequestCounts
 from replay.profile import Profile
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.placer import Fleet
 from services.router.placement.request_fields import Mode
-from services.router.state.fleet import Fleet
 from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId

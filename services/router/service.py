@@ -22,15 +22,15 @@ from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.lora_routes import OrderAdapters
 from services.router.http.request import HttpRequest
-from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
+from services.router.placement.placer import Fleet
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
-from services.router.relay.retry import Retry
+from services.router.relay.request_context import ResponseHeaders
+from services.router.relay.retry import Retry, Suspects
 from services.router.relay.start_leg import LegLoads, LegStarter
-from services.router.relay.suspects import Suspects
 from services.router.responses.responses import Responses
 from services.router.settings import (
     Settings,
@@ -43,7 +43,6 @@ from services.router.settings import (
 from services.router.state.block_table import IS_COMPILED
 from services.router.state.bus_health import BusHealth
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
-from services.router.state.fleet import Fleet
 from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.metrics import (

@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.state.fleet import Fleet as View
+from services.router.placement.placer import Fleet as View
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.state.worker_view import Sent, WorkerView
 from services.worker.engines.simulated.core.engine_core import ModelTokens

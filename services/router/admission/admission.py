@@ -18,8 +18,14 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from services.router.admission.fair_share import cost_of
-from services.router.admission.queues import ModelQueue, PriorityQueue, QueueEntry
-from services.router.admission.scheduling_pass import Place, SchedulingPass, prefill_worker
+from services.router.admission.queues import (
+    ModelQueue,
+    Place,
+    PriorityQueue,
+    QueueEntry,
+    SchedulingPass,
+    prefill_worker,
+)
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId

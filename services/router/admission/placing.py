@@ -14,9 +14,9 @@ from collections.abc import Callable
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.placer import Fleet
 from services.router.relay.request_context import RequestContext
 from services.router.state.bus_health import BusHealth
-from services.router.state.fleet import Fleet
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import WAKE_MODEL
 from shared.contracts.failures import Reason

@@ -128,6 +128,18 @@ def same_limits(one: Key, other: Key) -> bool:
     )
 
 
+def refusal_of(client: ApiClient, now: float) -> HttpError | None:
+    """Why this client's request to a route of FastAPI that needs the permission to have requests served gets no answer,
+    whatever it asks for; None when it does. Counts the request.
+    """
+    if client is ANYONE:
+        return None
+    if not client.key.may(Permission.INFER):
+        return NOT_FOR_INFERENCE
+    over = client.rate_limit.request(now)
+    return limited(over, client, now) if over is not None else None
+
+
 def limited(over: Over, client: ApiClient, now: float) -> HttpError:
     """429: a rate limit of the key was reached."""
     body = error_body(429, over.message, code="rate_limit_exceeded", kind=over.kind)

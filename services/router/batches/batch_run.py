@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from services.router.batches.file_store import SegmentWriter, StoreFailed, read
 from services.router.batches.line_server import LineServer, is_set
 from services.router.batches.lines import (
     BadLine,
@@ -29,7 +28,7 @@ from services.router.batches.lines import (
     read_request,
     unanswered,
 )
-from services.router.batches.records import ClaimLost, Records
+from services.router.batches.store import ClaimLost, Records, SegmentWriter, StoreFailed, read
 from shared.bus.port import WrongRevision
 from shared.contracts.batches import (
     CANCELLED,

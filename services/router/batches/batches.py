@@ -13,12 +13,11 @@ import msgspec
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ApiClient
-from services.router.batches.file_store import StoreFailed
 from services.router.batches.files import PURPOSE, FileRefused, Files
 from services.router.batches.line_server import LineServer
 from services.router.batches.lines import ENDPOINTS
-from services.router.batches.records import Records
 from services.router.batches.runner import Runner
+from services.router.batches.store import Records, StoreFailed
 from services.router.http.request import HttpRequest, UploadTotals
 from services.router.relay.request_context import RequestContext
 from services.router.settings import Settings

@@ -8,8 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
-from services.router.batches.file_store import SegmentWriter, StoreFailed, read, remove
-from services.router.batches.records import Records
+from services.router.batches.store import Records, SegmentWriter, StoreFailed, read, remove
 from shared.contracts.batches import FILE_ID, FILE_S_MAX, Segment, StoredFile, record_key
 from shared.runtime.clock import Clock
 

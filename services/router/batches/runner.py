@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import msgspec
 
 from services.router.batches.batch_run import HEARTBEAT_S, BatchRun
-from services.router.batches.file_store import StoreFailed
 from services.router.batches.line_server import LineServer
-from services.router.batches.records import Records
+from services.router.batches.store import Records, StoreFailed
 from shared.bus.port import Bus, BusError, StoredValue, WrongRevision
 from shared.contracts.batches import CANCELLING, LineFault, StoredBatch
 from shared.contracts.channels import BATCHES

@@ -25,12 +25,12 @@ from services.router.http.file_routes import add_files
 from services.router.http.lora_routes import OrderAdapters, add_lora
 from services.router.http.response_routes import add_responses
 from services.router.placement.decision_service import DecisionService
+from services.router.placement.placer import Fleet
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.request_fields import FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
 from services.router.placement.revisions import Shares
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
 from services.router.responses.responses import Responses
-from services.router.state.fleet import Fleet
 from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO

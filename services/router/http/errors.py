@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from fastapi import Response
 
 from services.router.placement.request_fields import Fault
 from shared.contracts.engine_paths import COUNT_TOKENS, MESSAGES
@@ -68,6 +69,12 @@ def error_for(path: str, error: HttpError, request_id: str | None = None) -> Htt
     body = {**_anthropic_error(error.status, told.message, told.code), "request_id": request_id}
     more = error.more if request_id is None else (*error.more, (b"request-id", request_id.encode()))
     return msgspec.structs.replace(error, body=msgspec.json.encode(body), more=more)
+
+
+def error_response(error: HttpError) -> Response:
+    """The error, as FastAPI sends it."""
+    headers = {name.decode(): value.decode("latin-1") for name, value in error.headers()}
+    return Response(error.body, error.status, headers)
 
 
 def error_event(path: str, reason: Reason, message: str) -> bytes:

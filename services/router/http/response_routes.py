@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
+from services.router.auth.authenticator import refusal_of
 from services.router.auth.client import CLIENT_SCOPE_KEY, ApiClient
-from services.router.http.client_routes import error_response, refusal_of
-from services.router.http.errors import bad_request
+from services.router.http.errors import bad_request, error_response
 from services.router.responses.history import BadRequest, fields_of
 from services.router.responses.response_store import NotKept
 from services.router.responses.responses import Responses, not_found, unavailable

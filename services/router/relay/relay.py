@@ -13,7 +13,6 @@ from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import salted
 from services.router.http.errors import bad_request, error_event, failed, path_not_served, refused_field
 from services.router.http.request import HttpRequest
-from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
@@ -22,9 +21,8 @@ from services.router.placement.revisions import with_primary_name
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
-from services.router.relay.request_context import CLIENT_LEFT, RequestContext
-from services.router.relay.retry import Retry
-from services.router.relay.suspects import Suspects
+from services.router.relay.request_context import CLIENT_LEFT, RequestContext, ResponseHeaders
+from services.router.relay.retry import Retry, Suspects
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import DefaultModeFeed

@@ -15,11 +15,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from services.router.placement.placement import Placement
+from services.router.placement.placer import Fleet
 from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
 from services.router.state.block_table import IS_COMPILED
 from services.router.state.feeds import KvFeed
-from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.outcome import TargetOutcome, target_outcome

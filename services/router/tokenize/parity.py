@@ -13,8 +13,8 @@ from enum import StrEnum
 from json import dumps
 from typing import NamedTuple, Protocol
 
+from services.router.placement.placer import Fleet
 from services.router.placement.request_fields import RequestFacts, read_request
-from services.router.state.fleet import Fleet
 from services.router.tokenize.segments import Prompt
 from services.router.tokenize.tokenizer import Lora, PromptTokenizer
 from shared.bus.port import Bus, BusError

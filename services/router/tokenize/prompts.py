@@ -11,10 +11,10 @@ from urllib.parse import parse_qs
 from services.router.http.request import HttpRequest
 from services.router.placement.form import read_form_request
 from services.router.placement.media import has_media
+from services.router.placement.placer import Fleet
 from services.router.placement.request_fields import MODEL_CHARS_MAX, Body, Fault, RequestFacts, read_request
 from services.router.placement.revisions import means
 from services.router.settings import Settings, request_policy
-from services.router.state.fleet import Fleet
 from services.router.state.worker_view import WorkerView
 from services.router.tokenize.parity import ParityWatch
 from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts

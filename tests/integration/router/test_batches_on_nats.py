@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from services.orchestrator.buckets import KeptFor, make_buckets
-from services.router.batches.file_store import SegmentWriter, StoreFailed, read
+from services.router.batches.store import SegmentWriter, StoreFailed, read
 from shared.bus.frame_sender import LegFrames
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.batches.batches import read_wanted
-from services.router.batches.file_store import SegmentWriter, read
 from services.router.batches.files import FileRefused
 from services.router.batches.lines import BadLine, Line, LineReader, Validation, answered, read_request
+from services.router.batches.store import SegmentWriter, read
 from services.router.http.upload_form import BadForm, UploadForm
 from shared.contracts.batches import PART_BYTES
 from tests.support.examples import examples

@@ -9,7 +9,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.relay.suspects import DEATHS_MAX
+from services.router.relay.retry import DEATHS_MAX
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import StartLeg

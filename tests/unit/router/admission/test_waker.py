@@ -13,7 +13,7 @@ import pytest
 
 from services.router.admission.placing import WAITING_MAX, Waker
 from services.router.placement.placement import PlacementPolicy, Rejection
-from services.router.state.fleet import Fleet
+from services.router.placement.placer import Fleet
 from shared.bus.port import Envelope
 from shared.contracts.channels import WAKE_MODEL
 from shared.contracts.failures import Reason

@@ -15,7 +15,7 @@ import pytest
 from services.router.batches.batches import BATCHES_MAX
 from services.router.batches.files import SWEEP_S, Files
 from services.router.batches.lines import LINES_MAX
-from services.router.batches.records import Records
+from services.router.batches.store import Records
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing

@@ -12,13 +12,12 @@ from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import Key
 from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
-from services.router.placement.placer import CostPlacer
+from services.router.placement.placer import CostPlacer, Fleet
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, read_request
 from services.router.placement.revisions import ANY, means, read_shares, with_primary_name
 from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import ClusterView
-from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.ids import WorkerId

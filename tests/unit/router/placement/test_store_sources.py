@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.placer import CostPlacer
+from services.router.placement.placer import CostPlacer, Fleet
 from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts
 from services.router.state.cluster_view import ClusterView
-from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_view import WorkerSpeed
 from shared.contracts.failures import Reason
