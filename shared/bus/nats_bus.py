@@ -72,8 +72,8 @@ async def connect_nats(
     frame_budget_bytes: int = FRAME_BUDGET_BYTES,
     access: Access = OPEN,
 ) -> NatsBus:
-    """Connect, retrying for ``connect_s_max``. Raises BusDown with the last error; BusRefused at once if NATS rejects
-    the credentials or its certificate is not trusted.
+    """Connect, retrying for ``connect_s_max``. Raises BusDown with the last error; BusRefused after a few attempts if
+    NATS rejects the credentials, and at once if its certificate is not trusted.
     """
     bus = NatsBus(frame_budget_bytes, credentials(url, access), ConnectionErrors(url, access))
     await bus.open(url, name, connect_s_max)

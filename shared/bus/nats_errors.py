@@ -16,6 +16,11 @@ log = logging.getLogger("baton.bus")
 ERRORS_LOGGED_MAX = 64
 """Distinct errors that one connection logs."""
 
+LOGINS_MAX = 5
+"""Refused logins of a first connection until the key counts as unknown: a nats-server that reads its configuration anew
+also refuses clients whose login is under way.
+"""
+
 _VIOLATION = re.compile(r"permissions violation for (\w+) to \"([^\"]*)\"", re.IGNORECASE)
 _NOT_YET_VALID, _EXPIRED = 9, 10
 _NAMES_ANOTHER = (62, 64)
@@ -31,11 +36,16 @@ class ConnectionErrors:
         self._url = url
         self._access = access
         self._logged: set[str] = set()
+        self._refused_logins = 0
 
     def report(self, error: Exception) -> None:
         """Log an error of the connection. Raises BusRefused if a retry is useless."""
         why = refusal(error, self._url, self._access)
         if why and self.is_first_attempt:
+            if _is_refused_login(error):
+                self._refused_logins += 1
+                if self._refused_logins < LOGINS_MAX:
+                    return
             self.is_first_attempt = False
             raise BusRefused(why) from error
         text = why or violation(error)
@@ -68,9 +78,13 @@ def refusal(error: Exception, url: str, access: Access) -> str:
             f"NATS at {shown} offers no encryption, but this process requires it (BATON_NATS_CA_FILE, tls://): "
             "nothing was sent. Let nats-server include the secure.conf that `baton init` made."
         )
-    if "authorization violation" in str(error).lower():
+    if _is_refused_login(error):
         return f"NATS at {shown} {_unknown_key(url, access)}"
     return ""
+
+
+def _is_refused_login(error: Exception) -> bool:
+    return "authorization violation" in str(error).lower()
 
 
 def without_password(url: str) -> str:

@@ -10,8 +10,8 @@ import pytest
 
 from services.launcher.cluster.certificates import AUTHORITY_DAYS, SERVER_DAYS, KeyPair, new_authority, new_server
 from shared.bus.nats_credentials import Access, credentials, new_seed, read_seed
-from shared.bus.nats_errors import ERRORS_LOGGED_MAX, ConnectionErrors, refusal, violation
-from shared.bus.port import BusDown
+from shared.bus.nats_errors import ERRORS_LOGGED_MAX, LOGINS_MAX, ConnectionErrors, refusal, violation
+from shared.bus.port import BusDown, BusRefused
 
 NOW = datetime.now(UTC)
 URL = "tls://nats.example.org:4222"
@@ -83,6 +83,15 @@ def test_connection_errors_are_logged_up_to_a_limit(caplog):
         errors.report(Exception("nats: 'Authorization Violation'"))
 
     assert len(caplog.records) == ERRORS_LOGGED_MAX
+
+
+def test_a_login_that_a_reload_of_the_server_interrupts_is_repeated():
+    errors = ConnectionErrors(URL, Access(nkey_file="k"))
+
+    for _ in range(LOGINS_MAX - 1):
+        errors.report(Exception("nats: 'Authorization Violation'"))
+    with pytest.raises(BusRefused, match="does not know the key in k"):
+        errors.report(Exception("nats: 'Authorization Violation'"))
 
 
 @pytest.mark.parametrize("error", [OSError("refused"), TimeoutError(), Exception("nats: maximum connections exceeded")])
