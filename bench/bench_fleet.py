@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from bench.fleet_deeds import Deeds, Seen
+from bench.fleet_faults import FleetFaults, Seen
 from bench.kv_bench_page import machine, table
 from tests.nightly.chaos.chaos import Run, opened_run
 from tests.nightly.chaos.faults import Kind
@@ -60,35 +60,35 @@ async def measure(times: int, remark: str) -> list[str]:
     """All rows."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         async with opened_run(SIZE, Path(folder)) as run:
-            deeds = Deeds(run)
-            await deeds.open()
+            faults = FleetFaults(run)
+            await faults.open()
             try:
-                return await _page(run, deeds, times, remark)
+                return await _page(run, faults, times, remark)
             finally:
-                await deeds.close()
+                await faults.close()
 
 
-async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
+async def _page(run: Run, faults: FleetFaults, times: int, remark: str) -> list[str]:
     broken = [
         (
             "the worker with the most streams is killed and restarted at once",
-            lambda: deeds.break_worker(Kind.KILL, 0.0),
+            lambda: faults.break_worker(Kind.KILL, 0.0),
         ),
         (
             "the worker with the most streams is killed and restarted after 6 s",
-            lambda: deeds.break_worker(Kind.KILL, 6.0),
+            lambda: faults.break_worker(Kind.KILL, 6.0),
         ),
-        ("the worker with the most streams freezes for 6 s", lambda: deeds.break_worker(Kind.FREEZE, 6.0)),
+        ("the worker with the most streams freezes for 6 s", lambda: faults.break_worker(Kind.FREEZE, 6.0)),
         (
             "the worker with the most streams is disconnected from NATS for 4 s",
-            lambda: deeds.break_worker(Kind.CUT, 4.0),
+            lambda: faults.break_worker(Kind.CUT, 4.0),
         ),
-        ("the leading orchestrator is killed", deeds.kill_leader),
-        ("a router is killed", deeds.kill_router),
-        ("NATS is killed for 1 s", lambda: deeds.kill_nats(1.0, forget=False)),
-        ("NATS is killed for 1 s and loses its storage", lambda: deeds.kill_nats(1.0, forget=True)),
+        ("the leading orchestrator is killed", faults.kill_leader),
+        ("a router is killed", faults.kill_router),
+        ("NATS is killed for 1 s", lambda: faults.kill_nats(1.0, forget=False)),
+        ("NATS is killed for 1 s and loses its storage", lambda: faults.kill_nats(1.0, forget=True)),
     ]
-    rows = [_row(what, [await _quiet(run, deed) for _ in range(times)]) for what, deed in broken]
+    rows = [_row(what, [await _quiet(run, act) for _ in range(times)]) for what, act in broken]
     head = PAGE_HEAD.format(
         workers=len(SIZE.roles),
         times=times,
@@ -98,23 +98,23 @@ async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
     )
     lines = [head, "## Faults", "", *table(HEAD, rows)]
     changed = [
-        ("a worker is added: from process start until ready", deeds.add_worker),
-        ("a role changes, decode to both and back, verified", deeds.change_role),
-        ("the worker with the most streams drains and evacuates its prefixes", deeds.drain_worker),
+        ("a worker is added: from process start until ready", faults.add_worker),
+        ("a role changes, decode to both and back, verified", faults.change_role),
+        ("the worker with the most streams drains and evacuates its prefixes", faults.drain_worker),
     ]
     rows = []
-    for what, deed in changed:
-        seen = [await _quiet(run, deed) for _ in range(times)]
+    for what, act in changed:
+        seen = [await _quiet(run, act) for _ in range(times)]
         notes = "; ".join(dict.fromkeys(one.note for one in seen if one.note))
         rows.append([what, _spread([one.noticed_s for one in seen]), notes, sum(one.failed for one in seen)])
     return [*lines, "## Changes", "", *table("change | seconds | remarks | failed", rows)]
 
 
-async def _quiet(run: Run, deed: Callable[[], object]) -> Seen:
+async def _quiet(run: Run, act: Callable[[], object]) -> Seen:
     """One fault or change; the fleet is healthy before and after."""
     await run.ready()
     began = time.monotonic()
-    seen = await deed()  # type: ignore[misc]
+    seen = await act()
     print(f"{time.monotonic() - began:.1f} s: {seen}", file=sys.stderr)
     assert isinstance(seen, Seen)
     return seen

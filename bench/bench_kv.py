@@ -177,7 +177,7 @@ async def measure_turns(size: Size) -> list[str]:
     workers = {"p1": {"role": "prefill"}, "d1": {"role": "decode"}}
     async with bench_fleet(workers, router={"fetch_tokens_min": str(BLOCK), "stream_tokens_min": "-1"}) as fleet:
         cached = await turns.measure_conversations(fleet, turns=size.turns, answer_tokens=512, times=size.times)
-        leases = await busy.leases_in_three_weathers(fleet, "d1", size.leases)
+        leases = await busy.leases_under_load(fleet, "d1", size.leases)
         idle = await busy.idle_cpu(fleet, "d1")
         await fleet.replace("p1", "p2", role="prefill", cpu_cores="0", engine_args="--no-enable-prefix-caching")
         uncached = await turns.measure_next_turns(fleet, size.histories, size.times)

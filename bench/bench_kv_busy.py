@@ -80,7 +80,7 @@ async def measure_leases(fleet: BenchFleet, holder: str, prompt: list[int], time
     return took
 
 
-async def leases_in_three_weathers(fleet: BenchFleet, holder: str, times: int) -> dict[str, list[float]]:
+async def leases_under_load(fleet: BenchFleet, holder: str, times: int) -> dict[str, list[float]]:
     """Of an idle engine, one that decodes four streams, and one that computes long prompts in sequence."""
     prompts = Prompts(6)
     prompt = prompts.new(LEASED_TOKENS)

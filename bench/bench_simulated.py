@@ -13,7 +13,8 @@ from pathlib import Path
 import uvloop
 
 from services.worker.engines.simulated.core.settings import SimulationSettings
-from services.worker.engines.simulated.engine import SimulatedModel, open_simulated_engine
+from services.worker.engines.simulated.engine import open_simulated_engine
+from services.worker.engines.simulated.model import SimulatedModel
 from services.worker.tiny_model import CORPUS, ensure_tiny_tokenizer
 
 INSTANT = {

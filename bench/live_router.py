@@ -1,7 +1,7 @@
 """A router process with a placement policy of the replay: ``python -m bench.live_router POLICY SETTING``.
 
 Everything but placement is the router's own: the bus, the index, the load reports, the legs, the relay. What baselines
-count by themselves (legs sent and not yet ended) is read from the router's own account of them.
+count by themselves (legs sent and not yet ended) is read from the router's own records of them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LiveSetting(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class LiveLedger:
-    """The replay's ledger, as far as policies read it. ``predicted_s`` is what was predicted of the newest placement."""
+class LiveCounts:
+    """The replay's ``RequestCounts``, as far as policies read them. ``predicted_s`` is what was predicted of the newest placement."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -49,7 +49,7 @@ class LiveLedger:
         """Prompts sent to a worker: tokens to compute, and predicted seconds."""
 
     @property
-    def active(self) -> LiveLedger:
+    def active(self) -> LiveCounts:
         return self
 
     def __getitem__(self, worker_id: WorkerId) -> Active:
@@ -69,10 +69,10 @@ class Replayed:
     """A ``Placer``: one of the replay's."""
 
     def __init__(self, policy: str, fleet: Fleet, setting: LiveSetting) -> None:
-        self._ledger = LiveLedger(fleet)
+        self._counts = LiveCounts(fleet)
         around = PolicyContext(
             fleet=fleet,
-            ledger=self._ledger,  # type: ignore[arg-type]
+            counts=self._counts,
             profile=PROFILES[setting.profile],
             slo_ttft_s=setting.slo_ttft_s,
             slo_itl_s=setting.slo_itl_s,
@@ -82,10 +82,10 @@ class Replayed:
 
     def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
         outcome = self._policy.place(request, now)
-        predicted_s = self._ledger.predicted_s.pop(0, 0.0)
+        predicted_s = self._counts.predicted_s.pop(0, 0.0)
         if isinstance(outcome, Placement):
             computing = outcome.prefill or outcome.decode
-            self._ledger.prefills[computing.record.worker_id].append((outcome.uncached_tokens, predicted_s))
+            self._counts.prefills[computing.record.worker_id].append((outcome.uncached_tokens, predicted_s))
         return outcome
 
 

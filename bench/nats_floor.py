@@ -13,6 +13,7 @@ import socket
 import statistics
 import time
 from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 
 ROUND_TRIPS = 1000
 WARM_UP = 50
@@ -37,7 +38,7 @@ def read_to(connection: socket.socket, end: bytes) -> None:
         tail = (tail + connection.recv(READ_BYTES))[-len(end) :]
 
 
-def echo(url: str, core: int, ready: object) -> None:
+def echo(url: str, core: int, ready: Event) -> None:
     """Answer each message, until the connection is closed."""
     os.sched_setaffinity(0, {core})
     connection = connect(url, "floor.there")

@@ -81,7 +81,7 @@ class PlainReads(NixlAgent):
             return None
         name = reads[0][0]
         there, here = (np.concatenate([read[side] for read in reads]) for side in (1, 2))
-        agent = self._connections[name].lane.agent
+        agent = self._connections[name].first.agent
         pieces = [agent.get_xfer_descs(spans, MEMORY["cpu"]) for spans in (here, there)]
         handle = agent.initialize_xfer("READ", *pieces, name, backends=BACKENDS)
         began = time.perf_counter()

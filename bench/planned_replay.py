@@ -17,9 +17,10 @@ import msgspec
 from replay.legs import Leg, ReplayedRequest
 from replay.profile import Profile
 from replay.results import Slo
+from replay.router import NETWORK_S
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request
-from replay.world import NETWORK_S, Shape, World
+from replay.world import Shape, World
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import Rules
 from services.router.placement.placement import Placement, Rejection

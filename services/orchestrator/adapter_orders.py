@@ -41,46 +41,46 @@ BY_CHARS_MAX = 128
 KEY_CHARS = 32
 
 
-class Refused(Exception):
+class OrderRefused(Exception):
     """The order cannot be carried out; the message says why and what to do."""
 
 
 def checked(order: OrderAdapter) -> OrderAdapter:
-    """The order, if it may be stored and passed on. Raises Refused."""
+    """The order, if it may be stored and passed on. Raises OrderRefused."""
     if not order.name or len(order.name) > NAME_CHARS_MAX or not order.name.isprintable():
-        raise Refused(f"an adapter's name has 1 to {NAME_CHARS_MAX} characters")
+        raise OrderRefused(f"an adapter's name has 1 to {NAME_CHARS_MAX} characters")
     if order.action is AdapterAction.LOAD and not order.path:
-        raise Refused("a path is needed: a folder, relative to the workers' WORKER_LORA_DIR")
+        raise OrderRefused("a path is needed: a folder, relative to the workers' WORKER_LORA_DIR")
     if len(order.path) > PATH_CHARS_MAX or not order.path.isprintable():
-        raise Refused(f"a path has at most {PATH_CHARS_MAX} printable characters")
+        raise OrderRefused(f"a path has at most {PATH_CHARS_MAX} printable characters")
     if len(order.workers) > ORDER_WORKERS_MAX or not all(map(is_subject_token, order.workers)):
-        raise Refused(f"workers are given by id, at most {ORDER_WORKERS_MAX}")
+        raise OrderRefused(f"workers are given by id, at most {ORDER_WORKERS_MAX}")
     by = "".join(one for one in order.by if one.isprintable())[:BY_CHARS_MAX]
     return msgspec.structs.replace(order, by=by, workers=sorted(set(order.workers)))
 
 
 def model_of(order: OrderAdapter, fleet: Iterable[FleetWorker]) -> str:
-    """The model that the order means. Raises Refused."""
+    """The model that the order means. Raises OrderRefused."""
     ready = [each for each in fleet if _computes(each)]
     if order.model:
         for each in ready:
             if order.model in each.record.models:
                 return each.record.models[0]
-        raise Refused(f"no worker of {order.model} is ready")
+        raise OrderRefused(f"no worker of {order.model} is ready")
     named = [each for each in ready if not order.workers or each.record.worker_id in order.workers]
     models = sorted({each.record.models[0] for each in named})
     if not models:
-        raise Refused("none of these workers is ready" if order.workers else "no worker is ready")
+        raise OrderRefused("none of these workers is ready" if order.workers else "no worker is ready")
     if len(models) > 1:
-        raise Refused(f"there are several models ({', '.join(models)}): name the one that it adapts")
+        raise OrderRefused(f"there are several models ({', '.join(models)}): name the one that it adapts")
     return models[0]
 
 
 def targets(order: OrderAdapter, model: str, fleet: Iterable[FleetWorker]) -> list[WorkerId]:
-    """The ready workers that the order concerns. Raises Refused if a worker that it names is not one of them."""
+    """The ready workers that the order concerns. Raises OrderRefused if a worker that it names is not one of them."""
     ready = [each.record for each in fleet if _computes(each) and each.record.models[0] == model]
     if unknown := sorted(set(order.workers) - {record.worker_id for record in ready}):
-        raise Refused(f"{', '.join(unknown)}: no such worker of {model} is ready")
+        raise OrderRefused(f"{', '.join(unknown)}: no such worker of {model} is ready")
     if order.workers:
         return list(order.workers)
     if order.action is AdapterAction.LOAD:
@@ -105,11 +105,11 @@ def after_load(order: OrderAdapter, model: str, before: WantedAdapter | None, at
 
 
 def after_unload(order: OrderAdapter, before: WantedAdapter | None) -> WantedAdapter | None:
-    """What is wanted after this order; None: nothing. Raises Refused."""
+    """What is wanted after this order; None: nothing. Raises OrderRefused."""
     if before is None or not order.workers:
         return None
     if not before.workers:
-        raise Refused(
+        raise OrderRefused(
             f"{order.name} is wanted on all workers of {before.model}: unload it from all, and load it on those that "
             "are to keep it"
         )
@@ -213,7 +213,7 @@ class AdapterOrders:
             try:
                 order = checked(order)
                 result = await self._carry_out(order, at_ms)
-            except Refused as refused:
+            except OrderRefused as refused:
                 result = AdapterOrdered(order=order, at_ms=at_ms, refusal=str(refused))
             except BusError as error:
                 why = f"NATS did not store the order: {error or type(error).__name__}"
@@ -229,7 +229,7 @@ class AdapterOrders:
         if order.action is AdapterAction.UNLOAD:
             after = after_unload(order, before)
             if not workers and before is None:
-                raise Refused(f"no worker of {model} has loaded {order.name}")
+                raise OrderRefused(f"no worker of {model} has loaded {order.name}")
             await self._keep(store, key, after)
             return AdapterOrdered(order=order, at_ms=at_ms, changes=await self._change(order, workers))
         changes = await self._change(order, workers)

@@ -54,14 +54,14 @@ async def make_buckets(bus: Bus, lease_s: float, kept: KeptFor = KeptFor()) -> N
 
 
 async def _make_buckets_on_disk(bus: Bus, kept: KeptFor) -> None:
-    await bus.make_bucket(USAGE, ttl_s=kept.usage_days * DAY_S, kept_bytes_max=LEDGER_BYTES_MAX)
+    await bus.make_bucket(USAGE, ttl_s=kept.usage_days * DAY_S, file_bytes_max=LEDGER_BYTES_MAX)
     if kept.responses_bytes_max:
         size = kept.responses_bytes_max
-        await bus.make_bucket(RESPONSES, ttl_s=kept.responses_s, kept_bytes_max=size, drops_oldest=True)
+        await bus.make_bucket(RESPONSES, ttl_s=kept.responses_s, file_bytes_max=size, drops_oldest=True)
     if kept.files_bytes_max:
-        await bus.make_bucket(FILES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
-        await bus.make_bucket(BATCHES, ttl_s=FILES_S, kept_bytes_max=RECORDS_BYTES_MAX)
-        await bus.make_bucket(FILE_PARTS, ttl_s=FILES_S, kept_bytes_max=kept.files_bytes_max)
+        await bus.make_bucket(FILES, ttl_s=FILES_S, file_bytes_max=RECORDS_BYTES_MAX)
+        await bus.make_bucket(BATCHES, ttl_s=FILES_S, file_bytes_max=RECORDS_BYTES_MAX)
+        await bus.make_bucket(FILE_PARTS, ttl_s=FILES_S, file_bytes_max=kept.files_bytes_max)
 
 
 async def keep_buckets(bus: Bus, lease_s: float, kept: KeptFor) -> None:

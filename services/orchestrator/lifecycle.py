@@ -75,31 +75,31 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Transition:
     """The worker's next state (None: it is forgotten), and the losses to announce."""
 
     worker: Worker | None
     announce: tuple[WorkerLost, ...] = ()
 
 
-Handler = Callable[[Worker, float], Decision]
+Handler = Callable[[Worker, float], Transition]
 
 
 def _enter(phase: WorkerPhase) -> Handler:
-    return lambda worker, now: Decision(replace(worker, phase=phase, since=now))
+    return lambda worker, now: Transition(replace(worker, phase=phase, since=now))
 
 
-def lose(worker: Worker, now: float) -> Decision:
+def lose(worker: Worker, now: float) -> Transition:
     """Declare this epoch over to all services that wait for it."""
     lost = WorkerLost(
         worker_id=worker.record.worker_id, epoch=worker.record.epoch, silent_s=max(0.0, now - worker.heard)
     )
-    return Decision(replace(worker, phase=WorkerPhase.LOST, since=now), (lost,))
+    return Transition(replace(worker, phase=WorkerPhase.LOST, since=now), (lost,))
 
 
-def forget(_worker: Worker, _now: float) -> Decision:
+def forget(_worker: Worker, _now: float) -> Transition:
     """Remove the worker from the list."""
-    return Decision(None)
+    return Transition(None)
 
 
 start, probe, be_ready, drain, sleep, leave = (
@@ -160,10 +160,10 @@ TRANSITIONS: Mapping[tuple[WorkerPhase, Event], Handler] = {
 }
 
 
-def decide(worker: Worker, event: Event, now: float) -> Decision:
+def decide(worker: Worker, event: Event, now: float) -> Transition:
     """The effect of ``event`` on ``worker``; pairs that the table does not name have none."""
     handler = TRANSITIONS.get((worker.phase, event))
-    return handler(worker, now) if handler else Decision(worker)
+    return handler(worker, now) if handler else Transition(worker)
 
 
 def diagram(sample: WorkerRecord) -> str:

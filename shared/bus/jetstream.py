@@ -163,11 +163,11 @@ class BucketStream:
     async def must_exist(self) -> None:
         await self._info({})
 
-    async def make(self, ttl_s: float | None, kept_bytes_max: int = 0, *, drops_oldest: bool = False) -> None:
+    async def make(self, ttl_s: float | None, file_bytes_max: int = 0, *, drops_oldest: bool = False) -> None:
         """Make the stream, or put its configuration right. A stream that cannot be changed into what it should be (an
-        earlier version made it, it is sealed) is made anew, and its values are lost; not with ``kept_bytes_max``.
+        earlier version made it, it is sealed) is made anew, and its values are lost; not with ``file_bytes_max``.
         """
-        wanted = stream_config(self.bucket, ttl_s, kept_bytes_max, drops_oldest=drops_oldest)
+        wanted = stream_config(self.bucket, ttl_s, file_bytes_max, drops_oldest=drops_oldest)
         try:
             present = (await self._info({})).config
         except NoBucket:
@@ -184,7 +184,7 @@ class BucketStream:
         if changed.error is None:
             log.warning("the bucket %s had another configuration: changed", self.bucket)
             return
-        if kept_bytes_max:
+        if file_bytes_max:
             raise self._failed(changed.error)
         log.warning("the bucket %s is made anew, without its values: %s", self.bucket, changed.error.description)
         for verb, body in (("STREAM.DELETE", None), ("STREAM.CREATE", wanted)):
@@ -220,13 +220,13 @@ class BucketStream:
 
 
 def stream_config(
-    bucket: str, ttl_s: float | None, kept_bytes_max: int = 0, *, drops_oldest: bool = False
+    bucket: str, ttl_s: float | None, file_bytes_max: int = 0, *, drops_oldest: bool = False
 ) -> dict[str, Any]:
     """The one configuration of a bucket. It permits no headers with effects: no roll-up, lifetimes or schedules.
-    ``kept_bytes_max``: values that expire are kept in files nevertheless, of at most so many bytes.
+    ``file_bytes_max``: values that expire are kept in files nevertheless, of at most so many bytes.
     """
     ttl_ns = int((ttl_s or 0) * NS)
-    in_memory = ttl_ns and not kept_bytes_max
+    in_memory = ttl_ns and not file_bytes_max
     duplicate_window_ns = int(DUPLICATE_WINDOW_S_MAX * NS)
     return {
         "name": stream_of(bucket),
@@ -238,7 +238,7 @@ def stream_config(
         "num_replicas": 1,
         "max_msgs_per_subject": 1,
         "max_msg_size": MESSAGE_BYTES_MAX,
-        "max_bytes": MEMORY_BYTES_MAX if in_memory else kept_bytes_max or FILE_BYTES_MAX,
+        "max_bytes": MEMORY_BYTES_MAX if in_memory else file_bytes_max or FILE_BYTES_MAX,
         "max_age": ttl_ns,
         "duplicate_window": min(ttl_ns, duplicate_window_ns) if ttl_ns else duplicate_window_ns,
         "deny_delete": True,

@@ -242,9 +242,9 @@ class NatsBus(Connection):
         return store
 
     async def make_bucket(
-        self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0, drops_oldest: bool = False
+        self, channel: Channel[Any], *, ttl_s: float | None, file_bytes_max: int = 0, drops_oldest: bool = False
     ) -> None:
-        await BucketStream(self, bucket_of(channel)).make(ttl_s, kept_bytes_max, drops_oldest=drops_oldest)
+        await BucketStream(self, bucket_of(channel)).make(ttl_s, file_bytes_max, drops_oldest=drops_oldest)
 
     async def listen(self, subject: str, take: Take) -> Subscription:
         """Pass all messages on a subject to ``take``. Raises BusDown."""

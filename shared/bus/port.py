@@ -218,11 +218,11 @@ class Bus(Protocol):
         """The store of a KEY_VALUE channel. Raises BusDown while it has no bucket: an orchestrator makes it."""
 
     async def make_bucket(
-        self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0, drops_oldest: bool = False
+        self, channel: Channel[Any], *, ttl_s: float | None, file_bytes_max: int = 0, drops_oldest: bool = False
     ) -> None:
         """Make the bucket of a KEY_VALUE channel, or put its configuration right; only an orchestrator may. An entry
         that is not renewed within ``ttl_s`` expires. Entries that expire are lost when NATS restarts, unless
-        ``kept_bytes_max`` keeps them in files of at most so many bytes. ``drops_oldest``: a full bucket drops its
+        ``file_bytes_max`` keeps them in files of at most so many bytes. ``drops_oldest``: a full bucket drops its
         oldest entries instead of refusing new ones. Raises BusDown.
         """
 

@@ -36,7 +36,7 @@ class StepTotals(Message, frozen=True, kw_only=True):
 class EngineSpeed(PackedMessage, frozen=True, kw_only=True):
     """How long the engine's steps take, as its worker has learned from ``StepTotals`` (see ``shared.engine_speed``).
 
-    Seconds for one of each. A phase without samples has the prior's coefficients.
+    Seconds for one of each. A phase without samples has the prior's parameters.
     """
 
     prefill_step_s: float
@@ -50,7 +50,7 @@ class EngineSpeed(PackedMessage, frozen=True, kw_only=True):
     decode_context_token_s: float
     """Each token of context of these requests."""
     prefill_samples: float
-    """Samples that the prefill coefficients rest on; a sample of mixed steps counts for each phase by its share."""
+    """Samples that the prefill parameters rest on; a sample of mixed steps counts for each phase by its share."""
     decode_samples: float
     batch_spread: float
     """Standard deviation of the logarithm of what a request in the batch costs, its context included. It is large where

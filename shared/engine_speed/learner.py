@@ -20,7 +20,7 @@ from shared.engine_speed.steps import DEFAULT_STEP_TIMES, PendingSteps, Steps, S
 from shared.engine_speed.unit_costs import Prior, UnitCosts
 
 PREFILL, DECODE = slice(0, 3), slice(3, 6)
-"""The coefficients of each phase in ``StepTimeModel``."""
+"""The parameters of each phase in ``StepTimeModel``."""
 PHASES = (
     (*StepTimeModel._fields[PREFILL], "prefill_samples", "pairs_per_token"),
     (*StepTimeModel._fields[DECODE], "decode_samples", "batch_spread"),
@@ -32,7 +32,7 @@ SAMPLE_S_MIN = 0.02
 YOUNG_SAMPLES, LATER_SAMPLE_S = 50, 1.0
 """After so many samples without a change the estimate is settled: then fewer and longer samples do."""
 MEASURED_MIN = 0.5
-"""Samples' worth of a phase before its coefficients count as measured."""
+"""Samples' worth of a phase before its parameters count as measured."""
 AVERAGE_STEP = 0.1
 SAMPLES_MAX = 100.0
 """More samples give an engine no more weight among those like it."""
@@ -95,7 +95,7 @@ def is_valid(speed: EngineSpeed) -> bool:
 
 
 def is_measured(speed: EngineSpeed) -> tuple[bool, bool]:
-    """Whether the prefill and the decode coefficients rest on samples; otherwise they are the prior's."""
+    """Whether the prefill and the decode parameters rest on samples; otherwise they are the prior's."""
     return speed.prefill_samples >= MEASURED_MIN, speed.decode_samples >= MEASURED_MIN
 
 

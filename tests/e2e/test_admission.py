@@ -64,7 +64,7 @@ def test_in_an_overload_those_that_are_served_are_served_in_time(system: System)
     before = served(system)
     with ThreadPoolExecutor(BURST + SOME) as clients:
         asks = [clients.submit(ask, system, baton={"class": "quick"}) for _ in range(BURST)]
-        until(lambda: line_is_full(system, before), "nobody who comes now can be served in time")
+        until(lambda: queue_is_full(system, before), "nobody who comes now can be served in time")
         late = [clients.submit(ask, system, baton={"class": "quick"}) for _ in range(SOME)]
         answers = [one.result() for one in (*asks, *late)]
 
@@ -83,7 +83,7 @@ def test_in_an_overload_those_that_are_served_are_served_in_time(system: System)
     assert metrics.sum("baton_router_refusals_total", reason="overloaded") == len(refused)
 
 
-def line_is_full(system: System, served_before: float) -> bool:
+def queue_is_full(system: System, served_before: float) -> bool:
     """Somebody was refused, which a busy machine's clients come late enough for, or so many wait that some will be, and it
     is known how fast the line moves.
     """

@@ -40,7 +40,7 @@ Take = Callable[[bytes, Mapping[str, str], str, "asyncio.Future[Reply] | None"],
 
 
 class MemoryHub:
-    """What the buses have in common: who listens to what, and the kept values."""
+    """What the buses have in common: the subscriptions, and the values of key-value stores."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, list[_MemorySubscription]] = {}
@@ -242,9 +242,9 @@ class MemoryBus(Connection):
         return MemoryKeyValueStore(self, self.hub.buckets[bucket_of(channel)], channel)
 
     async def make_bucket(
-        self, channel: Channel[Any], *, ttl_s: float | None, kept_bytes_max: int = 0, drops_oldest: bool = False
+        self, channel: Channel[Any], *, ttl_s: float | None, file_bytes_max: int = 0, drops_oldest: bool = False
     ) -> None:
-        del kept_bytes_max, drops_oldest
+        del file_bytes_max, drops_oldest
         self.hub.buckets[bucket_of(channel)].ttl_s = ttl_s
 
     async def flush(self, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 STOP_S_MAX = 60.0
-LOOKS_MAX = 5
+SAMPLES_MAX = 5
 LIGHT_TRANSFER = {"WORKER_SIM_TRANSFER": "tcp"}
 """Simulated workers start in a third of the time without NIXL, which imports torch."""
 
@@ -64,7 +64,7 @@ def quietest_cpu(groups: Sequence[Sequence[psutil.Process]], *, enough: float, s
     them, and who polls does it in each. Ends as soon as a look is below ``enough``.
     """
     least = inf
-    for _ in range(LOOKS_MAX):
+    for _ in range(SAMPLES_MAX):
         before = [sum(map(_cpu_s, group)) for group in groups]
         time.sleep(sample_s)  # what is measured is this time
         used = [sum(map(_cpu_s, group)) - begun for group, begun in zip(groups, before, strict=True)]

@@ -101,12 +101,12 @@ async def wait_ready(nats_url: str, workers: list[WorkerProcess]) -> None:
     """Until every worker's record says READY; fails at once with its log when one has ended."""
     bus = await connect_nats(nats_url, name="wait-ready", connect_s_max=30.0)
     try:
-        kept = await bus.key_value_store(WORKER_RECORDS)
+        worker_records = await bus.key_value_store(WORKER_RECORDS)
         async with asyncio.timeout(READY_S_MAX):
             while waiting := [worker for worker in workers if not worker.ready_s]:
                 for worker in waiting:
                     assert worker.process.poll() is None, worker.log.read_text()
-                    found = await kept.get(worker.worker_id)
+                    found = await worker_records.get(worker.worker_id)
                     if found and found.value and found.value.phase is WorkerPhase.READY:
                         worker.record = found.value
                         worker.ready_s = time.monotonic() - worker.started

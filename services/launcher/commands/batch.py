@@ -20,7 +20,7 @@ batch = typer.Typer(no_args_is_help=True, help="Submit files of requests, and fo
 
 Url = Annotated[str, typer.Option(help="URL of a router.", show_default="that of the system started by baton up")]
 Id = Annotated[str, typer.Argument(metavar="ID", help="Of the batch: baton batch list.")]
-LOOK_S = 1.0
+POLL_S = 1.0
 LOST_S_MAX = 60.0
 """While a router that is waited for does not answer."""
 EPILOG = """[bold]Examples[/]
@@ -147,7 +147,7 @@ def follow(client: BatchClient, found: Batch, *, quiet: bool) -> Batch:
     with progress_of(found, quiet=quiet) as update:
         lost_at: float | None = None
         while not found.has_ended:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             try:
                 found = client.batch(found.id)
             except CommandFailed:

@@ -27,7 +27,7 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.router")
 
 LEASE_S = 5 * HEARTBEAT_S
-LOOK_S = 1.0
+POLL_S = 1.0
 """Between two looks for batches without a router."""
 RETRY_S = 2.0
 RUNS_AT_ONCE_MAX = 4
@@ -107,7 +107,7 @@ class Runner:
                         break
                     await self._claim(seen, tasks)
                 try:
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(POLL_S):
                         await self._changed.wait()
                 except TimeoutError:
                     pass

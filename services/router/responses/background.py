@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from services.router.http.request import HttpRequest
-from services.router.responses.history import CANCELLED, FAILED, Entry, ended, told
+from services.router.responses.history import CANCELLED, FAILED, StoredResponse, ended, told
 from services.router.responses.inner_request import InnerRequest
 from services.router.responses.response_store import NotKept, ResponseStore
 from shared.bus.port import Bus, BusError, Envelope, NoResponders, Subscription
@@ -38,7 +38,7 @@ _error = msgspec.json.Decoder(ErrorResponse)
 class Run:
     """A response that is being made. ``begun``: its object, as it is stored now."""
 
-    def __init__(self, tenant: str, inner: InnerRequest, entry: Entry) -> None:
+    def __init__(self, tenant: str, inner: InnerRequest, entry: StoredResponse) -> None:
         self.tenant = tenant
         self.inner = inner
         self.entry = entry
@@ -145,11 +145,11 @@ class Background:
         finally:
             run.inner.upload.over()
         try:
-            await self._put(key, Entry(response=msgspec.Raw(result), items=run.entry.items), run)
+            await self._put(key, StoredResponse(response=msgspec.Raw(result), items=run.entry.items), run)
         finally:
             del self._runs[key]
 
-    async def _put(self, key: str, entry: Entry, run: Run) -> None:
+    async def _put(self, key: str, entry: StoredResponse, run: Run) -> None:
         """Store how it ended. If that fails for good, it counts as lost when somebody asks for it."""
         for left in reversed(range(WRITES_MAX)):
             try:
@@ -159,7 +159,9 @@ class Background:
                     log.warning("a response that was made in the background cannot be stored: %s", error)
                     return
                 if not error.passes:
-                    entry = Entry(response=msgspec.Raw(ended(run.entry.response, FAILED, str(error))), items=[])
+                    entry = StoredResponse(
+                        response=msgspec.Raw(ended(run.entry.response, FAILED, str(error))), items=[]
+                    )
                     continue
                 await asyncio.sleep(WRITE_AGAIN_S)
             else:

@@ -54,7 +54,7 @@ class BadRequest(Exception):
         self.param = param
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A response that is kept."""
 
     response: msgspec.Raw
@@ -149,7 +149,7 @@ def stateless(fields: Fields, items: list[msgspec.Raw] | None) -> bytes:
     return encode({**rest, "store": FALSE})
 
 
-def continued(entry: Entry, new: list[msgspec.Raw]) -> list[msgspec.Raw]:
+def continued(entry: StoredResponse, new: list[msgspec.Raw]) -> list[msgspec.Raw]:
     """The input of the next turn. Raises BadRequest for a response that has no end to continue from."""
     before = read_kept(entry.response)
     if before is None or before.status not in CONTINUED:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from services.router.responses.history import Entry
+from services.router.responses.history import StoredResponse
 from shared.bus.port import Bus, BusError, KeyValueStore
 from shared.contracts.channels import RESPONSES
 from shared.contracts.routers import PART_BYTES, PARTS_MAX, ResponsePart, part_key
@@ -26,7 +26,7 @@ VERSION_BYTES = 8
 
 R = TypeVar("R")
 
-_entry = msgspec.json.Decoder(Entry)
+_entry = msgspec.json.Decoder(StoredResponse)
 
 
 class NotKept(Exception):
@@ -46,7 +46,7 @@ class ResponseStore:
         self._bytes_max = bytes_max
         self._parts = asyncio.Semaphore(PARTS_AT_ONCE)
 
-    async def put(self, key: str, entry: Entry) -> None:
+    async def put(self, key: str, entry: StoredResponse) -> None:
         """Write the entry, over an earlier version. Its first part comes last: where it is, all others are."""
         data = msgspec.json.encode(entry)
         if len(data) > self._bytes_max:
@@ -65,7 +65,7 @@ class ResponseStore:
             await asyncio.gather(*(self._put(store, part) for part in others))
             await store.put(first)
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> StoredResponse | None:
         """None: nothing is stored under the key, or not all of it any more."""
         async with _in_time():
             store = await self._bus.key_value_store(RESPONSES)
@@ -107,7 +107,7 @@ class ResponseStore:
         async with self._parts:
             await store.delete(key)
 
-    def _unpacked(self, packed: bytes) -> Entry:
+    def _unpacked(self, packed: bytes) -> StoredResponse:
         """Bounded: what routers of other settings stored may be larger than this one holds."""
         data = zlib.decompressobj().decompress(packed, max(self._bytes_max, 1))
         return _entry.decode(data)

@@ -18,7 +18,7 @@ from services.router.responses.background import TENANT_MAX, Background, Run
 from services.router.responses.history import (
     FAILED,
     BadRequest,
-    Entry,
+    StoredResponse,
     Wanted,
     continued,
     ended,
@@ -52,7 +52,7 @@ LOST = "The router that made this response was lost."
 KEPT, NOT_KEPT = "kept", "failed"
 
 
-class Refused(Exception):
+class ResponseRefused(Exception):
     """The request is not served."""
 
     def __init__(self, error: HttpError) -> None:
@@ -113,12 +113,12 @@ class Responses:
                 await self._serve(http_request, wanted)
         except BadRequest as error:
             self._refuse(http_request, bad_request(str(error), error.param))
-        except Refused as error:
+        except ResponseRefused as error:
             self._refuse(http_request, error.error)
         except NotKept as error:
             self._refuse(http_request, unavailable(error))
 
-    async def find(self, client: ApiClient, response_id: str) -> Entry | None:
+    async def find(self, client: ApiClient, response_id: str) -> StoredResponse | None:
         """The client's response. Raises NotKept."""
         key = entry_key(client.key.tenant, response_id)
         entry = await self._store.get(key)
@@ -127,11 +127,11 @@ class Responses:
         entry = await self._store.get(key)  # It may have ended before its router was asked.
         if entry is None or not entry.router_id:
             return entry
-        lost = Entry(response=msgspec.Raw(ended(entry.response, FAILED, LOST)), items=entry.items)
+        lost = StoredResponse(response=msgspec.Raw(ended(entry.response, FAILED, LOST)), items=entry.items)
         await self._store.put(key, lost)
         return lost
 
-    async def cancel(self, client: ApiClient, response_id: str) -> Entry | None:
+    async def cancel(self, client: ApiClient, response_id: str) -> StoredResponse | None:
         """Cancel a response in the background, wherever it runs; one that has ended stays as it is. Raises NotKept,
         BadRequest.
         """
@@ -160,7 +160,7 @@ class Responses:
         if wanted.previous_id and items is not None:
             entry = await self.find(http_request.head.client, wanted.previous_id)
             if entry is None:
-                raise Refused(previous_not_found(wanted.previous_id))
+                raise ResponseRefused(previous_not_found(wanted.previous_id))
             items = continued(entry, items)
             size += sum(len(memoryview(item)) for item in items)
         body = await on_loop_or_thread(size, stateless, wanted.fields, items if wanted.previous_id else None)
@@ -179,9 +179,9 @@ class Responses:
     def _limit(self, http_request: HttpRequest, size: int) -> None:
         if size > self._settings.body_bytes_max:
             message = f"The input with its history is larger than {self._settings.body_bytes_max} bytes."
-            raise Refused(failed(Reason.TOO_LARGE, message))
+            raise ResponseRefused(failed(Reason.TOO_LARGE, message))
         if http_request.upload.totals.bytes_held + size > self._settings.bodies_bytes_max:
-            raise Refused(failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
+            raise ResponseRefused(failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
 
     async def _respond(
         self, http_request: HttpRequest, wanted: Wanted, inner: InnerRequest, items: list[msgspec.Raw]
@@ -218,7 +218,9 @@ class Responses:
             kept = read_kept(said)
             if kept is None:
                 raise NotKept("the engine's response has no id")
-            await self._store.put(entry_key(client.key.tenant, kept.id), Entry(response=msgspec.Raw(said), items=items))
+            await self._store.put(
+                entry_key(client.key.tenant, kept.id), StoredResponse(response=msgspec.Raw(said), items=items)
+            )
         except NotKept as error:
             self._note(str(error))
             return told(said, store=False) or said
@@ -242,17 +244,17 @@ class Responses:
         if self._background.is_full(tenant):
             message = f"At most {TENANT_MAX} responses are made in the background at a time."
             body = error_body(429, message, code="too_many_background", param="background")
-            raise Refused(HttpError(429, body, 1.0, "too_many_background"))
+            raise ResponseRefused(HttpError(429, body, 1.0, "too_many_background"))
         response_id = f"resp_{secrets.token_hex(16)}"
         created_at = self._clock.wall_ms() // 1000
         begun = in_progress(wanted.fields, response_id, created_at, wanted.previous_id)
-        entry = Entry(response=msgspec.Raw(begun), items=items, router_id=self._router_id)
+        entry = StoredResponse(response=msgspec.Raw(begun), items=items, router_id=self._router_id)
         try:
             await self._background.begin(entry_key(tenant, response_id), response_id, Run(tenant, inner, entry))
         except NotKept as error:
             if error.passes:
                 raise
-            raise Refused(failed(Reason.TOO_LARGE, f"The response cannot be kept: {error}.")) from error
+            raise ResponseRefused(failed(Reason.TOO_LARGE, f"The response cannot be kept: {error}.")) from error
         named = (b"x-request-id", http_request.head.request_id.encode())
         http_request.answer(OK, [(b"content-type", b"application/json"), named], begun)
 

@@ -27,7 +27,7 @@ SENDERS_OWN = frozenset(
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Entry(msgspec.Struct):
+class QuarantinedRequest(msgspec.Struct):
     """One request."""
 
     until: float
@@ -40,7 +40,7 @@ class Quarantine:
     def __init__(self, first_s: float) -> None:
         """``first_s``: the first quarantine of a request; 0: none is ever refused."""
         self._first_s = min(first_s, QUARANTINE_S_MAX)
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, QuarantinedRequest] = {}
 
     def __len__(self) -> int:
         """Requests that are remembered, refused or not."""
@@ -51,12 +51,12 @@ class Quarantine:
         known = self._entries.pop(digest, None)
         deaths = known.deaths + 1 if known is not None and now < known.until + REMEMBERED_S else 1
         for_s = min(QUARANTINE_S_MAX, self._first_s * AGAIN_FACTOR ** (deaths - 1))
-        self._keep(digest, Entry(now + for_s, deaths))
+        self._keep(digest, QuarantinedRequest(now + for_s, deaths))
         return for_s
 
     def heard(self, digest: bytes, for_s: float, now: float) -> None:
         """Another router has quarantined it."""
-        known = self._entries.pop(digest, None) or Entry(0.0, 1)
+        known = self._entries.pop(digest, None) or QuarantinedRequest(0.0, 1)
         known.until = max(known.until, now + min(max(0.0, for_s), QUARANTINE_S_MAX))
         self._keep(digest, known)
 
@@ -69,7 +69,7 @@ class Quarantine:
         """An engine has served the request to its end."""
         self._entries.pop(digest, None)
 
-    def _keep(self, digest: bytes, entry: Entry) -> None:
+    def _keep(self, digest: bytes, entry: QuarantinedRequest) -> None:
         self._entries[digest] = entry
         if len(self._entries) > QUARANTINED_MAX:
             del self._entries[next(iter(self._entries))]

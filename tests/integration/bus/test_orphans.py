@@ -45,7 +45,7 @@ async def test_a_leg_of_which_its_router_knows_nothing_is_cancelled(world):
     assert inbox.orphans.served == 1
 
 
-async def test_a_stream_that_its_worker_has_lost_fails_at_the_next_roll(world):
+async def test_a_stream_that_its_worker_has_lost_fails_at_the_next_in_flight_list(world):
     inbox, worker, leg, answer = await world_with_a_leg(world)
     answer.head(200, "text/event-stream")
     await soon(leg.frames())
@@ -59,7 +59,7 @@ async def test_a_stream_that_its_worker_has_lost_fails_at_the_next_roll(world):
     assert inbox.orphans.awaited == 1
 
 
-async def test_a_leg_that_never_arrived_fails_after_some_rolls_and_not_before(world):
+async def test_a_leg_that_never_arrived_fails_after_some_in_flight_lists_and_not_before(world):
     inbox, worker, leg, answer = await world_with_a_leg(world)
     answer.abandon()
 

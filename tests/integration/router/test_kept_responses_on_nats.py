@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.orchestrator.buckets import KeptFor, make_buckets
-from services.router.responses.history import Entry
+from services.router.responses.history import StoredResponse
 from services.router.responses.response_store import NotKept, ResponseStore
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.routers import entry_key
@@ -24,13 +24,13 @@ BYTES_MAX = 1024 * 1024
 WAIT_S_MAX = 30.0
 
 
-def entry(number: int) -> Entry:
+def entry(number: int) -> StoredResponse:
     """It cannot be compressed to less than half."""
     text = secrets.token_hex(ENTRY_BYTES // 2)
-    return Entry(response=msgspec.Raw(b'{"id":"%d"}' % number), items=[msgspec.Raw(msgspec.json.encode(text))])
+    return StoredResponse(response=msgspec.Raw(b'{"id":"%d"}' % number), items=[msgspec.Raw(msgspec.json.encode(text))])
 
 
-async def read(store: ResponseStore, key: str) -> Entry | None:
+async def read(store: ResponseStore, key: str) -> StoredResponse | None:
     """As soon as NATS can be asked."""
     async with asyncio.timeout(WAIT_S_MAX):
         while True:

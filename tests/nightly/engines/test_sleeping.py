@@ -27,10 +27,10 @@ ASLEEP_BYTES_MAX = 250 << 20
 
 
 async def in_phase(driver: Driver, phase: WorkerPhase, s_max: float) -> WorkerRecord:
-    kept = await driver.bus.key_value_store(WORKER_RECORDS)
+    worker_records = await driver.bus.key_value_store(WORKER_RECORDS)
     async with asyncio.timeout(s_max):
         while True:
-            found = await kept.get(SLEEPS)
+            found = await worker_records.get(SLEEPS)
             if found and found.value and found.value.phase is phase:
                 return found.value
             await asyncio.sleep(0.2)

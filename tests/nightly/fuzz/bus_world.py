@@ -56,8 +56,8 @@ LEGS_NAMED = 4
 LINES = 60
 
 
-class HttpRequest(FakeExchange):
-    """Forgets what it was told."""
+class ForgetfulExchange(FakeExchange):
+    """A KV exchange that keeps nothing between calls."""
 
     async def call(self, call: EngineCall) -> EngineNotification:
         return EngineNotification(handshake=self.handshake) if call.describe else EngineNotification()
@@ -147,7 +147,7 @@ class BusWorld:
             bus = MemoryBus(self.hub)
             self._service = service = Service(facts, bus, LoopClock(), NoOpTracer())
             engine = Engine()
-            engine.exchange = HttpRequest(REAL)
+            engine.exchange = ForgetfulExchange(REAL)
 
             async def start_engine(_settings, _common, _say, *, identity, engine=engine) -> Engine:
                 engine.exchange.handshake = msgspec.structs.replace(engine.exchange.handshake, epoch=identity.epoch)

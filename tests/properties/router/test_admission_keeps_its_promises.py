@@ -30,7 +30,7 @@ ASKS = st.fixed_dictionaries(
         "own_s": st.sampled_from([float("inf"), 9.0]),
     }
 )
-STORY = st.lists(
+ARRIVALS = st.lists(
     st.one_of(
         st.tuples(st.just("offer"), ASKS),
         st.tuples(st.just("wait"), st.sampled_from([0.0, 0.05, 0.4, 2.0])),
@@ -50,7 +50,7 @@ def fleet(**policy) -> Engines:
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(STORY)
+@given(ARRIVALS)
 def test_every_request_ends_once_and_the_queue_is_bounded(events):
     engines = fleet()
     offered, gone = [], set()
@@ -92,7 +92,7 @@ def test_no_engine_idles_while_somebody_waits(prompts, count):
         engines.offer(tokens)
     engines.run()
 
-    assert not any(isinstance(result, Rejection) for _ticket, result in engines.ends)
+    assert not any(isinstance(result, Rejection) for _entry, result in engines.ends)
     work_s = sum(prompts) / 1000
     # Lists of jobs that are given out greedily end within the mean plus the longest job.
     assert max(engines.first_token_at.values()) <= work_s / count + max(prompts) / 1000 + 1e-6

@@ -69,7 +69,7 @@ def test_prefill_samples_alone_are_no_model():
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), *[st.integers(0, 1000)] * 6), min_size=25, max_size=60))
-def test_no_report_makes_a_coefficient_negative(rows):
+def test_no_report_makes_a_parameter_negative(rows):
     learner, work = SpeedLearner(), NO_STEPS
     for row in rows:
         learner.learn(Steps(*row))

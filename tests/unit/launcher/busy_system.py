@@ -85,12 +85,12 @@ def a_busy_system(workers: dict[str, tuple[Role, WorkerPhase]] | None = None) ->
     watch.finished(
         [request(52, status=503, reason="overloaded", ttft_s=-1.0, prefill_worker="", decode_worker="")], NOW - 0.5
     )
-    some_news(watch)
+    some_events(watch)
     watch.tick(NOW)
     return watch
 
 
-def some_news(watch: Watch) -> None:
+def some_events(watch: Watch) -> None:
     plan = PlanDecision(
         number=1,
         at_ms=0,

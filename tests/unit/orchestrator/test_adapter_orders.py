@@ -88,7 +88,7 @@ class Loras:
         self.lives[name] = self.tasks.create_task(worker.live())
         return worker
 
-    async def order(self, action: str, *workers: str, path: str = "sql-v1", by: str = "ada@desk") -> AdapterOrdered:
+    async def order(self, action: str, *workers: str, path: str = "sql-v1", by: str = "ada@host") -> AdapterOrdered:
         named = OrderAdapter(
             action=AdapterAction(action), name="sql", path=path, workers=[WorkerId(one) for one in workers], by=by
         )
@@ -116,7 +116,7 @@ async def fleet(*names: str) -> AsyncIterator[Loras]:
 
 
 def test_an_order_reaches_all_workers_and_is_told_and_logged(caplog):
-    async def story() -> None:
+    async def scenario() -> None:
         async with fleet("w1", "w2") as world:
             done = await world.order("load")
 
@@ -130,21 +130,21 @@ def test_an_order_reaches_all_workers_and_is_told_and_logged(caplog):
             assert found.orders == [done]
 
     with caplog.at_level(logging.INFO, "services.orchestrator.adapter_orders"):
-        run_in_virtual_time(story())
+        run_in_virtual_time(scenario())
     (line,) = [one.getMessage() for one in caplog.records if "adapter order" in one.getMessage()]
-    assert "'ada@desk'" in line
+    assert "'ada@host'" in line
     assert "load 'sql' from 'sql-v1': w1: sql-v1, w2: sql-v1" in line
 
 
 def test_a_worker_that_starts_later_gets_the_adapter():
-    async def story() -> None:
+    async def scenario() -> None:
         async with fleet("w1") as world:
             await world.order("load")
             late = world.start("w2")
             await asyncio.sleep(10)
             assert late.loaded.keys() == {"sql"}
             assert [(done.automatic, done.order.by, done.order.workers) for done in world.told[1:]] == [
-                (True, "ada@desk", ["w2"])
+                (True, "ada@host", ["w2"])
             ]
 
             again = world.start("w1", epoch=2)
@@ -157,11 +157,11 @@ def test_a_worker_that_starts_later_gets_the_adapter():
             await asyncio.sleep(10)
             assert not world.workers["w1"].orders
 
-    run_in_virtual_time(story())
+    run_in_virtual_time(scenario())
 
 
 def test_a_worker_that_cannot_load_it_is_not_asked_for_ever():
-    async def story() -> None:
+    async def scenario() -> None:
         async with fleet("w1") as world:
             bad = world.start("w2", fails="its rank is too large")
             await asyncio.sleep(2)
@@ -171,34 +171,34 @@ def test_a_worker_that_cannot_load_it_is_not_asked_for_ever():
             await asyncio.sleep(120)
             assert len(bad.orders) == 1 + TRIES_MAX
 
-    run_in_virtual_time(story())
+    run_in_virtual_time(scenario())
 
 
 def test_an_order_that_fails_everywhere_is_not_wanted():
-    async def story() -> None:
+    async def scenario() -> None:
         async with fleet() as world:
             world.start("w1", fails="no such folder")
             await asyncio.sleep(2)
             assert (await world.order("load")).changes[0].failure == "no such folder"
             assert (await world.described()).wanted == []
 
-    run_in_virtual_time(story())
+    run_in_virtual_time(scenario())
 
 
 @pytest.mark.parametrize(("action", "workers"), [("unload", ()), ("load", ("w9",)), ("load", ("w.*",))])
 def test_an_order_that_makes_no_sense_changes_nothing(action, workers):
-    async def story() -> None:
+    async def scenario() -> None:
         async with fleet("w1") as world:
             done = await world.order(action, *workers)
             assert done.refusal
             assert not world.workers["w1"].orders
             assert world.told == [done]
 
-    run_in_virtual_time(story())
+    run_in_virtual_time(scenario())
 
 
 def test_the_next_leader_knows_what_is_wanted():
-    async def story() -> None:
+    async def scenario() -> None:
         hub = MemoryHub()
         async with asyncio.TaskGroup() as tasks:
             world = Loras(hub, tasks)
@@ -219,4 +219,4 @@ def test_the_next_leader_knows_what_is_wanted():
             for life in world.lives.values():
                 life.cancel()
 
-    run_in_virtual_time(story())
+    run_in_virtual_time(scenario())

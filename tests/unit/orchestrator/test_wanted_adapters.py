@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.adapter_orders import (
-    Refused,
+    OrderRefused,
     after_load,
     after_unload,
     checked,
@@ -50,7 +50,7 @@ def test_without_workers_an_order_is_for_all_ready_ones():
     assert targets(unload(), "m", FLEET) == ["w2"]
     assert targets(load("w1"), "m", FLEET) == ["w1"]
     for missing in ("w3", "s1", "w9"):
-        with pytest.raises(Refused, match=missing):
+        with pytest.raises(OrderRefused, match=missing):
             targets(load("w1", missing), "m", FLEET)
 
 
@@ -61,7 +61,7 @@ def test_the_model_must_be_clear():
     assert model_of(load(model="other-alias"), two) == "other"
     assert model_of(load("x1"), two) == "other"
     for order, fleet in ((load(), two), (load("w1", "x1"), two), (load(), []), (load(model="third"), two)):
-        with pytest.raises(Refused):
+        with pytest.raises(OrderRefused):
             model_of(order, fleet)
 
 
@@ -79,7 +79,7 @@ def test_the_model_must_be_clear():
     ],
 )
 def test_orders_that_would_confuse_are_refused(order):
-    with pytest.raises(Refused):
+    with pytest.raises(OrderRefused):
         checked(order)
 
 
@@ -116,7 +116,7 @@ def test_unloading_ends_what_is_wanted():
     assert after_unload(unload("w1"), named).workers == ["w2"]
     assert after_unload(unload("w1", "w2"), named) is None
     assert after_unload(unload("w1"), None) is None
-    with pytest.raises(Refused, match="wanted on all workers"):
+    with pytest.raises(OrderRefused, match="wanted on all workers"):
         after_unload(unload("w1"), everywhere)
 
 

@@ -12,7 +12,7 @@ from shared.contracts.planning import Demand
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, Steps, StepTimeModel
 
 RULES = Rules()
-LAW = StepTimeModel(prefill_token_s=1e-4, decode_step_s=0.01, decode_request_s=0.001)
+STEP_TIMES = StepTimeModel(prefill_token_s=1e-4, decode_step_s=0.01, decode_request_s=0.001)
 """10,000 prompt tokens a second; 40 completions at a time take 50 ms for a step."""
 ENGINES = Engines(kv_tokens=1_000_000, requests_max=256, prefill=1, decode=1)
 DEMAND = Demand(requests_per_s=1.0, prompt_tokens=2000, uncached_tokens=1000, completion_tokens=100, seconds=30)
@@ -22,7 +22,7 @@ NOTHING_WAITS = Queues()
 
 
 def work(rate: Steps = BUSY_PREFILL, queues: Queues = NOTHING_WAITS, **observed: float) -> Work:
-    return work_of(rate, queues, ObservedDemand(DEMAND, **observed), LAW, ENGINES, RULES)
+    return work_of(rate, queues, ObservedDemand(DEMAND, **observed), STEP_TIMES, ENGINES, RULES)
 
 
 def test_what_engines_did_is_measured_in_workers():
@@ -71,7 +71,7 @@ def test_rejected_requests_count_for_both_phases():
 def test_a_batch_is_as_large_as_target_cache_and_engine_allow(
     itl_s: float, context: float, engines: Engines, batch: float
 ):
-    assert batch_max(LAW, context, engines, itl_s) == pytest.approx(batch)
+    assert batch_max(STEP_TIMES, context, engines, itl_s) == pytest.approx(batch)
 
 
 def test_the_prefill_load_limit_follows_from_target_and_worker_count():

@@ -110,8 +110,8 @@ class Workers:
         return None if record is None else record.phase
 
     async def follow(self) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS)
-        async for entry in kept.watch():
+        worker_records = await self.bus.key_value_store(WORKER_RECORDS)
+        async for entry in worker_records.watch():
             if entry is None:
                 continue
             if entry.value is None:

@@ -227,7 +227,7 @@ def test_a_full_queue_rejects_with_a_retry_time():
     refused = [entry for entry in entries if entry in dict(engines.ends) and engines.reason(entry)]
     assert (len(refused), engines.admission.waiting) == (4, 5)
     assert {engines.reason(entry) for entry in refused} == {Reason.OVERLOADED}
-    assert all(no.retry_after_s >= 1.0 for _ticket, no in engines.ends if isinstance(no, Rejection))
+    assert all(no.retry_after_s >= 1.0 for _entry, no in engines.ends if isinstance(no, Rejection))
 
 
 def test_a_full_queue_evicts_for_a_tenant_below_its_share():
@@ -338,7 +338,7 @@ def test_late_requests_take_a_small_share_of_busy_engines():
 
     served = [entry for entry in asked if entry in engines.placed_at]
     assert len(served) == math.ceil(engines.now * 8 * LATE_SHARE_MAX / 1.0)
-    again_s = [no.retry_after_s for _ticket, no in engines.ends if isinstance(no, Rejection)]
+    again_s = [no.retry_after_s for _entry, no in engines.ends if isinstance(no, Rejection)]
     assert max(again_s) == pytest.approx(1.0 / (8 * LATE_SHARE_MAX), abs=0.1)
 
 

@@ -98,10 +98,10 @@ class Client:
         assert response.status_code == 200, response.text
         return response.json()
 
-    async def until(self, batch_id: str, *statuses: str, look_s: float = 0.5) -> dict[str, Any]:
+    async def until(self, batch_id: str, *statuses: str, poll_s: float = 0.5) -> dict[str, Any]:
         async with asyncio.timeout(UNTIL_S_MAX):
             while (batch := await self.get(f"/batches/{batch_id}"))["status"] not in statuses:
-                await asyncio.sleep(look_s)
+                await asyncio.sleep(poll_s)
         return batch
 
     async def lines(self, file_id: str | None) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import secrets
 import msgspec
 import pytest
 
-from services.router.responses.history import Entry
+from services.router.responses.history import StoredResponse
 from services.router.responses.response_store import NotKept, ResponseStore
 from shared.bus.jetstream import VALUE_BYTES_MAX
 from shared.contracts.channels import RESPONSES
@@ -19,17 +19,17 @@ KEY = entry_key("acme", "resp_1")
 BYTES_MAX = 1024 * 1024
 
 
-def entry(size: int = 10) -> Entry:
+def entry(size: int = 10) -> StoredResponse:
     """With so many bytes that cannot be compressed to less than half."""
     text = secrets.token_hex(size // 2)
-    return Entry(response=msgspec.Raw(b'{"id":"resp_1"}'), items=[msgspec.Raw(msgspec.json.encode(text))])
+    return StoredResponse(response=msgspec.Raw(b'{"id":"resp_1"}'), items=[msgspec.Raw(msgspec.json.encode(text))])
 
 
 def values(hub: MemoryHub) -> dict[str, bytes]:
     return {key: stored.payload for key, stored in hub.buckets["responses"].values.items()}
 
 
-def same(one: Entry | None, other: Entry) -> bool:
+def same(one: StoredResponse | None, other: StoredResponse) -> bool:
     return one is not None and msgspec.json.encode(one) == msgspec.json.encode(other)
 
 

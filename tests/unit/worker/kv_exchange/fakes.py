@@ -93,12 +93,12 @@ class OneWorker:
         self.exchange = WorkerExchange(self.bus, SystemClock(), identity, self.engine, FINGERPRINT.key())
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS)
-        await kept.put(record(self.worker_id, phase, self.epoch))
+        worker_records = await self.bus.key_value_store(WORKER_RECORDS)
+        await worker_records.put(record(self.worker_id, phase, self.epoch))
 
     async def leave(self) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS)
-        await kept.delete(self.worker_id)
+        worker_records = await self.bus.key_value_store(WORKER_RECORDS)
+        await worker_records.delete(self.worker_id)
 
 
 @asynccontextmanager

@@ -30,8 +30,8 @@ class Stayer(OneWorker):
         self.engine.answer = self._answer
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
-        kept = await self.bus.key_value_store(WORKER_RECORDS)
-        await kept.put(msgspec.structs.replace(record(self.worker_id, phase, self.epoch), role=self.role))
+        worker_records = await self.bus.key_value_store(WORKER_RECORDS)
+        await worker_records.put(msgspec.structs.replace(record(self.worker_id, phase, self.epoch), role=self.role))
 
     def _answer(self, call: EngineCall) -> EngineNotification:
         return EngineNotification(

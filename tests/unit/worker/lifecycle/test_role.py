@@ -26,8 +26,8 @@ class Life:
         self._worker = worker
 
     async def record(self) -> WorkerRecord:
-        kept = await self._worker.bus.key_value_store(WORKER_RECORDS)
-        entry = await kept.get(WORKER)
+        worker_records = await self._worker.bus.key_value_store(WORKER_RECORDS)
+        entry = await worker_records.get(WORKER)
         assert entry is not None
         assert entry.value is not None
         return entry.value

@@ -25,9 +25,9 @@ def of(worker_id: str, revision: str = "r", **fields) -> WorkerRecord:
 
 
 async def register(bus: MemoryBus, *records: WorkerRecord) -> None:
-    kept = await bus.key_value_store(WORKER_RECORDS)
+    worker_records = await bus.key_value_store(WORKER_RECORDS)
     for one in records:
-        await kept.put(one)
+        await worker_records.put(one)
 
 
 async def describe(bus: MemoryBus, one: WorkerRecord, fingerprint: str = "") -> None:

@@ -49,7 +49,7 @@ class Seen:
     note: str = ""
 
 
-class Deeds:
+class FleetFaults:
     """Each method causes one fault or change."""
 
     def __init__(self, run: Run) -> None:
