@@ -181,7 +181,7 @@ class AdapterOrders:
             try:
                 await (self._lead() if self._leading() else self._stand_by())
             except BusError as error:
-                log.warning("adapters cannot be looked after, will retry: %s", error or type(error).__name__)
+                log.warning("cannot check the workers' adapters, trying again: %s", error or type(error).__name__)
             await asyncio.sleep(CHECK_S)
 
     async def _lead(self) -> None:

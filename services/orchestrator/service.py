@@ -147,7 +147,7 @@ class Orchestrator:
             try:
                 await (self._lead() if self.leading else self._stand_by())
             except BusError as error:
-                log.warning("cannot publish the fleet's state, will retry: %s", error)
+                log.warning("cannot publish the fleet's state, trying again: %s", error)
             await asyncio.sleep(TICK_S)
 
     async def _lead(self) -> None:

@@ -243,7 +243,7 @@ def _new_orders(model: Model, workers: Iterable[FleetWorker], now: float, *, asl
 def read_after(values: Mapping[str, float]) -> dict[str, float]:
     """Checked idle times. Raises ValueError."""
     if len(values) > MODELS_MAX:
-        raise ValueError(f"{len(values)} models are more than {MODELS_MAX}")
+        raise ValueError(f"{len(values)} models; at most {MODELS_MAX} can be named")
     for model, seconds in values.items():
         if not model or not 0.0 < seconds < math.inf:
             raise ValueError(f"{model!r}: {seconds}; it is a model and a number of seconds above 0")

@@ -62,7 +62,7 @@ class Sleeping:
                 try:
                     await self._lead(orders) if self._leading() else await self._stand_by()
                 except BusError as error:
-                    log.warning("sleeping models cannot be followed, trying again: %s", error)
+                    log.warning("cannot manage sleeping models, trying again: %s", error)
                 self._changed.clear()
                 try:
                     async with asyncio.timeout(TICK_S):
@@ -114,7 +114,7 @@ class Sleeping:
             else:
                 taken = await self._bus.ask(WAKE, WakeWorker(worker_id=worker_id), timeout_s=ORDER_S_MAX)
         except BusError as error:
-            log.warning("%s does not take the order: %s", worker_id, error or type(error).__name__)
+            log.warning("%s did not accept the order: %s", worker_id, error or type(error).__name__)
             return
         verb = "sleeps" if order.asleep else "wakes"
         log.info("%s %s%s", worker_id, "refuses: " if taken.refusal else verb, taken.refusal)

@@ -303,7 +303,7 @@ class NatsBus(Connection):
             if self.connected:
                 await subscription.close()
                 raise
-            log.info("NATS is away: the subscription to %s begins with the reconnection", subject)
+            log.info("NATS is not connected: the subscription to %s begins after reconnecting", subject)
         return subscription
 
     def _call(self, handlers: list[Callable[..., None]], *arguments: str) -> None:

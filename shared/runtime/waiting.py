@@ -81,7 +81,7 @@ class Waits:
                         log.warning("waits for %s, for %.0f s so far: %s", what, said_at - began, why)
                 else:
                     if said_at > -math.inf:
-                        log.info("%s is there after %.0f s", what, self._now() - began)
+                        log.info("%s is available after %.0f s", what, self._now() - began)
                     return found
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)

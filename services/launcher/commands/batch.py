@@ -16,10 +16,12 @@ from services.launcher.bus_client import CommandFailed
 from services.launcher.commands.options import Json, StateDir, common_settings, fail, print_json, show
 from services.launcher.system import state_file
 
-batch = typer.Typer(no_args_is_help=True, help="Submit files of requests, and follow and fetch their results.")
+batch = typer.Typer(
+    no_args_is_help=True, help="Submit files of requests, follow their progress, and fetch the results."
+)
 
 Url = Annotated[str, typer.Option(help="URL of a router.", show_default="that of the system started by baton up")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="Of the batch: baton batch list.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Batch id; `baton batch list` shows them.")]
 POLL_S = 1.0
 LOST_S_MAX = 60.0
 """While a router that is waited for does not answer."""
@@ -46,7 +48,7 @@ def add_to(app: typer.Typer) -> None:
 @batch.command(epilog=EPILOG)
 def submit(
     file: Annotated[Path, typer.Argument(help="One request as JSON on each line.")],
-    endpoint: Annotated[str, typer.Option(help="The url of all lines.")] = "/v1/chat/completions",
+    endpoint: Annotated[str, typer.Option(help="Endpoint of all lines: their `url`.")] = "/v1/chat/completions",
     window: Annotated[str, typer.Option(help="The batch expires after so many hours (h) or days (d).")] = "24h",
     wait: Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")] = False,
     url: Url = "",

@@ -124,7 +124,7 @@ def result_lines(result: AdapterOrdered) -> Iterator[str]:
     """One line for each worker, as markup."""
     name = escape(result.order.name)
     if not result.changes:
-        yield f"[green]✓[/] {name} was loaded on no worker."
+        yield f"[green]✓[/] No worker had loaded {name}."
     for change in result.changes:
         worker = escape(change.worker_id)
         if change.failure:

@@ -205,7 +205,7 @@ def run(options: UpOptions) -> NoReturn:
 def up_host(ctx: typer.Context, config: Path | None, name: str, state_dir: Path) -> NoReturn:
     """Run one host of a fleet file."""
     if not config:
-        fail("--name is of a host in a fleet file: name the file with --config.")
+        fail("--name selects a host of a fleet file: give the file with --config.")
     if others := [each for each in ctx.meta[ORDER] if each not in WITH_CONFIG]:
         fail(f"--{others[0].replace('_', '-')} has no effect with --config: write it into {config}.")
     from services.launcher.commands.fleet import run_host  # Imported here so that `baton --help` is quick.
@@ -218,7 +218,7 @@ def models_of(ctx: typer.Context, *, join: bool) -> tuple[ModelOptions, ...]:
     given = {name: values for name, values in ctx.params.items() if name in OF_EACH_MODEL}
     models = [model_options(each, join=join) for each in by_model(ctx.meta[ORDER], given)]
     if len(models) > MODELS_MAX:
-        fail(f"{len(models)} models are more than {MODELS_MAX}.")
+        fail(f"{len(models)} models were given; at most {MODELS_MAX} can be served.")
     if len(models) > 1 and (names := [name for name in OF_ONE_MODEL if os.environ.get(name)]):
         fail(f"{names[0]} is set, but holds for every worker, and there are {len(models)} models: unset it.")
     return tuple(models)

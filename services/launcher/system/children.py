@@ -120,7 +120,7 @@ def rotate(current: Path, *, bytes_max: int = FILE_BYTES_MAX) -> None:
                 older(current, number - 1).replace(older(current, number))
         shutil.copyfile(current, older(current, 1))
     except OSError as error:
-        log.warning("%s was not kept: %s", current, error)
+        log.warning("%s was cut without a copy: %s", current, error)
         with contextlib.suppress(OSError):
             older(current, 1).unlink()
     os.truncate(current, 0)

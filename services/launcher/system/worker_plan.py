@@ -130,7 +130,7 @@ def _check_model(model: ModelOptions, options: UpOptions) -> None:
 
 def _check_attached(model: ModelOptions, options: UpOptions) -> None:
     if model.attach_key_file and not model.attach:
-        raise PlanRefused("--attach-key-file is the key for a server: name that with --attach URL.")
+        raise PlanRefused("--attach-key-file has the key for a server: give the server with --attach URL.")
     if model.attach and (model.sleep_after_s or options.awake_max):
         raise PlanRefused("--attach: its server runs elsewhere and cannot sleep: leave out --sleep-after, --awake-max.")
     for server in model.attach:

@@ -27,7 +27,7 @@ def read_models(text: str) -> dict[str, ModelRules]:
         return {}
     models = msgspec.json.decode(text.encode(), type=dict[str, ModelRules])
     if len(models) > MODELS_MAX:
-        raise ValueError(f"{len(models)} models are more than {MODELS_MAX}")
+        raise ValueError(f"{len(models)} models; at most {MODELS_MAX} can be planned")
     return models
 
 

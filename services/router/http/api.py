@@ -93,7 +93,10 @@ BATON: dict[str, Any] = {
     "properties": {
         "mode": {"enum": list(Mode), "description": "Overrides the header."},
         "prefill_worker": {**WORKER, "description": "Computes the prompt."},
-        "decode_worker": {**WORKER, "description": "Makes the completion; alone, when the mode is aggregated."},
+        "decode_worker": {
+            **WORKER,
+            "description": "Generates the completion; in mode aggregated it computes the prompt, too.",
+        },
         "sources": {
             "type": "array",
             "maxItems": SOURCES_MAX,
@@ -107,8 +110,8 @@ BATON: dict[str, Any] = {
             "maximum": PRIORITY_MAX,
             "description": "Lower is more urgent. Left out: that of the class or the model.",
         },
-        "ttft_s": {**SECONDS, "description": "When the first token should be there, at the latest."},
-        "itl_s": {**SECONDS, "description": "How long the next token should take, at the most."},
+        "ttft_s": {**SECONDS, "description": "Target for the time to first token."},
+        "itl_s": {**SECONDS, "description": "Target for the time between tokens."},
         "resumes_max": {
             "type": "integer",
             "minimum": 0,

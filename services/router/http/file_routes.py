@@ -42,7 +42,9 @@ NOT_ENABLED = HttpError(
     404,
     error_body(404, "This system keeps no files: ROUTER_FILES_BYTES_MAX is 0.", code="files_not_kept"),
 )
-FULL = HttpError(503, error_body(503, "Too many files arrive. Try again shortly.", code="too_many_uploads"), 5.0)
+FULL = HttpError(
+    503, error_body(503, "The router is receiving too many files. Try again shortly.", code="too_many_uploads"), 5.0
+)
 STATUSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field or parameter is invalid; the message says which."},
     401: {"description": "An API key is needed, and no valid one was given."},
@@ -54,7 +56,9 @@ STATUSES: dict[int | str, dict[str, Any]] = {
     415: {"description": "A file must be sent as a form."},
     422: {"description": "Not used: invalid parameters get 400."},
     429: {"description": "The key has reached its rate limit, or too many of the tenant's batches have not ended."},
-    503: {"description": "NATS, which stores the files, cannot be used now, or too many files arrive."},
+    503: {
+        "description": "NATS, which stores the files, cannot be used now, or the router is receiving too many files."
+    },
 }
 UPLOAD_BODY = {
     "required": True,
@@ -302,7 +306,7 @@ async def _discard(incoming: IncomingFile) -> None:
     try:
         await incoming.discard()
     except StoreFailed as error:
-        log.info("the parts of a file that was not kept stay until they expire: %s", error)
+        log.info("cannot delete the parts of an incomplete file, they will expire: %s", error)
 
 
 async def _streamed(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

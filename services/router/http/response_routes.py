@@ -54,7 +54,7 @@ def _retrieve(responses: Responses, now: Callable[[], float]) -> Callable[..., A
 
         async def answer(client: ApiClient) -> bytes | None:
             if stream:
-                raise BadRequest("A kept response cannot be streamed.", "stream")
+                raise BadRequest("A stored response cannot be streamed.", "stream")
             entry = await responses.find(client, response_id)
             return bytes(entry.response) if entry is not None else None
 

@@ -230,7 +230,7 @@ class MessageHandler:
 
     def _on_lease(self, lease: LeaseKv, _envelope: Envelope) -> None:
         if not is_sound_lease(lease):
-            log.warning("a malformed ask for blocks of %s is ignored", lease.reader_id[:64])
+            log.warning("a malformed lease request of %s is ignored", lease.reader_id[:64])
         elif reason := self._refusal(lease):
             self._out.append(no_grant(lease, reason))
             self._has_out.set()
@@ -257,7 +257,7 @@ class MessageHandler:
                 self._out.append(unwanted)
                 self._has_out.set()
             case None:
-                log.warning("a grant of %s that nothing asked for is ignored", grant.worker_id[:64])
+                log.warning("an unrequested grant of %s is ignored", grant.worker_id[:64])
 
     def _on_unreachable(self, ask_id: str) -> None:
         if refusal := self._asks.unreachable(ask_id):

@@ -108,4 +108,4 @@ class VllmAdapters:
             return
         finally:
             await asyncio.to_thread(shutil.rmtree, request.lora_path, ignore_errors=True)
-        log.info("the engine has given up the adapter %s", request.lora_name)
+        log.info("the engine has dropped the adapter %s", request.lora_name)
