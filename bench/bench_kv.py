@@ -270,7 +270,7 @@ async def run(name: str, size: Size) -> Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a look; numbers mean little")
+    parser.add_argument("--quick", action="store_true", help="short runs; their figures are not precise")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/kv.md"))
     arguments = parser.parse_args()

@@ -80,7 +80,7 @@ def _once(work: Any, rounds: int) -> float:
 
 
 async def live(system: System, requests: int, per_s: float, longest: int) -> list[dict[str, Any]]:
-    """Random requests at random times; answers what was decided about them, and how it went."""
+    """Send random requests at random times; returns their decisions, with what was measured."""
     draw = random.Random(1)
     limits = httpx.Limits(max_connections=256)
     async with httpx.AsyncClient(
@@ -106,12 +106,12 @@ async def live(system: System, requests: int, per_s: float, longest: int) -> lis
 
 
 def before_placement_s(decision: dict[str, Any]) -> float:
-    """None of the prediction's business."""
+    """Seconds until the request was placed, which no prediction covers."""
     return sum(decision["measured"][part] for part in ("admission_s", "tokenize_s", "place_s", "failed_s"))
 
 
 def told(name: str, decisions: list[dict[str, Any]]) -> Iterator[str]:
-    """The table's line, and where the errors are."""
+    """The row of the table, and predicted and measured time of each part."""
     ended = [one for one in decisions if one.get("measured") and one["ttft_s"] > 0]
     pairs = [(sum(one["predicted"].values()), one["ttft_s"] - before_placement_s(one)) for one in ended]
     itl = [(one["predicted_itl_s"], one["itl_s"]) for one in ended if one["itl_s"] > 0]

@@ -48,7 +48,7 @@ class PlainRead(msgspec.Struct):
 
 
 class PlainReads(NixlAgent):
-    """See the module."""
+    """NIXL's agent, which remembers the reads of each handoff."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -58,7 +58,7 @@ class PlainReads(NixlAgent):
         threading.Thread(target=self._serve, args=(listener,), name="plain-reads", daemon=True).start()
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
-        """The port's, and remembered."""
+        """See ``TransferAgent``."""
         if self._remembers:
             self._handoffs[-1].append((name, remote, local))
         return super().read(name, remote, local, device=device, remote_device=remote_device)
@@ -96,17 +96,17 @@ class PlainReads(NixlAgent):
 
 
 class PlainReader:
-    """The bench's end: says when a handoff begins and ends, and has the one before it read again."""
+    """The benchmark's side: marks the begin and end of handoffs, and orders the one before last to be read again."""
 
     def __init__(self, path: str) -> None:
         self._engine = Client(path)
 
     def begin(self) -> None:
-        """What is read from now on belongs to one handoff."""
+        """Reads from now on belong to one handoff."""
         self._ask(BEGIN)
 
     def end(self) -> None:
-        """It is over."""
+        """The handoff is over."""
         self._ask(END)
 
     def again(self, size: int) -> PlainRead | None:
@@ -115,7 +115,7 @@ class PlainReader:
         return found if found is not None and found.bytes == size else None
 
     def close(self) -> None:
-        """The engine goes on without."""
+        """Disconnect; the engine keeps running."""
         self._engine.close()
 
     def _ask(self, order: str) -> PlainRead | None:

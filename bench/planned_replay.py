@@ -91,7 +91,7 @@ class PlannedWorld(World):
         self.at(0.0, self._tick, 0)
         return super().run(requests, progress)
 
-    # What the router does, overheard.
+    # Events of the router, which the planner hears of, too.
 
     def _decided(self, now: float, replayed: ReplayedRequest, placement: Placement | Rejection) -> None:
         super()._decided(now, replayed, placement)
@@ -120,7 +120,7 @@ class PlannedWorld(World):
         if self.planner is not None:
             self.planner.ended(request, now)
 
-    # What the orchestrator does.
+    # The orchestrator.
 
     def _tick(self, now: float, number: int) -> None:
         if now < self._until:
@@ -139,7 +139,7 @@ class PlannedWorld(World):
     def _report(self, planner: Planner, now: float) -> None:
         for worker in self.workers.values():
             worker.changes(now)
-            worker.engine.poke(now)  # Steps that were reckoned ahead would be told all at once, when they are over.
+            worker.engine.poke(now)  # Steps that are simulated in advance would be reported all at once, at their end.
             self._woken(worker)
             planner.reported(worker.load_now(), now)
 

@@ -1,7 +1,6 @@
 """A model whose KV is large for what it computes: 32 KB for each token, so that 2,048 tokens hand over 64 MB.
 
-baton-tiny with more and wider heads, made into ``folder`` in a second or two; random weights, and so what it says means
-nothing.
+baton-tiny with more and wider heads, made in a second or two. Its weights are random, so its text is meaningless.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from services.worker.tiny_model import ensure_tiny_model
+from services.worker.tiny_model import LAYERS, ensure_tiny_model
 
-HEADS, HEAD_DIM = 8, 128
-KV_BYTES_PER_TOKEN = 4 * 2 * HEADS * HEAD_DIM * 4
+HEADS, HEAD_DIM = 16, 128
+KV_BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_DIM * 4
 """Layers, keys and values, heads, values of four bytes."""
 NAME = "baton-wide"
 

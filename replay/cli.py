@@ -69,7 +69,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
         float, typer.Option(help="Where the knee is, if that is known: saves looking for it.", min=0)
     ] = 0.0,
     sweep: Annotated[
-        bool, typer.Option(help="Each baseline's main knob as well, at the knee if that is among the loads.")
+        bool, typer.Option(help="Vary each baseline's main parameter, too; at the knee, if that is among the loads.")
     ] = False,
     hours: Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)] = 0.0,
     limit: Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)] = 0,
@@ -80,7 +80,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
 ) -> None:
     """Replay a trace of requests against a simulated fleet, in virtual time.
 
-    The router's own placement and index, and other systems' policies: the same engines, the same knowledge.
+    Compares Baton's placement with other systems' policies, on the same engines and with the same information.
     """
     policies = policy or ALL
     refuse_unknown(policies)
@@ -114,7 +114,7 @@ def run_and_show(setting: Setting, runs: list[tuple[str, float, str]], out: Path
 
 @app.command()
 def policies() -> None:
-    """The names of all policies, and of the sweeps of their knobs."""
+    """List all policies, and the parameters that --sweep varies."""
     for name in ALL:
         screen.print(name, *SWEEPS.get(name, {}), sep="  ", markup=False)
 
@@ -172,7 +172,7 @@ def bars() -> Progress:
 
 
 def where(loads: list[tuple[str, float]]) -> set[str]:
-    """Labels of the loads at which knobs are swept."""
+    """Labels of the loads at which parameters are varied."""
     labels = {label for label, _load in loads}
     return labels & {KNEE} or labels
 

@@ -12,7 +12,7 @@ from replay.policies.base import LeastLoaded, PolicyContext, PowerOfTwo, RandomC
 from replay.policies.dynamo import DynamoKvCost
 from replay.policies.llm_d import LlmDScorer
 from replay.policies.mooncake import MooncakeConductor
-from replay.policies.sglang import Knobs, SglangCacheAware
+from replay.policies.sglang import Parameters, SglangCacheAware
 from services.router.placement.placer import Placer
 
 BATON = "baton"
@@ -30,7 +30,7 @@ BASELINES: dict[str, Make] = {
     "least-loaded": LeastLoaded,
     "power-of-two": PowerOfTwo,
     "sglang": SglangCacheAware,
-    "sglang-exact": partial(SglangCacheAware, knobs=Knobs(exact=True)),
+    "sglang-exact": partial(SglangCacheAware, parameters=Parameters(exact=True)),
     "dynamo": DynamoKvCost,
     "llm-d": LlmDScorer,
     "mooncake": MooncakeConductor,
@@ -38,13 +38,14 @@ BASELINES: dict[str, Make] = {
 }
 SWEEPS: dict[str, dict[str, Make]] = {
     "sglang": {
-        **{f"sglang[abs={n}]": partial(SglangCacheAware, knobs=Knobs(balance_abs=n)) for n in (0, 2, 8, 32)},
+        **{f"sglang[abs={n}]": partial(SglangCacheAware, parameters=Parameters(balance_abs=n)) for n in (0, 2, 8, 32)},
         **{
-            f"sglang[threshold={x}]": partial(SglangCacheAware, knobs=Knobs(cache_threshold=x)) for x in (0.1, 0.5, 0.8)
+            f"sglang[threshold={x}]": partial(SglangCacheAware, parameters=Parameters(cache_threshold=x))
+            for x in (0.1, 0.5, 0.8)
         },
     },
     "sglang-exact": {
-        f"sglang-exact[abs={n}]": partial(SglangCacheAware, knobs=Knobs(balance_abs=n, exact=True))
+        f"sglang-exact[abs={n}]": partial(SglangCacheAware, parameters=Parameters(balance_abs=n, exact=True))
         for n in (0, 2, 8, 32)
     },
     "dynamo": {

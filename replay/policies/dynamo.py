@@ -6,7 +6,7 @@
 and the smallest cost wins (temperature 0, the default), at random among equals. Documented defaults: credit of a block
 in device memory 1.0, no credit decay, prefill load scale 1; a prompt counts at full value until its first token; the
 blocks of requests in flight are counted by the router. Disaggregated, the prefill router does not count active blocks
-and the decode router gives no credit for overlap. The knob to sweep is the overlap credit (1.0), or the load scale.
+and the decode router gives no credit for overlap. To sweep: the overlap credit (1.0) or the load scale.
 """
 
 from __future__ import annotations

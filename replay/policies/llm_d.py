@@ -5,7 +5,7 @@ A weighted sum of scores between 0 and 1, and the worker with the largest wins, 
     queue:          1 for the shortest queue, 0 for the longest, linear between (1 for all when all are equal)
     kv utilisation: 1 - share of the KV cache in use
 Queue and utilisation are what workers report. The weights are those of the published guides for prefix-aware routing:
-prefix 3, utilisation 2, queue 2. The knob to sweep is the prefix weight.
+prefix 3, utilisation 2, queue 2. The parameter to sweep is the prefix weight.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ For each prefill instance: if the best instance's prefix is more than ``kvcache_
 this one's, it fetches the difference (T_transfer) and computes the rest, else it computes all behind its own prefix.
 TTFT = T_transfer + T_queue + T_prefill(length, prefix); the instance with the least is chosen; T_queue is the sum of
 the prefill times of what is queued there. Times are predicted by a regression fitted offline: here the simulated
-engine's exact model replaces it. The threshold is tuned by hand (the paper gives no value); it is the knob to
+engine's exact model replaces it. The threshold is tuned by hand (the paper gives no value); it is the parameter to
 sweep. A request whose TTFT or TBT would miss the SLO is refused: ``rejecting``. The decode instance is the one with the
 smallest predicted TBT (SelectDecodingInstance).
 """

@@ -6,7 +6,7 @@ Otherwise the worker that a tree of routed prompts says has seen most of this on
 67,108,864 tokens for each worker, trimmed to that, least recently used first, every 120 s.
 
 The exact variant, for engines that tell KV events, takes the largest overlap by the prefix index instead of the tree;
-equal overlaps go to the less loaded. The knob to sweep is the threshold, and ``balance_abs``.
+equal overlaps go to the less loaded. The parameter to sweep is the threshold, and ``balance_abs``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVICT_EVERY_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class Parameters:
     """Of its command line."""
 
     cache_threshold: float = 0.3
@@ -63,9 +63,9 @@ class RoutedPrompts:
 class SglangCacheAware(Baseline):
     """See the module."""
 
-    def __init__(self, context: PolicyContext, knobs: Knobs = Knobs()) -> None:
+    def __init__(self, context: PolicyContext, parameters: Parameters = Parameters()) -> None:
         super().__init__(context)
-        self._knobs = knobs
+        self._parameters = parameters
         self._trees: dict[WorkerId, RoutedPrompts] = {}
         self._trimmed_at = 0.0
 
@@ -83,22 +83,22 @@ class SglangCacheAware(Baseline):
         """Balance first, then the cache."""
         loads = [self.active(view).requests for view in workers]
         chosen = self._choose(request, workers, loads, matches)
-        if not self._knobs.exact:
+        if not self._parameters.exact:
             self._trees.setdefault(chosen.record.worker_id, RoutedPrompts()).add(request.hashes)
         return chosen
 
     def _choose(
         self, request: PlacementRequest, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]
     ) -> WorkerView:
-        knobs = self._knobs
+        parameters = self._parameters
         smallest, largest = min(loads), max(loads)
-        if largest - smallest > knobs.balance_abs and largest > knobs.balance_rel * smallest:
+        if largest - smallest > parameters.balance_abs and largest > parameters.balance_rel * smallest:
             return self.least(workers, loads)
-        if knobs.exact:
+        if parameters.exact:
             return self._by_overlap(workers, loads, matches)
         depths = [self._depth(view, request.hashes) for view in workers]
         deepest = max(depths)
-        if deepest * self.profile.block_tokens > knobs.cache_threshold * request.prompt_tokens:
+        if deepest * self.profile.block_tokens > parameters.cache_threshold * request.prompt_tokens:
             return self.least(workers, [-depth for depth in depths])
         return self.least(workers, loads)
 

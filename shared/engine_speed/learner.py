@@ -1,9 +1,9 @@
 """A worker learns how fast its engine is from the engine's own step totals, and publishes the estimate.
 
 The seconds that one leg reports of its prompt do not measure that prompt: its steps are shared with other prompts and
-with decoding, for a short prompt up to twenty times its own work, and more so on a busier worker. The time between
-tokens has the same fault. The step totals have not: the work between two totals, whatever was batched together, took
-exactly the seconds between them, and idle time does not count.
+with decoding, for a short prompt up to twenty times its own work, and more so on a busier worker. The same holds
+for the time between tokens. Step totals do not have this problem: the work between two totals, whatever was batched
+together, took exactly the seconds between them, and idle time does not count.
 
 Readers (routers, the planner, the disaggregation report) combine what the workers of one fingerprint publish.
 """

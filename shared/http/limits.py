@@ -266,6 +266,6 @@ async def small_body(request: Request) -> bytes:
                 body += piece
                 if len(body) > BODY_BYTES_MAX:
                     raise BodyRefused(413, f"An order has at most {BODY_BYTES_MAX} bytes.")
-    except (TimeoutError, ClientDisconnect):  # Who has left does not read the refusal.
+    except (TimeoutError, ClientDisconnect):  # The client has left: it cannot read the refusal.
         raise BodyRefused(408, "The order did not arrive in time.") from None
     return body

@@ -23,7 +23,7 @@ def counted(number: int) -> str:
 
 
 def bytes_per_second(speed: float) -> str:
-    """In decimal units, as networks and buses are sold: ``0.52 GB/s``."""
+    """In decimal units, as bandwidths are given: ``0.52 GB/s``."""
     giga = speed / 1e9
     return f"{giga:.2g} GB/s" if giga < 10 else f"{giga:.0f} GB/s"
 

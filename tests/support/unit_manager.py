@@ -47,7 +47,7 @@ def start(folder: Path, unit: str) -> None:
 
 
 def stop(folder: Path, unit: str) -> None:
-    """SIGTERM, then SIGKILL for what is left; a process that another one has to bury counts as ended."""
+    """SIGTERM, then SIGKILL for what is left; a zombie of another parent counts as ended."""
     file = folder / f"{unit}.pid"
     if not file.exists():
         return

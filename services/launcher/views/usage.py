@@ -136,7 +136,7 @@ def summed(entries: Iterable[UsageMonth], query: UsageQuery, now: date) -> Usage
 def _day(text: str) -> date | None:
     try:
         return date.fromisoformat(text)
-    except ValueError:  # A faulty router has reported a 31st of February.
+    except ValueError:  # A router has reported an invalid date.
         return None
 
 

@@ -141,7 +141,7 @@ class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
     pairs_per_token: float = 0.0
     """Earlier tokens that a computed prompt token attended to, lately and on average: for prompts of unknown length."""
     transit_s: float = 0.002
-    """From the start of a leg to its first token at the router, less what the engine had of it."""
+    """From the start of a leg to its first token at the router, minus the time that the engine measured."""
 
 
 class Sent:

@@ -1,4 +1,4 @@
-"""How fast this worker reads its partners' KV: measured after each KV self-test that passed, and told in its record."""
+"""How fast this worker reads its partners' KV: measured after each passed KV self-test, published in its record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Measure = Callable[[WorkerId, Epoch], Awaitable[ReadMeasured]]
 
 
 class ReadSpeeds:
-    """One measurement runs at a time, or they would measure each other."""
+    """One measurement runs at a time, because two at a time would slow each other."""
 
     def __init__(self, measure: Measure, registration: Registration) -> None:
         self._measure = measure

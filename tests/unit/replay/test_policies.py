@@ -11,7 +11,7 @@ from replay.policies.base import LeastLoaded, PowerOfTwo, RandomChoice, RoundRob
 from replay.policies.dynamo import DynamoKvCost
 from replay.policies.llm_d import LlmDScorer
 from replay.policies.mooncake import MooncakeConductor
-from replay.policies.sglang import Knobs, SglangCacheAware
+from replay.policies.sglang import Parameters, SglangCacheAware
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape
@@ -100,7 +100,7 @@ def test_llm_ds_scores_are_weighed(of, ids):
 
 
 def test_sglang_follows_its_tree_unless_the_load_is_out_of_balance(of, ids):
-    policy = SglangCacheAware(context(of), Knobs(balance_abs=4, balance_rel=1.5))
+    policy = SglangCacheAware(context(of), Parameters(balance_abs=4, balance_rel=1.5))
     first = chosen(policy)
 
     assert chosen(policy) == first
@@ -124,7 +124,7 @@ def test_sglang_with_kv_events_takes_the_largest_overlap_then_the_less_loaded(of
     holds(of, ids[2], [11, 12])
     of.counts.active[ids[0]].requests = 1
 
-    assert chosen(SglangCacheAware(context(of), Knobs(exact=True))) == ids[2]
+    assert chosen(SglangCacheAware(context(of), Parameters(exact=True))) == ids[2]
 
 
 def test_mooncake_minimises_ttft_and_fetches_a_longer_prefix(of, ids):
