@@ -52,7 +52,7 @@ def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI
 
     @app.get("/health")
     async def show_health() -> dict[str, str]:
-        return {"status": "alive"}
+        return {"status": "healthy"}
 
     @app.get("/ready")
     async def show_ready(response: Response) -> dict[str, str]:

@@ -309,7 +309,7 @@ def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock, waits: Waits)
     @app.get("/health", tags=["state"], responses={503: {"description": "Starting; says what it waits for."}})
     async def health() -> Response:
         """The process is alive and has found what it needs to start."""
-        body = {"status": "unhealthy", "reason": waits.text} if waits.text else {"status": "ok"}
+        body = {"status": "unhealthy", "reason": waits.text} if waits.text else {"status": "healthy"}
         return Response(msgspec.json.encode(body), 503 if waits.text else 200, media_type=JSON)
 
     @app.get("/ready", tags=["state"], responses={503: {"description": "Not ready; says why."}})

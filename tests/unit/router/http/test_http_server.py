@@ -210,7 +210,7 @@ async def test_an_unknown_mode_gets_400():
 
 @pytest.mark.parametrize(
     ("path", "holds"),
-    [("/health", "ok"), ("/ready", "ready"), ("/v1/models", '"id":"m"'), ("/metrics", "baton_router")],
+    [("/health", "healthy"), ("/ready", "ready"), ("/v1/models", '"id":"m"'), ("/metrics", "baton_router")],
 )
 async def test_state_routes_respond_to_get(path, holds):
     async with running() as up, httpx.AsyncClient() as client:
