@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def starter_of(settings: Settings, bus: Bus) -> StartEngine:
-    """Starts the engine, or the store that stands in its place and finds its partner over the bus."""
+    """Starts the engine; for role store the store, which finds its partner over the bus."""
     if settings.role is not Role.STORE:
         return engine_starter(settings.engine)
     from services.worker.engines.store.engine import start_store  # Only a store imports it.
@@ -51,7 +51,7 @@ def starter_of(settings: Settings, bus: Bus) -> StartEngine:
 
 
 def with_id(settings: Settings) -> Settings:
-    """Settings whose worker id is set and may stand in a subject. Raises SettingsError."""
+    """Settings whose worker id is set and can be part of a subject. Raises SettingsError."""
     worker_id = settings.worker_id or f"{settings.role.value}-{os.getpid()}"
     if not is_subject_token(worker_id):
         raise SettingsError(f"WORKER_WORKER_ID={worker_id!r}: use letters, digits, '-' and '_' only")

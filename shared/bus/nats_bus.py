@@ -197,7 +197,7 @@ class NatsBus(Connection):
         return read_reply(await self._ask(subject, pack(message), headers, timeout_s), channel, message)
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, timeout_s: float) -> bytes:
-        """Ask somebody who does not speak Baton's messages. Raises NoResponders, AskTimedOut, BusDown."""
+        """Ask a service that has other messages than Baton's. Raises NoResponders, AskTimedOut, BusDown."""
         return (await self._ask(subject, payload, headers, timeout_s))[0]
 
     async def _ask(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, timeout_s: float) -> Reply:

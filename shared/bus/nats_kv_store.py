@@ -260,7 +260,7 @@ class _Changes:
 
     def take(self, payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
         """A message on the subject of stored values. Only the server publishes there and adds these headers; a reply
-        that somebody directs there has none.
+        that another party directs there has none.
         """
         sequence = headers.get(SEQUENCE_HEADER, "")
         if headers.get(STREAM_HEADER) != self._stream or not sequence.isdecimal():

@@ -130,7 +130,7 @@ class AskDecision(Message, frozen=True, kw_only=True):
     request_id: RequestId = RequestId("")
     """The last decision for that request."""
     tenant: str | None = None
-    """Only a decision of this tenant's requests; None: of anybody's."""
+    """Only a decision of this tenant's requests; None: of any tenant."""
 
 
 class FoundDecision(Message, frozen=True, kw_only=True):

@@ -90,5 +90,5 @@ class Failure(Message, frozen=True, kw_only=True):
     retry_after_s: float | None = None
     suspect: bool = False
     """ENGINE_DEAD: the engine had the leg and had generated nothing for it, so it may have died of it. WORKER_LOST: the
-    worker had the leg, and nobody knows what became of its engine.
+    worker had the leg, and the state of its engine is unknown.
     """

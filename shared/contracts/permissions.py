@@ -4,9 +4,9 @@ A subject names the sender, the receiver or both by id (see ``Channel.sent_by``)
 send in its own name only and receive only its own commands, and can still ask every other worker. All routers are one
 party: a router may start a leg on any worker and read its frames, so a key for each of them would protect little.
 
-Only the orchestrator may make or change a key-value bucket, and nobody has a consumer or DIRECT.GET: both would deliver
-stored bytes to any subject that their user names, with the server's authority. For the same reason nobody has NATS's
-``allow_responses``, which lets a party publish to whatever a message names as its reply subject, also its own message.
+Only the orchestrator may make or change a key-value bucket, and no party has a consumer or DIRECT.GET: both would
+deliver stored bytes to any subject that their user names, with the server's authority. For the same reason no party has
+NATS's ``allow_responses``, which lets a party publish to whatever a message names as its reply subject, also its own message.
 Parties that reply may publish to the reply subjects of those that ask; each ask has a subject that cannot be guessed.
 """
 

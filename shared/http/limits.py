@@ -75,7 +75,7 @@ class Connections:
 
     When all places are taken, one that waits for its client makes room: of the newcomer's own owner, when that has
     reached its maximum, otherwise of an owner that has no fewer than the newcomer's. So the owners that want places
-    share them equally before any key is seen, and nobody keeps others out by what they do not send. Connections that
+    share them equally before any key is seen, and no owner keeps others out by sending nothing. Connections that
     have brought a valid key make room last, and only for owners that have fewer.
     """
 

@@ -1,6 +1,6 @@
 """Child processes: each has its own process group and log file, and none outlives the launcher.
 
-A child writes to its log file itself, opened for appending, so that a launcher that stands still delays nobody. A file
+A child writes to its log file itself, opened for appending, so that a stalled launcher delays no child. A file
 that has grown too large is copied and truncated; lines written between the two are lost.
 """
 

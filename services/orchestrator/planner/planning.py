@@ -1,5 +1,5 @@
 """Runs the planner: it always follows the fleet; while this orchestrator leads, it plans, publishes, and asks a scaler
-for workers: the launcher of this machine, a webhook, or nobody.
+for workers: the launcher of this machine, a webhook, or none.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Runner:
             self._changed.set()
 
     def _on_reconnect(self) -> None:
-        """While the connection was down nobody could renew a claim."""
+        """While the connection was down no router could renew a claim."""
         for seen in self._seen.values():
             seen.changed_at = self._clock.now()
 

@@ -91,7 +91,7 @@ class DecisionService:
 
     async def find(self, decision_id: str, tenant: str | None = None) -> DecisionRecord | None:
         """From the router that made it. None: it does not know the decision any more, does not reply, or the decision
-        is not ``tenant``'s; with None it may be anybody's.
+        is not ``tenant``'s; None: any tenant's.
         """
         found = self.log.find(decision_id, tenant)
         router_id = router_of(decision_id)
@@ -149,7 +149,7 @@ class DecisionService:
 
 
 def owned(found: DecisionRecord | None, tenant: str | None) -> DecisionRecord | None:
-    """The decision if it is that tenant's, or may be anybody's: a router of an earlier version does not look."""
+    """The decision if ``tenant`` may read it (None: all): a router of an earlier version does not check."""
     return found if found is None or tenant in (None, found.tenant) else None
 
 

@@ -44,7 +44,7 @@ class Run:
         self.entry = entry
         self.task: asyncio.Task[None] | None = None
         self.ends_with = ""
-        """The status that somebody ended it with."""
+        """The status with which it was ended; empty while it runs."""
 
     def end(self, status: str) -> None:
         """Stop it wherever it runs."""
@@ -150,7 +150,7 @@ class Background:
             del self._runs[key]
 
     async def _put(self, key: str, entry: StoredResponse, run: Run) -> None:
-        """Store how it ended. If that fails for good, it counts as lost when somebody asks for it."""
+        """Store how it ended. If that fails for good, a later request for it finds it lost."""
         for left in reversed(range(WRITES_MAX)):
             try:
                 await self._store.put(key, entry)

@@ -42,7 +42,7 @@ REACHES_LAST_BLOCK = "a medium reaches into the last block, which the decode wor
 
 
 class Outcome(StrEnum):
-    """What came of the wish to have a prompt rendered."""
+    """How the rendering of a prompt at a worker ended."""
 
     RENDERED = "rendered"
     KEPT = "kept"

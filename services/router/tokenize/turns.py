@@ -1,7 +1,7 @@
 """Runs the long work on prompts off the event loop, in short steps that tenants take in turn.
 
 There are two threads. ``quick`` takes steps of about a millisecond; ``slow`` takes the rare steps that cannot be cut,
-such as a text of 256 KiB without a space, so that nobody else's small prompt waits for them. Python code holds the GIL
+such as a text of 256 KiB without a space, so that no small prompt waits for them. Python code holds the GIL
 in either thread; the tokenizers library releases it. A process would not wait for the GIL, but would need every
 tokenizer, its cache and the prefix index a second time.
 """

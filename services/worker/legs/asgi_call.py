@@ -20,7 +20,7 @@ LISTEN_S_MAX = 0.25
 EVENT_PATHS = HANDOFF_PATHS - COMPLETION_PATHS
 """Their server may send several events for one token, or none: a message's block begins and has a text, say."""
 DISCONNECT_S_MAX = 5.0
-"""For an app that has asked for the disconnect to end. Longer than a busy event loop stands still: an app that is
+"""For an app that has asked for the disconnect to end. Longer than a busy event loop stalls: an app that is
 cancelled before it has aborted its request leaves the engine to generate to the last token."""
 
 

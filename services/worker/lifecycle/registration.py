@@ -61,7 +61,7 @@ class Registration:
         self._bus = bus
         self._records: KeyValueStore[WorkerRecord] | None = None
         self._revision = 0
-        """Of the last written record; a renewal over another one shows that somebody else writes it."""
+        """Of the last written record; a renewal over another one shows that another process writes it."""
         self._is_over = False
         """The record was removed, or belongs to another process."""
         self._writing = asyncio.Lock()

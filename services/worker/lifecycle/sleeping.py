@@ -114,7 +114,7 @@ class Sleep:
 
 
 def begin_anew(environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a worker that sleeps. It keeps the process id, for whoever supervises it.
+    """Replace this process by a worker that sleeps. It keeps the process id, which its supervisor knows.
 
     ``environment``: as this process got it, without what an engine has added.
     """

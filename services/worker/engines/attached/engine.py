@@ -92,7 +92,7 @@ class AttachedEngine:
 
     @property
     def renderer(self) -> None:
-        """The server renders where nobody sees it."""
+        """None: the server renders prompts itself."""
 
     @property
     def health(self) -> ServerHealth:

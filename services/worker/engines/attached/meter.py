@@ -14,7 +14,7 @@ from services.worker.engines.port import EngineLoad
 from shared.contracts.load import StepTotals
 
 BYTES_PER_TOKEN = 4
-"""Guess for a prompt whose tokens nobody has counted."""
+"""Guess for a prompt whose tokens were not counted."""
 PROMPT_TOKENS_MAX = 1 << 24
 
 
