@@ -6,7 +6,7 @@ party: a router may start a leg on any worker and read its frames, so a key for 
 
 Only the orchestrator may make or change a key-value bucket, and no party has a consumer or DIRECT.GET: both would
 deliver stored bytes to any subject that their user names, with the server's authority. For the same reason no party has
-NATS's ``allow_responses``, which lets a party publish to whatever a message names as its reply subject, also its own message.
+NATS's ``allow_responses``, which lets a party publish to whatever a message names as its reply subject, also its own.
 Parties that reply may publish to the reply subjects of those that ask; each ask has a subject that cannot be guessed.
 """
 
