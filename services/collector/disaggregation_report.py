@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.collector.aggregated_estimate import Latencies, Sample, aggregated, step_time_models
-from services.collector.metrics.engine_work import MODELS_MAX, WINDOW_S, Engines, FleetWork
+from services.collector.aggregated_estimate import (
+    MODELS_MAX,
+    WINDOW_S,
+    Engines,
+    FleetWork,
+    Latencies,
+    Sample,
+    aggregated,
+    step_time_models,
+)
 from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished

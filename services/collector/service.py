@@ -16,11 +16,9 @@ from services.collector.console.state import ConsoleState, Moment
 from services.collector.console.views import Page
 from services.collector.disaggregation_report import ReportBuilder
 from services.collector.http.access import Access, guarded, is_loopback
-from services.collector.http.app import LIMITS, CollectorEdge, make_app
-from services.collector.http.console import ConsoleContext, add_console
-from services.collector.metrics.exposition import BOUNDS, families
+from services.collector.http.app import LIMITS, CollectorEdge, ConsoleContext, add_console, make_app
+from services.collector.metrics.exposition import BOUNDS, families, vllm_families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
-from services.collector.metrics.vllm_gauges import vllm_families
 from services.collector.settings import Settings
 from services.collector.usage_ledger import LedgerStore
 from shared.bus.port import Bus, BusError, Envelope

@@ -1,15 +1,23 @@
-"""What the `baton` command asks of a running system over NATS: the fleet, a service's status, orders to workers."""
+"""What the `baton` command asks of a running system over NATS: the fleet, a service's status, orders to workers.
+
+Its credentials come from its settings, or from the running system.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
-from services.launcher.cluster.access import launcher_access
+from services.launcher.cluster.folder import NKEY, folder_of, variables
+from services.launcher.system.machine import inherited_environment
 from shared.bus.nats_bus import connect_nats
+from shared.bus.nats_credentials import Access
 from shared.bus.port import AskRefused, AskTimedOut, Bus, Envelope, NoResponders
 from shared.contracts.adapters import AdapterOrdered, Adapters, AskAdapters, OrderAdapter
 from shared.contracts.channels import (
@@ -24,12 +32,14 @@ from shared.contracts.channels import (
     SERVICE_STATUS,
     WORKER_RECORDS,
     AskChannel,
+    Party,
 )
 from shared.contracts.control import ServiceStatus
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, ModelOrdered, OrderModel, RoleChanged, WorkerDrained
 from shared.contracts.load import LoadReport
 from shared.contracts.message import Message
 from shared.contracts.workers import DescribeFleet, FleetState, FleetWorker, WorkerPhase
+from shared.runtime.settings import load_common
 
 M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -212,3 +222,21 @@ async def _no_such_worker(nats_url: str, worker_id: str) -> str:
 
 class CommandFailed(Exception):
     """The running system did not do or answer what was asked; the message says why and what to do."""
+
+
+def use_keys(folder: str, *, over_environment: bool = False) -> None:
+    """Use the launcher's key in that folder of `baton init`, unless the environment names another."""
+    own = variables(folder, Party.LAUNCHER)
+    if over_environment or not any(os.environ.get(name) for name in own):
+        os.environ.update(own)
+
+
+def keys_for(nats_url: str, folder: str) -> str:
+    """The folder, if it has keys and that NATS, which is not ours, uses TLS; else empty."""
+    has_keys = (Path(folder) / folder_of(Party.LAUNCHER) / NKEY).is_file()
+    return folder if has_keys and urlsplit(nats_url).scheme == "tls" else ""
+
+
+def launcher_access() -> Access:
+    """Raises SettingsError."""
+    return load_common(inherited_environment()).nats_access(Party.LAUNCHER)

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from services.launcher.doctor.kv_reads import SLOW_BYTES_PER_S
+from services.launcher.doctor.workers import SLOW_BYTES_PER_S
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import LegKind

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from services.launcher.doctor.findings import Level
-from services.launcher.doctor.kv_reads import SLOW_BYTES_PER_S, about_kv_reads
+from services.launcher.doctor.workers import SLOW_BYTES_PER_S, about_kv_reads
 from shared.contracts.workers import KvMemory
 from tests.gpu.conftest import DECODE, PREFILL, Pair, running
 from tests.gpu.places import ON_CPU

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from services.collector.console.batches import Batches
 from services.collector.console.events import EventLog
 from services.collector.console.health import health_of
 from services.collector.console.requests import RecentRequests
+from services.collector.console.tables import Batches, MonthUsage
 from services.collector.console.traffic import Flows, LastMinute, Tenants
-from services.collector.console.usage import MonthUsage
 from services.collector.console.views import Health, Page, View, WorkerCard
 from services.collector.console.workers import Models, WorkerCards
 from services.collector.metrics.fleet_metrics import FleetMetrics

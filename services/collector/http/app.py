@@ -1,14 +1,30 @@
-"""The metrics collector's HTTP side: /metrics for Prometheus, /health and /ready, and the console."""
+"""The metrics collector's HTTP side: /metrics for Prometheus, /health and /ready, and the console: page, event
+stream, one request's decision, orders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Never
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from typing import Any, Never
 
-from fastapi import FastAPI, Response
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
+from starlette.types import Receive, Scope, Send
 
+from services.collector.console.feed import Feed, Watcher
+from services.collector.console.handlers import OrderHandler, find_decision
+from services.collector.console.orders import Refusal, parse_order, refusal_of
+from services.collector.console.requests import RecentRequests
+from services.collector.http.access import Access
+from shared.bus.port import Bus
 from shared.http.edge import HttpEdge
-from shared.http.limits import EdgeLimits
+from shared.http.limits import UNNAMED, BodyRefused, EdgeLimits, owner_of, small_body
+from shared.runtime.settings import SettingsError
 from shared.telemetry.prometheus import PROMETHEUS_CONTENT_TYPE
 
 SECURITY_HEADERS = (
@@ -60,3 +76,149 @@ def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI
         return {"status": "ready" if ready() else "not ready"}
 
     return app
+
+
+JSON = "application/json"
+PAGE = "index.html"
+CONTENT_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "json": JSON,
+    "svg": "image/svg+xml",
+    "png": "image/png",
+    "woff2": "font/woff2",
+}
+"""By file extension."""
+CHALLENGE = {"www-authenticate": "Bearer"}
+FULL = b'{"error":{"message":"Too many browsers watch the console already."}}'
+RETRY_AFTER_S = "10"
+
+
+@dataclass(frozen=True)
+class ConsoleContext:
+    """What the routes work with."""
+
+    bus: Bus
+    feed: Feed
+    recent: RecentRequests
+    orders: OrderHandler
+    access: Access
+
+
+def add_console(app: FastAPI, context: ConsoleContext) -> None:
+    """Add the routes."""
+    files = page_files()
+
+    @app.get("/")
+    async def show_root() -> Response:
+        return RedirectResponse("/console")
+
+    @app.get("/console")
+    async def show_page() -> Response:
+        return file_of(files, PAGE)
+
+    @app.get("/console/files/{name}")
+    async def show_file(name: str) -> Response:
+        return file_of(files, name)
+
+    @app.get("/console/events")
+    async def show_events(request: Request) -> Response:
+        owner = owner_of(request.client.host) if request.client is not None else UNNAMED
+        return EventStream(context.feed, owner, operator=await may_act(context.access, request))
+
+    @app.get("/console/requests/{decision_id}")
+    async def show_request(decision_id: str) -> Response:
+        return json_response(await find_decision(context.bus, context.recent, decision_id))
+
+    @app.post("/console/orders")
+    async def give_order(request: Request) -> Response:
+        return await execute_order(context, request)
+
+
+async def execute_order(context: ConsoleContext, request: Request) -> Response:
+    """Check the client's permission before its body is read."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        return json_response(Refusal(status=415, message=f"Send orders as {JSON}."))
+    try:
+        client = await asyncio.to_thread(context.access.client_of, request.headers)
+    except SettingsError:
+        return json_response(Refusal(status=503, message="The admin key file cannot be read: see the collector's log."))
+    if (refusal := refusal_of(client)) is not None:
+        return json_response(refusal)
+    try:
+        order = parse_order(await small_body(request))
+    except BodyRefused as refused:
+        order = Refusal(status=refused.status, message=str(refused))
+    result = await context.orders.execute(order) if not isinstance(order, Refusal) else order
+    return json_response(result if isinstance(result, Refusal) else {"message": result})
+
+
+async def may_act(access: Access, request: Request) -> bool:
+    """Whether this client may give orders."""
+    try:
+        client = await asyncio.to_thread(partial(access.client_of, request.headers, from_page=True))
+        return refusal_of(client) is None
+    except SettingsError:
+        return False
+
+
+def json_response(content: Any) -> Response:
+    """A refusal as an error object with its status, anything else with 200."""
+    if isinstance(content, Refusal):
+        body = {"error": {"message": content.message}}
+        headers = CHALLENGE if content.status == 401 else {}
+        return Response(msgspec.json.encode(body), content.status, headers, JSON)
+    return Response(msgspec.json.encode(content), media_type=JSON)
+
+
+def page_files() -> Mapping[str, bytes]:
+    """The page's files by name, read once."""
+    folder = resources.files("services.collector.console").joinpath("static")
+    found = [file for file in folder.iterdir() if file.name.rpartition(".")[2] in CONTENT_TYPES]
+    return {file.name: file.read_bytes() for file in found}
+
+
+def file_of(files: Mapping[str, bytes], name: str) -> Response:
+    """One of the page's files, or 404."""
+    content = files.get(name)
+    if content is None:
+        return json_response(Refusal(status=404, message="There is no such file."))
+    return Response(content, media_type=CONTENT_TYPES[name.rpartition(".")[2]])
+
+
+class EventStream(Response):
+    """Server-sent events, for as long as the client reads and the process serves."""
+
+    def __init__(self, feed: Feed, owner: str, *, operator: bool) -> None:
+        super().__init__()
+        self._feed = feed
+        self._owner = owner
+        self._operator = operator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = self._feed.join(self._owner, operator=self._operator)
+        if watcher is None:
+            await Response(FULL, 503, {"retry-after": RETRY_AFTER_S}, JSON)(scope, receive, send)
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                leaving = tasks.create_task(_until_left(receive, watcher), name="console-client-leaves")
+                await _relay(watcher, send)
+                leaving.cancel()
+        finally:
+            self._feed.leave(watcher)
+
+
+async def _relay(watcher: Watcher, send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    while (frame := await watcher.next()) is not None:
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_left(receive: Receive, watcher: Watcher) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    watcher.end()

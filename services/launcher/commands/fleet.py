@@ -17,7 +17,7 @@ from rich.markup import escape
 from services.launcher.commands.options import fail
 from services.launcher.fleet.fleet_file import Fleet, HostTable, WrongFleetFile, part_of, read_fleet_file
 from services.launcher.system.machine import KEYS_VARIABLE
-from services.launcher.system.worker_plan import worker_names
+from services.launcher.system.plan import worker_names
 
 if TYPE_CHECKING:
     from services.launcher.fleet.host_part import HostPart

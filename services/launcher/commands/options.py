@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from services.launcher.bus_client import CommandFailed
-from services.launcher.cluster.access import keys_for, use_keys
+from services.launcher.bus_client import CommandFailed, keys_for, use_keys
 from services.launcher.cluster.folder import FOLDER
 from services.launcher.system import state_file
 from services.launcher.system.machine import inherited_environment

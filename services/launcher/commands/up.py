@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from services.launcher.cluster.access import keys_for
+from services.launcher.bus_client import keys_for
 from services.launcher.commands.model_options import (
     MODELS_MAX,
     OF_EACH_MODEL,

@@ -120,8 +120,7 @@ def explain(
     state_dir: StateDir = None,
 ) -> None:
     """Explain a placement: the chosen workers, the other candidates, predicted and measured times."""
-    from services.launcher.views.decision_picture import draw
-    from services.launcher.views.explain import ask_over_nats, ask_router, query_of
+    from services.launcher.views.explain import ask_over_nats, ask_router, draw, query_of
 
     query = query_of(decision, request)
     folder = state_dir or Path(common_settings().state_dir)

@@ -22,10 +22,9 @@ from services.launcher.fleet.fleet_file import Fleet
 from services.launcher.fleet.host_part import HostPart
 from services.launcher.fleet.joining import Token
 from services.launcher.system.options import UpOptions
-from services.launcher.system.plan import in_url, is_loopback
+from services.launcher.system.plan import in_url, is_loopback, worker_names
 from services.launcher.system.process_plan import PlanRefused
 from services.launcher.system.state_file import RunningSystem
-from services.launcher.system.worker_plan import worker_names
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import Access, read_seed
 from shared.bus.port import BusDown, BusError

@@ -19,8 +19,8 @@ from services.launcher.cluster.files import write_private
 from services.launcher.cluster.folder import NKEY, TRUSTED, folder_of, variables
 from services.launcher.fleet.host_part import HostPart, unusable_variable
 from services.launcher.system.options import UpOptions
+from services.launcher.system.plan import worker_names
 from services.launcher.system.process_plan import PlanRefused
-from services.launcher.system.worker_plan import worker_names
 from shared.bus.nats_credentials import Seed
 from shared.contracts.channels import Party
 from shared.contracts.ids import is_subject_token

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from services.launcher.cluster.folder import SECURE, variables
-from services.launcher.system.options import UpOptions
+from services.launcher.system.devices import Device, share_cores, share_gpus
+from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.process_plan import Machine, PlanRefused, ProcessPlan, RequiredPort, Stage, SystemPlan
-from services.launcher.system.worker_plan import plan_workers
 from shared.contracts.channels import Party
+from shared.contracts.ids import ALIAS_RULE, is_model_alias
+from shared.contracts.permissions import owner_of
+from shared.contracts.workers import Role
 
 OPEN = "NATS is open: every user of this machine can read prompts and give orders. Leave out --open to require keys."
 LOCAL_HOSTS = ("localhost", "::1")
@@ -176,3 +180,189 @@ def plan_routers(options: UpOptions, machine: Machine, base: Mapping[str, str]) 
         env = {**alone.env, "ROUTER_SHARED_PORT": str(options.port), "ROUTER_INSTANCE": name}
         routers.append(replace(alone, name=name, env=env))
     return routers
+
+
+STORES = f"{Role.STORE.value}-"
+"""Prefix of store workers' names: they need no device."""
+STORE = Device(text="no engine")
+ATTACHED = "attached"
+OWN_RANKS = re.compile(r"(^|\s)(--tensor[-_]parallel[-_]size|-tp)([=\s]|$)")
+
+
+def plan_workers(
+    options: UpOptions, machine: Machine, base: Mapping[str, str], names_taken: Sequence[str]
+) -> tuple[list[ProcessPlan], list[str]]:
+    """The workers with their devices, and warnings. Raises PlanRefused."""
+    check(options)
+    engines = [(index, role) for index, each in enumerate(options.models) for role in each.roles]
+    stores = [(index, Role.STORE) for index, each in enumerate(options.models) for _ in range(each.store)]
+    attached = [(index, server) for index, each in enumerate(options.models) for server in each.attach]
+    names = worker_names(options.models, options.host_name, names_taken)
+    running = sum(not name.startswith((STORES, f"{ATTACHED}-")) for name in names_taken)
+    devices, notes = devices_by_model(options, machine, running)
+    unused = [iter(each) for each in devices]
+    workers = WorkerPlans(options, machine, base)
+    plans = [
+        workers.plan(index, role, name, next(unused[index]))
+        for (index, role), name in zip(engines, names, strict=False)
+    ]
+    # Stores start last: they become ready only when engines are there.
+    plans += [workers.plan(index, role, name, STORE) for (index, role), name in zip(stores, names, strict=False)]
+    plans += [workers.attached(index, server, name) for (index, server), name in zip(attached, names, strict=True)]
+    return plans, notes
+
+
+@dataclass(frozen=True)
+class WorkerPlans:
+    """Plans single workers."""
+
+    options: UpOptions
+    machine: Machine
+    base: Mapping[str, str]
+    """The environment of all workers."""
+
+    def plan(self, model: int, role: Role, name: str, device: Device) -> ProcessPlan:
+        """A worker of ``options.models[model]`` on its device."""
+        settings = worker_settings(self.options, self.options.models[model], self.base)
+        env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
+        if self.options.own_keys:
+            env |= variables(self.options.keys_dir, owner_of(Party.WORKER, name))
+        if self.options.awake_max and model >= self.options.awake_max and role is not Role.STORE:
+            env["WORKER_ASLEEP"] = "true"
+        if device.engine_args:
+            env["WORKER_ENGINE_ARGS"] = f"{device.engine_args} {settings.get('WORKER_ENGINE_ARGS', '')}".rstrip()
+        command = (self.machine.python, "-m", "services.worker")
+        several = len(self.options.models) > 1
+        note = f"{self.options.models[model].model}, {device.text}" if several else device.text
+        return ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env=env, note=note, model=model)
+
+    def attached(self, model: int, server: str, name: str) -> ProcessPlan:
+        """A worker of ``options.models[model]`` without an engine, for this server."""
+        url, _, theirs = server.partition("=")
+        plan = self.plan(model, Role.BOTH, name, Device(text=f"attached to {url}"))
+        key_file = self.options.models[model].attach_key_file
+        attach = {"WORKER_ENGINE": ATTACHED, "WORKER_ATTACH_URL": url}
+        attach |= {"WORKER_ATTACH_MODEL": theirs} if theirs else {}
+        attach |= {"WORKER_ATTACH_KEY_FILE": key_file} if key_file else {}
+        return replace(plan, env={**plan.env, **attach})
+
+
+def check(options: UpOptions) -> None:
+    """Whether these workers can serve their models. Raises PlanRefused."""
+    for each in options.models:
+        _check_model(each, options)
+    names = [each.model for each in options.models]
+    if len(names) > 1 and "" in names:
+        raise PlanRefused("--model is empty: with several models, each needs its name.")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise PlanRefused(f"--model {twice[0]} is given twice: name all its workers after one --model.")
+    _check_aliases(options)
+    if any(each.sleep_after_s and not each.model for each in options.models):
+        raise PlanRefused("--sleep-after needs the model's name: give --model, too.")
+    if options.awake_max and options.awake_max >= len(options.models):
+        raise PlanRefused(f"--awake-max {options.awake_max} changes nothing: there are {len(options.models)} models.")
+
+
+def _check_aliases(options: UpOptions) -> None:
+    """Every name must mean one model."""
+    names = [name for each in options.models for name in (each.model, *dict.fromkeys(each.aliases))]
+    for alias in (alias for each in options.models for alias in each.aliases):
+        if not is_model_alias(alias):
+            raise PlanRefused(f"--alias {alias}: write {ALIAS_RULE}.")
+        if names.count(alias) > 1:
+            raise PlanRefused(f"--alias {alias}: another model has this name, so requests for it could mean either.")
+
+
+def _check_model(model: ModelOptions, options: UpOptions) -> None:
+    of = f" for {model.model}" if len(options.models) > 1 else ""
+    count = len(model.roles)
+    is_part = options.join or bool(options.host_name)
+    if not count and not model.attach and not (is_part and model.store):
+        raise PlanRefused(f"No workers{of}: request at least one with --prefill, --decode, --both or --attach.")
+    _check_attached(model, options)
+    if model.store and model.connector == "upstream":
+        raise PlanRefused("--store needs the KV exchange: leave out --connector upstream.")
+    if count and not is_part and not model.both and not (model.prefill and model.decode):
+        missing, given = ("decode", "--prefill") if model.prefill else ("prefill", "--decode")
+        raise PlanRefused(f"Only {given} workers{of}: none would {missing}. Add --{missing} 1 or --both 1.")
+    _check_gpus(model, options)
+    if model.workers_max and not model.workers_min <= count <= model.workers_max:
+        raise PlanRefused(
+            f"{count} workers{of} are not between --workers-min {model.workers_min} and "
+            f"--workers-max {model.workers_max}."
+        )
+
+
+def _check_attached(model: ModelOptions, options: UpOptions) -> None:
+    if model.attach_key_file and not model.attach:
+        raise PlanRefused("--attach-key-file has the key for a server: give the server with --attach URL.")
+    if model.attach and (model.sleep_after_s or options.awake_max):
+        raise PlanRefused("--attach: its server runs elsewhere and cannot sleep: leave out --sleep-after, --awake-max.")
+    for server in model.attach:
+        if not server.startswith(("http://", "https://")):
+            raise PlanRefused(f"--attach {server}: write it as http://HOST:PORT or http://HOST:PORT=MODEL.")
+
+
+def _check_gpus(model: ModelOptions, options: UpOptions) -> None:
+    counts = {model.gpus_of(role) for role in model.roles}
+    if OWN_RANKS.search(model.engine_args):
+        raise PlanRefused(
+            "--engine-args sets the number of tensor parallel ranks, but `baton up` gives each worker its GPUs or "
+            "cores: use --gpus-per-worker N, or --gpus-per-prefill and --gpus-per-decode."
+        )
+    if counts - {1} and options.engine == "simulated":
+        raise PlanRefused("Simulated engines have no ranks: leave out --gpus-per-worker.")
+    if counts - {model.gpus_per_worker} and model.workers_max:
+        raise PlanRefused("--workers-max starts workers of one size: use --gpus-per-worker alone.")
+
+
+def devices_by_model(options: UpOptions, machine: Machine, running: int) -> tuple[list[list[Device]], list[str]]:
+    """A device for each worker that may ever run, by model, and warnings. Were only the first workers counted, they
+    would get the whole machine. ``running``: engines that run here already.
+    """
+    if options.awake_max == 1 and len(options.models) > 1:  # Each has the machine for itself while it is awake.
+        alone = [msgspec.structs.replace(options, models=(each,)) for each in options.models]
+        shared = [devices_by_model(each, machine, running) for each in alone]
+        return [devices[0] for devices, _notes in shared], [note for _devices, notes in shared for note in notes]
+    gpus = [count for each in options.models for count in each.gpu_counts]
+    if not gpus:
+        return [[] for _ in options.models], []
+    if options.engine == "simulated":
+        devices, notes = [Device(text="simulated")] * len(gpus), list[str]()
+    elif machine.gpus:
+        devices, notes = share_gpus(machine, gpus, running)
+    else:
+        devices, notes = share_cores(machine.cores, gpus, running)
+    unused = iter(devices)
+    return [[next(unused) for _ in each.gpu_counts] for each in options.models], notes
+
+
+def worker_settings(options: UpOptions, model: ModelOptions, base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of all workers of a model."""
+    optional = {
+        "WORKER_MODEL": model.model,
+        "WORKER_ALIASES": ",".join(model.aliases),
+        "WORKER_CONNECTOR": model.connector,
+        "WORKER_KV_CACHE_BYTES": str(model.kv_cache_bytes) if model.kv_cache_bytes else "",
+        "WORKER_ENGINE_ARGS": model.engine_args,
+    }
+    return {**base, "WORKER_ENGINE": options.engine, **{name: value for name, value in optional.items() if value}}
+
+
+def worker_names(models: Sequence[ModelOptions], host_name: str, names_taken: Sequence[str] = ()) -> Iterator[str]:
+    """Ids for the workers of these models: those with engines, then stores, then attached ones."""
+    kinds = [role.value for each in models for role in each.roles]
+    kinds += [Role.STORE.value for each in models for _ in range(each.store)]
+    kinds += [ATTACHED for each in models for _ in each.attach]
+    prefix = f"{host_name}-" if host_name else ""
+    taken = [name.removeprefix(prefix) for name in names_taken if name.startswith(prefix)]
+    return (f"{prefix}{name}" for name in fresh_names(kinds, taken))
+
+
+def fresh_names(kinds: Sequence[str], names_taken: Sequence[str]) -> Iterator[str]:
+    """``prefill-1``, ``decode-1``...: the lowest free numbers."""
+    taken = set(names_taken)
+    for kind in kinds:
+        number = next(n for n in range(1, len(taken) + 2) if f"{kind}-{n}" not in taken)
+        taken.add(f"{kind}-{number}")
+        yield f"{kind}-{number}"

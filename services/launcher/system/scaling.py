@@ -10,11 +10,10 @@ from rich.markup import escape
 
 from services.launcher.system.devices import Device
 from services.launcher.system.options import UpOptions
-from services.launcher.system.plan import base_environment
+from services.launcher.system.plan import WorkerPlans, base_environment, devices_by_model, fresh_names
 from services.launcher.system.process_plan import Machine, ProcessPlan
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import System
-from services.launcher.system.worker_plan import WorkerPlans, devices_by_model, fresh_names
 from shared.bus.port import BusError, Envelope
 from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS, Party
 from shared.contracts.fleet_orders import DrainWorker

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
-from services.launcher.cluster.access import launcher_access
+from services.launcher.bus_client import launcher_access
 from services.launcher.system import children
 from services.launcher.system.children import Child, ChildStarter
 from services.launcher.system.process_death import RestartHistory, RestartPolicy, last_lines, why_it_died

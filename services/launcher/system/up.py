@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.launcher.bus_client import read_fleet
-from services.launcher.cluster.access import use_keys
+from services.launcher.bus_client import read_fleet, use_keys
 from services.launcher.cluster.folder import CannotCreate, InitRequest
 from services.launcher.system import children, machine, state_file
 from services.launcher.system.options import ModelOptions, UpOptions

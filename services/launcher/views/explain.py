@@ -1,22 +1,33 @@
-"""`baton explain`: fetches a decision, from any router over HTTP or from its own router over NATS."""
+"""`baton explain`: fetches a decision, from any router over HTTP or from its own router over NATS, and draws it.
+
+Legible without colour, in 80 columns, and in a pipe.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from services.launcher.bus_client import CommandFailed, ask_service, open_bus
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
 from shared.bus.port import Envelope
 from shared.contracts.channels import DECISION, SERVICE_STATUS
 from shared.contracts.control import ServiceStatus
-from shared.contracts.decisions import AskDecision, DecisionRecord
+from shared.contracts.decisions import AskDecision, CandidateRecord, DecisionRecord, Part
 from shared.contracts.ids import DecisionId, router_of
+from shared.text import explanation
+from shared.text.quantities import counted, duration
 
 T = TypeVar("T")
 
@@ -123,3 +134,237 @@ def read(response: httpx.Response, kind: type[T], base: str) -> T:
         raise CommandFailed(str(error["error"]["message"]) + hint)
     except (msgspec.DecodeError, msgspec.ValidationError, LookupError) as error:
         raise CommandFailed(f"The server at {base} is not a Baton router (status {response.status_code}).") from error
+
+
+PREDICTED, MEASURED = "cyan", "green"
+MISSED, QUIET = "bold red", "dim"
+LEFT_COLUMNS = 36
+"""Columns of the waterfall before its bars: names and numbers."""
+BAR_COLUMNS_MIN, BAR_COLUMNS_MAX = 20, 80
+HEADINGS = {
+    Part.PREFILL: "Candidates for prefill",
+    Part.DECODE: "Candidates for decode",
+    Part.WHOLE: "Candidates for both phases",
+}
+COLUMNS = (
+    ("cached", "cached_tokens"),
+    ("fetch", "fetched_tokens"),
+    ("compute", "computed_tokens"),
+    ("queue", "queue_s"),
+    ("fetching", "fetch_s"),
+    ("prefill", "prefill_s"),
+    ("handoff", "handoff_s"),
+    ("decode", "decode_s"),
+    ("others", "others_s"),
+)
+"""Columns of the candidates; one without any value is left out. All times add up to the cost."""
+LEFT_OUT = ("computed_tokens", "fetch_s", "handoff_s", "fetched_tokens", "others_s")
+"""On a narrow terminal these columns are dropped first; the cost still includes them."""
+NAME_COLUMNS_MAX = 24
+NAME_COLUMNS_NARROW = 14
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """Characters of the bars."""
+
+    predicted: str
+    measured: str
+    both: str
+    sliver: str
+    """A part shorter than one column."""
+    chosen: str
+    both_style: str = ""
+
+
+COLOURED = Glyphs("▀", "▄", "▀", "▏", "●", f"{PREDICTED} on {MEASURED}")
+BLOCKS = Glyphs("▀", "▄", "█", "▏", "●")
+LETTERS = Glyphs("^", "_", "#", "|", "*")
+"""For terminals that show only ASCII."""
+
+
+def draw(decision: DecisionRecord, console: Console) -> None:
+    """Print the whole decision."""
+    has_colour = console.color_system is not None and not console.no_color
+    glyphs = LETTERS if console.options.ascii_only else COLOURED if has_colour else BLOCKS
+    for section in _sections(explanation.printable(decision), console.width, glyphs):
+        console.print(section, highlight=False)
+
+
+def _sections(decision: DecisionRecord, columns: int, glyphs: Glyphs) -> Iterator[RenderableType]:
+    yield Text(explanation.headline(decision), "bold")
+    why = explanation.because(decision)
+    for sentence in why:
+        yield Text(sentence)
+    yield Text("")
+    yield _facts(decision)
+    if decision.predicted.total_s() or decision.measured is not None:
+        yield Text("")
+        yield Text.assemble(("Time to first token", "bold"), f": {explanation.ttft_text(decision)}")
+        yield Padding(_waterfall(decision, columns, glyphs), (0, 0, 0, 2))
+    for part in Part:
+        candidates = [one for one in decision.candidates if one.part is part]
+        if candidates:
+            yield Text("")
+            yield Text(_heading(decision, part, len(candidates)), "bold")
+            yield Padding(_candidates(candidates, columns - 2, glyphs), (0, 0, 0, 2))
+    if regret := explanation.regret_text(decision):
+        yield Text("")
+        yield Text(regret, MISSED if decision.regret_s > 0 else "")
+
+
+def _facts(decision: DecisionRecord) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style=QUIET, no_wrap=True)
+    table.add_column()
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(decision.at_unix_s))
+    table.add_row("decision", Text(f"{decision.decision_id}   {when}", overflow="fold"))
+    table.add_row("model", Text(decision.model or "any", overflow="fold"))
+    if decision.mode:
+        table.add_row("mode", f"{decision.mode}: {decision.reason}")
+        table.add_row("prompt", explanation.cached_text(decision))
+    for source in decision.sources:
+        table.add_row("KV from", f"{source.worker_id}, {_blocks(source.first, source.end)}")
+    if decision.attempt > 1:
+        table.add_row("attempt", f"{decision.attempt}; the previous one: baton explain {decision.earlier}")
+    if decision.tenant or decision.priority:
+        table.add_row("tenant", f"{decision.tenant or 'none'}, priority {decision.priority}")
+    for sentence in explanation.target_text(decision):
+        table.add_row("target", Text(sentence, MISSED if "missed" in sentence else ""))
+    if any(one.within_s for one in decision.candidates):
+        table.add_row("", "decode time within the ITL target adds no cost")
+    if decision.itl_s >= 0 or decision.predicted_itl_s > 0:
+        table.add_row("ITL", _itl(decision))
+    return table
+
+
+def _blocks(first: int, end: int) -> str:
+    if end:
+        return f"blocks {counted(first)} to {counted(end)}"
+    return f"from block {counted(first)} on" if first else "all that it has"
+
+
+def _itl(decision: DecisionRecord) -> str:
+    values = [f"{duration(decision.predicted_itl_s)} predicted"] if decision.predicted_itl_s > 0 else []
+    return ", ".join([*values, f"{duration(decision.itl_s)} measured"] if decision.itl_s >= 0 else values)
+
+
+def _waterfall(decision: DecisionRecord, columns: int, glyphs: Glyphs) -> Table:
+    """One line for each part; each bar starts where the previous one ends."""
+    predicted, measured = decision.predicted, decision.measured
+    whole_s = max(predicted.total_s(), measured.total_s() if measured is not None else 0.0)
+    wide = min(BAR_COLUMNS_MAX, max(BAR_COLUMNS_MIN, columns - LEFT_COLUMNS - 4))
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True, min_width=15)
+    table.add_column(style=PREDICTED, no_wrap=True, justify="right", min_width=9)
+    table.add_column(style=MEASURED, no_wrap=True, justify="right", min_width=8)
+    table.add_column(no_wrap=True, min_width=wide)
+    scale = duration(whole_s)
+    axis = Text("0" + " " * (wide - 1 - len(scale)) + scale, QUIET)
+    table.add_row("", "predicted", "measured" if measured is not None else "", axis)
+    before = [0.0, 0.0]
+    for name, label in explanation.PART_NAMES.items():
+        parts_s = [getattr(predicted, name), getattr(measured, name) if measured is not None else 0.0]
+        if not any(parts_s):
+            continue
+        spans = [_span(begin_s, part_s, whole_s, wide) for begin_s, part_s in zip(before, parts_s, strict=True)]
+        cells = [_duration_or_dash(part_s) for part_s in parts_s]
+        table.add_row(label, cells[0], cells[1] if measured is not None else "", _bar(spans, wide, glyphs))
+        before = [begin_s + part_s for begin_s, part_s in zip(before, parts_s, strict=True)]
+    total = [duration(predicted.total_s()), duration(measured.total_s()) if measured is not None else ""]
+    table.add_row(Text("total", "bold"), *(Text(one, "bold") for one in total), _legend(decision, glyphs))
+    return table
+
+
+def _span(begin_s: float, part_s: float, whole_s: float, wide: int) -> tuple[int, int]:
+    """First column and the one after the last; equal for a part shorter than one column."""
+    return round(begin_s / whole_s * wide), round((begin_s + part_s) / whole_s * wide)
+
+
+def _bar(spans: list[tuple[int, int]], wide: int, glyphs: Glyphs) -> Text:
+    (first, first_end), (second, second_end) = spans
+    bar = Text()
+    for column in range(wide):
+        above, below = first <= column < first_end, second <= column < second_end
+        if above and below:
+            bar.append(glyphs.both, glyphs.both_style)
+        elif above:
+            bar.append(glyphs.predicted, PREDICTED)
+        elif below:
+            bar.append(glyphs.measured, MEASURED)
+        elif column in (min(first, wide - 1), min(second, wide - 1)) and first == first_end and second == second_end:
+            bar.append(glyphs.sliver, QUIET)
+        else:
+            bar.append(" ")
+    return bar
+
+
+def _legend(decision: DecisionRecord, glyphs: Glyphs) -> Text:
+    if decision.measured is None:
+        return Text.assemble((glyphs.predicted, PREDICTED), (" predicted", QUIET))
+    return Text.assemble(
+        (glyphs.predicted, PREDICTED),
+        (" predicted  ", QUIET),
+        (glyphs.measured, MEASURED),
+        (" measured  ", QUIET),
+        (glyphs.both, glyphs.both_style),
+        (" both", QUIET),
+    )
+
+
+def _heading(decision: DecisionRecord, part: Part, shown: int) -> str:
+    of = f" ({shown} of {counted(decision.considered)} workers)" if decision.considered > shown else ""
+    return f"{HEADINGS[part]}{of}"
+
+
+def _candidates(candidates: list[CandidateRecord], columns: int, glyphs: Glyphs) -> Table:
+    """Chosen first, then by cost, with as many columns as fit."""
+    chosen = next((one for one in candidates if one.chosen), None)
+    ordered = sorted(candidates, key=lambda one: (not one.chosen, one.cost_s))
+    lines, gap = _fitting(ordered, [explanation.why_not(one, chosen) for one in ordered], columns)
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style=QUIET)
+    table.add_column("", width=1)
+    for heading, *_cells in lines:
+        left = heading in ("worker", "")
+        table.add_column(heading, no_wrap=True, overflow="crop", justify="left" if left else "right")
+    for row, one in enumerate(ordered, 1):
+        mark = Text(glyphs.chosen, MEASURED) if one.chosen else ""
+        table.add_row(mark, *(line[row] for line in lines), style="" if one.chosen else QUIET)
+    return table
+
+
+def _fitting(ordered: list[CandidateRecord], notes: list[str], columns: int) -> tuple[list[list[str]], int]:
+    """The table's columns, each with its heading first, and the gap between them. Optional columns are dropped until
+    the rest fits.
+    """
+    shown = [column for column in COLUMNS if any(explanation.counts(one, column[1]) for one in ordered)]
+    lines: list[list[str]] = []
+    for dropped, name_columns, gap in (
+        (None, NAME_COLUMNS_MAX, 2),
+        (None, NAME_COLUMNS_MAX, 1),
+        *((name, NAME_COLUMNS_NARROW, 1) for name in (None, *LEFT_OUT)),
+    ):
+        shown = [column for column in shown if column[1] != dropped]
+        lines = [
+            ["worker", *(_shortened(one.worker_id, name_columns) for one in ordered)],
+            *([heading, *(_cell(one, name) for one in ordered)] for heading, name in shown),
+            ["cost", *(duration(one.cost_s) for one in ordered)],
+            ["", *notes],
+        ]
+        if 1 + sum(gap + max(map(len, line)) for line in lines) <= columns:
+            return lines, gap
+    return lines, 1
+
+
+def _shortened(name: str, columns: int) -> str:
+    """Keeps the end of a name, where names differ."""
+    return name if len(name) <= columns else f"..{name[2 - columns :]}"
+
+
+def _cell(candidate: CandidateRecord, name: str) -> str:
+    value = getattr(candidate, name)
+    return counted(value) if isinstance(value, int) else _duration_or_dash(explanation.counts(candidate, name))
+
+
+def _duration_or_dash(seconds: float) -> str:
+    return duration(seconds) if seconds else "-"

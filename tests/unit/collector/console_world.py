@@ -10,8 +10,7 @@ import msgspec
 
 from services.collector.console.feed import WatcherLimits
 from services.collector.http.access import Access, guarded
-from services.collector.http.app import LIMITS, CollectorEdge, make_app
-from services.collector.http.console import add_console
+from services.collector.http.app import LIMITS, CollectorEdge, add_console, make_app
 from services.collector.service import Collector
 from shared.contracts.channels import FLEET_STATE, REQUESTS_FINISHED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.collector.console.batches import ROWS_MAX, Batches
+from services.collector.console.tables import BATCHES_SHOWN_MAX, Batches
 from shared.contracts.batches import BatchProgress, LineFault, StoredBatch
 
 
@@ -50,7 +50,7 @@ def test_a_row_tells_how_far_a_batch_is_and_why_it_failed():
 
 def test_the_table_is_bounded():
     batches = Batches()
-    for number in range(ROWS_MAX + 5):
+    for number in range(BATCHES_SHOWN_MAX + 5):
         batches.heard(f"k{number}", batch(number))
     table = batches.table()
-    assert (len(table.rows), table.more) == (ROWS_MAX, 5)
+    assert (len(table.rows), table.more) == (BATCHES_SHOWN_MAX, 5)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from services.collector.http.access import Access, read_permissions
-from services.collector.http.console import page_files
+from services.collector.http.app import page_files
 from services.collector.settings import Settings, check
 from shared.bus.port import AskRefused
 from shared.contracts.adapters import AdapterChanged, AdapterOrdered

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.aggregated_estimate import Latencies
+from services.collector.aggregated_estimate import WINDOW_S, FleetWork, Latencies
 from services.collector.disaggregation_report import (
     SAMPLES_MIN,
     STARTS,
@@ -22,7 +22,6 @@ from services.collector.disaggregation_report import (
     sample_of,
     summary_of,
 )
-from services.collector.metrics.engine_work import WINDOW_S, FleetWork
 from shared.contracts.decisions import TtftParts
 from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.inference import RequestFinished

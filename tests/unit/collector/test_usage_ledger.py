@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.console.usage import ROWS_MAX, MonthUsage
+from services.collector.console.tables import KEYS_SHOWN_MAX, MonthUsage
 from services.collector.usage_ledger import ROUTERS_MAX, LedgerStore, by_entry, is_valid, with_report
 from shared.bus.jetstream import VALUE_BYTES_MAX
 from shared.bus.port import AskRefused
@@ -203,14 +203,14 @@ def test_the_console_shows_this_month_and_each_keys_share_of_its_budget():
 
 def test_the_console_shows_the_largest_rows_and_counts_the_others():
     usage = MonthUsage()
-    for number in range(ROWS_MAX + 7):
+    for number in range(KEYS_SHOWN_MAX + 7):
         entry = with_report(None, R1, 1, [row(key=f"k{number}", prompt_tokens=number)])
         usage.heard(entry.entry, entry)
     usage.heard(entry.entry, None)
 
     table = usage.table("2026-11")
 
-    assert (len(table.rows), table.more, table.rows[0].key) == (ROWS_MAX, 6, f"k{ROWS_MAX + 5}")
+    assert (len(table.rows), table.more, table.rows[0].key) == (KEYS_SHOWN_MAX, 6, f"k{KEYS_SHOWN_MAX + 5}")
 
 
 def budgeted(one: UsageRow) -> UsageRow:

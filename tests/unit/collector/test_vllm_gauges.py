@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.collector.metrics.exposition import BOUNDS
+from services.collector.metrics.exposition import BOUNDS, vllm_families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
-from services.collector.metrics.vllm_gauges import vllm_families
 from shared.contracts.adapters import NAME_CHARS_MAX
 from shared.contracts.workers import ADAPTERS_MAX, FleetState, FleetWorker, Role, WorkerPhase, WorkerRecord
 from shared.telemetry.prometheus import to_prometheus

@@ -30,7 +30,7 @@ from services.launcher.doctor.facts import (
     SystemFacts,
 )
 from services.launcher.doctor.findings import Finding, Level, examination
-from services.launcher.doctor.kv_reads import SLOW_BYTES_PER_S
+from services.launcher.doctor.workers import SLOW_BYTES_PER_S
 from shared.contracts.control import DiskFolder, DiskSpace, RouterHealth, ServicePhase
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import StoreState

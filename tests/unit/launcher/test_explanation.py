@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.launcher.views.decision_picture import draw
-from services.launcher.views.explain import Query, query_of
+from services.launcher.views.explain import Query, draw, query_of
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.launcher.views.top_picture import State, frame
+from services.launcher.views.top import State, frame
 from services.launcher.views.watch import Watch
 from services.launcher.views.workers import Drawing, bar, rates
 from shared.contracts.workers import Role, WorkerPhase
