@@ -18,8 +18,7 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from replay.block_pool import BlockPool, Holding
-from replay.profile import Profile
-from replay.speeds import Speeds
+from replay.profile import Profile, Speeds
 
 PRIVATE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

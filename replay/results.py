@@ -16,8 +16,8 @@ from rich.table import Table
 
 from replay.legs import ReplayedRequest
 from replay.policies import BATON, BATON_STRICT, BATON_WAITING, ORACLE
+from replay.profile import seconds_of
 from replay.simworker import SimWorker
-from replay.speeds import seconds_of
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,7 @@ from itertools import count
 from typing import Any
 
 from replay.engine import Engine, Job
-from replay.exchange import Exchange
-from replay.legs import Leg, ReplayedRequest, RequestCounts
+from replay.legs import Exchange, Leg, ReplayedRequest, RequestCounts
 from replay.profile import Profile
 from replay.router import NETWORK_S, Knowledge, VirtualAdmission
 from replay.simworker import MODEL, PERIOD_S, SimWorker

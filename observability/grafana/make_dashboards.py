@@ -11,8 +11,7 @@ from pathlib import Path
 
 from observability.grafana.page_fleet import FLEET
 from observability.grafana.page_kv import KV_EXCHANGE
-from observability.grafana.page_placement import PLACEMENT
-from observability.grafana.page_requests import REQUESTS, TENANTS
+from observability.grafana.page_requests import PLACEMENT, REQUESTS, TENANTS
 from observability.grafana.panels import Panel, dashboard, slug
 
 DASHBOARDS = Path(__file__).parent / "dashboards"

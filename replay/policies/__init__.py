@@ -1,7 +1,4 @@
-"""Placement policies by name: Baton's, and those of other systems with their published settings.
-
-Each module has one system's policy from its published description, over the same fleet.
-"""
+"""Placement policies by name: Baton's, and those of other systems with their published settings."""
 
 from __future__ import annotations
 
@@ -9,10 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from replay.policies.base import LeastLoaded, PolicyContext, PowerOfTwo, RandomChoice, RoundRobin
-from replay.policies.dynamo import DynamoKvCost
-from replay.policies.llm_d import LlmDScorer
-from replay.policies.mooncake import MooncakeConductor
-from replay.policies.sglang import Parameters, SglangCacheAware
+from replay.policies.other_systems import DynamoKvCost, LlmDScorer, MooncakeConductor, Parameters, SglangCacheAware
 from services.router.placement.placer import Placer
 
 BATON = "baton"

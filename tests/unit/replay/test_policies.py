@@ -8,10 +8,7 @@ import pytest
 
 from replay.legs import ReplayedRequest
 from replay.policies.base import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from replay.policies.dynamo import DynamoKvCost
-from replay.policies.llm_d import LlmDScorer
-from replay.policies.mooncake import MooncakeConductor
-from replay.policies.sglang import Parameters, SglangCacheAware
+from replay.policies.other_systems import DynamoKvCost, LlmDScorer, MooncakeConductor, Parameters, SglangCacheAware
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape
