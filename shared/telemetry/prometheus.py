@@ -1,27 +1,128 @@
-"""Metrics for Prometheus: prometheus_client's objects for a process's own, and plain data for a process that exposes
-the reports of others, also over OTLP.
+"""Metrics for Prometheus: a process's own, and plain data for a process that exposes the reports of others, also over
+OTLP.
 
-A series that is not in the list of plain data disappears, which prometheus_client's counter objects do not support.
+A process counts in plain numbers, which become prometheus_client's families when Prometheus asks. Its counter objects
+take a lock and several calls for each increment: too much for a dozen increments per request. Series that are not in
+the list of plain data disappear, which these objects do not support either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Generic, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import metrics as client_metrics
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PrometheusFamily
+from prometheus_client.utils import floatToGoString
 
 from shared.telemetry.metrics import Kind, Metric
 
+SHOWS_CREATED = client_metrics._use_created
+"""Whether series have a sample of when they were made: prometheus_client's own switch."""
 PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def counter(metric: Metric, registry: CollectorRegistry) -> Counter:
-    """A counter; prometheus_client adds ``_total`` itself."""
-    return Counter(metric.name.removesuffix("_total"), metric.meaning, metric.labels, registry=registry)
+class Count:
+    """One series of a counter: add to its ``value``."""
+
+    __slots__ = ("created_at", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.created_at = time.time()
+
+    def add_to(self, family: PrometheusFamily, labels: dict[str, str]) -> None:
+        """Add the samples of this series."""
+        family.add_sample(f"{family.name}_total", labels, self.value)
+        if SHOWS_CREATED:
+            family.add_sample(f"{family.name}_created", labels, self.created_at)
+
+
+class Buckets:
+    """One series of a histogram."""
+
+    __slots__ = ("_bounds", "_exemplars", "counts", "created_at", "sum")
+
+    def __init__(self, bounds: Sequence[float], *, has_created: bool = SHOWS_CREATED) -> None:
+        self._bounds = bounds
+        self._exemplars: dict[int, Exemplar] = {}
+        self.counts = [0] * (len(bounds) + 1)
+        """Not cumulative; the last is of values above all bounds."""
+        self.sum = 0.0
+        self.created_at = time.time() if has_created else None
+
+    def observe(self, value: float, trace_id: str = "") -> None:
+        """Count a value; the trace, if there is one, becomes the exemplar of its bucket."""
+        bucket = bisect_left(self._bounds, value)
+        self.counts[bucket] += 1
+        self.sum += value
+        if trace_id:
+            self.exemplify(value, trace_id)
+
+    def exemplify(self, value: float, trace_id: str) -> None:
+        """Make the trace the exemplar of the value's bucket, without counting the value."""
+        self._exemplars[bisect_left(self._bounds, value)] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def add_to(self, family: PrometheusFamily, labels: dict[str, str]) -> None:
+        """Add the samples of this series."""
+        total = 0
+        for number, bound in enumerate((*self._bounds, float("inf"))):
+            total += self.counts[number]
+            le = {**labels, "le": floatToGoString(bound)}
+            family.add_sample(f"{family.name}_bucket", le, total, exemplar=self._exemplars.get(number))
+        family.add_sample(f"{family.name}_count", labels, total)
+        family.add_sample(f"{family.name}_sum", labels, self.sum)
+        if self.created_at is not None:
+            family.add_sample(f"{family.name}_created", labels, self.created_at)
+
+
+class Shown(Protocol):
+    """A series."""
+
+    def add_to(self, family: PrometheusFamily, labels: dict[str, str]) -> None:
+        """Add the samples of this series."""
+
+
+S = TypeVar("S", bound=Shown)
+
+
+class SeriesByLabels(Generic[S]):
+    """All series of one metric, shown by a registry."""
+
+    def __init__(self, metric: Metric, registry: CollectorRegistry, make: Callable[[], S]) -> None:
+        self._metric = metric
+        self._make = make
+        self._series: dict[tuple[object, ...], S] = {}
+        if not metric.labels:
+            self.labels()
+        registry.register(self)
+
+    def labels(self, *values: object) -> S:
+        """The series with these values of the metric's labels, in their order."""
+        try:
+            return self._series[values]
+        except KeyError:
+            made = self._series[values] = self._make()
+            return made
+
+    def collect(self) -> Iterator[PrometheusFamily]:
+        """prometheus_client calls this on each scrape."""
+        metric = self._metric
+        family = PrometheusFamily(metric.name.removesuffix("_total"), metric.meaning, metric.kind.value)
+        for values, series in self._series.items():
+            series.add_to(family, dict(zip(metric.labels, map(str, values), strict=True)))
+        yield family
+
+
+def counter(metric: Metric, registry: CollectorRegistry) -> SeriesByLabels[Count]:
+    """A counter."""
+    return SeriesByLabels(metric, registry, Count)
 
 
 def gauge(metric: Metric, registry: CollectorRegistry) -> Gauge:
@@ -29,9 +130,9 @@ def gauge(metric: Metric, registry: CollectorRegistry) -> Gauge:
     return Gauge(metric.name, metric.meaning, metric.labels, registry=registry)
 
 
-def histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
+def histogram(metric: Metric, registry: CollectorRegistry) -> SeriesByLabels[Buckets]:
     """A histogram with the metric's buckets."""
-    return Histogram(metric.name, metric.meaning, metric.labels, buckets=metric.buckets, registry=registry)
+    return SeriesByLabels(metric, registry, lambda: Buckets(metric.buckets))
 
 
 @dataclass(frozen=True, slots=True)

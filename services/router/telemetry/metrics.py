@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
 
 import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from services.router.placement.placement import Placement
 from services.router.placement.placer import Fleet
@@ -31,13 +28,12 @@ from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
 from shared.telemetry.metrics import Metric
-from shared.telemetry.prometheus import counter, gauge, histogram
+from shared.telemetry.prometheus import Buckets, counter, gauge, histogram
 
 MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
 UNCOUNTED_GAPS_MAX = 4096
 """Gaps between tokens that may wait to be counted; beyond that, the next request that ends counts them."""
 ITL_BOUNDS = np.array(names.ROUTER_ITL.buckets)
-ITL_BUCKETS = (*map(floatToGoString, names.ROUTER_ITL.buckets), "+Inf")
 TENANTS_NAMED_MAX = 32
 """The first this many tenants have series of their own; all others share one."""
 NO_TENANT, OTHER_TENANTS = "(none)", "(others)"
@@ -54,35 +50,33 @@ class RequestMetrics:
         self._refusals = counter(names.ROUTER_REFUSALS, registry)
         self._retries = counter(names.ROUTER_RETRIES, registry)
         self._resumes = counter(names.ROUTER_RESUMES, registry)
-        self.quarantined = counter(names.ROUTER_QUARANTINED, registry)
-        self._children: dict[tuple[str, int | str], Any] = {}
+        self.quarantined = counter(names.ROUTER_QUARANTINED, registry).labels()
         targets = counter(names.ROUTER_GOALS, registry)
         self._targets = {outcome: targets.labels(outcome.value) for outcome in TargetOutcome}
-        self._placement_s = histogram(names.ROUTER_PLACEMENT, registry)
-        self._resume_s = histogram(names.ROUTER_RESUME, registry)
+        self._placement_s = histogram(names.ROUTER_PLACEMENT, registry).labels()
+        self._resume_s = histogram(names.ROUTER_RESUME, registry).labels()
         ttft, tpot, e2e, predicted = (
             histogram(metric, registry)
             for metric in (names.ROUTER_TTFT, names.ROUTER_TPOT, names.ROUTER_E2E, names.ROUTER_TTFT_PREDICTED)
         )
-        # ``labels`` costs more than ``observe``: the few children are looked up once.
         self._latencies = {mode: (ttft.labels(mode), tpot.labels(mode), e2e.labels(mode)) for mode in MODES}
-        self._predicted: dict[str, Any] = {mode: predicted.labels(mode) for mode in MODES}
-        self._prompt_tokens = counter(names.ROUTER_PROMPT_TOKENS, registry)
-        self._completion_tokens = counter(names.ROUTER_COMPLETION_TOKENS, registry)
-        self._predicted_cached_tokens = counter(names.ROUTER_CACHED_PREDICTED, registry)
-        self._cached_tokens = counter(names.ROUTER_CACHED_ACTUAL, registry)
+        self._predicted = {mode: predicted.labels(mode) for mode in MODES}
+        self._prompt_tokens = counter(names.ROUTER_PROMPT_TOKENS, registry).labels()
+        self._completion_tokens = counter(names.ROUTER_COMPLETION_TOKENS, registry).labels()
+        self._predicted_cached_tokens = counter(names.ROUTER_CACHED_PREDICTED, registry).labels()
+        self._cached_tokens = counter(names.ROUTER_CACHED_ACTUAL, registry).labels()
         self.gaps = GapMetrics()
         registry.register(self.gaps)
         registry.register(CountMetrics(names.ROUTER_TRACES, traces_kept))
 
     def refused(self, status: int, reason: str) -> None:
         """A request was refused before it was read."""
-        self._count(self._requests, Mode.AGGREGATED.value, status)
-        self._refusals.labels(reason).inc()
+        self._requests.labels(Mode.AGGREGATED.value, status).value += 1
+        self._refusals.labels(reason).value += 1
 
     def retried(self, reason: Reason, *, resumed: bool) -> None:
         """A request is retried; ``resumed``: after part of the response was sent."""
-        (self._resumes if resumed else self._retries).labels(str(reason)).inc()
+        (self._resumes if resumed else self._retries).labels(reason).value += 1
 
     def resumed(self, broken_s: float) -> None:
         """A stream continues after an interruption of ``broken_s``."""
@@ -90,13 +84,13 @@ class RequestMetrics:
 
     def finished(self, finished: RequestFinished, placement: Placement | None, gap_s_max: float) -> None:
         """A request has ended."""
-        self._count(self._requests, finished.mode, finished.status)
+        self._requests.labels(finished.mode, finished.status).value += 1
         if (outcome := target_outcome(finished)) is not None:
-            self._targets[outcome].inc()
+            self._targets[outcome].value += 1
         if placement is not None:
-            self._count(self._placements, finished.mode, placement.why)
+            self._placements.labels(finished.mode, placement.why).value += 1
         if finished.reason:
-            self._refusals.labels(finished.reason).inc()
+            self._refusals.labels(finished.reason).value += 1
         else:
             self._observe_latencies(finished)
             self._observe_prediction(finished, placement)
@@ -105,20 +99,14 @@ class RequestMetrics:
         if finished.placement_s >= 0:
             self._placement_s.observe(finished.placement_s)
 
-    def _count(self, metric: Any, mode: str, label: int | str) -> None:
-        child = self._children.get((mode, label))
-        if child is None:
-            child = self._children[mode, label] = metric.labels(mode, str(label))
-        child.inc()
-
     def _observe_latencies(self, finished: RequestFinished) -> None:
-        exemplar = {"trace_id": finished.trace_id} if finished.trace_id else None
+        trace_id = finished.trace_id
         ttft, tpot, e2e = self._latencies[finished.mode]
-        e2e.observe(finished.e2e_s, exemplar)
+        e2e.observe(finished.e2e_s, trace_id)
         if finished.ttft_s >= 0:
-            ttft.observe(finished.ttft_s, exemplar)
+            ttft.observe(finished.ttft_s, trace_id)
         if finished.itl_s >= 0:
-            tpot.observe(finished.itl_s, exemplar)
+            tpot.observe(finished.itl_s, trace_id)
 
     def _observe_prediction(self, finished: RequestFinished, placement: Placement | None) -> None:
         """Observe predicted over measured time since the last placement: the prediction covers nothing before that."""
@@ -130,48 +118,34 @@ class RequestMetrics:
             self._predicted[finished.mode].observe(placement.predicted.total_s() / since_s)
 
     def _count_tokens(self, finished: RequestFinished) -> None:
-        if finished.prompt_tokens > 0:
-            self._prompt_tokens.inc(finished.prompt_tokens)
-        if finished.completion_tokens > 0:
-            self._completion_tokens.inc(finished.completion_tokens)
+        self._prompt_tokens.value += max(0, finished.prompt_tokens)
+        self._completion_tokens.value += max(0, finished.completion_tokens)
         if finished.predicted_cached_tokens >= 0 and finished.cached_tokens >= 0:
-            self._predicted_cached_tokens.inc(finished.predicted_cached_tokens)
-            self._cached_tokens.inc(finished.cached_tokens)
+            self._predicted_cached_tokens.value += finished.predicted_cached_tokens
+            self._cached_tokens.value += finished.cached_tokens
 
 
 class Gaps:
     """Times between the pieces of streams of one mode.
 
-    Each relayed token has one: too many to pass through prometheus_client one by one. Streams append to ``noted``, and
-    numpy counts what is there when a request ends or Prometheus scrapes.
+    Each relayed token has one: too many to count one by one. Streams append to ``noted``, and numpy counts what is
+    there when a request ends or Prometheus scrapes.
     """
 
     def __init__(self) -> None:
         self.noted: list[float] = []
         """Gaps in seconds, not counted yet."""
-        self._counts = np.zeros(len(ITL_BUCKETS), dtype=np.int64)
-        self._sum_s = 0.0
-        self._exemplars: list[Exemplar | None] = [None] * len(ITL_BUCKETS)
+        self.buckets = Buckets(names.ROUTER_ITL.buckets, has_created=False)
 
     def count(self) -> None:
         """Count ``noted``."""
         if not self.noted:
             return
-        buckets = np.searchsorted(ITL_BOUNDS, self.noted)
-        self._counts += np.bincount(buckets, minlength=len(ITL_BUCKETS))
-        self._sum_s += sum(self.noted)
+        counts = self.buckets.counts
+        found = np.bincount(np.searchsorted(ITL_BOUNDS, self.noted), minlength=len(counts))
+        counts[:] = (found + counts).tolist()
+        self.buckets.sum += sum(self.noted)
         self.noted.clear()
-
-    def exemplify(self, gap_s: float, trace_id: str) -> None:
-        """Make this trace the exemplar of its bucket."""
-        bucket = int(np.searchsorted(ITL_BOUNDS, gap_s))
-        self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, gap_s, time.time())
-
-    def add_to(self, family: HistogramMetricFamily, mode: str) -> None:
-        """Add the histogram of this mode."""
-        self.count()
-        counts = zip(ITL_BUCKETS, np.cumsum(self._counts).tolist(), self._exemplars, strict=True)
-        family.add_metric([mode], [(bucket, count, exemplar) for bucket, count, exemplar in counts], self._sum_s)
 
 
 class GapMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
@@ -184,7 +158,8 @@ class GapMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not t
         """prometheus_client calls this on each scrape."""
         family = HistogramMetricFamily(names.ROUTER_ITL.name, names.ROUTER_ITL.meaning, labels=names.ROUTER_ITL.labels)
         for mode, gaps in self.of.items():
-            gaps.add_to(family, mode)
+            gaps.count()
+            gaps.buckets.add_to(family, {"mode": mode})
         return [family]
 
     def ended(self, mode: str, gap_s_max: float, trace_id: str) -> None:
@@ -193,7 +168,7 @@ class GapMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not t
         if len(gaps.noted) > UNCOUNTED_GAPS_MAX:
             gaps.count()
         if trace_id and gap_s_max > 0.0:
-            gaps.exemplify(gap_s_max, trace_id)
+            gaps.buckets.exemplify(gap_s_max, trace_id)
 
 
 class QueueMetrics:
@@ -202,7 +177,7 @@ class QueueMetrics:
     def __init__(self, registry: CollectorRegistry, queue_max: int) -> None:
         gauge(names.ROUTER_QUEUE_MAX, registry).set(queue_max)
         self.queue = gauge(names.ROUTER_QUEUE, registry)
-        self._waits = histogram(names.ROUTER_ADMISSION, registry)
+        self._waits = histogram(names.ROUTER_ADMISSION, registry).labels()
         self._requests = counter(names.ROUTER_TENANT_REQUESTS, registry)
         self._tokens = counter(names.ROUTER_TENANT_TOKENS, registry)
         self._named: set[str] = set()
@@ -214,9 +189,9 @@ class QueueMetrics:
     def ended(self, tenant: str, reason: str, computed_tokens: int, tokens_out: int) -> None:
         """A tenant's request has ended; ``reason`` is empty when it ended well."""
         label = self._label(tenant)
-        self._requests.labels(label, reason or OK).inc()
-        self._tokens.labels(label, "computed").inc(computed_tokens)
-        self._tokens.labels(label, "completion").inc(tokens_out)
+        self._requests.labels(label, reason or OK).value += 1
+        self._tokens.labels(label, "computed").value += computed_tokens
+        self._tokens.labels(label, "completion").value += tokens_out
 
     def _label(self, tenant: str) -> str:
         if tenant in self._named:

@@ -209,7 +209,7 @@ class RequestLog:
 
     def quarantined(self) -> None:
         """A request is refused from now on, because an engine may have died of it."""
-        self.metrics.quarantined.inc()
+        self.metrics.quarantined.value += 1
 
     def finished(self, context: RequestContext, now: float) -> RequestFinished:
         """Record a request that has ended; returns its record."""

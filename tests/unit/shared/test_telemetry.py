@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+import re
 import sys
 from collections.abc import Iterator
 
 import pytest
 from opentelemetry import trace
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 
 from shared.telemetry import names
 from shared.telemetry.log import TRACE_ID, JsonLines, Text
@@ -107,6 +110,35 @@ def test_every_metric_name_follows_prometheus_conventions(metric):
     made = make(metric, registry)
     (made.labels(*["x"] * len(metric.labels)) if metric.labels else made)
     assert f"# HELP {metric.name}" in generate_latest(registry).decode()
+
+
+def shown(registry: CollectorRegistry) -> list[str]:
+    """Both formats, without the numbers that are times."""
+    text = generate_latest(registry).decode() + openmetrics(registry).decode()
+    return [re.sub(r"(?<=_created\b)(.*) \S+$|(?<=[0-9]) [0-9.]+$", r"\1", line) for line in text.splitlines()]
+
+
+def test_plain_series_show_what_prometheus_clients_own_objects_show():
+    dice, ours, theirs = random.Random(5), CollectorRegistry(), CollectorRegistry()
+    bare, labelled, timed = names.ROUTER_PROMPT_TOKENS, names.ROUTER_PLACEMENTS, names.ROUTER_TTFT
+    counters = [
+        (counter(metric, ours), Counter(metric.name, metric.meaning, metric.labels, registry=theirs))
+        for metric in (bare, labelled)
+    ]
+    times = (
+        histogram(timed, ours),
+        Histogram(timed.name, timed.meaning, timed.labels, registry=theirs, buckets=timed.buckets),
+    )
+    assert shown(ours) == shown(theirs)
+    for _ in range(200):
+        labels, amount = (dice.choice(["a", 'b"\n']), dice.choice(["x", "y"])), dice.randrange(5)
+        for (mine, reference), values in zip(counters, ((), labels), strict=True):
+            mine.labels(*values).value += amount
+            (reference.labels(*values) if values else reference).inc(amount)
+        seconds, trace_id = dice.choice([*timed.buckets, dice.expovariate(1.0), 1000.0]), dice.choice(["", "ab" * 16])
+        times[0].labels(labels[0]).observe(seconds, trace_id)
+        times[1].labels(labels[0]).observe(seconds, {"trace_id": trace_id} if trace_id else None)
+    assert shown(ours) == shown(theirs)
 
 
 def test_every_metric_in_the_file_is_in_the_table():
