@@ -271,7 +271,7 @@ class Router:
             (self.kv.follow(), "follow-kv"),
             (self.prompts.follow(), "follow-tokenizers"),
             (self.prompts.parity.follow(), "probe-tokens"),
-            (self.request_log.report(self.bus), "report-finished"),
+            (self.request_log.reports.follow(self.bus), "report-finished"),
             (self.usage.report(), "report-usage"),
             (self.budgets.follow(), "follow-usage"),
             (self.deadline_monitor.run(), "monitor-deadlines"),
@@ -295,7 +295,7 @@ class Router:
         self.queue.close()
         await self.inbox.close()
         await self.decisions.close()
-        await self.request_log.report_now(self.bus)
+        await self.request_log.reports.close(self.bus)
         await self.usage.close()
         self.prompts.close()
 

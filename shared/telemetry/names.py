@@ -27,6 +27,11 @@ ROUTER_QUARANTINED = counter(
     "requests",
     "Requests refused for a while because an engine died while it computed them.",
 )
+ROUTER_UNREPORTED = counter(
+    "baton_router_unreported_requests_total",
+    "requests",
+    "Finished requests that the metrics collector does not know, because NATS was away for too long.",
+)
 ROUTER_RESUME = seconds(
     "baton_router_resume_seconds", "Gap in the client's stream when it is resumed on another worker."
 )

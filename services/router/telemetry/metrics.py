@@ -51,6 +51,7 @@ class RequestMetrics:
         self._retries = counter(names.ROUTER_RETRIES, registry)
         self._resumes = counter(names.ROUTER_RESUMES, registry)
         self.quarantined = counter(names.ROUTER_QUARANTINED, registry).labels()
+        self.unreported = counter(names.ROUTER_UNREPORTED, registry).labels()
         targets = counter(names.ROUTER_GOALS, registry)
         self._targets = {outcome: targets.labels(outcome.value) for outcome in TargetOutcome}
         self._placement_s = histogram(names.ROUTER_PLACEMENT, registry).labels()

@@ -23,6 +23,7 @@ from shared.contracts.failures import Reason
 from shared.contracts.ids import DecisionId, RouterId, WorkerId
 from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport, RequestFinished, RequestsFinished
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
+from shared.telemetry.prometheus import Count
 
 NO_REPORT = LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, received_tokens=-1)
 
@@ -178,18 +179,61 @@ log = logging.getLogger("baton.request")
 
 REPORT_S = 0.1
 """Interval between two reports to the collector."""
+REPORTED_AT_ONCE_MAX = 1000
+"""Finished requests in one message: packing more would hold up the streams that the event loop relays."""
 UNREPORTED_MAX = 10_000
-"""Finished requests kept while NATS is down; requests that end beyond that are not reported."""
+"""Finished requests kept while NATS is down; requests that end beyond that are counted and not reported."""
+
+
+class FinishedReports:
+    """Finished requests until they are reported to the collector, many in one message."""
+
+    def __init__(self, router_id: RouterId, unreported: Count) -> None:
+        """``unreported`` counts the requests that are never reported."""
+        self._router_id = router_id
+        self._unreported = unreported
+        self._waiting: list[RequestFinished] = []
+
+    def add(self, finished: RequestFinished) -> None:
+        """Report this request with the next ones."""
+        if len(self._waiting) < UNREPORTED_MAX:
+            self._waiting.append(finished)
+        else:
+            self._unreported.value += 1
+
+    async def follow(self, bus: Bus) -> None:
+        """Report until cancelled."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            if self._waiting:
+                await self._send(bus)
+
+    async def close(self, bus: Bus) -> None:
+        """Report the last requests."""
+        while self._waiting:
+            if not await self._send(bus):
+                log.warning("the last %d finished requests were not reported: NATS is down", len(self._waiting))
+                return
+
+    async def _send(self, bus: Bus) -> bool:
+        """Send one message; while NATS is down its requests are kept for the next one."""
+        requests, self._waiting = self._waiting[:REPORTED_AT_ONCE_MAX], self._waiting[REPORTED_AT_ONCE_MAX:]
+        try:
+            await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id=self._router_id, requests=requests))
+        except BusDown as error:
+            self._waiting = requests + self._waiting
+            log.debug("finished requests were not reported: %s", error)
+            return False
+        return True
 
 
 class RequestLog:
     """Records every request once, when it ends."""
 
     def __init__(self, router_id: RouterId, tracing: Tracing, metrics: RequestMetrics, *, log_requests: bool) -> None:
-        self._router_id = router_id
         self._tracing = tracing
         self._log_requests = log_requests and log.isEnabledFor(logging.INFO)
-        self._unreported: list[RequestFinished] = []
+        self.reports = FinishedReports(router_id, metrics.unreported)
         self.metrics = metrics
 
     def refused(self, status: int, reason: str, **known: str) -> None:
@@ -215,28 +259,10 @@ class RequestLog:
         """Record a request that has ended; returns its record."""
         finished = self._tracing.ended(context, finished_request(context, now))
         self.metrics.finished(finished, context.placement, context.timings.gap_s_max)
-        if len(self._unreported) < UNREPORTED_MAX:
-            self._unreported.append(finished)
+        self.reports.add(finished)
         if self._log_requests:
             log.info("request", extra={"facts": log_facts(finished)})
         return finished
-
-    async def report(self, bus: Bus) -> None:
-        """Report to the collector until cancelled."""
-        while True:
-            await asyncio.sleep(REPORT_S)
-            await self.report_now(bus)
-
-    async def report_now(self, bus: Bus) -> None:
-        """Send what is not reported yet; while NATS is down it is kept for the next report."""
-        if not self._unreported:
-            return
-        requests, self._unreported = self._unreported, []
-        try:
-            await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id=self._router_id, requests=requests))
-        except BusDown as error:
-            self._unreported = requests + self._unreported
-            log.debug("finished requests were not reported: %s", error)
 
 
 def log_facts(finished: RequestFinished) -> dict[str, object]:
