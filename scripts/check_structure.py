@@ -28,7 +28,7 @@ PURE = {
     "services.collector.metrics": "fleet_metrics requests windows",
     "services.launcher.cluster": "folder",
     "services.launcher.doctor": "facts findings installation services workers",
-    "services.launcher.fleet": "host_part",
+    "services.launcher.fleet": "fleet_file",
     "services.launcher.system": "devices options plan process_death process_plan",
     "services.launcher.views": "watch",
     "services.orchestrator": "lifecycle sleeper",
@@ -61,8 +61,8 @@ PURE = {
 }
 """By package: its pure modules; ``*`` stands for all of them, with the package itself and what lies below it."""
 IMPORTS_ALLOWED = {
-    "__future__", "array", "bisect", "cbor2", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
-    "itertools", "json", "math", "msgspec", "numpy", "operator", "re", "struct", "typing",
+    "__future__", "array", "bisect", "cbor2", "collections", "dataclasses", "difflib", "enum", "functools", "hashlib",
+    "heapq", "itertools", "json", "math", "msgspec", "numpy", "operator", "re", "struct", "tomllib", "typing",
 }  # fmt: skip
 ALSO_ALLOWED = ("shared.contracts.", "services.router.native.")
 CALLS_FORBIDDEN = {"open", "print", "input", "exec", "eval", "__import__"}

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from services.router.admission.admission import Admission
 from services.router.admission.admission_queue import AdmissionQueue
-from services.router.admission.placing import Placing, Waker
+from services.router.admission.placing import BusHealth, Placing, Waker
 from services.router.auth.authenticator import Authenticator
 from services.router.batches.batches import Batches
 from services.router.http.api import make_app
@@ -41,7 +41,6 @@ from services.router.settings import (
     request_policy,
 )
 from services.router.state.block_table import IS_COMPILED
-from services.router.state.bus_health import BusHealth
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
 from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds

@@ -20,7 +20,7 @@ from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.plan import worker_names
 
 if TYPE_CHECKING:
-    from services.launcher.fleet.host_part import HostPart
+    from services.launcher.fleet.fleet_file import HostPart
     from services.launcher.fleet.joining import Token
     from services.launcher.system.options import UpOptions
 

@@ -177,7 +177,7 @@ def host_options(config: Path | None, name: str, state_dir: Path) -> UpOptions:
 
 def inherited() -> dict[str, str]:
     """The variables of this environment that processes of Baton read."""
-    from services.launcher.fleet.host_part import FOR_SERVICES, FOR_WORKERS
+    from services.launcher.fleet.fleet_file import FOR_SERVICES, FOR_WORKERS
     from services.launcher.system.machine import inherited_environment
 
     names = (*FOR_SERVICES, *FOR_WORKERS, *TO_FIND_PROGRAMS)

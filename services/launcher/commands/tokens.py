@@ -19,7 +19,7 @@ from services.launcher.system.process_plan import PlanRefused
 from shared.contracts.ids import is_subject_token
 
 if TYPE_CHECKING:
-    from services.launcher.fleet.host_part import HostPart
+    from services.launcher.fleet.fleet_file import HostPart
     from services.launcher.fleet.joining import Token
     from services.launcher.system.options import UpOptions
     from services.launcher.system.state_file import RunningSystem
@@ -102,8 +102,8 @@ def part_from_running(
     running: RunningSystem | None, name: str, role: str, count: int, model: str
 ) -> tuple[str, HostPart]:
     """NATS's URL for other hosts, and workers of a model of the running system; exits if there is none."""
+    from services.launcher.fleet.fleet_file import HostPart
     from services.launcher.fleet.head import nats_url_for_others
-    from services.launcher.fleet.host_part import HostPart
     from services.launcher.system.up import named
 
     if running is None:

@@ -18,8 +18,7 @@ import psutil
 from services.launcher.cluster.certificates import NoCertificate
 from services.launcher.cluster.files import InitResult, create, create_for
 from services.launcher.cluster.folder import NKEY, SECURE, TRUSTED, InitRequest, folder_of
-from services.launcher.fleet.fleet_file import Fleet
-from services.launcher.fleet.host_part import HostPart
+from services.launcher.fleet.fleet_file import Fleet, HostPart
 from services.launcher.fleet.joining import Token
 from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import in_url, is_loopback, worker_names

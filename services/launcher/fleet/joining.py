@@ -17,7 +17,7 @@ import msgspec
 
 from services.launcher.cluster.files import write_private
 from services.launcher.cluster.folder import NKEY, TRUSTED, folder_of, variables
-from services.launcher.fleet.host_part import HostPart, unusable_variable
+from services.launcher.fleet.fleet_file import HostPart, unusable_variable
 from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import worker_names
 from services.launcher.system.process_plan import PlanRefused

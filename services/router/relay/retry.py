@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from services.router.admission.placing import BUS_UNREACHABLE, Placing
+from services.router.admission.placing import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth, Placing
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.relay.failure_policy import (
@@ -24,7 +24,6 @@ from services.router.relay.failure_policy import (
 from services.router.relay.migration import continued
 from services.router.relay.request_context import RequestContext, Served
 from services.router.settings import Settings
-from services.router.state.bus_health import CHECK_S_MAX, CHECK_S_MIN, BusHealth
 from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import ReservationFeed
 from services.router.state.quarantine import Quarantine, digest_of

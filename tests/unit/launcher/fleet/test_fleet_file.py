@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from services.launcher.commands.fleet import show_fleet
-from services.launcher.fleet.fleet_file import Fleet, WrongFleetFile, part_of, read_fleet_file
+from services.launcher.fleet.fleet_file import Fleet, HostPart, WrongFleetFile, part_of, read_fleet_file
 from services.launcher.fleet.head import head_options
-from services.launcher.fleet.host_part import HostPart
 from services.launcher.system.plan import plan_system
 from services.launcher.system.process_plan import Machine, SystemPlan
 from shared.contracts.workers import Role

@@ -15,7 +15,7 @@ from services.launcher.cluster.files import create, create_for, existing_files
 from services.launcher.cluster.folder import NKEY, InitRequest
 from services.launcher.commands.tokens import part_from_running
 from services.launcher.fleet import head, joining
-from services.launcher.fleet.host_part import HostPart
+from services.launcher.fleet.fleet_file import HostPart
 from services.launcher.fleet.joining import Token, WrongToken, read_token, write_token
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import plan_system
