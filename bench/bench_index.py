@@ -50,7 +50,6 @@ ROWS = {
     "clear_cpu_us": "... CPU, mean",
     "bytes_per_entry": "memory (RSS) per entry, bytes",
     "held_cpu_us": "is a block held by any worker, µs of CPU",
-    "tiers_cpu_us": "tiers of a match, µs of CPU",
     "cover_cpu_us": "fewest sources of a chain, µs of CPU",
 }
 
@@ -97,7 +96,6 @@ class Ours:
         assert index.match_depths(prompts[0]).max() == load.blocks
         everybody = np.ones(len(index.slots), np.bool_)
         said |= call_us("held", index.held, [prompt[100] for prompt in prompts])
-        said |= call_us("tiers", lambda chain: index.tier_blocks("w1", chain, load.blocks), chains)
         said |= call_us("cover", lambda chain: index.cover(chain, 0, load.blocks, everybody), chains)
         used = applied(self.removed, load.removed_chains(), self.apply)
         said |= rates("removed", len(load.removed_chains()) * load.holders * (load.blocks // 2), used)

@@ -70,7 +70,6 @@ void table_blocks(struct block_table *table, uint32_t row, int tier, uint64_t *b
 
 /* table_match.c */
 void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows);
-void table_tiers(struct block_table *table, uint32_t row, const uint64_t *blocks, size_t count, uint64_t *found);
 /* Writes at most `end` - `first` sources; returns how many. */
 size_t table_cover(struct block_table *table, const uint64_t *blocks, size_t first, size_t end, const uint8_t *allowed,
                    uint32_t rows, struct source *sources);

@@ -103,20 +103,6 @@ static PyObject *depths(Table *self, PyObject *const *args, Py_ssize_t given)
     Py_RETURN_NONE;
 }
 
-static PyObject *tiers(Table *self, PyObject *const *args, Py_ssize_t given)
-{
-    long row, depth;
-    uint64_t found[TIERS];
-    if (!is_count(given, 3) || !read_number(args[0], 0, ROWS_MAX, "row", &row) ||
-        !read_number(args[2], 0, LONG_MAX, "depth", &depth))
-        return NULL;
-    Py_ssize_t count = read_hashes(self, args[1]);
-    if (count < 0)
-        return NULL;
-    table_tiers(&self->table, (uint32_t)row, self->scratch, (size_t)(depth < count ? depth : count), found);
-    return Py_BuildValue("KKK", found[0], found[1], found[2]);
-}
-
 static PyObject *cover(Table *self, PyObject *const *args, Py_ssize_t given)
 {
     long first, end;
@@ -189,7 +175,6 @@ static PyMethodDef methods[] = {
     FAST("blocks", blocks),
     {"held", (PyCFunction)held, METH_O, NULL},
     FAST("depths", depths),
-    FAST("tiers", tiers),
     FAST("cover", cover),
     {"size", (PyCFunction)size, METH_NOARGS, NULL},
     {"bytes_used", (PyCFunction)bytes_used, METH_NOARGS, NULL},

@@ -127,26 +127,6 @@ void table_depths(struct block_table *table, const uint64_t *blocks, size_t coun
         tell(table, in[word], word, (int32_t)count, out, rows);
 }
 
-void table_tiers(struct block_table *table, uint32_t row, const uint64_t *blocks, size_t count, uint64_t *found)
-{
-    memset(found, 0, TIERS * sizeof *found);
-    if (table_life(table, row) == NULL)
-        return;
-    for (size_t i = 0; i < count; i++)
-        for (int tier = 0; tier < TIERS; tier++) {
-            struct block_map *map = &table->maps[tier];
-            if (!map->block_count)
-                continue;
-            if (i + AHEAD < count)
-                map_prefetch(map, blocks[i + AHEAD]);
-            set_t set = map_get(map, blocks[i]);
-            if (set && sets_has(&table->sets, set, table->life_of[row])) {
-                found[tier]++;
-                break;
-            }
-        }
-}
-
 /* The lives of the allowed rows, as bits. */
 static void lives_of(const struct block_table *table, const uint8_t *allowed, uint32_t rows, uint64_t *bits)
 {

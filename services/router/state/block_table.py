@@ -55,9 +55,6 @@ class BlockTable(Protocol):
     def depths(self, hashes: Hashes, out: Depths) -> None:
         """The longest match of every row, written into ``out``; rows beyond its length are left out."""
 
-    def tiers(self, row: int, hashes: Hashes, depth: int) -> tuple[int, int, int]:
-        """In which tier the first ``depth`` blocks lie: each is counted in the nearest that has it."""
-
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
         """The fewest rows among ``allowed`` that together hold the blocks from ``first`` to before ``end``, each with
         its part; as far as the first block that none of them holds. Of equals the lowest row.
@@ -136,19 +133,6 @@ class PythonBlockTable:
                     return
         if alive != -1:
             write(out, alive, depth + 1)
-
-    def tiers(self, row: int, hashes: Hashes, depth: int) -> tuple[int, int, int]:
-        """See ``BlockTable``."""
-        device, host, disk = self._held.get(row, (frozenset[int](),) * 3)
-        near = middle = far = 0
-        for block in numbers(hashes)[:depth]:
-            if block in device:
-                near += 1
-            elif block in host:
-                middle += 1
-            elif block in disk:
-                far += 1
-        return near, middle, far
 
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
         """See ``BlockTable``."""

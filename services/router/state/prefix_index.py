@@ -190,13 +190,6 @@ class PrefixIndex:
         matches = {self.slots[slot]: int(depths[slot]) for slot in np.flatnonzero(depths)}
         return {worker_id: depth for worker_id, depth in matches.items() if worker_id is not None}
 
-    def tier_blocks(self, worker_id: WorkerId, hashes: Hashes, depth: int) -> tuple[int, int, int]:
-        """How many of the first ``depth`` blocks this worker has in the device's memory, the host's, on disk; each is
-        counted in the nearest.
-        """
-        entry = self.entries.get(worker_id)
-        return (0, 0, 0) if entry is None else self.table.tiers(entry.slot, hashes, depth)
-
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[tuple[int, int, int]]:
         """The fewest slots among ``allowed`` that together hold the blocks from ``first`` to before ``end``, each with
         the part to take from it; as far as the first block that none of them holds.

@@ -30,14 +30,6 @@ class NaiveBlocks:
         held = self.of(row)
         return next((depth for depth, block in enumerate(chain) if block not in held), len(chain))
 
-    def tiers(self, row: int, chain: list[int]) -> tuple[int, ...]:
-        counts = [0] * len(TIERS)
-        for block in chain:
-            nearest = [tier for tier in range(len(TIERS)) if block in self.held[row, tier]]
-            if nearest:
-                counts[nearest[0]] += 1
-        return tuple(counts)
-
     def cover(self, chain: list[int], first: int, end: int, allowed: list[bool]) -> list[tuple[int, int, int]]:
         sources: list[tuple[int, int, int]] = []
         position = first

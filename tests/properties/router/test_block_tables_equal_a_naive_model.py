@@ -49,10 +49,6 @@ class TableAgainstModel(RuleBasedStateMachine):
     def chains_are_matched(self, chain):
         self.model.assert_matched_by(self.table, chain)
 
-    @rule(chain=BLOCKS, row=ROW, depth=st.integers(min_value=0, max_value=15))
-    def tiers_are_counted(self, chain, row, depth):
-        assert self.table.tiers(row, chain, depth) == self.model.tiers(row, chain[:depth])
-
     @rule(
         chain=BLOCKS,
         first=st.integers(min_value=0, max_value=15),
