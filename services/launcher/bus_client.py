@@ -43,6 +43,7 @@ from shared.runtime.settings import load_common
 
 M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
+ToWorker = TypeVar("ToWorker", DrainWorker, ChangeRole)
 
 CONNECT_S_MAX = 5.0
 ASK_S_MAX = 3.0
@@ -153,25 +154,25 @@ async def drain(nats_url: str, order: DrainWorker, on_legs: Callable[[int], None
 
 
 async def _send_drain(bus: Bus, nats_url: str, order: DrainWorker) -> None:
+    accepted = await _order(bus, nats_url, DRAIN, order, ACCEPT_S_MAX)
+    if accepted.refusal:
+        raise CommandFailed(f"{order.worker_id} refused the order: {accepted.refusal}")
+
+
+async def _order(bus: Bus, nats_url: str, channel: AskChannel[ToWorker, A], order: ToWorker, s_max: float) -> A:
+    """The reply of the worker. Raises CommandFailed, BusError."""
     try:
-        accepted = await bus.ask(DRAIN, order, timeout_s=ACCEPT_S_MAX)
+        return await bus.ask(channel, order, timeout_s=s_max)
     except NoResponders:
         raise CommandFailed(await _no_such_worker(nats_url, order.worker_id)) from None
     except (AskTimedOut, AskRefused) as error:
         raise CommandFailed(f"{order.worker_id} did not accept the order: {error}") from error
-    if accepted.refusal:
-        raise CommandFailed(f"{order.worker_id} refused the order: {accepted.refusal}")
 
 
 async def change_role(nats_url: str, order: ChangeRole) -> RoleChanged:
     """Returns when the role has changed and was verified. Raises CommandFailed, BusError."""
     async with open_bus(nats_url) as bus:
-        try:
-            changed = await bus.ask(CHANGE_ROLE, order, timeout_s=ROLE_S_MAX)
-        except NoResponders:
-            raise CommandFailed(await _no_such_worker(nats_url, order.worker_id)) from None
-        except (AskTimedOut, AskRefused) as error:
-            raise CommandFailed(f"{order.worker_id} did not accept the order: {error}") from error
+        changed = await _order(bus, nats_url, CHANGE_ROLE, order, ROLE_S_MAX)
     if changed.failure:
         raise CommandFailed(f"{changed.worker_id} remains a {changed.role.value} worker: {changed.failure}")
     return changed
