@@ -33,8 +33,8 @@ TARGETS = {
 }
 HERE = {"up", "doctor", "down"}
 """Run by the test of a system's life."""
-ELSEWHERE = {"setup", "test", "nightly"}
-"""Run by continuous integration; setting up is a part of each of them."""
+ELSEWHERE = {"setup", "test", "nightly", "llama-server"}
+"""Run by continuous integration or every night; setting up is a part of each, and the server one of `make nightly`."""
 FOR_AUTHORS = {"fix", "catalogue"}
 """These change the tree. What they do, `make check` compares with the tree."""
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
