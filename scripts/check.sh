@@ -1,5 +1,5 @@
 #!/bin/sh
-# The gate. Every part runs even when an earlier one fails, so that one run names everything there is to mend.
+# All checks. Every part runs even when an earlier one fails, so that one run names everything there is to mend.
 set -u
 cd "$(dirname "$0")/.."
 
