@@ -1,4 +1,6 @@
-"""Overload on a real bus: who cannot be served in time is told so and when to come again, and nobody takes all."""
+"""Overload on a real bus: requests that cannot be served in time are rejected with Retry-After, and no tenant takes
+everything.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may get wrong, and what it is told."""
+"""Errors that clients make, and the responses to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever arrives on the bus, no process dies of it and requests go on."""
+"""No message on the bus ends a process, and requests are served meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt computed on one worker and answered by another gives what one worker alone gives, and the numbers show it."""
+"""A disaggregated request gets the response of one worker alone, and its counts show both workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that is told to leave takes no conversation's cache with it, unless it is told to."""
+"""A drained worker's prefixes are copied to other workers, unless the order says not to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers and routers that die, fall silent or leave: what was not begun is served elsewhere, nothing hangs."""
+"""Workers and routers die, fall silent or leave: requests without a token are served elsewhere, and none hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The edge speaks HTTP itself on the hot path: whatever comes over a socket is answered in order, or refused."""
+"""The edge's own HTTP: requests over raw sockets are answered in order, or refused."""
 
 from __future__ import annotations
 

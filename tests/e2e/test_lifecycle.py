@@ -1,4 +1,4 @@
-"""Workers come, leave and change their roles under traffic, and no client notices."""
+"""Workers start, leave and change roles under traffic, and no request fails."""
 
 from __future__ import annotations
 

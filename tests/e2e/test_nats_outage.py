@@ -1,4 +1,4 @@
-"""NATS dies under load and comes back having forgotten everything: the system becomes right again by itself."""
+"""NATS dies under load and restarts without its data: the system recovers by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams whose worker, or NATS, goes away: every client gets the very answer that it would have had."""
+"""Streams whose worker or NATS is lost: every client gets the response of an undisturbed stream."""
 
 from __future__ import annotations
 

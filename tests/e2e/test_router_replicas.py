@@ -1,4 +1,4 @@
-"""`baton up --routers 2`: one address, two routers behind it, each to be asked by itself; one may die."""
+"""`baton up --routers 2`: two routers behind one address, each also at a port of its own; one may die."""
 
 from __future__ import annotations
 

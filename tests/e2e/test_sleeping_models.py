@@ -1,4 +1,4 @@
-"""Models that sleep: a request wakes them, within the operator's bounds, and otherwise learns when to come again."""
+"""Models that sleep: a request wakes them within the operator's bounds, or is rejected with Retry-After."""
 
 from __future__ import annotations
 

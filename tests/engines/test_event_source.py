@@ -1,4 +1,4 @@
-"""The reader of vLLM's KV events against vLLM's own publisher: nothing is missed, or the loss is owned up to."""
+"""The reader of vLLM's KV events against vLLM's own publisher: no event is missed, or the loss is reported."""
 
 from __future__ import annotations
 

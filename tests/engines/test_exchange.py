@@ -1,4 +1,4 @@
-"""The KV exchange between two real engines, seen by whoever drives their workers."""
+"""The KV exchange between two real engines, driven over the bus."""
 
 from __future__ import annotations
 

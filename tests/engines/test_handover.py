@@ -1,4 +1,4 @@
-"""Prefill here, decode there, with real engines: the same tokens as on one engine, the truth in the reports."""
+"""Prefill and decode on two real engines: the tokens of one engine, and correct reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients put into bodies and headers neither harms an engine nor the truth about other requests."""
+"""Bodies and headers of clients harm neither an engine nor the reports about other requests."""
 
 from __future__ import annotations
 

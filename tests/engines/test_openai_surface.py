@@ -1,4 +1,4 @@
-"""What clients may ask for is vLLM's business: it must work, or fail, the same on one engine and on two."""
+"""Options of the OpenAI API work, or fail, on two engines as they do on one."""
 
 from __future__ import annotations
 

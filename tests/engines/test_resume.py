@@ -1,4 +1,4 @@
-"""An answer that one vLLM engine began and another one took up is, byte for byte, the answer of one engine."""
+"""A response that one vLLM engine began and another continued equals, byte for byte, that of one engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's server hears of an answer that was taken up is what it would have heard of one that was never cut."""
+"""vLLM's server gets the same outputs for a resumed response as for one that was never interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams with thoughts and tool calls, cut behind any piece: vLLM's own parsers go on as if nothing had happened."""
+"""Streams with thoughts and tool calls, cut behind any piece: vLLM's own parsers continue with the same state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does not get in, and what it is told: strangers, those without TLS, and those who found another server."""
+"""Connections that NATS refuses, and their errors: unknown keys, no TLS, the wrong server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a real server can do to a connection."""
+"""Faults of a connection that need a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends, the edge answers what its OpenAPI document promises, and never breaks."""
+"""Responses to fuzzed requests are those that the OpenAPI document permits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk of a whole system is full: state directory, logs and JetStream's store. Whoever runs goes on."""
+"""The disk of a whole system is full: state directory, logs and JetStream's store. Running processes keep serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A rolling upgrade under traffic: a new revision comes, has its share, the old one leaves, and no client notices."""
+"""A rolling upgrade under traffic: a new revision starts and gets its share, the old one leaves, and no request
+fails.
+"""
 
 from __future__ import annotations
 

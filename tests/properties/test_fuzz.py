@@ -1,4 +1,4 @@
-"""Whatever strangers send, to an edge or on the bus: nobody crashes, nobody hangs, nothing is left over.
+"""Fuzzed input to an edge or on the bus: no process crashes or hangs, and no state remains.
 
 This is the short form; `make fuzz` sends 100,000 of each kind.
 """

@@ -60,8 +60,8 @@ def service_process(name: str, directory: Path, **settings: str) -> Iterator[Ser
 
 
 def quietest_cpu(groups: Sequence[Sequence[psutil.Process]], *, enough: float, sample_s: float = 2.0) -> float:
-    """The CPU, in cores, of the group that used most, in the quietest of a few looks: what else goes on disturbs some of
-    them, and who polls does it in each. Ends as soon as a look is below ``enough``.
+    """The CPU, in cores, of the group that used most, the smallest of a few samples: other load disturbs some
+    samples, and polling shows in each. Ends at the first sample below ``enough``.
     """
     least = inf
     for _ in range(SAMPLES_MAX):

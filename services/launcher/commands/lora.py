@@ -77,7 +77,7 @@ def unload(
 
 @lora.command(name="list")
 def list_adapters(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = False) -> None:
-    """List the adapters that workers have loaded, and the newest orders with who gave them."""
+    """List the adapters that workers have loaded, and the newest orders with their givers."""
     from services.launcher import bus_client
 
     url = find_nats(nats_url, state_dir)

@@ -1,4 +1,4 @@
-"""What clients send in confidence stands in no log, at any level, in no span and in no error, whatever happens to it."""
+"""Prompts, keys and cookies appear in no log, at any level, in no span and in no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Real vLLM engines with NIXL, everything in place: what one engine computed, the other continues, token for token."""
+"""A system with real vLLM engines and NIXL: the decode engine continues from the prefill engine's KV, token for
+token.
+"""
 
 from __future__ import annotations
 

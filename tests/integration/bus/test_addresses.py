@@ -1,4 +1,4 @@
-"""Who may speak on a subject speaks for the ids of that subject and for nobody else."""
+"""A sender on a subject may use only the ids of that subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask and answer."""
+"""Requests and replies."""
 
 from __future__ import annotations
 

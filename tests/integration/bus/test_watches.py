@@ -1,4 +1,4 @@
-"""How a watch merges what it reads with what it hears, on a real nats-server, and who makes the bucket."""
+"""How a watch merges stored values with published changes, on a real nats-server, and which party makes the bucket."""
 
 from __future__ import annotations
 

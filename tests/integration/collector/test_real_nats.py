@@ -1,4 +1,4 @@
-"""The metrics collector as a process: what is said on a real NATS is scraped from it and pushed by it."""
+"""The metrics collector as a process: reports on a real NATS are scraped from it and pushed by it."""
 
 from __future__ import annotations
 

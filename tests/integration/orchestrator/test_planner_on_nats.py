@@ -1,4 +1,4 @@
-"""An orchestrator process that plans, on a real NATS server, with workers that are only voices."""
+"""An orchestrator process that plans, on a real NATS server, with workers that only publish messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orchestrators as processes on a real NATS server: killed leaders, silent workers, a server that forgot everything."""
+"""Orchestrators as processes on a real NATS server: killed leaders, silent workers, a server that lost its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is lost and whoever begins anew: when it has settled, the router's index is the truth, block by block."""
+"""After lost messages and restarts the router's index again equals the engines' caches, block by block."""
 
 from __future__ import annotations
 

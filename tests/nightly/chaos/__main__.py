@@ -1,4 +1,4 @@
-"""``python -m tests.nightly.chaos``: the long form. Leaves with 1 when a promise was broken."""
+"""``python -m tests.nightly.chaos``: the long form. Exits with 1 when a promise was broken."""
 
 from __future__ import annotations
 

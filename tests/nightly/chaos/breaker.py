@@ -1,4 +1,4 @@
-"""Does what a schedule says, at its time, and mends it again; keeps account of when it really was."""
+"""Causes the faults of a schedule at their times and ends them; records the real times."""
 
 from __future__ import annotations
 

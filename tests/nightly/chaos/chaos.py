@@ -1,4 +1,4 @@
-"""One run: a fleet under load, broken by a schedule, left in peace, and judged."""
+"""One run: a fleet under load and faults; after the last fault it must recover, and all results are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fleet for all chaos of the short form: it must get over each test, and the next begins with what is left of it."""
+"""One fleet for all tests of the short form: it must recover from each one before the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Faults as data: what breaks, when and for how long, drawn from a seed; and what a request may suffer from each."""
+"""Faults as data: what breaks, when and for how long, drawn from a seed; and which outcomes each permits for a
+request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A fleet to be broken: every service a process of its own on a real NATS, each behind a line that can be troubled."""
+"""A fleet for faults: every service is a process on a real NATS, each behind a proxy that can lose or delay
+messages.
+"""
 
 from __future__ import annotations
 

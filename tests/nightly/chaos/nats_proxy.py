@@ -1,4 +1,4 @@
-"""Between one process and NATS: a line that loses, delays or refuses whole messages, as it is told."""
+"""A proxy between one process and NATS that loses, delays or refuses whole messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulated model answers, worked out by itself: no engine, no cache and no service had a part in it."""
+"""The simulated model's response, computed without an engine, a cache or a service."""
 
 from __future__ import annotations
 

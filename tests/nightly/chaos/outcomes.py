@@ -1,4 +1,4 @@
-"""What became of each request, and whether that may be: pure rules over what clients have recorded."""
+"""Whether the outcome of each request is permitted: pure rules over the clients' records."""
 
 from __future__ import annotations
 

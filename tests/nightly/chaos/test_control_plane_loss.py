@@ -1,4 +1,6 @@
-"""NATS, orchestrators, collector and routers, each down alone and in turn: who can go on does, and all converges again."""
+"""NATS, orchestrators, collector and routers, each down alone and in turn: the others keep serving, and the system
+converges again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router that nobody asks anything: it lives through everything on a bus of its own, and is compared with the truth."""
+"""A router without clients, on a bus connection of its own: its index is compared with the engines' caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compose files say what they mean to say; no daemon is needed for that."""
+"""The compose files resolve to the intended configuration; needs no daemon."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``make fuzz``: 100,000 inputs of each kind, through both edges and on every channel of the bus; says what broke.
 
-Whoever hangs for ``HANG_S_MAX`` ends this with the stacks of all threads.
+A hang of ``HANG_S_MAX`` ends it with the stacks of all threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every service on one memory bus in virtual time, and a stranger who says anything to them."""
+"""Every service on one memory bus in virtual time, and a sender of fuzzed messages."""
 
 from __future__ import annotations
 

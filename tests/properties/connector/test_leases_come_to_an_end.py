@@ -1,4 +1,4 @@
-"""Whatever readers do and whenever they vanish: what the leases says is pinned is what was touched and not freed."""
+"""For any behaviour of readers: the blocks that the lease table counts as pinned are those touched and not freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge of a chaos run finds what may not be, and excuses what may."""
+"""The check of a chaos run finds outcomes that are not permitted, and accepts the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules and traces follow from their seeds, and leave somebody of each kind alive."""
+"""Schedules and traces follow from their seeds, and leave one process of each kind alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console's page is what it was written as: no build step, nothing of others, and no markup out of what is told."""
+"""The console's page has no build step, no foreign code, and makes no markup from data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up system for pictures: busy workers of every role, traffic between them, and some news."""
+"""A made-up system for pictures: busy workers of every role, traffic between them, and some events."""
 
 from __future__ import annotations
 

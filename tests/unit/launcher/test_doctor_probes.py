@@ -1,4 +1,4 @@
-"""What `baton doctor` hears and looks at: it waits for who is late, and is not misled by who was started anew."""
+"""The probes of `baton doctor`: they wait for late reports, and restarted processes do not mislead them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton init`: what a cluster needs is made once, for its owner's eyes only, and told in words."""
+"""`baton init`: a cluster's files are made once, readable by their owner only, and listed."""
 
 from __future__ import annotations
 

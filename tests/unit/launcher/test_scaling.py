@@ -1,4 +1,4 @@
-"""Whom the launcher starts and whom it lets go."""
+"""Which workers the launcher starts and which it drains."""
 
 from __future__ import annotations
 

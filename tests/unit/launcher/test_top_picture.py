@@ -1,4 +1,4 @@
-"""`baton top` as a picture: it fits whatever there is to draw on, and tells what is."""
+"""`baton top` as a picture: it fits any terminal, and shows the present state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders about adapters in virtual time: who gets them, what is logged, and what a new worker is told."""
+"""Orders about adapters in virtual time: which workers get them, what is logged, and what a new worker gets."""
 
 from __future__ import annotations
 

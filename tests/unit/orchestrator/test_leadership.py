@@ -1,4 +1,4 @@
-"""One leads, and never two: whatever is delayed, lost or suspended."""
+"""At most one orchestrator leads, whatever is delayed, lost or suspended."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The drawing of a worker's life is the table's own."""
+"""The diagram of a worker's life is generated from the table."""
 
 import os
 from pathlib import Path

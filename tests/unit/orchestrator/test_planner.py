@@ -1,4 +1,6 @@
-"""The planner on made-up traffic, hours of it: it follows what lasts, leaves alone what does not, and never swings."""
+"""The planner on made-up traffic, hours of it: it follows lasting changes, ignores short ones, and does not
+oscillate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's shell in virtual time: who may act, what is told, and whom it asks."""
+"""The planner's shell in virtual time: when it may act, what it publishes, and which scaler it asks."""
 
 from __future__ import annotations
 

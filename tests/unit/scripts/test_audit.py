@@ -1,4 +1,4 @@
-"""`make audit` says what is known against our packages, and never takes missing data for good news."""
+"""`make audit` reports known vulnerabilities of the packages, and reports missing data as missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A receiver of spans that is away costs a line in the log now and then, and little time at the end."""
+"""An unreachable receiver of spans costs a log line now and then, and little time at exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Orders about LoRA adapters at the router: who may give them, what the orchestrator gets, what clients are told."""
+"""Orders about LoRA adapters at the router: the permission, the message to the orchestrator, the responses to
+clients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that kills engines gets one; requests beside it go on. See DECISIONS 40."""
+"""A request that kills an engine gets no second one; requests beside it continue. See DECISIONS 40."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Long work on prompts: tenants take turns, nobody's cost is another's wait, and it ends when its client leaves."""
+"""Long work on prompts: tenants take turns, one tenant's long prompt delays no other's, and work ends when its client
+leaves.
+"""
 
 from __future__ import annotations
 

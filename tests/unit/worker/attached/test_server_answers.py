@@ -1,4 +1,4 @@
-"""What a server sends, read without trust: events, counts of tokens, metrics, addresses, keys, pauses."""
+"""Parsers of an untrusted server's data: events, token counts, metrics, addresses, keys, pauses."""
 
 from __future__ import annotations
 
