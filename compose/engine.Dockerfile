@@ -9,6 +9,18 @@ RUN python -m venv /opt/baton \
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/baton/source
 
+# No worker uses the router's native part, so this stage needs no compiler.
+FROM base AS wheel
+COPY requirements/services.txt requirements/
+RUN sed -n '/^setuptools==/,/[^\\]$/p' requirements/services.txt > requirements/setuptools.txt \
+    && pip install --no-deps --require-hashes -r requirements/setuptools.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY shared shared
+COPY services services
+COPY connector connector
+COPY replay replay
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /opt/wheels .
+
 FROM base AS cpu
 RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -18,11 +30,8 @@ RUN sed -n '/^torch==/,/[^\\]$/p' requirements/engine-cpu.txt > requirements/tor
     && { pip install --no-deps --require-hashes -r requirements/torch.txt \
          || pip install --no-deps --require-hashes -r requirements/torch.txt --extra-index-url "$TORCH_CPU_INDEX"; } \
     && pip install --no-deps --require-hashes -r requirements/engine-cpu.txt
-COPY pyproject.toml README.md LICENSE ./
-COPY shared shared
-COPY services services
-COPY connector connector
-RUN pip install --no-deps --no-build-isolation .
+COPY --from=wheel /opt/wheels /opt/wheels
+RUN pip install --no-deps /opt/wheels/*.whl
 USER baton
 WORKDIR /home/baton
 
@@ -31,10 +40,7 @@ FROM base AS cuda
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY requirements/engine-cuda.txt requirements/
 RUN pip install --no-deps --require-hashes -r requirements/engine-cuda.txt
-COPY pyproject.toml README.md LICENSE ./
-COPY shared shared
-COPY services services
-COPY connector connector
-RUN pip install --no-deps --no-build-isolation .
+COPY --from=wheel /opt/wheels /opt/wheels
+RUN pip install --no-deps /opt/wheels/*.whl
 USER baton
 WORKDIR /home/baton

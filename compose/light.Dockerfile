@@ -7,7 +7,7 @@ RUN python -m venv /opt/baton \
     && mkdir -p /home/baton/.cache /home/baton/.local/state \
     && chown -R baton /home/baton
 # New volumes get the owner of these folders: the keys that `baton init` creates, and the storage of NATS.
-RUN cd / && mkdir -p data keys/ca keys/nats keys/router keys/orchestrator keys/collector keys/worker keys/launcher \
+RUN cd / && mkdir -p data keys/ca keys/nats keys/router keys/orchestrator keys/collector keys/worker keys/launcher keys/api \
     && chown -R baton data keys
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -22,6 +22,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY shared shared
 COPY services services
 COPY connector connector
+COPY replay replay
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /opt/wheels .
 
 FROM base

@@ -37,7 +37,8 @@ def check(settings: Settings) -> None:
     access.check()
     if not (access.is_local or access.key_needed or settings.insecure):
         raise SettingsError(
-            f"COLLECTOR_HOST={settings.published_host or settings.host}: other machines could read every tenant's "
-            "requests at the console, but no keys are configured; set COLLECTOR_ADMIN_KEY_FILE to a file of `baton "
-            "keys new`, or on a trusted network COLLECTOR_INSECURE=true"
+            f"COLLECTOR_HOST={settings.published_host or settings.host} (compose: CONSOLE_BIND): other machines could "
+            "read every tenant's requests at the console, but no keys are configured; set COLLECTOR_ADMIN_KEY_FILE "
+            "(compose: KEYS_FILE) to a file of `baton keys new`, or on a trusted network COLLECTOR_INSECURE=true "
+            "(compose: INSECURE=true)"
         )

@@ -16,7 +16,7 @@ from services.router.placement.policy import Forcing, RequestPolicy, read_policy
 from services.router.placement.revisions import read_shares
 from services.router.relay.failure_policy import FailurePolicy, read_policy
 from services.router.relay.migration import RESUMES_MAX_MAX
-from shared.runtime.settings import SettingsError
+from shared.runtime.settings import SettingsError, why_unusable
 
 FILE_BYTES_MAX = 32 * 1024 * 1024
 """A larger file is not one that an operator wrote."""
@@ -210,8 +210,9 @@ def check_access(settings: Settings) -> None:
     elif not is_local(settings) and not settings.insecure:
         raise SettingsError(
             f"every client that reaches {settings.published_host or settings.host} could use it without an API key; "
-            "make one with `baton keys new --tenant NAME --file keys.toml` and set ROUTER_KEYS_FILE=keys.toml, "
-            "or set ROUTER_INSECURE=true (`baton up --insecure`) if only trusted clients can reach it"
+            "make one with `baton keys new --tenant NAME --file keys.toml` and set ROUTER_KEYS_FILE=keys.toml "
+            "(compose: KEYS_FILE), or set ROUTER_INSECURE=true (`baton up --insecure`; compose: INSECURE=true) if only "
+            "trusted clients can reach it"
         )
 
 
@@ -221,12 +222,12 @@ def keyring_of(settings: Settings) -> Keyring | None:
         raise SettingsError("ROUTER_KEYS_FILE and ROUTER_KEYS are both set; unset one")
     if not settings.keys_file and not settings.keys:
         return None
-    where = f"ROUTER_KEYS_FILE ({settings.keys_file})" if settings.keys_file else "ROUTER_KEYS"
+    where = f"ROUTER_KEYS_FILE ({settings.keys_file}; compose: KEYS_FILE)" if settings.keys_file else "ROUTER_KEYS"
     try:
         text = read_text(settings.keys_file) if settings.keys_file else settings.keys
         return read_keys(tomllib.loads(text))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{where}: {error}; correct it or unset it") from error
+        raise SettingsError(f"{where}: {why_unusable(error)}; correct it or unset it") from error
 
 
 def salt_secret_of(settings: Settings, keyring: Keyring) -> bytes:

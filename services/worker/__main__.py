@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
+from typing import NoReturn
 
 import msgspec
 
 from services.worker.engines.port import StartEngine
 from services.worker.lifecycle.sleeping import begin_anew
-from services.worker.service import SHUTDOWN_S_MAX, engine_starter, run_worker
+from services.worker.service import SHUTDOWN_S_MAX, Ending, engine_starter, run_worker
 from services.worker.settings import Settings
 from shared.bus.port import Bus
 from shared.contracts.ids import is_subject_token
@@ -27,18 +29,27 @@ def main() -> None:
     except SettingsError as error:
         refuse("worker", error)
 
-    sleeps = False
+    ending = Ending.STOPPED
 
     async def live(service: Service) -> None:
-        nonlocal sleeps
-        sleeps = await run_worker(service, settings, common, starter_of(settings, service.bus))
+        nonlocal ending
+        ending = await run_worker(service, settings, common, starter_of(settings, service.bus))
 
     try:
         run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + SHUTDOWN_S_MAX)
     except SystemExit as ended:
-        if sleeps and not ended.code:
+        if ending is Ending.ASLEEP and not ended.code:
             begin_anew(ENVIRONMENT)
+        if ending is Ending.DRAINED and settings.stay_drained and not ended.code:
+            stay()
         raise
+
+
+def stay() -> NoReturn:
+    """Replace this process by one that does nothing until SIGTERM."""
+    sys.stderr.write("worker: drained; restart the container to start this worker again\n")
+    sys.stderr.flush()
+    os.execvp("sleep", ["sleep", "infinity"])  # noqa: S606  # no shell is wanted
 
 
 def starter_of(settings: Settings, bus: Bus) -> StartEngine:

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from enum import Enum, auto
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -61,9 +62,20 @@ def engine_starter(name: str) -> StartEngine:
     return cast("StartEngine", importlib.import_module(ENGINES[name]).start_engine)
 
 
-async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> bool:
-    """From registration to removal. Returns whether the worker sleeps now: then the process begins anew. Raises
-    EngineRefused when the engine cannot serve and EngineDead when it dies; both end the process.
+class Ending(Enum):
+    """Why a worker left."""
+
+    STOPPED = auto()
+    """The process got SIGTERM."""
+    DRAINED = auto()
+    """By order."""
+    ASLEEP = auto()
+    """The process begins anew, without an engine."""
+
+
+async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> Ending:
+    """From registration to removal. Raises EngineRefused when the engine cannot serve and EngineDead when it dies; both
+    end the process.
     """
     saved_role = SavedRole(common.state_dir, settings.worker_id, settings.role)
     settings = msgspec.structs.replace(settings, role=saved_role.role)
@@ -77,19 +89,21 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
     try:
         if settings.asleep and not await Sleep(service, registration).until_woken():
             saved_role.forget()
-            return False
+            return Ending.STOPPED if service.stopping.is_set() else Ending.DRAINED
         starting = start_engine(settings, common, report, identity=Identity(registration.record.worker_id, epoch))
         engine = await _unless_stopped(starting, service.stopping)
         if engine is None:
             saved_role.forget()
-            return False
+            return Ending.STOPPED
         try:
             await load_at_start(engine.adapters, settings.lora_adapters, settings.lora_dir)
             forget_refusal(common.state_dir, settings.worker_id)
             plan = await Worker(service, settings, engine, registration, saved_role).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
-        return plan.sleeps and not service.stopping.is_set()
+        if service.stopping.is_set():
+            return Ending.STOPPED
+        return Ending.ASLEEP if plan.sleeps else Ending.DRAINED
     except EngineRefused as refused:
         save_refusal(common.state_dir, settings.worker_id, str(refused))
         raise

@@ -62,6 +62,10 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Legs served at a time; further ones are refused with WORKER_BUSY."""
     drain_s_max: float = 30.0
     """Seconds that running legs get to finish after SIGTERM."""
+    stay_drained: bool = False
+    """After an ordered drain, wait for SIGTERM instead of ending: for containers, whose restart policy starts whatever
+    ends.
+    """
     connector: Literal["baton", "upstream"] = "baton"
     """Moves KV between vLLM engines: Baton's KV exchange, or vLLM's NixlConnector for comparison."""
     cache_hit_threshold: Share = 0.0

@@ -65,6 +65,13 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return frozenset(host.strip().lower() for host in self.media_domains.split(",") if host.strip())
 
 
+def why_unusable(error: Exception) -> str:
+    """For a file that a setting names. A container's process is another user than the one who wrote the file."""
+    if isinstance(error, PermissionError):
+        return f"user id {os.getuid()} may not read it; make it the owner (`chown {os.getuid()} FILE`)"
+    return str(error)
+
+
 def load(settings_type: type[S], prefix: str, environ: Mapping[str, str] | None = None) -> S:
     """The settings from variables that begin with ``prefix``. Raises SettingsError."""
     variables = os.environ if environ is None else environ

@@ -15,7 +15,7 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 DRAIN_S_MAX = 86400.0
 LOOPBACK_ONLY = (
     "This console accepts no orders: it does not listen on loopback and has no admin key. Set COLLECTOR_ADMIN_KEY_FILE "
-    "for the collector, or use the `baton` command."
+    "for the collector (compose: KEYS_FILE), or use the `baton` command."
 )
 
 

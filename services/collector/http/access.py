@@ -18,7 +18,7 @@ from services.collector.console.orders import OrderClient
 from shared.http.edge import AsgiApp
 from shared.http.errors import HttpError, error_body
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
-from shared.runtime.settings import SettingsError
+from shared.runtime.settings import SettingsError, why_unusable
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TABLE = re.compile(r"^\[\[key\]\]", re.MULTILINE)
@@ -86,7 +86,7 @@ class Access:
         try:
             stat = Path(self._key_file).stat()
         except OSError as error:
-            raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({self._key_file}): {error}") from error
+            raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({self._key_file}; compose: KEYS_FILE): {error}") from error
         seen = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         if seen != self._seen:
             self._permissions, self._seen = read_permissions(self._key_file), seen
@@ -163,7 +163,9 @@ def read_permissions(path: str) -> dict[str, frozenset[str]]:
             keys = msgspec.convert(tomllib.loads(text), ApiKeys).key
             return {key.sha256: frozenset(key.permissions) for key in keys}
     except (OSError, ValueError) as error:
-        raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({path}): {error}; correct it or unset it") from error
+        raise SettingsError(
+            f"COLLECTOR_ADMIN_KEY_FILE ({path}; compose: KEYS_FILE): {why_unusable(error)}; correct it or unset it"
+        ) from error
     lines = [line.partition("#")[0].strip().lower() for line in text.splitlines()]
     digests = [line for line in lines if line]
     if not digests or len(digests) > KEYS_MAX or not all(map(DIGEST.fullmatch, digests)):

@@ -223,7 +223,7 @@ def _keys(reply: RouterReply) -> Iterator[Finding]:
         yield _access(Level.OK, f"The router at {reply.url} requires no API keys; only this machine can reach it")
     else:
         why = "Every client that reaches it can use it, and can guess other clients' prompts from response times."
-        todo = "Create a key with baton keys new and set ROUTER_KEYS_FILE. Or listen on 127.0.0.1."
+        todo = "Create a key with baton keys new and set ROUTER_KEYS_FILE (compose: KEYS_FILE). Or listen on 127.0.0.1."
         yield _access(Level.WARNING, f"The router at {reply.url} requires no API keys.", why, todo)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,16 +18,18 @@ LIGHT = {"init", "nats", "router", "orchestrator", "collector"}
 ALL_WORKERS = "engines,simulated,store,simulated-store"
 
 
-def services(profiles: str, *files: str) -> dict[str, dict[str, object]]:
-    command = ["docker", "compose", *(part for file in files for part in ("-f", file)), "config"]
-    environment = {**os.environ, "COMPOSE_PROFILES": profiles} if profiles else dict(os.environ)
+def services(profiles: str, *files: str, **settings: str) -> dict[str, dict[str, Any]]:
+    chosen = (part for file in files for part in ("-f", file))
+    command = ["docker", "compose", "--env-file", os.devnull, *chosen, "config"]
+    environment = {**os.environ, **settings, "COMPOSE_PROFILES": profiles}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return yaml.safe_load(done.stdout)["services"]
 
 
-def test_docker_compose_up_starts_real_engines_without_any_setting():
-    assert set(services("")) == LIGHT | {"prefill", "decode"}
+def test_the_engines_profile_adds_real_engines():
+    assert set(services("")) == LIGHT
+    assert set(services("engines")) == LIGHT | {"prefill", "decode"}
 
 
 def test_the_simulated_profile_needs_only_the_light_image():
@@ -36,10 +39,20 @@ def test_the_simulated_profile_needs_only_the_light_image():
     assert {str(service["image"]) for name, service in system.items() if name != "nats"} == {"baton-light:dev"}
 
 
-def test_a_store_is_added_by_a_profile_of_its_own():
+def test_the_profile_of_a_store_starts_its_engines_too():
     for workers, store in (("engines", "store"), ("simulated", "simulated-store")):
-        added = set(services(f"{workers},{store}")) - set(services(workers))
-        assert added == {store.replace("simulated", "sim")}
+        assert set(services(store)) == set(services(f"{workers},{store}"))
+        assert set(services(store)) - set(services(workers)) == {store.replace("simulated", "sim")}
+
+
+def test_a_key_file_is_given_without_a_leading_dot():
+    (mount,) = [
+        volume
+        for volume in services("simulated", KEYS_FILE="keys.toml")["router"]["volumes"]
+        if volume["target"] == "/etc/baton/keys.toml"
+    ]
+
+    assert (mount["type"], mount["source"]) == ("bind", str(ROOT / "keys.toml"))
 
 
 def test_the_observability_profile_adds_its_four_services():

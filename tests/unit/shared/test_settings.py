@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 
-from shared.runtime.settings import CommonSettings, SettingsError, load, load_common
+from shared.runtime.settings import CommonSettings, SettingsError, load, load_common, why_unusable
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,3 +56,8 @@ def test_state_and_cache_follow_xdg(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")
 
     assert (CommonSettings().state_dir, CommonSettings().cache_dir) == ("/s/baton", "/c/baton")
+
+
+def test_a_file_of_another_user_is_said_with_its_remedy():
+    assert f"chown {os.getuid()} FILE" in why_unusable(PermissionError(13, "Permission denied", "/etc/baton/keys.toml"))
+    assert why_unusable(ValueError("it is not TOML")) == "it is not TOML"

@@ -13,7 +13,7 @@ from opentelemetry.trace import NoOpTracer
 from services.worker.engines.port import CURRENT_LEG, Engine
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedModel, open_simulated_engine
-from services.worker.service import run_worker
+from services.worker.service import Ending, run_worker
 from services.worker.settings import Settings
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import WorkerId
@@ -61,8 +61,8 @@ class Workers:
         self.exits: dict[str, asyncio.Task[int]] = {}
         self.made: list[str] = []
         """Workers whose engines were started."""
-        self.sleeps: dict[str, bool] = {}
-        """Of workers that have ended: whether their process would begin anew, asleep."""
+        self.endings: dict[str, Ending] = {}
+        """Of workers that have ended."""
         self._model = model
         self._changed = asyncio.Event()
 
@@ -89,7 +89,7 @@ class Workers:
             return wrap(await open_simulated_engine(timing, SimulatedModel(directory=self._model)))
 
         async def main(service: Service) -> None:
-            self.sleeps[worker_id] = await run_worker(service, settings, CommonSettings(), start_engine)
+            self.endings[worker_id] = await run_worker(service, settings, CommonSettings(), start_engine)
 
         facts = ServiceFacts(name="worker", instance=worker_id)
         service = self.services[worker_id] = Service(facts, MemoryBus(self.hub), SystemClock(), NoOpTracer())

@@ -71,7 +71,10 @@ async def find_model(server: Server, wanted: str, served_as: str) -> ServerModel
         return _model(by_name[name])
     there = ", ".join(repr(one[:NAME_CHARS_MAX]) for one in list(by_name)[:MODELS_SHOWN_MAX]) or "none"
     what = f"has no model {name!r}" if name else "has several models"
-    raise EngineRefused(f"The server {what}; it lists {there}. Name one in WORKER_ATTACH_MODEL (--attach URL=MODEL).")
+    raise EngineRefused(
+        f"The server {what}; it lists {there}. Name one in WORKER_ATTACH_MODEL (--attach URL=MODEL; compose: "
+        "ATTACH_MODEL)."
+    )
 
 
 async def list_models(server: Server) -> list[_Listed] | None:

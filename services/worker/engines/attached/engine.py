@@ -147,7 +147,9 @@ async def start_engine(
 ) -> Engine:
     """Wait until the server answers, and find out what it serves. Raises EngineRefused."""
     if not settings.attach_url:
-        raise EngineRefused("WORKER_ATTACH_URL is empty: set it to the URL of the server, such as http://gpu-1:30000")
+        raise EngineRefused(
+            "WORKER_ATTACH_URL (compose: ATTACH_URL) is empty: set it to the URL of the server, such as http://gpu-1:30000"
+        )
     root, key = root_of(settings.attach_url), None
     if settings.attach_key_file:
         read = partial(read_key, settings.attach_key_file)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.service import Ending
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import CHANGE_ROLE, DRAIN, DRAINED, SLEEP, WAKE
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, SleepWorker, WakeWorker, WorkerDrained
@@ -68,7 +69,7 @@ async def test_ordered_to_sleep_it_finishes_and_the_process_begins_anew(workers:
 
     async with asyncio.timeout(SOON_S_MAX):
         assert await workers.exits[ID] == 0
-    assert workers.sleeps == {ID: True}
+    assert workers.endings == {ID: Ending.ASLEEP}
     assert workers.phase(ID) is None
 
 
@@ -80,7 +81,7 @@ async def test_a_stop_while_it_falls_asleep_is_a_stop(workers: Workers):
 
     async with asyncio.timeout(SOON_S_MAX):
         await workers.exits[ID]
-    assert workers.sleeps == {ID: False}
+    assert workers.endings == {ID: Ending.STOPPED}
 
 
 async def test_a_worker_that_is_not_ready_does_not_sleep(workers: Workers):
@@ -90,7 +91,7 @@ async def test_a_worker_that_is_not_ready_does_not_sleep(workers: Workers):
 
     async with asyncio.timeout(SOON_S_MAX):
         await workers.exits[ID]
-    assert workers.sleeps == {ID: False}
+    assert workers.endings == {ID: Ending.DRAINED}
 
 
 async def test_a_sleeping_worker_that_is_drained_leaves_with_a_report(workers: Workers):
@@ -103,7 +104,7 @@ async def test_a_sleeping_worker_that_is_drained_leaves_with_a_report(workers: W
     async with asyncio.timeout(SOON_S_MAX):
         assert await workers.exits[ID] == 0
     assert [(report.worker_id, report.ordered) for report in reports] == [(ID, True)]
-    assert workers.sleeps == {ID: False}
+    assert workers.endings == {ID: Ending.DRAINED}
     assert workers.made == []
 
 
