@@ -238,7 +238,7 @@ async def test_the_rest_of_a_body_that_nobody_needs_does_not_keep_a_connection()
     async with world() as one, serving(one, head_s_max=0.2) as (_server, port), asyncio.timeout(WAIT_S_MAX):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\na")
-        await reader.readuntil(b"alive")
+        await reader.readuntil(b"healthy")
         writer.write(b"b")
 
         await read_to_end(reader)
