@@ -333,7 +333,7 @@ def test_engines_and_attached_servers_of_one_model_stand_side_by_side():
     ("changes", "why"),
     [
         ({"attach": ("h:1",)}, "write it as http://"),
-        ({"attach_key_file": "/key"}, "name that with --attach URL"),
+        ({"attach_key_file": "/key"}, "give the server with --attach URL"),
         ({"attach": ("http://h",), "sleep_after_s": 5.0, "model": "A"}, "leave out --sleep-after"),
     ],
 )

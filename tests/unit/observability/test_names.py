@@ -133,7 +133,7 @@ def test_files_mounted_by_compose_exist():
     compose = yaml_of(ROOT.parent / "compose.yaml")
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
+            source = volume["source"] if isinstance(volume, dict) else volume.split(":")[0]
             if source.startswith("./"):
                 assert (ROOT.parent / source).exists(), source
 
