@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,10 +82,9 @@ def _route(reader: ReaderRank, peer: KvHandshake, rank: int) -> Route:
     remote_heads = heads_of(rank, len(peer.ranks), peer.kv_heads)
     local_heads = reader.heads
     common = range(max(local_heads.start, remote_heads.start), min(local_heads.stop, remote_heads.stop))
-    layers = list(zip(peer.ranks[rank].layers, reader.memory.layers, strict=True))
-    rows = sorted(
-        row for remote, local in layers for row in _joined(_pieces(remote, local, common, (remote_heads, local_heads)))
-    )
+    layers = zip(peer.ranks[rank].layers, reader.memory.layers, strict=True)
+    pieces = (_pieces(remote, local, common, (remote_heads, local_heads)) for remote, local in layers)
+    rows = _joined(sorted(chain.from_iterable(pieces)))
     remote_base, remote_stride, local_base, local_stride, lengths = np.array(rows, dtype=np.uint64).T
     return Route(
         rank=rank,
@@ -111,7 +111,9 @@ def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, 
 
 
 def _joined(pieces: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The pieces of one block, with pieces that are adjacent on both sides joined."""
+    """The pieces of one block, with pieces that are adjacent on both sides joined: all layers, where both engines keep
+    the layers of a block together.
+    """
     joined: list[tuple[int, ...]] = []
     for remote, remote_stride, local, local_stride, length in pieces:
         last = joined[-1] if joined else (-1, 0, -1, 0, 0)

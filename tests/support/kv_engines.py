@@ -26,16 +26,21 @@ class Shape:
     block_size: int = 8
     content: int = 16
     dims: str = "BHNC"
-    """Dimensions of each layer's tensor, outermost first."""
+    """Dimensions of each layer's tensor, outermost first; with L, of the one tensor in which all layers are."""
     kernel_blocks: int = 1
     """Kernel blocks in each block."""
+
+    @property
+    def layer_dims(self) -> str:
+        """Dimensions of one layer's tensor."""
+        return self.dims.replace("L", "")
 
     def heads(self, rank: int) -> range:
         return heads_of(rank, self.ranks, self.kv_heads)
 
     def sizes(self, rank: int) -> dict[str, int]:
         return {
-            "K": 2, "B": self.blocks * self.kernel_blocks, "H": len(self.heads(rank)),
+            "L": self.layers, "K": 2, "B": self.blocks * self.kernel_blocks, "H": len(self.heads(rank)),
             "N": self.block_size // self.kernel_blocks, "C": self.content,
         }  # fmt: skip
 
@@ -46,17 +51,20 @@ class RankMemory:
 
     shape: Shape
     rank: int
+    arrays: list[np.ndarray] = field(default_factory=list)
     layers: list[np.ndarray] = field(default_factory=list)
+    """Each a view of an array, which is its own or all layers'."""
 
     def __post_init__(self) -> None:
-        sizes = self.shape.sizes(self.rank)
-        dims = [sizes[dim] for dim in self.shape.dims]
-        self.layers = [np.zeros(dims, dtype=np.uint32) for _ in range(self.shape.layers)]
+        sizes, dims = self.shape.sizes(self.rank), self.shape.dims
+        arrays = 1 if "L" in dims else self.shape.layers
+        self.arrays = [np.zeros([sizes[dim] for dim in dims], dtype=np.uint32) for _ in range(arrays)]
+        self.layers = list(np.moveaxis(self.arrays[0], dims.index("L"), 0)) if "L" in dims else self.arrays
 
     def canonical(self, layer: int) -> np.ndarray:
         """The same memory with the dimensions K, B, H, N, C."""
         array = self.layers[layer]
-        dims = self.shape.dims
+        dims = self.shape.layer_dims
         for missing in (dim for dim in "KBHNC" if dim not in dims):
             array, dims = array[np.newaxis], missing + dims
         return array.transpose([dims.index(dim) for dim in "KBHNC"])
@@ -75,7 +83,7 @@ class RankMemory:
     def described(self, agent: bytes = b"") -> KvRank:
         tensors = [
             CacheTensor(
-                f"layers.{number}", array.ctypes.data, self.shape.dims, array.shape, array.strides, array.itemsize
+                f"layers.{number}", array.ctypes.data, self.shape.layer_dims, array.shape, array.strides, array.itemsize
             )
             for number, array in enumerate(self.layers)
         ]
@@ -83,7 +91,7 @@ class RankMemory:
         return KvRank(rank=self.rank, agent=agent, device="cpu", device_id=0, layers=layers)
 
     def regions(self) -> list[Region]:
-        return [Region(array.ctypes.data, array.nbytes, "cpu", 0) for array in self.layers]
+        return [Region(array.ctypes.data, array.nbytes, "cpu", 0) for array in self.arrays]
 
 
 def expected(shape: Shape, layer: int, rank: int, blocks: range | list[int]) -> np.ndarray:

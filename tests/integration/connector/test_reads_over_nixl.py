@@ -144,6 +144,20 @@ def test_each_rank_reads_its_heads_from_any_number_of_ranks(engines, holders, he
         rank.assert_holds({17: 3, 18: 4, 2: 9})
 
 
+@pytest.mark.parametrize(("held_as", "read_as"), [("BLHNC", "BLHNC"), ("BLHNC", "BHNC"), ("BHNC", "BLHNC")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_are_read_between_engines_of_different_layouts(engines, holders, held_as, read_as, ranks):
+    holder = holders(Shape(dims=held_as))
+    engine = engines(Shape(ranks=ranks, blocks=20, dims=read_as))
+    engine.connect(holder.handshake)
+
+    engine.read({17: 3, 18: 4, 2: 9})
+    engine.until_parts(1)
+
+    for rank in engine.ranks:
+        rank.assert_holds({17: 3, 18: 4, 2: 9})
+
+
 def test_a_connection_is_made_once_and_serves_read_after_read(engines, holders):
     holder = holders(Shape())
     engine = engines(Shape())

@@ -18,8 +18,8 @@ from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 HEADS_AND_RANKS = [
     (heads, ranks) for heads in (1, 2, 4, 8) for ranks in (1, 2, 4, 8) if heads % ranks == 0 or ranks % heads == 0
 ]
-DIMS = {"": ["BHNC"], "K": ["KBHNC", "BKHNC"]}
-"""Layouts of a tensor, with keys and values side by side, or apart."""
+DIMS = {"": ["BHNC", "BLHNC"], "K": ["KBHNC", "BKHNC", "BLKHNC"]}
+"""Layouts of a tensor, or with L of all layers' tensor, with keys and values side by side, or apart."""
 
 Copy = tuple[Shape, Shape, list[int], list[int]]
 """Holder, reader, and the blocks of each, in pairs."""
@@ -77,6 +77,10 @@ def copy(there: np.ndarray, here: np.ndarray) -> None:
 @example(ranks_case(2, 4, kv_heads=1))
 @example(ranks_case(2, 2, dims="KBHNC"))
 @example(ranks_case(2, 1, dims="BKHNC"))
+@example(ranks_case(1, 1, dims="BLHNC"))
+@example(ranks_case(1, 2, dims="BLHNC"))
+@example(ranks_case(2, 1, dims="BLKHNC"))
+@example((Shape(blocks=1, dims="BLHNC"), Shape(blocks=4), [0], [2]))
 @example(ranks_case(1, 2, kernel_blocks=2))
 @example(ranks_case(1, 2, kernel_blocks=2, dims="KBHNC"))
 @example((Shape(blocks=24), Shape(blocks=24), list(range(24)), list(range(24))[::-1]))
@@ -160,6 +164,26 @@ def test_a_run_of_blocks_is_one_span_per_layer():
     there, _ = spans_of(routes_to(reader, peer)[0], [3, 4, 5, 6], [9, 10, 11, 12])
 
     assert len(there) == 3
+
+
+@pytest.mark.parametrize(
+    ("holder", "reader", "spans"),
+    [
+        (Shape(dims="BLHNC"), Shape(dims="BLHNC"), 1),
+        (Shape(dims="BLKHNC"), Shape(dims="BLKHNC"), 1),
+        (Shape(dims="BLHNC", kv_heads=1), Shape(dims="BLHNC", kv_heads=1, ranks=4), 1),
+        (Shape(dims="BLHNC"), Shape(dims="BHNC"), 3 * 4),
+        (Shape(dims="BHNC"), Shape(dims="BLHNC"), 3 * 4),
+        (Shape(dims="BLHNC", ranks=2), Shape(dims="BLHNC"), 3 * 4),
+    ],
+)
+def test_a_run_of_blocks_is_one_span_where_both_engines_keep_layers_together(holder, reader, spans):
+    peer = handshake([RankMemory(holder, rank).described() for rank in range(holder.ranks)], holder)
+    rank = ReaderRank(RankMemory(reader, 0).described(), reader.ranks, reader.kv_heads)
+
+    there, _ = spans_of(routes_to(rank, peer)[0], [3, 4, 5, 6], [9, 10, 11, 12])
+
+    assert len(there) == spans
 
 
 def test_ranks_of_a_reader_read_a_latent_cache_from_different_ranks():

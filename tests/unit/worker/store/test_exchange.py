@@ -7,6 +7,7 @@ import hashlib
 import pytest
 
 from connector.holder.holder import HolderSettings
+from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
 from services.worker.engines.simulated.core.block_cache import BlockCache
@@ -15,7 +16,7 @@ from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, Tiers
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids
+from shared.contracts.kv_exchange import KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids
 from shared.contracts.load import StoreState
 from tests.support.kv_engines import RankMemory, Shape, handshake
 
@@ -247,6 +248,17 @@ def test_a_stored_block_is_contiguous_over_layers_heads_and_ranks():
     ends = [start + length for start, length in spans]
     assert [start for start, _length in spans] == [1 << 20, *ends[:-1]]
     assert ends[-1] == (1 << 20) + mine.block_bytes
+
+
+def test_a_store_copies_a_block_in_one_piece_where_the_engine_keeps_layers_together():
+    shape = Shape(layers=3, dims="BLHNC")
+    peer = handshake([RankMemory(shape, 0).described()], shape)
+    stored = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=shape_of(peer).at(1 << 20))
+
+    (route,) = routes_to(ReaderRank(stored, 1, shape.kv_heads), peer)
+    there, _ = spans_of(route, [3, 9], [0, 5])
+
+    assert there[:, 1].tolist() == [shape_of(peer).block_bytes] * 2
 
 
 def test_blocks_of_another_fingerprint_shape_or_length_have_another_identity():
