@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -34,6 +35,7 @@ from connector.layout.engine_layout import (
     refuse_unsupported,
     required_layout,
 )
+from connector.layout.tensors import UnsupportedLayout
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.settings import read
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
@@ -71,10 +73,10 @@ def kv_exchange(core: Any, call: bytes) -> bytes:
 
 @contextmanager
 def refusals_saved(file: str) -> Iterator[None]:
-    """Writes an UnsupportedEngine's message to the file: the exception itself does not reach the worker's process."""
+    """Writes the reason of a refusal to the file: the exception itself does not reach the worker's process."""
     try:
         yield
-    except UnsupportedEngine as unsupported:
+    except (UnsupportedEngine, UnsupportedLayout) as unsupported:
         if file:
             Path(file).write_text(str(unsupported), encoding="utf-8")
         raise
@@ -89,7 +91,8 @@ class BatonConnector(KVConnectorBase_V1):
         check_version(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
         settings = read(self._kv_transfer_config.kv_connector_extra_config)
-        with refusals_saved(settings.refusal_file):
+        self._refusal_file = settings.refusal_file
+        with refusals_saved(self._refusal_file):
             refuse_unsupported(vllm_config, kv_cache_config)
         self.connector_scheduler: ConnectorScheduler
         self._worker: ConnectorWorker
@@ -109,8 +112,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that a rank's share of a block is contiguous."""
-        return required_layout(vllm_config)
+        """Called once, in EngineCore, before the backends' layouts are known."""
+        return required_layout(vllm_config, is_cuda=current_platform.is_cuda())
 
     # Scheduler role
 
@@ -122,7 +125,7 @@ class BatonConnector(KVConnectorBase_V1):
         """All ranks have registered their memory."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         ranks_of_ours = [one for one in ranks if isinstance(one, RankHandshake)]
-        with refusals_saved(read(self._kv_transfer_config.kv_connector_extra_config).refusal_file):
+        with refusals_saved(self._refusal_file):
             refuse_other_hosts(ranks_of_ours)
         described = [one.rank() for one in ranks_of_ours]
         self.connector_scheduler.describe(described, self._kv_cache_config.num_blocks)
@@ -188,7 +191,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the memory that peers read and that own reads write."""
-        self._worker.register_kv_caches(kv_caches)
+        with refusals_saved(self._refusal_file):
+            self._worker.register_kv_caches(kv_caches)
 
     def wake_on_results(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` on the transfer thread after each result; for a scheduler role in the same process."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from connector.layout.tensors import CacheTensor, UnsupportedLayout, heads_of, layer_of
+from connector.layout.tensors import HOW_TO_FIX, CacheTensor, UnsupportedLayout, heads_of, layer_of
 from connector.transfer.agent import Region
 from shared.contracts.kv_exchange import KvLayer
 
@@ -22,6 +22,8 @@ attention, are then of the first class too: they keep blocks for all tokens, and
 """
 EXCHANGED_QUANTISATION = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
 """vLLM's ``KVQuantMode`` by name. Scales come with the weights or lie inside the block: its bytes suffice."""
+READABLE_LAYOUTS = ("LBHNC", "BLHNC")
+"""vLLM's names: L layers, B blocks, H heads, N tokens, C content, outermost first."""
 ALTERNATIVE = "run this model with WORKER_CONNECTOR=upstream"
 WINDOW_TYPES = ("sliding_attention", "chunked_attention")
 """Layer types in a model's configuration."""
@@ -35,11 +37,21 @@ class UnsupportedEngine(ValueError):
     """The message names each unsupported property, the reason, and the remedy."""
 
 
-def required_layout(vllm_config: Any) -> str | None:
-    """The layout with heads outside tokens, so that a range of heads is contiguous; None for a latent cache."""
-    if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+def required_layout(vllm_config: Any, *, is_cuda: bool) -> str | None:
+    """The layout to ask vLLM for; None: any.
+
+    Both have heads outside tokens, so that a range of heads is contiguous. ``BLHNC`` also keeps the layers of a block
+    together: it is one piece to read. It is left alone where the answer could be an engine that does not start. An
+    attention backend without the wanted layout gets its favourite one, which on other platforms than CUDA may be one
+    whose heads are apart. And a block size that vLLM has not chosen may be larger than the kernels': vLLM cannot split
+    blocks whose layers are together.
+    """
+    if vllm_config.model_config is None:
         return None
-    return "LBHNC"
+    cache = vllm_config.cache_config
+    if is_cuda and not cache.user_specified_block_size and not cache.kv_cache_dtype_skip_layers:
+        return "BLHNC"
+    return None if vllm_config.model_config.use_mla else "LBHNC"
 
 
 def kv_heads_of(vllm_config: Any) -> int:
@@ -53,7 +65,9 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     refusals = config_refusals(vllm_config)
     if not refusals:
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        refusals = _cache_refusals(kv_cache_config, len(heads_of(0, ranks, kv_heads_of(vllm_config))))
+        heads = len(heads_of(0, ranks, kv_heads_of(vllm_config)))
+        layout = vllm_config.cache_config.kv_cache_layout
+        refusals = [*_layout_refusals(layout, heads), *_cache_refusals(kv_cache_config, heads)]
     refuse(refusals)
 
 
@@ -98,6 +112,14 @@ def _model_refusals(vllm_config: Any) -> list[str]:
         why = "the hybrid KV cache manager is on: layers with a window would keep only some blocks of a prefix"
         return [f"{why}; leave out --no-disable-hybrid-kv-cache-manager"]
     return []
+
+
+def _layout_refusals(layout: str | None, heads: int) -> list[str]:
+    """``heads``: KV heads of a rank; the layout of one head alone does not matter."""
+    if heads == 1 or layout in (None, *READABLE_LAYOUTS):
+        return []
+    why = f"the KV cache layout is {layout}, in which the heads of a block are apart"
+    return [f"{why}; {HOW_TO_FIX}, or choose another --attention-backend"]
 
 
 def _cache_refusals(kv_cache_config: Any, heads: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,10 @@ from connector.layout.engine_layout import (
     required_layout,
     window_price,
 )
+from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import UnsupportedLayout
+from shared.contracts.kv_exchange import KvRank
+from tests.support.kv_engines import Shape, handshake
 
 BLOCKS, LAYERS, HEADS, TOKENS, SIZE = 6, 3, 4, 32, 8
 
@@ -138,6 +142,16 @@ def test_a_layout_with_scattered_heads_is_refused(layout):
         layers_of(caches, config)
 
 
+def test_the_reason_for_a_refused_layout_reaches_the_worker(tmp_path):
+    from connector.connector import refusals_saved
+
+    caches, config = cache_of(attention(), "LBNHC")
+    with pytest.raises(UnsupportedLayout), refusals_saved(str(tmp_path / "refused")):
+        layers_of(caches, config)
+
+    assert "set it to HND" in (tmp_path / "refused").read_text()
+
+
 @pytest.mark.parametrize("mode", ["FP8_PER_TENSOR", "FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD"])
 def test_the_scales_of_quantised_blocks_are_copied_with_them(mode):
     import torch
@@ -172,8 +186,18 @@ def test_older_shapes_are_known(shape, dims):
     assert dims_of("layer", shape, attention(), BLOCKS) == dims
 
 
-def engine(spec=None, *, groups=1, kv_heads=HEADS, mla=False, hybrid_off=True, model=None, **parallel):
-    """The configuration that refuse_unsupported reads."""
+def cache_config(block_size=TOKENS, layout=None):
+    from vllm.config import CacheConfig
+
+    config = CacheConfig(block_size=block_size)
+    config.kv_cache_layout = layout
+    return config
+
+
+def engine(
+    spec=None, *, groups=1, kv_heads=HEADS, mla=False, hybrid_off=True, model=None, cache=None, **parallel
+):  # fmt: skip
+    """The configuration that refuse_unsupported and required_layout read."""
     sizes = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
@@ -186,7 +210,10 @@ def engine(spec=None, *, groups=1, kv_heads=HEADS, mla=False, hybrid_off=True, m
     specs = [interface.KVCacheGroupSpec([f"layers.{n}"], spec or attention()) for n in range(groups)]
     return (
         SimpleNamespace(
-            model_config=model, parallel_config=SimpleNamespace(**(sizes | parallel)), scheduler_config=scheduler
+            model_config=model,
+            parallel_config=SimpleNamespace(**(sizes | parallel)),
+            scheduler_config=scheduler,
+            cache_config=cache or cache_config(),
         ),
         interface.KVCacheConfig(BLOCKS, [], specs),
     )
@@ -196,6 +223,12 @@ def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
     refuse_unsupported(*engine())
     refuse_unsupported(*engine(attention(num_kv_heads=1), tensor_parallel_size=8))
     refuse_unsupported(*engine(latent(), mla=True, tensor_parallel_size=2))
+
+
+def test_the_layout_of_a_single_head_does_not_matter():
+    one = engine(attention(num_kv_heads=1), tensor_parallel_size=HEADS, cache=cache_config(layout="LBNHC"))
+
+    refuse_unsupported(*one)
 
 
 def test_windows_and_chunks_that_keep_all_blocks_are_served():
@@ -238,6 +271,10 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
             lambda: engine(kv_heads=6, tensor_parallel_size=4, model={"is_hybrid": True}),
             "a state .*6 KV heads do not divide",
         ),
+        (
+            lambda: engine(cache=cache_config(layout="LBNHC")),
+            "layout is LBNHC, in which the heads .* apart; .* or set it to HND, or choose another --attention-backend",
+        ),
         (lambda: engine(groups=2), "2 KV cache groups .* not one chain of blocks"),
     ],
 )
@@ -272,6 +309,78 @@ def test_windows_that_cost_nothing_have_no_price(model):
     assert window_price(model) == ""
 
 
-def test_the_required_layout_has_heads_outside_tokens():
-    assert required_layout(engine()[0]) == "LBHNC"
-    assert required_layout(engine(mla=True)[0]) is None
+@pytest.mark.parametrize(
+    ("is_cuda", "about", "layout"),
+    [
+        (False, {}, "LBHNC"),
+        (False, {"mla": True}, None),
+        (True, {"block_size": None}, "BLHNC"),
+        (True, {"block_size": None, "mla": True}, "BLHNC"),
+        (True, {"block_size": None, "skipped": ["0"]}, "LBHNC"),
+        (True, {"block_size": 64}, "LBHNC"),
+        (True, {"block_size": 64, "mla": True}, None),
+    ],
+)
+def test_layers_of_a_block_are_together_on_cuda_if_vllm_chooses_the_block_size(is_cuda, about, layout):
+    cache = cache_config(about.get("block_size", TOKENS))
+    cache.kv_cache_dtype_skip_layers = about.get("skipped", [])
+    config, _ = engine(mla=about.get("mla", False), cache=cache)
+
+    assert required_layout(config, is_cuda=is_cuda) == layout
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASHMLA"])
+def test_backends_of_cuda_take_both_layouts_with_heads_outside_tokens(backend):
+    """A backend without the layout asked for would get its favourite one."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+
+    layouts = get_supported_kv_cache_layouts([AttentionBackendEnum[backend].get_class()])
+
+    assert {"LBHNC", "BLHNC"} <= {layout.name for layout in layouts}
+
+
+def allocated(layout, blocks, *specs):
+    """One rank's KV cache as vLLM allocates it, filled with random numbers, and a handshake that describes it."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    names = [f"layers.{number}" for number in range(len(specs))]
+    cache = cache_config(layout=layout)
+    cache.num_gpu_blocks_override = blocks
+    engine = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=None), cache_config=cache)
+    groups = [KVCacheGroupSpec(names, specs[0] if len(set(specs)) == 1 else layers_of_kinds(*specs))]
+    config = get_kv_cache_config_from_groups(engine, groups, 1 << 20)
+    caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
+    for tensor in caches.values():
+        tensor.copy_(torch.rand(tensor.shape))
+    rank = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers_of(caches, config))
+    return caches, handshake([rank], Shape(blocks=blocks))
+
+
+@pytest.mark.parametrize("sizes", [(SIZE, SIZE, SIZE), (2 * SIZE, SIZE, SIZE)], ids=["equal", "as Gemma 4's"])
+@pytest.mark.parametrize(
+    ("holder", "reader", "spans"),
+    [("LBHNC", "BLHNC", 2 * LAYERS), ("BLHNC", "LBHNC", 2 * LAYERS), ("BLHNC", "BLHNC", 1)],
+)
+def test_blocks_are_read_between_vllms_layouts(sizes, holder, reader, spans):
+    import torch
+
+    specs = [attention(head_size=size) for size in sizes]
+    held, peer = allocated(holder, BLOCKS, *specs)
+    read, own = allocated(reader, 2 * BLOCKS, *specs)
+    before = {name: cache.clone() for name, cache in read.items()}
+
+    (route,) = routes_to(ReaderRank(own.ranks[0], 1, own.kv_heads), peer)
+    there, here = spans_of(route, [2, 3], [8, 9])
+    for (source, length, _), (target, _, _) in zip(there.tolist(), here.tolist(), strict=True):
+        ctypes.memmove(target, source, length)
+
+    assert len(there) == spans
+    for name, cache in read.items():
+        assert torch.equal(cache[8:10], held[name][2:4])
+        assert torch.equal(cache[:8], before[name][:8])
+        assert torch.equal(cache[10:], before[name][10:])

@@ -62,7 +62,8 @@ def options(config: Any) -> str:
         "weights": f"{config.load_config.load_format}-{model.seed}" if is_random(config) else None,
         "media": getattr(model.multimodal_config, "mm_processor_kwargs", None),
         "kv_skips": cache.kv_cache_dtype_skip_layers,
-        "kv_layout": os.environ.get("VLLM_KV_CACHE_LAYOUT"),
+        # Baton's connector reads between layouts: each handshake describes its own.
+        "kv_layout": None if has_own_connector(config) else os.environ.get("VLLM_KV_CACHE_LAYOUT"),
         "mla_off": os.environ.get("VLLM_MLA_DISABLE"),
         "attention": attention.backend and attention.backend.name,
         "attention_kinds": {kind: backend.name for kind, backend in attention.backend_per_kind.items()},
@@ -104,9 +105,14 @@ def _short(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:DIGEST_CHARS]
 
 
+def has_own_connector(config: Any) -> bool:
+    """Whether KV moves through Baton's connector."""
+    return bool(config.kv_transfer_config.kv_connector == OWN_CONNECTOR)
+
+
 def connector(config: Any) -> str:
     """The connector's name and protocol version."""
-    if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
+    if has_own_connector(config):
         return f"baton-{PROTOCOL_VERSION}/nixl-{version('nixl')}"
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 

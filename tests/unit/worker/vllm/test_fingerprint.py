@@ -30,13 +30,20 @@ PARTS = {
 
 
 def config(
-    hf: dict[str, Any] | None = None, draft: Any = None, lora: Any = None, **changes: dict[str, Any]
+    hf: dict[str, Any] | None = None,
+    draft: Any = None,
+    lora: Any = None,
+    connector: str = "NixlConnector",
+    **changes: dict[str, Any],
 ) -> SimpleNamespace:
     """What ``options`` reads of vLLM's configuration; ``changes`` are of its parts."""
     hf_config = SimpleNamespace(to_dict=lambda: HF_CONFIG | (hf or {}))
     parts = {f"{name}_config": SimpleNamespace(**(given | changes.get(name, {}))) for name, given in PARTS.items()}
     model = SimpleNamespace(hf_config=hf_config, **(MODEL | changes.get("model", {})))
-    return SimpleNamespace(model_config=model, speculative_config=draft, lora_config=lora, **parts)
+    transfer = SimpleNamespace(kv_connector=connector)
+    return SimpleNamespace(
+        model_config=model, speculative_config=draft, lora_config=lora, kv_transfer_config=transfer, **parts
+    )
 
 
 def options(*args: Any, **named: Any) -> str:
@@ -116,6 +123,14 @@ def test_each_variable_of_vllm_counts(monkeypatch, name, variable, value):
     monkeypatch.setenv(variable, value)
 
     assert changed(before, options(config())) == {name}
+
+
+def test_baton_exchanges_kv_between_layouts(monkeypatch):
+    before = options(config(connector="BatonConnector"))
+
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+
+    assert options(config(connector="BatonConnector")) == before
 
 
 def lora(**given: object) -> SimpleNamespace:
