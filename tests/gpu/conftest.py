@@ -15,7 +15,7 @@ import pytest
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.workers import WorkerRecord
-from tests.gpu.places import GPUS, ON_CPU, place, start
+from tests.gpu.places import GPUS, ON_CPU, Place, place, start
 from tests.support.kv_driver import Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
@@ -70,13 +70,13 @@ def two_gpus() -> None:
 
 
 @contextmanager
-def running(folder: Path, prefill: tuple[int, ...], decode: tuple[int, ...], **environ: str) -> Iterator[Pair]:
-    """Both workers, ready, on GPUs with these numbers."""
+def running(folder: Path, prefill: Place, decode: Place, **environ: str) -> Iterator[Pair]:
+    """Both workers, ready, in these places."""
     with NatsServer(folder, has_buckets=True) as nats:
         pair = Pair(
             nats.url,
-            start(nats.url, PREFILL, folder, "prefill", place(*prefill), **environ),
-            start(nats.url, DECODE, folder, "decode", place(*decode), **environ),
+            start(nats.url, PREFILL, folder, "prefill", prefill, **environ),
+            start(nats.url, DECODE, folder, "decode", decode, **environ),
         )
         try:
             asyncio.run(wait_ready(nats.url, [pair.prefill, pair.decode]))
@@ -97,5 +97,5 @@ async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
 @pytest.fixture(scope="session")
 def pair(one_gpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """One engine on the first GPU and one on the second, or both on the only one."""
-    with running(tmp_path_factory.mktemp("pair"), (0,), (1,)) as pair:
+    with running(tmp_path_factory.mktemp("pair"), place(0), place(1)) as pair:
         yield pair

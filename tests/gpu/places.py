@@ -37,6 +37,19 @@ def place(*ranks: int) -> Place:
     return Place(environ={"CUDA_VISIBLE_DEVICES": ",".join(chosen), "UCX_PROTO_INFO": "y"}, settings={**size, **own})
 
 
+def layout_of(where: Place, layout: str, folder: Path) -> Place:
+    """The same place for an engine whose KV cache has this layout. Empty: what it has by default where vLLM chooses the
+    block size, all layers of a block together; a CPU engine has that by a plugin only.
+    """
+    settings = {name: value for name, value in where.settings.items() if name != "block_size"}
+    environ = {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
+    if ON_CPU:
+        from tests.support.cpu_layouts import plugin_in  # Imports vLLM.
+
+        environ = {"VLLM_KV_CACHE_LAYOUT": layout or "BLHNC", "PYTHONPATH": plugin_in(folder)}
+    return Place(environ={**where.environ, **environ}, settings=settings)
+
+
 def start(nats_url: str, worker_id: str, folder: Path, role: str, where: Place, **environ: str) -> WorkerProcess:
     """Start a worker with a real engine there."""
     variables = {**where.environ, **environ}

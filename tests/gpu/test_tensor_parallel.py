@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tests.gpu.conftest import DECODE, PREFILL, Pair, driver_of, running
+from tests.gpu.places import place
 from tests.support.kv_driver import BLOCK, Driver, transfer_report_of
 from tests.support.prompts import VOCABULARY
 
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.nats]
 @pytest.fixture(scope="module")
 def ranks(two_gpus: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """The prefill engine on the first GPU, the decode engine on both."""
-    with running(tmp_path_factory.mktemp("ranks"), (0,), (0, 1)) as pair:
+    with running(tmp_path_factory.mktemp("ranks"), place(0), place(0, 1)) as pair:
         yield pair
 
 

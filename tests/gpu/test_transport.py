@@ -12,7 +12,7 @@ from services.launcher.doctor.findings import Level
 from services.launcher.doctor.workers import SLOW_BYTES_PER_S, about_kv_reads
 from shared.contracts.workers import KvMemory
 from tests.gpu.conftest import DECODE, PREFILL, Pair, running
-from tests.gpu.places import ON_CPU
+from tests.gpu.places import ON_CPU, place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.nats]
 
@@ -28,7 +28,7 @@ only_on_gpus = pytest.mark.skipif(ON_CPU, reason="a rehearsal on the CPU has no 
 def tcp_pair(one_gpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two engines without the fast transports. NIXL needs cuda_copy to copy between GPU and host memory."""
     transports = "tcp,self" if ON_CPU else "tcp,cuda_copy,self"
-    with running(tmp_path_factory.mktemp("tcp"), (0,), (1,), UCX_TLS=transports) as pair:
+    with running(tmp_path_factory.mktemp("tcp"), place(0), place(1), UCX_TLS=transports) as pair:
         yield pair
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import msgspec
 
+from connector.layout.routes import ReaderRank, routes_to
 from services.router.tokenize.block_hash import extend_chain
 from shared.bus.leg_inbox import Leg
 from shared.bus.port import Bus
-from shared.contracts.channels import KV_FETCH, KV_LEASE, KV_RELEASE
+from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE, KV_LEASE, KV_RELEASE
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import (
+    AskKvHandshake,
     FetchedKv,
     FetchKv,
     KvGrant,
@@ -121,6 +123,14 @@ class Driver:
             deadline_s=ANSWER_S_MAX / 2,
         )
         return await self.bus.ask(KV_FETCH, order, timeout_s=ANSWER_S_MAX)
+
+    async def pieces_per_block(self, worker: str) -> int:
+        """Into so many pieces of memory a block of the worker's first rank is spread."""
+        asked = AskKvHandshake(worker_id=WorkerId(worker), reader_id=self.reader_id)
+        peer = await self.bus.ask(KV_HANDSHAKE, asked, timeout_s=ANSWER_S_MAX)
+        return sum(
+            len(route.rows) for route in routes_to(ReaderRank(peer.ranks[0], len(peer.ranks), peer.kv_heads), peer)
+        )
 
     async def lease(self, worker: str, prompt: Sequence[int], *, hold_s: float) -> KvGrant:
         """Lease the prompt's blocks for a reader that only this test uses."""
