@@ -77,9 +77,10 @@ class PlainReads(NixlAgent):
 
     def _again(self) -> PlainRead | None:
         reads = self._handoffs[0]
-        if len(self._handoffs) < REMEMBERED or not reads:
+        names = {name for name, _there, _here in reads}
+        if len(self._handoffs) < REMEMBERED or len(names) != 1 or not names <= self._connections.keys():
             return None
-        name = reads[0][0]
+        name = names.pop()
         there, here = (np.concatenate([read[side] for read in reads]) for side in (1, 2))
         agent = self._connections[name].first.agent
         pieces = [agent.get_xfer_descs(spans, MEMORY["cpu"]) for spans in (here, there)]
@@ -110,7 +111,7 @@ class PlainReader:
         self._ask(END)
 
     def again(self, size: int) -> PlainRead | None:
-        """The handoff before last, read plainly; None if it was not of so many bytes."""
+        """The handoff before last, read plainly; None if it was not of so many bytes, or its connection is gone."""
         found = self._ask(AGAIN)
         return found if found is not None and found.bytes == size else None
 
