@@ -49,7 +49,7 @@ ANSWER_TOKENS = 60
 
 
 @dataclass(frozen=True)
-class Proof:
+class ModelCase:
     """What a row of the page proves, and why a cell has no run."""
 
     kv: str
@@ -65,20 +65,20 @@ class Proof:
 NO_TRITON = "not run: experts need Triton for adapters"
 NO_MLA_CACHE = "not run: no prefix cache for MLA in vLLM's CPU backend"
 NO_MLA_FP8 = "not run: no fp8 for MLA in vLLM's CPU backend"
-PROOFS = {
-    "llama": Proof("all layers alike"),
-    "qwen3": Proof("all layers alike"),
-    "qwen3-moe": Proof("all layers alike; experts", no_lora=NO_TRITON),
-    "mistral": Proof("all layers alike"),
-    "mistral-window": Proof("all layers with a window", refused=f"every layer attends to {WINDOW} tokens only"),
-    "granite": Proof("all layers alike"),
-    "gemma-2": Proof("2 of 4 layers with a window; capped attention scores"),
-    "cohere-2": Proof("3 of 4 layers with a window"),
-    "deepseek-v2": Proof("MLA: one latent head", no_lookup=NO_MLA_CACHE, no_lora=NO_TRITON, no_fp8=NO_MLA_FP8),
-    "gemma-3": Proof("5 of 6 layers with a window"),
-    "gemma-4": Proof("5 of 6 layers with a window; two block lengths"),
-    "gpt-oss": Proof("2 of 4 layers with a window; sinks", no_lora=NO_TRITON),
-    "llama-4": Proof("3 of 4 layers in chunks", no_lora=NO_TRITON),
+CASES = {
+    "llama": ModelCase("all layers alike"),
+    "qwen3": ModelCase("all layers alike"),
+    "qwen3-moe": ModelCase("all layers alike; experts", no_lora=NO_TRITON),
+    "mistral": ModelCase("all layers alike"),
+    "mistral-window": ModelCase("all layers with a window", refused=f"every layer attends to {WINDOW} tokens only"),
+    "granite": ModelCase("all layers alike"),
+    "gemma-2": ModelCase("2 of 4 layers with a window; capped attention scores"),
+    "cohere-2": ModelCase("3 of 4 layers with a window"),
+    "deepseek-v2": ModelCase("MLA: one latent head", no_lookup=NO_MLA_CACHE, no_lora=NO_TRITON, no_fp8=NO_MLA_FP8),
+    "gemma-3": ModelCase("5 of 6 layers with a window"),
+    "gemma-4": ModelCase("5 of 6 layers with a window; two block lengths"),
+    "gpt-oss": ModelCase("2 of 4 layers with a window; sinks", no_lora=NO_TRITON),
+    "llama-4": ModelCase("3 of 4 layers in chunks", no_lora=NO_TRITON),
 }
 
 
@@ -115,34 +115,34 @@ async def driver_on(url: str) -> AsyncIterator[Driver]:
         yield driver
 
 
-@pytest.mark.parametrize("family", PROOFS)
+@pytest.mark.parametrize("family", CASES)
 def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
-    proof, cells = PROOFS[family], dict.fromkeys(COLUMNS, "")
+    case, cells = CASES[family], dict.fromkeys(COLUMNS, "")
     model = make_model(family, tmp_path)
-    if proof.refused:
-        assert_refused(tmp_path, model, proof.refused)
-        check_page(family, proof, {**dict.fromkeys(COLUMNS, "refused"), COLUMNS[0]: f"refused: {proof.refused}"})
+    if case.refused:
+        assert_refused(tmp_path, model, case.refused)
+        check_page(family, case, {**dict.fromkeys(COLUMNS, "refused"), COLUMNS[0]: f"refused: {case.refused}"})
         return
     memory = f"--num-gpu-blocks-override {DECODE_TOKENS // FAMILIES[family].block}"
     with pair(tmp_path, model, decode_args=memory) as (url, workers):
         block = block_tokens(workers)
         asyncio.run(prove_handoff(url, block))
-        asyncio.run(prove_preemption(url, refetches=not proof.no_lookup))
+        asyncio.run(prove_preemption(url, refetches=not case.no_lookup))
         asyncio.run(prove_resume(url, block))
         cells["Handoff"] = cells["Preemption"] = cells["Resume"] = YES
-        cells["Prefix hits"] = cells["Read-back"] = proof.no_lookup or YES
-        if not proof.no_lookup:
+        cells["Prefix hits"] = cells["Read-back"] = case.no_lookup or YES
+        if not case.no_lookup:
             asyncio.run(prove_lookup(url, block))
-    cells["LoRA"] = proof.no_lora or YES
-    if not proof.no_lora:
+    cells["LoRA"] = case.no_lora or YES
+    if not case.no_lora:
         made = make_adapter(model, tmp_path / ADAPTER, seed=1)
         with pair(tmp_path, model, LORA_ARGS, lora_adapters=f"{ADAPTER}={made}") as (url, workers):
-            asyncio.run(prove_adapter(url, block_tokens(workers), no_lookup=bool(proof.no_lookup)))
-    cells["fp8 KV"] = proof.no_fp8 or (YES if can_fp8() else NOT_HERE)
+            asyncio.run(prove_adapter(url, block_tokens(workers), no_lookup=bool(case.no_lookup)))
+    cells["fp8 KV"] = case.no_fp8 or (YES if can_fp8() else NOT_HERE)
     if cells["fp8 KV"] == YES:
         with pair(tmp_path, model, "--kv-cache-dtype fp8") as (url, workers):
             asyncio.run(prove_handoff(url, block_tokens(workers)))
-    check_page(family, proof, cells)
+    check_page(family, case, cells)
 
 
 def can_fp8() -> bool:
@@ -261,7 +261,7 @@ def assert_refused(folder: Path, model: Path, why: str) -> None:
     assert why in worker.log.read_text()
 
 
-def check_page(family: str, proof: Proof, cells: dict[str, str]) -> None:
+def check_page(family: str, case: ModelCase, cells: dict[str, str]) -> None:
     """The family's row is on the page; with ``REWRITE`` it is written."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [number for number, line in enumerate(lines) if line.startswith("|")]
@@ -269,7 +269,7 @@ def check_page(family: str, proof: Proof, cells: dict[str, str]) -> None:
     for number in known:  # What another machine has proved stays.
         written = dict(zip(COLUMNS, lines[number].strip("| ").split(" | ")[2:], strict=True))
         cells = {column: written[column] if cell == NOT_HERE else cell for column, cell in cells.items()}
-    row = f"| {family} | {proof.kv} | {' | '.join(cells.values())} |"
+    row = f"| {family} | {case.kv} | {' | '.join(cells.values())} |"
     if os.environ.get("REWRITE"):
         place = known[0] if known else rows[-1] + 1
         lines[place : place + len(known)] = [row]

@@ -27,8 +27,8 @@ from tests.unit.router.world import World, give_legs, in_world, parse, prompt, s
 
 OURS = {"connector": "baton-1"}
 OFFER = KvOffer(worker_id="p1", epoch=1, lease_id="lease-1", block_ids=b"\x01\0\0\0", last_hash=b"h" * 32, until_s=9.0)
-PROOF_OF_PREFILL = KvTransferReport(prompt_tokens=9, local_tokens=4, fetched_tokens=3, recomputed_tokens=2)
-PREFILLED = LegReport(prompt_tokens=9, cached_tokens=4, kv=PROOF_OF_PREFILL)
+PREFILL_TRANSFER = KvTransferReport(prompt_tokens=9, local_tokens=4, fetched_tokens=3, recomputed_tokens=2)
+PREFILLED = LegReport(prompt_tokens=9, cached_tokens=4, kv=PREFILL_TRANSFER)
 
 
 def silent(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
