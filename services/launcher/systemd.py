@@ -58,7 +58,7 @@ FOR_WORKERS = "LimitMEMLOCK=infinity\n"
 
 
 class CannotWriteUnit(Exception):
-    """A value cannot stand in a unit; the message says which."""
+    """A value cannot be written into a unit; the message says which."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class System:
 
     @property
     def workers(self) -> list[ProcessPlan]:
-        """Those that run or are being started, in the order in which they came."""
+        """Processes that run or are being started, in start order."""
         return [process for process in self.plan.stage(Stage.WORKERS) if self._is_kept(process.name)]
 
     def _is_kept(self, name: str) -> bool:
@@ -114,7 +114,7 @@ class System:
         return not (is_over or row.has_drained)
 
     def add(self, process: ProcessPlan) -> None:
-        """One process more, of which the system does not depend. One of the same name that has ended is forgotten."""
+        """Add a process on which the system does not depend. One of the same name that has ended is forgotten."""
         others = tuple(each for each in self.plan.processes if each.name != process.name)
         extra = replace(process, is_extra=True)
         self.plan = replace(self.plan, processes=(*others, extra))
@@ -124,7 +124,7 @@ class System:
         self._tasks.create_task(self._greet(extra), name=f"greet-{extra.name}")
 
     async def _greet(self, process: ProcessPlan) -> None:
-        """Say when it is ready, unless all ends before."""
+        """Report when it is ready, unless the system ends before."""
         await first_of(self._ready[process.name].wait(), self._stopping.wait(), within_s=START_S_MAX[Stage.WORKERS])
         if self._ready[process.name].is_set():
             seconds = self.rows[process.name].seconds(self._clock.now())
@@ -137,7 +137,7 @@ class System:
         return all(row.has_drained and row.phase is ServicePhase.STOPPED for row in rows)
 
     async def bring_up(self) -> None:
-        """Start everything; reslots when all are ready. Raises StartFailed."""
+        """Start everything; returns when all are ready. Raises StartFailed."""
         for process in self.plan.stage(Stage.NATS):
             self._keep(process)
         self._bus = await self._connect()
@@ -245,7 +245,7 @@ class System:
                 return
             await first_of(asyncio.sleep(pause_s), self._stopping.wait())
             if process.stage is Stage.NATS and not self._stopping.is_set():
-                self._tasks.create_task(self._watch_nats_return(process), name="nats-reslots")
+                self._tasks.create_task(self._watch_nats_return(process), name="nats-return")
 
     async def _watch_nats_return(self, process: ProcessPlan) -> None:
         """NATS publishes no status: it is ready when the launcher's connection is back."""

@@ -87,7 +87,7 @@ def add_decisions(app: FastAPI, decisions: DecisionService, now: Callable[[], fl
 
 
 class DeprecatedRoute(APIRoute):
-    """Says so in each answer."""
+    """Marks each response as deprecated."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, with headers added to its answers."""
