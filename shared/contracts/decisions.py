@@ -44,7 +44,7 @@ class TtftParts(Message, frozen=True, kw_only=True):
     """The rest: bus, relay and process scheduling."""
 
     def total_s(self) -> float:
-        return float(sum(getattr(self, name) for name in self.__struct_fields__))
+        return float(sum(msgspec.structs.astuple(self)))
 
 
 class CandidateRecord(Message, frozen=True, kw_only=True):

@@ -173,10 +173,9 @@ class LegLoad:
         self._prompt_tokens = max(0, start.expected_tokens)
         self._context_tokens = context_tokens
         self._legs = start.sequences
-        self._sent: Sent | None = None
+        self._sent = Sent(loads.now(), self._prompt_tokens, context_tokens, self._legs)
 
     def __enter__(self) -> Self:
-        self._sent = Sent(self._loads.now(), self._prompt_tokens, self._context_tokens, self._legs)
         self._loads.cluster.leg_started(self._start.worker_id, self._sent)
         return self
 
@@ -186,13 +185,11 @@ class LegLoad:
 
     def prompt_computed(self) -> None:
         """The leg's first token has arrived."""
-        if self._sent is not None:
-            self._loads.cluster.prompt_computed(self._start.worker_id, self._sent, self._prompt_tokens)
+        self._loads.cluster.prompt_computed(self._start.worker_id, self._sent, self._prompt_tokens)
         self._prompt_tokens = 0
         self._loads.load_changed()
 
     def __exit__(self, *_failure: object) -> None:
-        self.prompt_computed()
-        if self._sent is not None:
-            self._loads.cluster.leg_ended(self._start.worker_id, self._sent, self._context_tokens, self._legs)
+        worker_id, tokens = self._start.worker_id, self._prompt_tokens
+        self._loads.cluster.leg_ended(worker_id, self._sent, self._context_tokens, self._legs, tokens)
         self._loads.load_changed()

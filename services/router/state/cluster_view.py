@@ -265,11 +265,13 @@ class ClusterView:
             view.own.computed(sent, tokens)
             self._write_load(view)
 
-    def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int, legs: int = 1) -> None:
-        """A leg of this router has ended or failed; it counted as ``legs``."""
+    def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int, legs: int = 1, tokens: int = 0) -> None:
+        """A leg of this router has ended or failed; it counted as ``legs``. ``tokens``: of its prompt, unless
+        ``prompt_computed`` was told of them.
+        """
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == sent.epoch:
-            view.own.ended(sent, context_tokens, legs)
+            view.own.ended(sent, context_tokens, legs, tokens)
             self._write_load(view)
 
     def _forget_names(self) -> None:

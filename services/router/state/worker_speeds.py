@@ -37,6 +37,12 @@ TRANSIT_S_MIN = 1e-5
 MEDIAN_STEP_MIN = 0.05
 
 
+Basis = tuple[EngineSpeed | None, EngineSpeed | None, UnitCosts, int]
+"""What an estimate is made from, but for the transit: the engine's speed, that of its peers, and the transfers with
+their number of samples.
+"""
+
+
 class RunningMedian:
     """Of a duration. Follows slowly, at first quickly."""
 
@@ -61,7 +67,7 @@ class RunningMedian:
 class SpeedOf:
     """The speed of one life of a worker, or what its ``peers`` share: all workers of a fingerprint."""
 
-    __slots__ = ("_peers", "_reads", "_transfers", "_transit", "engine")
+    __slots__ = ("_basis", "_estimate", "_peers", "_reads", "_transfers", "_transit", "engine")
 
     def __init__(self, peers: SpeedOf | None = None) -> None:
         self.engine: EngineSpeed | None = None
@@ -69,6 +75,9 @@ class SpeedOf:
         self._peers = peers
         self._reads = 0
         self._transfers = UnitCosts(TRANSFER_PRIOR)
+        self._basis: Basis | None = None
+        self._estimate = DEFAULT_SPEED
+        """Made from ``_basis``."""
         self._transit: RunningMedian = RunningMedian(peers._transit.seconds if peers else DEFAULT_SPEED.transit_s)
 
     def published(self, engine: EngineSpeed) -> bool:
@@ -103,18 +112,27 @@ class SpeedOf:
 
     def now(self) -> WorkerSpeed:
         """The best estimate."""
-        peers = self._peers
-        engine = filled_in(self.engine, peers.engine if peers is not None else None)
+        peers, transit_s = self._peers, self._transit.seconds
         transfers = self._transfers if self._transfers.samples or peers is None else peers._transfers
-        base_s, token_s = transfers.values()
-        times = StepTimeModel.of(engine) if engine is not None else DEFAULT_STEP_TIMES
-        return WorkerSpeed(
-            **times._asdict(),
-            transfer_base_s=base_s,
-            transfer_token_s=token_s,
-            pairs_per_token=engine.pairs_per_token if engine is not None else 0.0,
-            transit_s=self._transit.seconds,
-        )
+        basis = (self.engine, peers.engine if peers is not None else None, transfers, transfers.samples)
+        if basis != self._basis:
+            self._basis = basis
+            self._estimate = _estimate(filled_in(*basis[:2]), transfers, transit_s)
+        elif transit_s != self._estimate.transit_s:  # Each leg changes it, and nothing else often.
+            self._estimate = msgspec.structs.replace(self._estimate, transit_s=transit_s)
+        return self._estimate
+
+
+def _estimate(engine: EngineSpeed | None, transfers: UnitCosts, transit_s: float) -> WorkerSpeed:
+    times = StepTimeModel.of(engine) if engine is not None else DEFAULT_STEP_TIMES
+    base_s, token_s = transfers.values()
+    return WorkerSpeed(
+        **times._asdict(),
+        transfer_base_s=base_s,
+        transfer_token_s=token_s,
+        pairs_per_token=engine.pairs_per_token if engine is not None else 0.0,
+        transit_s=transit_s,
+    )
 
 
 class Life(msgspec.Struct):

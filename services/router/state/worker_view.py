@@ -197,9 +197,10 @@ class OwnWork:
         self.sent_tokens -= sent.tokens
         sent.tokens = 0
 
-    def ended(self, sent: Sent, context_tokens: int, legs: int = 1) -> None:
-        """The leg has ended; it counted as ``legs``."""
+    def ended(self, sent: Sent, context_tokens: int, legs: int = 1, tokens: int = 0) -> None:
+        """The leg has ended; it counted as ``legs``, and its prompt still as ``tokens``."""
         self.legs -= legs
+        self.tokens -= tokens
         self.context_tokens -= context_tokens
         self._forget(sent)
 
