@@ -2,6 +2,7 @@
 # Installs what some tests need and pip does not have: a browser (chromium) for the console's, prometheus with promtool for
 # dashboards and alerts. Only where that takes no question: as root, on Debian and its like. Never an error: what is
 # missing afterwards is said here, and tests that need it are skipped, which pytest's summary says once more.
+# `test_tools.sh containers` installs docker's engine and debootstrap instead, for the tests of containers.
 # TEST_TOOLS=none leaves the machine as it is.
 set -u
 
@@ -11,7 +12,16 @@ log=$(mktemp)
 policy=/usr/sbin/policy-rc.d
 policy_is_ours=""
 
+of=${1:-tests}
+
 missing() {
+    if [ "$of" = containers ]; then
+        command -v dockerd >/dev/null || echo docker.io
+        command -v docker >/dev/null || echo docker-cli
+        command -v iptables >/dev/null || echo iptables
+        command -v debootstrap >/dev/null || echo debootstrap
+        return
+    fi
     command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
         || echo chromium
     { command -v prometheus && command -v promtool; } >/dev/null || echo prometheus
@@ -35,7 +45,7 @@ wanted=$(missing)
 [ -n "$wanted" ] && [ "${TEST_TOOLS:-}" != none ] || exit 0
 
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    # The package of prometheus would start a server of its own, which no test wants.
+    # Prometheus and docker would start servers of their own, which no test wants.
     if [ ! -e "$policy" ]; then
         printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy" && policy_is_ours=yes
     fi

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[3]
-UP_S_MAX = 900
-READY_S_MAX = 60.0
+from tests.nightly.compose.own_docker import BUILD_S_MAX, CannotRun, add_compose, own_docker, run
+from tests.support.nats_server import free_port
+from tests.support.processes import ROOT
+
+UP_S_MAX = 1800
+"""With the build of the light image, on a busy machine."""
+READY_S_MAX = 120.0
 POLL_S = 0.2
+DECODERS = 2
 NATS_IMAGE = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["nats"]["image"]
 BASE_IMAGE = "python:3.11-slim-bookworm"
 
@@ -30,14 +32,38 @@ class Compose:
     project: str
     environment: dict[str, str]
 
-    def run(self, *arguments: str, timeout: float = 120) -> str:
-        """`docker compose ...`; fails the test with what it said."""
-        command = ["docker", "compose", "--project-name", self.project, *arguments]
-        done = subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    def run(self, *arguments: str, timeout: float = 600, **settings: str) -> str:
+        """`docker compose ...`, with further settings; fails the test with what it said."""
+        done = self.attempt(*arguments, timeout=timeout, **settings)
+        assert done.returncode == 0, f"{arguments}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return done.stdout
+
+    def attempt(self, *arguments: str, timeout: float = 600, **settings: str) -> subprocess.CompletedProcess[str]:
+        """`docker compose ...`, whatever its exit status."""
+        command = ["docker", "compose", "--env-file", os.devnull, "--project-name", self.project, *arguments]
+        environment = {**self.environment, **settings}
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    def docker(self, *arguments: str) -> str:
+        """`docker ...`."""
+        done = subprocess.run(
+            ["docker", *arguments], env=self.environment, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == 0, f"{arguments}\n{done.stderr}"
+        return done.stdout
+
+    def up(self, *options: str, **settings: str) -> None:
+        """Start what does not run, and wait until the router sees a fleet that can serve."""
+        scale = f"sim-decode={DECODERS}"
+        self.run("up", "--detach", "--wait", "--scale", scale, *options, timeout=UP_S_MAX, **settings)
+        wait_until_ready(self)
+
+    def containers(self) -> list[str]:
+        """The full ids of all containers, also of those that have ended."""
+        label = f"label=com.docker.compose.project={self.project}"
+        return sorted(self.docker("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split())
 
     @property
     def endpoint(self) -> str:
@@ -48,60 +74,65 @@ class Compose:
         return f"http://127.0.0.1:{self.environment['COLLECTOR_PORT']}/metrics"
 
 
-def said_by(*command: str, timeout: float = 300) -> tuple[bool, str]:
-    """Whether the command succeeded, and the last line it said."""
+@pytest.fixture(scope="session")
+def compose_client(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which `docker compose` works; no daemon is needed."""
+    environment = dict(os.environ)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return False, str(error)
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return done.returncode == 0, lines[-1] if lines else ""
+        run(["docker", "compose", "version"])
+    except CannotRun:
+        try:
+            environment = add_compose(tmp_path_factory.mktemp("compose"))
+            run(["docker", "compose", "version"], environment)
+        except CannotRun as reason:
+            pytest.skip(str(reason))
+    return environment
 
 
 @pytest.fixture(scope="session")
-def compose_client() -> None:
-    """`docker compose` is installed; no daemon is needed."""
-    if shutil.which("docker") is None:
-        pytest.skip("no docker client is installed")
-    there, said = said_by("docker", "compose", "version")
-    if not there:
-        pytest.skip(f"docker has no compose plugin: {said}")
-
-
-@pytest.fixture(scope="session")
-def docker(compose_client: None) -> None:
-    """A daemon answers, and the images that are not ours can be had."""
-    running, said = said_by("docker", "version")
-    if not running:
-        pytest.skip(f"no docker daemon can be used: {said}")
-    for image in (os.environ.get("BASE_IMAGE", BASE_IMAGE), NATS_IMAGE):
-        if not said_by("docker", "image", "inspect", image)[0]:
-            pulled, said = said_by("docker", "pull", "--quiet", image, timeout=UP_S_MAX)
-            if not pulled:
-                pytest.skip(f"the image {image} is not here and cannot be pulled: {said}")
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+def docker(compose_client: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The environment in which a daemon answers that has the images that are not ours, or can pull them."""
+    images = {"python": os.environ.get("BASE_IMAGE", BASE_IMAGE), "nats": NATS_IMAGE}
+    try:
+        run(["docker", "version"], compose_client)
+    except CannotRun:
+        try:
+            with own_docker(compose_client, images) as environment:
+                yield environment
+        except CannotRun as reason:
+            pytest.skip(str(reason))
+        return
+    for image in images.values():
+        try:
+            run(
+                ["sh", "-c", 'docker image inspect "$0" || docker pull --quiet "$0"', image],
+                compose_client,
+                BUILD_S_MAX,
+            )
+        except CannotRun as reason:
+            pytest.skip(f"the image {image} is not here and cannot be pulled: {reason}")
+    yield compose_client
 
 
 @pytest.fixture(scope="module")
-def system(docker: None) -> Iterator[Compose]:
+def system(docker: dict[str, str]) -> Iterator[Compose]:
     """NATS, the light services, one prefill and two decode workers with simulated engines."""
-    ports = {"PORT": free_port(), "COLLECTOR_PORT": free_port()}
-    environment = {**os.environ, **ports, "COMPOSE_PROFILES": "simulated"}
-    compose = Compose(f"baton-test-{os.getpid()}", environment)
+    ports = {"PORT": str(free_port()), "COLLECTOR_PORT": str(free_port())}
+    settings = {"COMPOSE_PROFILES": "simulated", "BATON_TAG": "test"}
+    compose = Compose(f"baton-test-{os.getpid()}", {**docker, **ports, **settings})
     try:
-        compose.run("up", "--detach", "--build", "--wait", "--scale", "sim-decode=2", timeout=UP_S_MAX)
-        wait_until_ready(compose)
+        compose.up("--build")
         yield compose
     except BaseException:
         print(compose.run("logs", "--no-color", "--tail", "40"))
         raise
     finally:
-        compose.run("down", "--volumes", "--remove-orphans", "--timeout", "20")
+        compose.run("--profile", "*", "down", "--volumes", "--timeout", "20", COMPOSE_PROFILES="")
+        left = compose.containers()
+        subprocess.run(
+            ["docker", "image", "rm", "baton-light:test"], env=compose.environment, capture_output=True, check=False
+        )
+    assert not left, "down with all profiles left containers"
 
 
 def wait_until_ready(compose: Compose) -> None:

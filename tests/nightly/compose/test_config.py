@@ -12,16 +12,23 @@ import yaml
 
 from tests.nightly.compose.conftest import ROOT
 
-pytestmark = [pytest.mark.compose, pytest.mark.usefixtures("compose_client")]
+pytestmark = pytest.mark.compose
 
 LIGHT = {"init", "nats", "router", "orchestrator", "collector"}
+CLIENT: dict[str, str] = {}
+"""The environment in which `docker compose` works."""
 ALL_WORKERS = "engines,simulated,store,simulated-store"
+
+
+@pytest.fixture(autouse=True)
+def client(compose_client: dict[str, str]) -> None:
+    CLIENT.update(compose_client)
 
 
 def services(profiles: str, *files: str, **settings: str) -> dict[str, dict[str, Any]]:
     chosen = (part for file in files for part in ("-f", file))
     command = ["docker", "compose", "--env-file", os.devnull, *chosen, "config"]
-    environment = {**os.environ, **settings, "COMPOSE_PROFILES": profiles}
+    environment = {**CLIENT, **settings, "COMPOSE_PROFILES": profiles}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return yaml.safe_load(done.stdout)["services"]

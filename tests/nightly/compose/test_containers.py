@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
+from services.launcher.cluster.api_keys import KeyEntry, add_entry
+from shared.runtime.keys import digest_of
 from tests.nightly.compose.conftest import POLL_S, Compose, wait_until_ready
 
 pytestmark = pytest.mark.compose
@@ -17,8 +20,10 @@ REQUEST = {"model": "baton-tiny", "prompt": "Once upon a time there was a relay 
 REQUEST_S_MAX = 60.0
 
 
-def complete(system: Compose, **more: object) -> httpx.Response:
-    return httpx.post(f"{system.endpoint}/v1/completions", json={**REQUEST, **more}, timeout=REQUEST_S_MAX)
+def complete(system: Compose, key: str = "", **more: object) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    body = {**REQUEST, **more}
+    return httpx.post(f"{system.endpoint}/v1/completions", json=body, headers=headers, timeout=REQUEST_S_MAX)
 
 
 def test_a_request_is_answered_by_two_workers(system: Compose):
@@ -56,13 +61,105 @@ def test_no_container_of_ours_runs_as_root(system: Compose):
         assert system.run("exec", "-T", service, "id", "-u").strip() == "10001", service
 
 
+def test_processes_can_write_to_their_caches_and_state_and_to_nothing_else(system: Compose):
+    for service in ("router", "orchestrator", "collector", "sim-prefill", "sim-decode"):
+        folders = "/tmp /home/baton/.cache"
+        folders += " /home/baton/.local/state" if service.startswith("sim-") else ""
+        system.run("exec", "-T", service, "sh", "-c", f'for each in {folders}; do touch "$each/written" || exit; done')
+        assert system.attempt("exec", "-T", service, "touch", "/home/baton/written").returncode != 0, service
+
+
+def test_no_container_ends_and_is_started_again(system: Compose):
+    restarts = system.docker("inspect", "--format", "{{.RestartCount}}", *system.containers()).split()
+
+    assert set(restarts) == {"0"}
+
+
+def test_the_log_of_each_container_is_bounded(system: Compose):
+    form = '{{index .HostConfig.LogConfig.Config "max-size"}} {{index .HostConfig.LogConfig.Config "max-file"}}'
+
+    assert set(system.docker("inspect", "--format", form, *system.containers()).splitlines()) == {"16m 4"}
+
+
+def test_a_second_up_with_a_build_recreates_no_container(system: Compose):
+    before = system.containers()
+
+    system.up("--build")
+
+    assert system.containers() == before
+
+
+def test_a_drained_worker_stays_away_until_its_container_is_restarted(system: Compose):
+    container = system.run("ps", "--quiet", "sim-decode").split()[0]
+    worker = f"decode-{container[:12]}"
+
+    system.run("run", "--rm", "-T", "baton", "drain", worker)
+
+    processes = ""
+    deadline = time.monotonic() + REQUEST_S_MAX
+    while "sleep infinity" not in processes and time.monotonic() < deadline:
+        processes = system.docker("top", container)
+        time.sleep(POLL_S)
+    assert "sleep infinity" in processes
+    assert complete(system).headers.get("x-baton-decode-worker") != worker
+    began = time.monotonic()
+    system.docker("restart", container)
+    assert time.monotonic() - began < REQUEST_S_MAX, "the process that waits does not heed SIGTERM"
+    while f"{worker}  decode  ready" not in system.run("run", "--rm", "-T", "baton", "workers"):
+        assert time.monotonic() < began + 2 * REQUEST_S_MAX, "the worker did not come back"
+
+
+def test_keys_that_the_baton_service_writes_are_seen_without_a_restart(system: Compose):
+    command = ("run", "--rm", "-T", "baton", "keys", "new", "--file", "/keys/api/keys.toml", "--tenant")
+    first = system.run(*command, "first").strip()
+    try:
+        system.up(API_KEYS="true")
+        assert complete(system).status_code == 401
+        assert complete(system, key=first).status_code == 200
+
+        second = system.run(*command, "second").strip()
+
+        deadline = time.monotonic() + REQUEST_S_MAX
+        while complete(system, key=second).status_code == 401 and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        assert complete(system, key=second).status_code == 200
+    finally:
+        system.up()
+
+
+def test_a_key_file_of_another_user_is_refused_with_its_remedy(system: Compose, tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    add_entry(file, KeyEntry(tenant="first", sha256=digest_of("key")))
+    mode = file.stat().st_mode & 0o777
+    router = ("run", "--rm", "-T", "--no-deps", "router")
+
+    refused = system.attempt(*router, KEYS_FILE=str(file))
+
+    assert (mode, refused.returncode) == (0o600, 78)
+    assert "compose: KEYS_FILE" in refused.stdout + refused.stderr
+    assert "chown 10001 FILE" in refused.stdout + refused.stderr
+    if os.getuid() == 0:
+        os.chown(file, 10001, -1)
+        assert "first" in system.run(*router, "cat", "/etc/baton/keys.toml", KEYS_FILE=str(file))
+
+
+def test_a_wrong_path_of_a_key_file_makes_no_folder(system: Compose, tmp_path: Path):
+    file = tmp_path / "kyes.toml"
+
+    refused = system.attempt("run", "--rm", "-T", "--no-deps", "router", KEYS_FILE=str(file))
+
+    assert refused.returncode != 0
+    assert not file.exists()
+
+
 def test_requests_are_answered_after_a_worker_container_was_killed(system: Compose):
     victim = system.run("ps", "--quiet", "sim-decode").split()[0]
 
-    subprocess.run(["docker", "kill", victim], env=system.environment, check=True, capture_output=True)
+    system.docker("kill", victim)
 
     answers = [complete(system, temperature=0) for _ in range(10)]
     assert [answer.status_code for answer in answers] == [200] * 10
+    system.up()
 
 
 def test_requests_are_answered_again_after_nats_was_restarted(system: Compose):
