@@ -36,6 +36,7 @@ from connector.layout.engine_layout import (
     required_layout,
 )
 from connector.layout.tensors import UnsupportedLayout
+from connector.messages import Results
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.settings import read
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
@@ -65,8 +66,7 @@ def kv_exchange(core: Any, call: bytes) -> bytes:
     if side.idle_wait.is_attached and not side.idle_wait.wakes_on_reads and has_kv_transfer_group():
         worker_role = get_kv_transfer_group()  # in this process too, where vLLM runs the model in EngineCore
         assert isinstance(worker_role, BatonConnector)
-        worker_role.wake_on_results(side.idle_wait.wake)
-        side.idle_wait.wakes_on_reads = True
+        side.share_process(worker_role.results, worker_role.wake_on_results)
     with side.calls.lock:
         return side.exchange(call)
 
@@ -193,6 +193,10 @@ class BatonConnector(KVConnectorBase_V1):
         """Register the memory that peers read and that own reads write."""
         with refusals_saved(self._refusal_file):
             self._worker.register_kv_caches(kv_caches)
+
+    def results(self) -> Results:
+        """What happened since the last call; for a scheduler role in the same process."""
+        return self._worker.results()
 
     def wake_on_results(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` on the transfer thread after each result; for a scheduler role in the same process."""

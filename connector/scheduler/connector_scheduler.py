@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +92,9 @@ class ConnectorScheduler:
             lease_share_max=settings.lease_share_max,
         )
         limits = FetchLimits(answer_s_max=settings.answer_s_max)
+        self._results: Callable[[], Results] | None = None
+        self._ended: set[str] = set()
+        self._empty: set[int] = set()
         self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic)
         self.holder = self._core.holder
         self.reader = self._core.reader
@@ -143,6 +146,29 @@ class ConnectorScheduler:
         waits = self._is_moving and not scheduled_tokens and not self.idle_wait.wakes_on_reads
         return StepOrders(orders, wait_s=REPORT_WAIT_S if waits else 0.0)
 
+    def share_process(
+        self, results: Callable[[], Results], wake_on_results: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """The worker role is in this process: ``results`` returns what it has to report since the last call."""
+        self._results = results
+        wake_on_results(self.idle_wait.wake)
+        self.idle_wait.wakes_on_reads = True
+
+    def take_arrived(self) -> set[str]:
+        """Requests whose whole fetch has arrived since the last report. Call before the scheduler makes a step: they
+        take part in it, instead of in the one after it, or after the next if steps overlap.
+
+        A fetch with missing blocks is left to ``take_report``, because vLLM handles those with a step's output.
+        """
+        results = self._results() if self._results is not None else None
+        if not results:
+            return set()
+        ended, empty = self.take_report(StepReport([results]))
+        if empty:
+            self._ended, self._empty = ended, empty
+            return set()
+        return ended
+
     def take_report(self, report: StepReport | None) -> tuple[set[str], set[int]]:
         """Call after a step, before the scheduler processes its output.
 
@@ -156,7 +182,12 @@ class ConnectorScheduler:
                 for part in results.parts:
                     self._core.on_part(part)
         self._core.on_time()
-        return self.reader.settle()
+        ended, empty = self.reader.settle()
+        if self._ended:
+            self.idle_wait.note_change()
+            ended, empty = ended | self._ended, empty | self._empty
+            self._ended, self._empty = set(), set()
+        return ended, empty
 
     def finish_step(self) -> None:
         """Call after the scheduler has processed a step's output."""

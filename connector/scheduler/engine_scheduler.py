@@ -62,11 +62,15 @@ class BatonScheduling:
             return was_reset
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Wait first, if the step could only check for grants or ended reads."""
+        """Wait first, if the step could only check for grants or ended reads. Requests whose blocks have arrived take
+        part in the step.
+        """
         side = self.connector.connector_scheduler
         side.wait_if_idle()
         with side.calls.lock:
             side.calls.end()
+            if arrived := side.take_arrived():
+                self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
             scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
             side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
             make_loadable(scheduled)
