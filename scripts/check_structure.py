@@ -55,7 +55,7 @@ PURE = {
     "services.worker.kv_exchange": "peers",
     "services.worker.legs": "body resume",
     "services.worker.lifecycle": "self_test",
-    "services.worker.telemetry": "kv_events step_totals",
+    "services.worker.telemetry": "kv_events",
     "shared.engine_speed": "*",
     "shared.text": "*",
 }

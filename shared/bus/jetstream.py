@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from shared.bus.port import AskTimedOut, BusDown, MessageTooLarge, NoResponders, WrongRevision
-from shared.contracts.buckets import api_subject, stored_subject, stream_of, written_subject
+from shared.contracts.channels import api_subject, stored_subject, stream_of, written_subject
 
 log = logging.getLogger("baton.bus")
 

@@ -17,11 +17,10 @@ import msgspec
 import nats.errors
 
 from shared.bus.jetstream import BucketStream
-from shared.bus.nats_client import DirectClient
+from shared.bus.nats_client import DirectClient, Sender
 from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
 from shared.bus.nats_errors import ConnectionErrors, without_password
 from shared.bus.nats_kv_store import NatsKeyValueStore
-from shared.bus.nats_sender import Sender
 from shared.bus.nats_subscription import REFUSED_HEADER, Inbox, LiveSubscription, Take, is_reply_subject, subject_filter
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
@@ -38,8 +37,7 @@ from shared.bus.port import (
 )
 from shared.bus.receiver import SUBJECT_SHOWN_MAX, Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
-from shared.contracts.buckets import bucket_of
-from shared.contracts.channels import AskChannel, Channel
+from shared.contracts.channels import AskChannel, Channel, bucket_of
 from shared.deadline import end, within
 
 log = logging.getLogger("baton.bus")

@@ -21,8 +21,7 @@ from shared.bus.jetstream import BucketStream, Present, Requester
 from shared.bus.port import BusCounts, BusError, StoredValue, Subscription, WrongRevision
 from shared.bus.receiver import count_bad, read_entry
 from shared.bus.wire import BadMessage, pack
-from shared.contracts.buckets import bucket_of, key_of, stored_subject, stream_of
-from shared.contracts.channels import Channel
+from shared.contracts.channels import Channel, bucket_of, key_of, stored_subject, stream_of
 
 log = logging.getLogger("baton.bus")
 

@@ -15,8 +15,18 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import Any
 
-from shared.contracts.buckets import KEY_VALUE_CHANNELS, api_subject, bucket_of, key_of, stored_subject, written_subject
-from shared.contracts.channels import CHANNELS, Channel, Delivery, Party
+from shared.contracts.channels import (
+    CHANNELS,
+    KEY_VALUE_CHANNELS,
+    Channel,
+    Delivery,
+    Party,
+    api_subject,
+    bucket_of,
+    key_of,
+    stored_subject,
+    written_subject,
+)
 
 _USAGE = """
 # `baton init` writes all of this for you, with a key for each party and TLS. By hand, with passwords:

@@ -27,12 +27,72 @@ import asyncio
 from typing import Any
 
 import httptools
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from shared.http import pipelining
 from shared.http.edge import DirectRequest, HttpEdge
+from shared.http.errors import Header, HttpError, error_body
 from shared.http.limits import UNNAMED
-from shared.http.pipelining import PipelinedRequest, TooManyHeaders, head_without_upgrade
+
+HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+NOT_HTTP = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+BAD_BODY = HttpError(400, error_body(400, "The body does not match its headers."), reason="bad_request", closes=True)
+
+UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
+
+
+class _NoTrailers(list[Header]):
+    def append(self, _header: Header) -> None:
+        """Drop it. A trailer such as Content-Length or Authorization must not count as a header, and a client may send
+        any number of them.
+        """
+
+
+NO_TRAILERS = _NoTrailers()
+"""Takes the place of the header list after the head."""
+
+
+class TooManyHeaders(Exception):
+    """Raised in a parser callback: httptools wraps it in an HttpParserError."""
+
+
+def head_without_upgrade(parser: HttpRequestParser, url: bytes, headers: list[Header]) -> bytes:
+    """The head of a request without its offer to upgrade. ``Connection: close`` is kept."""
+    lines = [b"%b %b HTTP/%b" % (parser.get_method(), url, parser.get_http_version().encode())]
+    for name, value in headers:
+        if name == b"connection":
+            lines += [b"connection: close"] if b"close" in value.lower() else []
+        elif name not in UPGRADE_HEADERS:
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])
+
+
+class PipelinedRequest:
+    """A direct request among the requests of its connection, with the attributes that uvicorn uses of a cycle."""
+
+    __slots__ = ("disconnected", "http_request", "message_event")
+
+    def __init__(self, http_request: DirectRequest) -> None:
+        self.http_request = http_request
+        self.disconnected = False
+        self.message_event = NO_EVENT
+
+    @property
+    def response_complete(self) -> bool:
+        """Whether the next request may be served."""
+        return self.http_request.ended
+
+
+class _NoEvent:
+    def set(self) -> None:
+        """Do nothing. uvicorn wakes its ASGI task by this event; such a request has ``client_left`` instead."""
+
+
+NO_EVENT = _NoEvent()
+
 
 HEAD_BYTES_MAX = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
@@ -84,18 +144,16 @@ class EdgeProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            self._end_with(
-                pipelining.HEAD_TOO_LARGE if isinstance(error.__context__, TooManyHeaders) else pipelining.NOT_HTTP
-            )
+            self._end_with(HEAD_TOO_LARGE if isinstance(error.__context__, TooManyHeaders) else NOT_HTTP)
             return
         http_request = self.http_request
         if self.in_head:
             if self.request_bytes > HEAD_BYTES_MAX:
-                self._end_with(pipelining.HEAD_TOO_LARGE)
+                self._end_with(HEAD_TOO_LARGE)
                 return
             self.edge.idle.waits_for_head(self)
         elif self.request_bytes > FRAMING_BYTES_MAX + FRAMING_RATIO_MAX * self.body_bytes:
-            self._end_with(pipelining.NOT_HTTP)
+            self._end_with(NOT_HTTP)
         elif http_request is not None and not http_request.upload.complete:
             self.edge.uploads.add(http_request)
         elif (http_request is None or http_request.ended) and not self.busy:
@@ -110,7 +168,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self.edge.idle.waits_for_head(self)
             return
         self.edge.refused_connection("too_many_connections")
-        self.write(pipelining.TOO_MANY)
+        self.write(TOO_MANY)
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -152,7 +210,7 @@ class EdgeProtocol(HttpToolsProtocol):
             if http_request.ended:
                 self.transport.close()
             else:
-                http_request.refusal = pipelining.BAD_BODY
+                http_request.refusal = BAD_BODY
                 self._advance(http_request)
         elif self.busy and (self.in_head or http_request is not None):
             self.last_text = text
@@ -180,7 +238,7 @@ class EdgeProtocol(HttpToolsProtocol):
             raise TooManyHeaders
         self.edge.idle.head_came(self)
         # llhttp reports trailers with the same callback as headers: they must not become headers of this request.
-        headers, self.headers = self.headers, pipelining.NO_TRAILERS
+        headers, self.headers = self.headers, NO_TRAILERS
         path, _, query = self.url.partition(b"?")
         served = self._served(path)
         if served is None:
@@ -211,7 +269,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self.serving = cycle.http_request
         cycle.http_request.is_current = True
         if self.expect_100_continue and cycle.http_request.refusal is None and not cycle.http_request.upload.complete:
-            self.transport.write(pipelining.CONTINUE)
+            self.transport.write(CONTINUE)
         self._advance(cycle.http_request)
 
     def on_body(self, body: bytes) -> None:
@@ -305,7 +363,7 @@ class EdgeProtocol(HttpToolsProtocol):
     def head_is_late(self) -> None:
         """No complete head came in time. A client that has begun one gets a 408."""
         if self.in_head:
-            self.transport.write(pipelining.HEAD_TOO_SLOW)
+            self.transport.write(HEAD_TOO_SLOW)
             self.transport.close()
             self.edge.idle.waits_for_reader(self)
         else:

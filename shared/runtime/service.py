@@ -25,8 +25,8 @@ from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.deadline import unless
 from shared.runtime.clock import Clock, SystemClock
-from shared.runtime.disk import DiskWatch
 from shared.runtime.settings import CommonSettings
+from shared.runtime.state_folder import DiskWatch
 from shared.runtime.waiting import Waits, waiting_page
 from shared.telemetry.log import setup_logging
 from shared.telemetry.tracing import SpanSink

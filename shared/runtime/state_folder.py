@@ -1,14 +1,21 @@
-"""Files in the state folder that outlive a worker's process.
+"""The state folder: the space that is free in it, and the files that outlive a worker's process.
 
-One says why its engine was refused at start: the worker removes it at its next successful start, and `baton doctor`
-reads it when the process has ended. The other has the role that a worker changed to at run time: a restarted worker
-reads it, and the launcher removes it before it starts a new worker.
+One of these says why its engine was refused at start: the worker removes it at its next successful start, and `baton
+doctor` reads it when the process has ended. The other has the role that a worker changed to at run time: a restarted
+worker reads it, and the launcher removes it before it starts a new worker.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
+import time
 from pathlib import Path
+
+import msgspec
+
+from shared.contracts.control import DiskFolder, DiskSpace, ServiceStatus
 
 log = logging.getLogger("baton.worker")
 
@@ -47,3 +54,43 @@ def _folder(state_dir: str) -> Path:
 def saved_role_file(state_dir: str, worker_id: str) -> Path:
     """It exists only while the role differs from the role in the settings."""
     return Path(state_dir).expanduser() / "roles" / f"{worker_id}.json"
+
+
+MEASURE_S = 15.0
+FOLDERS = {DiskFolder.STATE: "", DiskFolder.LOGS: "logs", DiskFolder.NATS: "nats", DiskFolder.KV_STORE: "kv-store"}
+"""Inside the state directory; each may be on a file system of its own."""
+
+
+class DiskWatch:
+    """Measures every ``MEASURE_S`` in a thread: a network file system that does not respond delays nobody."""
+
+    def __init__(self, state_dir: str) -> None:
+        self.spaces: list[DiskSpace] = []
+        """The last measurement."""
+        self._state_dir = Path(state_dir).expanduser().absolute()
+        threading.Thread(target=self._follow, name="measure-disks", daemon=True).start()
+
+    def add_to(self, status: ServiceStatus) -> ServiceStatus:
+        """The status with the last measurement."""
+        return msgspec.structs.replace(status, disks=self.spaces)
+
+    def _follow(self) -> None:
+        while True:
+            self.spaces = measure_disks(self._state_dir)
+            time.sleep(MEASURE_S)
+
+
+def measure_disks(state_dir: Path) -> list[DiskSpace]:
+    """The space of each file system once, under the first folder on it. A folder that does not exist is its parent."""
+    found: dict[int, DiskSpace] = {}
+    for folder, name in FOLDERS.items():
+        there = state_dir / name
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        try:
+            device, usage = there.stat().st_dev, os.statvfs(there)
+        except OSError:
+            continue
+        free, size = usage.f_bavail * usage.f_frsize, usage.f_blocks * usage.f_frsize
+        found.setdefault(device, DiskSpace(folder=folder, free_bytes=free, size_bytes=size))
+    return list(found.values())

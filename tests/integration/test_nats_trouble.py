@@ -10,8 +10,7 @@ import pytest
 from shared.bus.jetstream import BucketStream
 from shared.bus.nats_bus import SEND_S_MAX, UNSENT_BYTES_MAX, NatsBus, connect_nats
 from shared.bus.port import AskTimedOut, BusDown
-from shared.contracts.buckets import bucket_of
-from shared.contracts.channels import KV_EVENTS, LEADERSHIP, TOKENS
+from shared.contracts.channels import KV_EVENTS, LEADERSHIP, TOKENS, bucket_of
 from shared.contracts.control import AskTokens, ProbePrompt
 from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch

@@ -20,8 +20,7 @@ from shared.bus.jetstream import settings_of, stream_config
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.wire import pack
-from shared.contracts.buckets import KEY_VALUE_CHANNELS, bucket_of
-from shared.contracts.channels import DECISION, WORKER_RECORDS, Party
+from shared.contracts.channels import DECISION, KEY_VALUE_CHANNELS, WORKER_RECORDS, Party, bucket_of
 from shared.contracts.decisions import AskDecision, FoundDecision
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerRecord
 from tests.contracts.examples import example

@@ -25,8 +25,7 @@ from shared.bus.port import (
 )
 from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
-from shared.contracts.buckets import bucket_of
-from shared.contracts.channels import AskChannel, Channel
+from shared.contracts.channels import AskChannel, Channel, bucket_of
 from tests.support.memory_kv_store import MemoryBucket, MemoryKeyValueStore
 
 M = TypeVar("M", bound=msgspec.Struct)

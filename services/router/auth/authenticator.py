@@ -14,8 +14,8 @@ from services.router.settings import Settings, is_local, keyring_of, salt_secret
 from services.router.usage.budgets import Budgets
 from shared.contracts.failures import Reason
 from shared.http.errors import Header, HttpError, error_body
-from shared.runtime.followed_file import CHECK_S, FollowedFile
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
+from shared.runtime.settings import CHECK_S, FollowedFile
 
 log = logging.getLogger("baton.router")
 

@@ -22,17 +22,20 @@ from shared.contracts.decisions import TtftParts
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
 from shared.runtime.clock import Clock, SystemClock
-from shared.telemetry.leg_intervals import (
+from shared.telemetry.log import TRACE_ID
+from shared.telemetry.span_names import Attribute, SpanName
+from shared.telemetry.tracing import (
+    About,
+    FinishedSpan,
     Interval,
+    SpanSink,
     engine_intervals,
     exchange_intervals,
     first_request_at,
     report_of,
     tokens_of,
+    trace_named,
 )
-from shared.telemetry.log import TRACE_ID
-from shared.telemetry.span_names import Attribute, SpanName
-from shared.telemetry.tracing import About, FinishedSpan, SpanSink, trace_named
 
 Headers = dict[str, str] | None
 TRACE_BITS = 128

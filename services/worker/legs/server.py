@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import msgspec
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from services.worker.engines.port import CURRENT_LEG, Engine, LegFailed, LegRecord
@@ -18,7 +18,6 @@ from services.worker.legs.asgi_call import JSON, AsgiCall
 from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
 from services.worker.legs.guard import Capacity, not_served, refusal, serves
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
-from services.worker.telemetry.leg_spans import show_leg
 from shared.bus.frame_sender import FrameSender, LegFrames, LegGone
 from shared.bus.port import Envelope
 from shared.contracts.engine_paths import FORMS
@@ -27,10 +26,19 @@ from shared.contracts.ids import LegId, is_subject_token
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import LegOrder
 from shared.contracts.workers import WorkerPhase
+from shared.runtime.clock import Clock
 from shared.runtime.service import Service
 from shared.telemetry.log import TRACE_ID
 from shared.telemetry.span_names import Attribute, SpanName
-from shared.telemetry.tracing import extract, inject, trace_named
+from shared.telemetry.tracing import (
+    Interval,
+    engine_intervals,
+    exchange_intervals,
+    extract,
+    inject,
+    report_of,
+    trace_named,
+)
 
 log = logging.getLogger("baton.worker")
 
@@ -314,3 +322,28 @@ def report(record: LegRecord, arrived: float, now: float) -> LegReport:
         finish_reason=record.finish_reason,
         kv=record.transfer_report,
     )
+
+
+def show_leg(tracer: Tracer, leg: Span, report: LegReport, arrived_at: float, clock: Clock) -> None:
+    """Attributes and children of the leg's span, when it ends: the engine's work, and for each source of KV a lease, a
+    wait and a read. Costs nothing without tracing.
+    """
+    if not leg.is_recording():
+        return
+    leg.set_attributes(report_of(report))
+    now = clock.now()
+    intervals = engine_intervals(report, arrived_at)
+    if report.kv is not None:
+        intervals += exchange_intervals(report.kv, now)
+    show_intervals(tracer, leg, intervals, began_ns=clock.wall_ms() * 1_000_000 - round(now * 1e9))
+
+
+def show_intervals(tracer: Tracer, above: Span, intervals: list[Interval], *, began_ns: int) -> None:
+    """The intervals as spans. ``began_ns``: wall-clock time at which the monotonic clock was 0."""
+    context = set_span_in_context(above)
+    for interval in intervals:
+        begun_ns = began_ns + round(interval.begun_at * 1e9)
+        span = tracer.start_span(interval.name, context=context, attributes=interval.about, start_time=begun_ns)
+        if interval.failure:
+            span.set_status(Status(StatusCode.ERROR, interval.failure))
+        span.end(began_ns + round(interval.ended_at * 1e9))

@@ -31,8 +31,7 @@ from services.worker.engines.port import (
 from services.worker.settings import Settings
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.workers import Fingerprint, HashScheme
-from shared.runtime.followed_file import FollowedFile
-from shared.runtime.settings import CommonSettings, SettingsError
+from shared.runtime.settings import CommonSettings, FollowedFile, SettingsError
 
 log = logging.getLogger("baton.worker")
 

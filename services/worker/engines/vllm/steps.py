@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from services.worker.telemetry.step_totals import StepTotalsCounter
 from shared.contracts.load import StepTotals
+from shared.engine_speed.steps import StepTotalsCounter
 
 SCHEDULED = "SCHEDULED"
 """Name of vLLM's event for a scheduled request."""

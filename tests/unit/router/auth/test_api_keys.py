@@ -20,9 +20,8 @@ from services.router.usage.budgets import Budgets
 from services.router.usage.unstored import UnstoredUsage
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock
-from shared.runtime.followed_file import FollowedFile, state_of
 from shared.runtime.keys import digest_of
-from shared.runtime.settings import SettingsError
+from shared.runtime.settings import FollowedFile, SettingsError, state_of
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.router.http.test_http_server import running, until
 from tests.unit.router.streams import ANSWER, fails, falls_silent, streams

@@ -18,8 +18,8 @@ from services.worker.engines.simulated.core.exchange import Exchange
 from services.worker.engines.simulated.core.sequence import ABORT, RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.core.tokens import BlockHasher, TokenSampler, block_content, root_content
-from services.worker.telemetry.step_totals import StepTotalsCounter
 from shared.contracts.load import StepTotals
+from shared.engine_speed.steps import StepTotalsCounter
 
 CATCH_UP_S_MAX = 0.02
 """If ``advance`` is called late by less than this, the next step counts as begun on time, so that the engine keeps its

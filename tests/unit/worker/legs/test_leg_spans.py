@@ -8,12 +8,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NoOpTracer, StatusCode
 
-from services.worker.telemetry.leg_spans import show_leg
+from services.worker.legs.server import show_leg
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
-from shared.telemetry.leg_intervals import SOURCES_SHOWN_MAX
 from shared.telemetry.span_names import Attribute, SpanName
+from shared.telemetry.tracing import SOURCES_SHOWN_MAX
 from tests.support.fake_clock import FakeClock
 
 NOW = 1000.0
