@@ -36,9 +36,8 @@ from connector.layout.engine_layout import (
     required_layout,
 )
 from connector.layout.tensors import UnsupportedLayout
-from connector.messages import Results
+from connector.messages import Results, read_settings
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
-from connector.settings import read
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
@@ -90,7 +89,7 @@ class BatonConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_version(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = read(self._kv_transfer_config.kv_connector_extra_config)
+        settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._refusal_file = settings.refusal_file
         with refusals_saved(self._refusal_file):
             refuse_unsupported(vllm_config, kv_cache_config)

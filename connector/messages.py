@@ -1,4 +1,5 @@
-"""Messages between a worker process, its engine's connector, and the connector's two roles in the engine.
+"""Messages between a worker process, its engine's connector, and the connector's two roles in the engine; and the
+settings that the worker gives to the connector.
 
 ``EngineCall`` goes from the worker to the engine as a utility call, which an idle engine answers without a step.
 ``EngineNotification`` is its result, and is also pushed after a step that produced something new. Both are msgpack and
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, KvHandshake, KvLedgerState, LeaseKv, ReleaseKv
 from shared.contracts.message import Message
-from shared.contracts.workers import KvMemory
+from shared.contracts.workers import Fingerprint, KvMemory
 
 
 class Peer(Message, frozen=True, kw_only=True):
@@ -243,3 +245,40 @@ def _joined(parts: list[ReadPart]) -> ReadPart:
         ended_s=max(part.ended_s for part in parts),
         failure=next((part.failure for part in parts if part.failure), ""),
     )
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config``, read once at start. Durations are in seconds."""
+
+    worker_id: str
+    epoch: int
+    fingerprint: Fingerprint
+    """Its block size is not valid: vLLM may choose another one while the engine starts."""
+    notifications: str = ""
+    """ZMQ endpoint at which the worker receives ``EngineNotification``; empty: none."""
+    lease_s: float = 30.0
+    """Duration of a prefill leg's offer."""
+    lease_s_max: float = 60.0
+    """Maximum duration of a lease."""
+    lease_share_max: float = 0.5
+    """Share of the block pool that leases may pin."""
+    answer_s_max: float = 0.5
+    """Maximum wait for another worker to reply to a lease request."""
+    copy_cores: list[int] = msgspec.field(default_factory=list)
+    """CPU cores on which the transfer thread may run besides the model's core."""
+    refusal_file: str = ""
+    """File for the reason if the engine's KV cache cannot be exchanged; empty: none."""
+    agent: str = "connector.transfer.nixl_agent:NixlAgent"
+    """Class of the transfer agent, as ``module:name``."""
+
+    def fingerprint_key(self, block_tokens: int) -> str:
+        """``Fingerprint.key`` of an engine with blocks of so many tokens."""
+        return msgspec.structs.replace(self.fingerprint, block_size=block_tokens).key()
+
+
+def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
+    """Raises ValueError naming the wrong setting."""
+    try:
+        return msgspec.convert(extra, ConnectorSettings)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_connector_extra_config of the Baton connector: {error}") from error

@@ -21,7 +21,7 @@ PURE = {
     "connector": "messages",
     "connector.holder": "*",
     "connector.layout": "routes tensors",
-    "connector.reader": "fetch lease_request peers prefetch reader speed_test token_counts",
+    "connector.reader": "fetch lease_request peers prefetch reader speed_test",
     "connector.scheduler": "exchange_core",
     "services.collector": "aggregated_estimate disaggregation_report",
     "services.collector.console": "events health orders requests state tables traffic views workers",

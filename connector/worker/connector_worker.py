@@ -5,9 +5,10 @@ It decides nothing about requests. No byte of a part moves after its report.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,35 @@ import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from connector import settings
 from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, layers_of, regions_of
 from connector.layout.routes import ReaderRank
 from connector.layout.tensors import PROTOCOL_VERSION
-from connector.messages import Orders, Results
-from connector.transfer import ucx
+from connector.messages import Orders, Results, read_settings
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier
 from connector.worker.transfer_thread import TransferThread
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvRank
+
+CUDA_DEFAULTS = {
+    # Baton reads (GET). Without NVLink UCX allows cuda_ipc for writes only, because reads over PCIe are slower than
+    # writes, and falls back to TCP through host memory, which is slower by far (openucx/ucx, cuda_ipc_iface.c).
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+}
+
+
+def set_ucx_defaults(devices: Collection[str]) -> None:
+    """Set defaults for GPU memory before the first agent of the process starts; the operator's values stay. Settings
+    for host memory are in ``nixl_read_agent``: they hold for every agent.
+
+    ``devices``: kinds of the memory to be read, cpu or cuda. UCX warns of a setting that it has no use for, so nothing
+    is set without a GPU.
+    """
+    if "cuda" in devices:
+        for name, value in CUDA_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MakeAgent = Callable[[str], TransferAgent]
@@ -70,7 +88,7 @@ class ConnectorWorker:
     """Call ``register_kv_caches`` first."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, make_agent: MakeAgent) -> None:
-        self._settings = settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._parallel = vllm_config.parallel_config
         self._kv_heads = kv_heads_of(vllm_config)
         self._cache = kv_cache_config
@@ -83,7 +101,7 @@ class ConnectorWorker:
         """Make the engine's blocks readable by peers, and start the transfer thread."""
         rank = int(self._parallel.rank) % int(self._parallel.tensor_parallel_size)
         name = f"{self._settings.worker_id}-{self._settings.epoch}-{rank}-{uuid.uuid4().hex[:8]}"
-        ucx.set_defaults({cache.device.type for cache in kv_caches.values()})
+        set_ucx_defaults({cache.device.type for cache in kv_caches.values()})
         agent = self._make_agent(name)
         _create_pages(kv_caches)
         regions = regions_of(kv_caches)

@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(self) -> None:
         pool_module = pytest.importorskip("vllm.v1.core.block_pool")
-        from connector.reader.pool_allocator import PoolBlockAllocator  # Imports vLLM.
+        from connector.scheduler.connector_scheduler import PoolBlockAllocator  # Imports vLLM.
 
         self.now = 10.0
         self.pool = pool_module.BlockPool(BLOCKS, True, BLOCK_TOKENS)

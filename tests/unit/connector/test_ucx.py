@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from connector.transfer.ucx import set_defaults
+from connector.worker.connector_worker import set_ucx_defaults
 
 NAME = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 
@@ -21,6 +21,6 @@ def test_reads_may_use_cuda_ipc_unless_the_operator_says_no(monkeypatch, devices
     if own is None:
         monkeypatch.delenv(NAME)
 
-    set_defaults(devices)
+    set_ucx_defaults(devices)
 
     assert os.environ.get(NAME) == expected

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from connector.layout.engine_layout import UnsupportedEngine
-from connector.settings import read
+from connector.messages import read_settings
 from services.worker.engines.port import Identity
 from services.worker.engines.vllm.arguments import arguments, configure_connector, refuse_unsupported
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
@@ -104,7 +104,7 @@ def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleN
 def test_the_connector_gets_the_workers_identity():
     config = introduced(Settings(kv_lease_s=20.0))
 
-    told = read(config.kv_transfer_config.kv_connector_extra_config)
+    told = read_settings(config.kv_transfer_config.kv_connector_extra_config)
     assert (told.worker_id, told.epoch, told.notifications) == ("w1", 7, "ipc://n")
     assert told.fingerprint_key(64) == msgspec.structs.replace(FINGERPRINT, block_size=64).key()
     assert told.lease_s == 20.0
