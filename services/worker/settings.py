@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
-from services.worker.engines.attached.address import root_of
 from services.worker.engines.simulated.core.settings import SimulatedTiming
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.workers import Role
@@ -125,3 +125,26 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     def block_tokens(self) -> int:
         """Tokens in a KV block where vLLM does not choose."""
         return self.block_size or BLOCK_TOKENS
+
+
+API = "/v1"
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def root_of(url: str) -> str:
+    """The URL without a path ``/v1`` at its end, to which an API's paths are added. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("write it as http://HOST:PORT or https://HOST/PATH")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("it must have no user, password, query or fragment: a key belongs in a file")
+    if parts.port == 0:
+        raise ValueError("0 is no port")
+    path = parts.path.rstrip("/").removesuffix(API)
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def sends_key_in_clear(root: str) -> bool:
+    """Whether a key would leave this machine without encryption."""
+    parts = urlsplit(root)
+    return parts.scheme == "http" and parts.hostname not in LOCAL_HOSTS

@@ -61,7 +61,7 @@ async def server(model: Path) -> AsyncIterator[Front]:
 
 def handler(server: Front) -> RenderHandler:
     """Patient with a machine that has other work."""
-    from services.worker.engines.vllm.rendering import VllmRenderer
+    from services.worker.engines.vllm.tokenizer import VllmRenderer
 
     renderer = VllmRenderer(server.app, server.cache_config)
     return RenderHandler(renderer, WorkerId("w1"), Epoch(1), MemoryBus(MemoryHub()), s_max=120.0)
@@ -216,7 +216,7 @@ async def test_text_before_a_medium_shares_its_prefix():
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    from services.worker.engines.vllm.rendering import prompt_of
+    from services.worker.engines.vllm.tokenizer import prompt_of
 
     def prompt(*names: str) -> object:
         features = [

@@ -11,12 +11,10 @@ from email.utils import parsedate_to_datetime
 import httpx
 import msgspec
 
-from services.worker.engines.attached.body import ServerBody, server_body
-from services.worker.engines.attached.discovery import REFUSES_KEY
-from services.worker.engines.attached.events import AnswerReader, BadAnswer, EventCutter
+from services.worker.engines.attached.bodies import AnswerReader, BadAnswer, EventCutter, ServerBody, server_body
 from services.worker.engines.attached.health import ServerHealth
 from services.worker.engines.attached.meter import Meter, MeteredRequest
-from services.worker.engines.attached.server import Server, ServerAway
+from services.worker.engines.attached.server import REFUSES_KEY, Server, ServerAway
 from services.worker.engines.port import CURRENT_LEG, AsgiMessage, LegFailed, LegRecord, Scope
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.failures import Failure, Reason

@@ -12,12 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import NamedTuple
 
-from services.worker.engines.attached.address import root_of, sends_key_in_clear
 from services.worker.engines.attached.app import AttachedApp
-from services.worker.engines.attached.discovery import ServerModel, find_model, find_paths
 from services.worker.engines.attached.health import ServerHealth
 from services.worker.engines.attached.meter import Meter
-from services.worker.engines.attached.server import Server, ServerAway, read_key
+from services.worker.engines.attached.server import Server, ServerAway, ServerModel, find_model, find_paths, read_key
 from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
     Engine,
@@ -28,7 +26,7 @@ from services.worker.engines.port import (
     Identity,
     TokenizerFiles,
 )
-from services.worker.settings import Settings
+from services.worker.settings import Settings, root_of, sends_key_in_clear
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings, FollowedFile, SettingsError

@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from services.worker.engines.attached.discovery import MODELS, NOT_THERE, REFUSES_KEY, list_models
-from services.worker.engines.attached.events import BadAnswer
-from services.worker.engines.attached.gauges import Gauges, read_gauges
-from services.worker.engines.attached.meter import Meter
-from services.worker.engines.attached.server import Server, ServerAway
+from services.worker.engines.attached.bodies import BadAnswer
+from services.worker.engines.attached.meter import Gauges, Meter, read_gauges
+from services.worker.engines.attached.server import MODELS, NOT_THERE, REFUSES_KEY, Server, ServerAway, list_models
 
 log = logging.getLogger("baton.worker")
 

@@ -1,17 +1,83 @@
-"""What a worker can tell of a server's load and speed from the requests that it passes on itself."""
+"""What a worker can tell of a server's load and speed from the requests that it passes on itself, and from the server's
+Prometheus metrics: vLLM's, SGLang's, llama.cpp's and TGI's names.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from services.worker.engines.attached.events import Usage
-from services.worker.engines.attached.gauges import Gauges
+from services.worker.engines.attached.bodies import Usage
 from services.worker.engines.port import EngineLoad
 from shared.contracts.load import StepTotals
+
+RUNNING = (
+    "vllm:num_requests_running",
+    "sglang:num_running_reqs",
+    "llamacpp:requests_processing",
+    "tgi_batch_current_size",
+)
+WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred", "tgi_queue_size")
+KV_USED = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "sglang:token_usage",
+    "llamacpp:kv_cache_usage_ratio",
+)
+"""Shares, 0.0 to 1.0."""
+WANTED = frozenset((*RUNNING, *WAITING, *KV_USED))
+REQUESTS_MAX = 1_000_000
+LINE_CHARS_MAX = 4096
+SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{[^\n]*\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*")
+
+
+class Gauges(NamedTuple):
+    """The server's requests, also those of others than this worker."""
+
+    running: int
+    waiting: int
+    kv_used: float
+    """0.0 where the server does not say."""
+
+
+def read_gauges(text: str) -> Gauges | None:
+    """None if these are no metrics that are known. Gauges with several label sets (ranks, models) are summed."""
+    sums: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or len(line) > LINE_CHARS_MAX:
+            continue
+        found = SAMPLE.fullmatch(line)
+        if found is None or found[1] not in WANTED or (value := _number(found[2])) is None:
+            continue
+        sums[found[1]] = sums.get(found[1], 0.0) + value
+        shares[found[1]] = max(shares.get(found[1], 0.0), value)
+    running, waiting = _first(RUNNING, sums), _first(WAITING, sums)
+    if running is None and waiting is None:
+        return None
+    return Gauges(
+        min(int(running or 0.0), REQUESTS_MAX),
+        min(int(waiting or 0.0), REQUESTS_MAX),
+        min(_first(KV_USED, shares) or 0.0, 1.0),
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0.0 else None
+
+
+def _first(names: tuple[str, ...], values: Mapping[str, float]) -> float | None:
+    return next((values[name] for name in names if name in values), None)
+
 
 BYTES_PER_TOKEN = 4
 """Guess for a prompt whose tokens were not counted."""

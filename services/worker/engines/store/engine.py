@@ -30,13 +30,12 @@ from services.worker.engines.port import (
     TokenizerFiles,
 )
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.store.file_tier import FileTier
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
 from services.worker.engines.store.memory import Arena, FileJobs, MoverOf, Storage, mover_of
 from services.worker.engines.store.partner import Partner, find_partner, wait_until_orphaned
 from services.worker.engines.store.records import BlockShape
-from services.worker.engines.store.tiers import Tiers
+from services.worker.engines.store.tiers import FileTier, Tiers
 from services.worker.settings import Settings
 from shared.bus.port import Bus
 from shared.contracts.kv_events import KvEvent

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.kv_events import KvEventSource
     from services.worker.engines.vllm.kv_exchange import VllmExchange
-    from services.worker.engines.vllm.rendering import VllmRenderer
     from services.worker.engines.vllm.stats import EngineMeter
+    from services.worker.engines.vllm.tokenizer import VllmRenderer
 
 log = logging.getLogger("baton.worker")
 
@@ -263,8 +263,8 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     from services.worker.engines.vllm.adapters import VllmServer
     from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
     from services.worker.engines.vllm.media import name_by_content, only_vllm_reads_media, separate_tenants
-    from services.worker.engines.vllm.rendering import bound_rendering
     from services.worker.engines.vllm.resume import derive_ids
+    from services.worker.engines.vllm.tokenizer import bound_rendering
 
     bound_rendering(llm.model_config.max_model_len)
     derive_ids()
@@ -320,7 +320,7 @@ class VllmEngine:
         chat_template: str,
         facts: EngineFacts,
     ) -> None:
-        from services.worker.engines.vllm.rendering import VllmRenderer
+        from services.worker.engines.vllm.tokenizer import VllmRenderer
 
         self._chat_template = chat_template
         self._llm = llm

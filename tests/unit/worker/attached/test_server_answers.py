@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engines.attached.address import root_of
 from services.worker.engines.attached.app import RETRY_AFTER_S_MAX, retry_after_s
-from services.worker.engines.attached.body import server_body
-from services.worker.engines.attached.events import AnswerReader, BadAnswer, EventCutter
-from services.worker.engines.attached.gauges import Gauges, read_gauges
-from services.worker.engines.attached.meter import Meter
+from services.worker.engines.attached.bodies import AnswerReader, BadAnswer, EventCutter, server_body
+from services.worker.engines.attached.meter import Gauges, Meter, read_gauges
 from services.worker.engines.attached.server import read_key
-from services.worker.settings import Settings
+from services.worker.settings import Settings, root_of
 from shared.engine_speed.learner import SpeedLearner
 from shared.runtime.settings import SettingsError
 from tests.support.examples import examples

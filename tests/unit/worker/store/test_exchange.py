@@ -11,10 +11,9 @@ from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.store.file_tier import FileTier
 from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
-from services.worker.engines.store.tiers import SAVE_AGAIN_S, Tiers
+from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Tiers
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids
 from shared.contracts.load import StoreState
