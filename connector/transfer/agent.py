@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -97,3 +98,22 @@ class TransferAgent(Protocol):
 
     def close(self) -> None:
         """Disconnect from all peers and end the agent."""
+
+
+CUDA_DEFAULTS = {
+    # Baton reads (GET). Without NVLink UCX allows cuda_ipc for writes only, because reads over PCIe are slower than
+    # writes, and falls back to TCP through host memory, which is slower by far (openucx/ucx, cuda_ipc_iface.c).
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+}
+
+
+def set_ucx_defaults(devices: Collection[str]) -> None:
+    """Set defaults for GPU memory before the first agent of the process starts; the operator's values stay. Settings
+    for host memory are in ``nixl_read_agent``: they hold for every agent.
+
+    ``devices``: kinds of the memory to be read, cpu or cuda. UCX warns of a setting that it has no use for, so nothing
+    is set without a GPU.
+    """
+    if "cuda" in devices:
+        for name, value in CUDA_DEFAULTS.items():
+            os.environ.setdefault(name, value)

@@ -6,6 +6,7 @@ core with the model while other cores are idle.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import threading
@@ -88,3 +89,11 @@ class DaemonThreads:
             except BaseException as error:
                 future.set_exception(error)
             del future, work, args, job  # A result holds an agent, which must end with its last user.
+
+
+async def in_daemon_thread(name: str, work: Callable[[], T]) -> T:
+    """The result of ``work``. Unlike with ``asyncio.to_thread``, the process's end does not wait for the thread."""
+    threads = DaemonThreads(name, 1)
+    done = threads.submit(work)
+    threads.close(0.0)
+    return await asyncio.wrap_future(done)

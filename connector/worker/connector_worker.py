@@ -5,10 +5,9 @@ It decides nothing about requests. No byte of a part moves after its report.
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,12 @@ from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, layer
 from connector.layout.routes import ReaderRank
 from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import Orders, Results, read_settings
-from connector.transfer.agent import Region, TransferAgent
+from connector.transfer.agent import Region, TransferAgent, set_ucx_defaults
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier
 from connector.worker.transfer_thread import TransferThread
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvRank
-
-CUDA_DEFAULTS = {
-    # Baton reads (GET). Without NVLink UCX allows cuda_ipc for writes only, because reads over PCIe are slower than
-    # writes, and falls back to TCP through host memory, which is slower by far (openucx/ucx, cuda_ipc_iface.c).
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-}
-
-
-def set_ucx_defaults(devices: Collection[str]) -> None:
-    """Set defaults for GPU memory before the first agent of the process starts; the operator's values stay. Settings
-    for host memory are in ``nixl_read_agent``: they hold for every agent.
-
-    ``devices``: kinds of the memory to be read, cpu or cuda. UCX warns of a setting that it has no use for, so nothing
-    is set without a GPU.
-    """
-    if "cuda" in devices:
-        for name, value in CUDA_DEFAULTS.items():
-            os.environ.setdefault(name, value)
-
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MakeAgent = Callable[[str], TransferAgent]

@@ -23,10 +23,10 @@ from services.collector.aggregated_estimate import (
     aggregated,
     step_time_models,
 )
-from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport
+from shared.contracts.planning import DisaggregationReport, ReportBucket
 from shared.contracts.workers import Role
 from shared.engine_speed.steps import StepTimeModel
 

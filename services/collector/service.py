@@ -38,11 +38,10 @@ from shared.contracts.channels import (
     WORKER_LOST,
 )
 from shared.contracts.control import DefaultMode, ServicePhase, ServiceStatus
-from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
-from shared.contracts.planning import PlanDecision
+from shared.contracts.planning import AskDisaggregationReport, DisaggregationReport, PlanDecision
 from shared.contracts.usage import UsageMonth
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.http.origin import OriginPolicy

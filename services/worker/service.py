@@ -16,7 +16,6 @@ import msgspec
 from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_exchange.prefix_copy import StoreCopies
-from services.worker.kv_exchange.read_speeds import ReadSpeeds
 from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExchange
 from services.worker.legs.body import KvPolicy
 from services.worker.legs.guard import Capacity
@@ -25,7 +24,7 @@ from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, D
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.registration import Registration, new_epoch
-from services.worker.lifecycle.self_test_handler import SelfTestHandler
+from services.worker.lifecycle.self_test_handler import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
 from services.worker.lifecycle.status import SavedRole, WorkerStatus, follow_health
 from services.worker.prompt_handlers import RenderHandler, TokenizerHandler

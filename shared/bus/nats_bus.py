@@ -17,9 +17,8 @@ import msgspec
 import nats.errors
 
 from shared.bus.jetstream import BucketStream
-from shared.bus.nats_client import DirectClient, Sender
+from shared.bus.nats_client import ConnectionErrors, DirectClient, Sender, without_password
 from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
-from shared.bus.nats_errors import ConnectionErrors, without_password
 from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.nats_subscription import REFUSED_HEADER, Inbox, LiveSubscription, Take, is_reply_subject, subject_filter
 from shared.bus.port import (

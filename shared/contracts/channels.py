@@ -36,7 +36,6 @@ from shared.contracts.control import (
     TokensFound,
 )
 from shared.contracts.decisions import AskDecision, FoundDecision
-from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport
 from shared.contracts.fleet_orders import (
     AskSelfTestPrompt,
     ChangeRole,
@@ -58,7 +57,15 @@ from shared.contracts.inference import CancelLeg, FrameBatch, RenderedPrompt, Re
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
-from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
+from shared.contracts.planning import (
+    AskDisaggregationReport,
+    AskPlans,
+    DisaggregationReport,
+    FleetScaled,
+    PlanDecision,
+    Plans,
+    ScaleFleet,
+)
 from shared.contracts.routers import AskResponse, Reservations, ResponsePart, ResponseRuns
 from shared.contracts.usage import ReportUsage, UsageMonth, UsageStored
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 
 from services.worker.engines.port import CURRENT_LEG, LegRecord
-from services.worker.engines.vllm import environment
+from services.worker.engines.vllm.arguments import prepare_import
 from services.worker.engines.vllm.media import only_vllm_reads_media
 from services.worker.legs.asgi_call import ask_app
 from services.worker.tiny_model import EOS_ID
@@ -91,7 +91,7 @@ def workers_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What vLLM reads from the environment is what a worker sets; jinja2 stays as it was."""
     before = dict(os.environ)
     os.environ.pop("VLLM_MEDIA_URL_ALLOW_REDIRECTS", None)
-    environment.prepare_import(kv_host="127.0.0.1", model_is_local=True)
+    prepare_import(kv_host="127.0.0.1", model_is_local=True)
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -20,8 +20,8 @@ from services.router.placement.placement import Placement, PlacementRequest, Rej
 from services.router.placement.placer import Placer
 from services.router.placement.request_fields import Mode
 from shared.contracts.decisions import TtftParts
-from shared.contracts.disaggregation_report import ReportBucket
 from shared.contracts.inference import LegKind, RequestFinished
+from shared.contracts.planning import ReportBucket
 
 REPORT_S = 1.0
 SILENT_S_MAX = 1e9

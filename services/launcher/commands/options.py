@@ -17,7 +17,7 @@ from services.launcher.bus_client import CommandFailed, keys_for, use_keys
 from services.launcher.cluster.folder import FOLDER
 from services.launcher.system import state_file
 from services.launcher.system.machine import inherited_environment
-from shared.bus.nats_errors import without_password
+from shared.bus.nats_client import without_password
 from shared.bus.port import BusError
 from shared.contracts.message import in_full
 from shared.runtime.settings import CommonSettings, SettingsError, load_common

@@ -16,7 +16,7 @@ import msgspec
 from services.launcher.bus_client import open_bus
 from services.launcher.doctor.facts import HeardLoad, HeardService, Nats, RouterReply, SystemFacts
 from services.launcher.doctor.machine import run_probes
-from shared.bus.nats_errors import without_password
+from shared.bus.nats_client import without_password
 from shared.bus.port import AskTimedOut, Bus, BusDown, BusError, Envelope, NoResponders
 from shared.contracts.channels import DESCRIBE_FLEET, LOAD, SERVICE_STATUS, WORKER_RECORDS
 from shared.contracts.control import ServiceStatus

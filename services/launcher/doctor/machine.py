@@ -38,7 +38,7 @@ from services.launcher.doctor.facts import (
 from services.launcher.system import machine
 from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.process_plan import PlanRefused
-from shared.bus.nats_errors import without_password
+from shared.bus.nats_client import without_password
 from shared.runtime.service import baton_version
 from shared.runtime.settings import CommonSettings
 from shared.runtime.state_folder import refusals

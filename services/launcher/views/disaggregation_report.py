@@ -13,7 +13,7 @@ from rich.text import Text
 
 from services.launcher.bus_client import ask_service
 from shared.contracts.channels import DISAGGREGATION_REPORT
-from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport, ReportBucket
+from shared.contracts.planning import AskDisaggregationReport, DisaggregationReport, ReportBucket
 from shared.text.quantities import counted, duration
 
 ASK_S_MAX = 10.0

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import uuid
 from collections.abc import Callable
 
 import msgspec
 
-from connector.messages import Chain, EngineCall, EngineNotification, ReadMeasured
+from connector.messages import Chain, EngineCall, EngineNotification, MeasureRead, ReadMeasured
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.message_handler import FetchHandler, MessageHandler
 from services.worker.kv_exchange.peer_watch import PeerWatch
 from services.worker.kv_exchange.peers import PeerTable
-from services.worker.kv_exchange.read_speeds import SpeedMeasurer
 from services.worker.legs.body import read_offer
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
@@ -149,6 +149,33 @@ def events(state: KvLedgerState) -> int:
     """Grows with every change of a ledger. States arrive over two connections, and the older one may arrive last."""
     leases = state.leases_granted_total + state.leases_released_total + state.leases_expired_total
     return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total
+
+
+class SpeedMeasurer:
+    """Has the engine measure reads: matches results with calls."""
+
+    def __init__(self, calls: EngineCalls) -> None:
+        self._calls = calls
+        self._under_way: dict[str, asyncio.Future[ReadMeasured]] = {}
+
+    async def measure(self, worker_id: WorkerId, epoch: Epoch) -> ReadMeasured:
+        """A result with ``failure`` if nothing could be measured. The caller bounds the wait."""
+        measure_id = uuid.uuid4().hex
+        done: asyncio.Future[ReadMeasured] = asyncio.get_running_loop().create_future()
+        self._under_way[measure_id] = done
+        order = MeasureRead(measure_id=measure_id, worker_id=worker_id, epoch=epoch)
+        self._calls.add(EngineCall(measures=[order]))
+        try:
+            return await done
+        finally:
+            del self._under_way[measure_id]
+
+    def ended(self, ends: list[ReadMeasured]) -> None:
+        """The engine has ended these measurements."""
+        for end in ends:
+            done = self._under_way.get(end.measure_id)
+            if done is not None and not done.done():
+                done.set_result(end)
 
 
 class UnreadOffers:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from connector.messages import ReadMeasured
 from services.worker.engines.port import CURRENT_LEG, Engine, Identity, LegRecord
-from services.worker.kv_exchange.read_speeds import MEASURE_S_MAX
 from services.worker.legs.asgi_call import ask_app
 from services.worker.lifecycle import self_test as core
+from services.worker.lifecycle.registration import Registration
 from services.worker.lifecycle.self_test import Outcome, Result
 from shared.bus.port import AskRefused, Bus, BusError, Envelope
 from shared.contracts.channels import RUN_SELF_TEST, SELF_TEST_PROMPT
@@ -22,9 +23,10 @@ from shared.contracts.fleet_orders import AskSelfTestPrompt, RunSelfTest, SelfTe
 from shared.contracts.ids import Epoch, RequestId, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvSource, LegOrder
-from shared.contracts.workers import WorkerRecord
+from shared.contracts.workers import KV_SPEED_MAX, KV_SPEEDS_MAX, KvReadSpeed, WorkerRecord
 from shared.runtime.clock import Clock
 from shared.telemetry.tracing import NOT_TRACED
+from shared.text.quantities import bytes_per_second
 
 log = logging.getLogger("baton.worker")
 
@@ -34,6 +36,11 @@ PROMPTS_AT_ONCE_MAX = 8
 """Computed for other workers at a time; further asks are refused."""
 PROMPT_S_MAX = 5.0
 """For a partner to compute its prompt; a slower one counts as too busy."""
+MEASURE_S_MAX = 5.0
+"""For a measurement and those before it. The engine needs less, unless it is in a long step."""
+WAITING_MAX = 4
+"""Measurements that may wait for the one under way; further ones are left out."""
+
 READ_S_MAX = 10.0
 """For this engine to read a prompt's KV and generate."""
 RUN_S_MAX = PROMPT_S_MAX + READ_S_MAX + MEASURE_S_MAX
@@ -220,3 +227,45 @@ class SelfTestHandler:
 
 def _busy(message: str) -> AskRefused:
     return AskRefused(Failure(reason=Reason.WORKER_BUSY, message=message))
+
+
+class ReadSpeeds:
+    """How fast this worker reads its partners' KV: measured after each passed self-test, published in its record. One
+    measurement runs at a time, because two at a time would slow each other.
+    """
+
+    def __init__(
+        self, measure: Callable[[WorkerId, Epoch], Awaitable[ReadMeasured]], registration: Registration
+    ) -> None:
+        self._measure = measure
+        self._registration = registration
+        self._one_at_a_time = asyncio.Lock()
+        self._waiting = 0
+
+    async def measure(self, source: WorkerId, epoch: Epoch) -> None:
+        """Measure, log and publish within MEASURE_S_MAX. Never raises; a speed that cannot be measured is logged."""
+        if self._waiting > WAITING_MAX:
+            return
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(MEASURE_S_MAX), self._one_at_a_time:
+                measured = await self._measure(source, epoch)
+        except TimeoutError:
+            measured = ReadMeasured(measure_id="", failure=f"it was not measured within {MEASURE_S_MAX:g} s")
+        finally:
+            self._waiting -= 1
+        if measured.failure:
+            log.info("the speed of reads from %s is not known: %s", source, measured.failure)
+            return
+        log.info("reads KV from %s at %s", source, bytes_per_second(measured.bytes_per_s))
+        record = self._registration.record
+        listed = updated(record.kv_reads, source, measured)
+        await self._registration.update(msgspec.structs.replace(record, kv_reads=listed))
+
+
+def updated(listed: list[KvReadSpeed], source: WorkerId, measured: ReadMeasured) -> list[KvReadSpeed]:
+    """With the new speed, oldest first; at most KV_SPEEDS_MAX."""
+    new = KvReadSpeed(
+        source_id=source, bytes_per_s=min(KV_SPEED_MAX, int(measured.bytes_per_s)), memory=measured.memory
+    )
+    return [*(one for one in listed if one.source_id != source), new][-KV_SPEEDS_MAX:]

@@ -10,8 +10,8 @@ import pytest
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.channels import DISAGGREGATION_REPORT, LOAD, REQUESTS_FINISHED
 from shared.contracts.decisions import TtftParts
-from shared.contracts.disaggregation_report import AskDisaggregationReport
 from shared.contracts.inference import RequestFinished, RequestsFinished
+from shared.contracts.planning import AskDisaggregationReport
 from shared.telemetry import names
 from tests.support.fleet_builders import load
 from tests.support.nats_server import free_port

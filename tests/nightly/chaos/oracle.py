@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, TokenSampler, block_content
-from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.tiny_model import ensure_tiny_tokenizer
 
 BLOCK_TOKENS = SimulationSettings().block_size

@@ -23,9 +23,9 @@ from services.collector.disaggregation_report import (
     summary_of,
 )
 from shared.contracts.decisions import TtftParts
-from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import StepTotals
+from shared.contracts.planning import DisaggregationReport, ReportBucket
 from shared.contracts.workers import Role
 from shared.engine_speed.learner import SpeedLearner
 from shared.engine_speed.steps import Steps, StepTimeModel

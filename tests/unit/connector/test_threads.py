@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from connector.transfer import threads
-from connector.transfer.threads import allow_cores
+from connector.transfer.threads import allow_cores, in_daemon_thread
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +62,24 @@ def test_without_numa_information_all_cores_are_allowed(tmp_path, monkeypatch):
 
 def test_unknown_cores_are_ignored():
     assert on_a_thread(lambda: allow_cores([10_000])) == {min(os.sched_getaffinity(0))}
+
+
+async def test_work_in_a_daemon_thread_returns_or_raises():
+    def fail() -> None:
+        raise ValueError("no")
+
+    assert await in_daemon_thread("work", lambda: threading.current_thread().daemon)
+    with pytest.raises(ValueError, match="no"):
+        await in_daemon_thread("work", fail)
+
+
+async def test_the_loop_does_not_wait_for_abandoned_work():
+    may_end = threading.Event()
+    work = asyncio.create_task(in_daemon_thread("work", may_end.wait))
+    await asyncio.sleep(0)
+
+    work.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    may_end.set()

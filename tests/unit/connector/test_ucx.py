@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from connector.worker.connector_worker import set_ucx_defaults
+from connector.transfer.agent import set_ucx_defaults
 
 NAME = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 

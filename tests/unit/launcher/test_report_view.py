@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from services.launcher.views.disaggregation_report import draw
-from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
+from shared.contracts.planning import DisaggregationReport, ReportBucket
 
 SUMMARY = "Disaggregation pays off: 78% of the requests are served better with separate prefill and decode workers."
 NO = ReportBucket(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.launcher.cluster.certificates import AUTHORITY_DAYS, SERVER_DAYS, KeyPair, new_authority, new_server
+from shared.bus.nats_client import ERRORS_LOGGED_MAX, LOGINS_MAX, ConnectionErrors, refusal, violation
 from shared.bus.nats_credentials import Access, credentials, new_seed, read_seed
-from shared.bus.nats_errors import ERRORS_LOGGED_MAX, LOGINS_MAX, ConnectionErrors, refusal, violation
 from shared.bus.port import BusDown, BusRefused
 
 NOW = datetime.now(UTC)

@@ -12,6 +12,7 @@ from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, L
 from services.worker.engines.simulated.choices import Choice, made_up_logprob
 from services.worker.engines.simulated.core.sequence import RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.jobs import Job, JobMaker, caught_up
+from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.engines.simulated.requests import ApiError
 from services.worker.engines.simulated.responses import (
     EVENT_STREAM,
@@ -22,7 +23,6 @@ from services.worker.engines.simulated.responses import (
     split_chunk,
     usage_of,
 )
-from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport

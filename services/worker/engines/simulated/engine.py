@@ -36,12 +36,12 @@ from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExcha
 from services.worker.engines.simulated.model import (
     SimulatedAdapters,
     SimulatedModel,
+    SimulatedTokenizer,
     adapters_of,
     facts_of,
     find_model,
     models_response,
 )
-from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
 from services.worker.settings import Settings
 from shared.contracts.kv_events import KvEvent
 from shared.runtime.settings import CommonSettings

@@ -15,6 +15,7 @@ from services.worker.engines.port import EnginePrompt, EngineTokens, LegRecord
 from services.worker.engines.simulated.choices import Choice, Inbox, StopStrings, chat_logprobs, completion_logprobs
 from services.worker.engines.simulated.core.sequence import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.tokens import BlockHasher
+from services.worker.engines.simulated.model import ChatTemplateFailed, SimulatedTokenizer
 from services.worker.engines.simulated.requests import (
     ApiError,
     ChatBody,
@@ -29,7 +30,6 @@ from services.worker.engines.simulated.requests import (
     stop_strings,
 )
 from services.worker.engines.simulated.responses import ChatResponses, CompletionResponses, ResponseObjects, Responses
-from services.worker.engines.simulated.tokenizer import ChatTemplateFailed, SimulatedTokenizer
 from shared.contracts.engine_paths import CHAT, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64

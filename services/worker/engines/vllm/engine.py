@@ -19,6 +19,7 @@ import msgspec
 import psutil
 
 from connector.layout.engine_layout import UnsupportedEngine, check_version, window_price
+from connector.transfer.threads import in_daemon_thread
 from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
 from services.worker.engines.port import (
     AsgiApp,
@@ -31,9 +32,16 @@ from services.worker.engines.port import (
     Identity,
     TokenizerFiles,
 )
-from services.worker.engines.vllm import environment
-from services.worker.engines.vllm.arguments import OWN_CONNECTOR, arguments, configure_connector, refuse_unsupported
-from services.worker.engines.vllm.daemon_thread import in_daemon_thread
+from services.worker.engines.vllm.arguments import (
+    OWN_CONNECTOR,
+    arguments,
+    bindings_of,
+    configure_connector,
+    engine_threads,
+    parse_cores,
+    prepare_import,
+    refuse_unsupported,
+)
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.engine_paths import SERVED
@@ -79,7 +87,7 @@ async def start_engine(
     report("preparing the model")
     is_tiny = settings.model == TINY_MODEL
     model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
-    environment.prepare_import(kv_host=settings.kv_host, model_is_local=model.startswith(("/", "./", "../")))
+    prepare_import(kv_host=settings.kv_host, model_is_local=model.startswith(("/", "./", "../")))
     run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
     launch = Launch(
         settings=settings,
@@ -91,7 +99,7 @@ async def start_engine(
     )
     try:
         report("importing vLLM")
-        await in_daemon_thread(_import_vllm)
+        await in_daemon_thread("start-engine", _import_vllm)
         return await _start(launch, report)
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -152,7 +160,8 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
     try:
         report("loading the model")
         args, llm, fingerprinted = await in_daemon_thread(
-            lambda: _construct(launch, typed, meter, notifications=exchange.endpoint if exchange else "")
+            "start-engine",
+            lambda: _construct(launch, typed, meter, notifications=exchange.endpoint if exchange else ""),
         )
         try:
             report("starting the OpenAI server")
@@ -248,10 +257,10 @@ def _threads(settings: Settings) -> contextlib.AbstractContextManager[None]:
     if not current_platform.is_cpu():
         return contextlib.nullcontext()
     try:
-        bindings = environment.bindings_of(environment.parse_cores(settings.cpu_cores), settings.tensor_parallel_size)
+        bindings = bindings_of(parse_cores(settings.cpu_cores), settings.tensor_parallel_size)
     except ValueError as error:
         raise EngineRefused(str(error)) from None
-    return environment.engine_threads(bindings)
+    return engine_threads(bindings)
 
 
 async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServer:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from connector import connector
-from services.worker.engines.vllm.environment import PARENT_PID
+from services.worker.engines.vllm.arguments import PARENT_PID
 
 
 @cache
@@ -49,7 +49,7 @@ class CpuExecutor(UniProcExecutor):
     """Runs the model inside EngineCore on a CPU: one process, one torch import and one queue fewer than vLLM's own.
 
     vLLM turns the name ``uni`` into ``mp`` on CPUs because it could not set OpenMP up otherwise. A subclass by its
-    import path is not changed, and ``vllm_environment`` sets OpenMP up before the child starts.
+    import path is not changed, and ``arguments.engine_threads`` sets OpenMP up before the child starts.
     """
 
     def _init_executor(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from services.router.placement.request_fields import read_request
 from services.router.tokenize.parity import ASK_AGAIN_S, NEVER, Parity, ParityBook, difference, probes
 from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
-from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import TOKENS
 from shared.contracts.control import AskTokens, PromptTokens, TokenizerAsset, TokensFound

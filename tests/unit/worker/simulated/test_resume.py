@@ -10,7 +10,7 @@ import pytest
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedEngine, SimulatedModel
-from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.legs.asgi_call import AsgiCall
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +14,15 @@ import pytest
 from connector.layout.engine_layout import UnsupportedEngine
 from connector.messages import read_settings
 from services.worker.engines.port import Identity
-from services.worker.engines.vllm.arguments import arguments, configure_connector, refuse_unsupported
-from services.worker.engines.vllm.daemon_thread import in_daemon_thread
-from services.worker.engines.vllm.environment import bindings_of, engine_threads, free_port, parse_cores
+from services.worker.engines.vllm.arguments import (
+    arguments,
+    bindings_of,
+    configure_connector,
+    engine_threads,
+    free_port,
+    parse_cores,
+    refuse_unsupported,
+)
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.runtime.settings import CommonSettings, SettingsError, load
@@ -223,24 +227,3 @@ def test_a_taken_port_is_not_chosen():
 def test_a_foreign_address_is_refused_with_advice():
     with pytest.raises(OSError, match="WORKER_KV_HOST"):
         free_port("192.0.2.1")
-
-
-async def test_work_in_a_daemon_thread_returns_or_raises():
-    def fail() -> None:
-        raise ValueError("no")
-
-    assert await in_daemon_thread(lambda: threading.current_thread().daemon)
-    with pytest.raises(ValueError, match="no"):
-        await in_daemon_thread(fail)
-
-
-async def test_the_loop_does_not_wait_for_abandoned_work():
-    may_end = threading.Event()
-    work = asyncio.create_task(in_daemon_thread(may_end.wait))
-    await asyncio.sleep(0)
-
-    work.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    may_end.set()
