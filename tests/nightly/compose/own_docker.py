@@ -26,7 +26,8 @@ COMPOSE_RELEASE = "trixie"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 PROGRAMS = ("dockerd", "docker", "iptables", "debootstrap", "unshare")
-PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,busybox"
+PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,libpython3-dev,busybox"
+"""With the header files that the image of Python has, too, and the busybox of NATS's image."""
 INSTALL_S_MAX = 900
 BUILD_S_MAX = 3000
 """debootstrap and the stand-ins: two minutes, or many on a busy machine with slow disks."""
@@ -68,7 +69,7 @@ def install() -> None:
     run([str(ROOT / "scripts/test_tools.sh"), "containers"])
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
-        raise CannotRun(f"{', '.join(missing)} could not be installed")
+        raise CannotRun(f"docker cannot run here: {', '.join(missing)} could not be installed")
 
 
 def mirror() -> str:
