@@ -144,14 +144,20 @@ def daemon(folder: Path, environment: Mapping[str, str]) -> Iterator[dict[str, s
         finally:
             dockerd.kill()
             dockerd.wait()
-            for group in cgroups() - groups:
-                with contextlib.suppress(OSError):  # Another daemon may use it by now.
-                    group.rmdir()
+            remove_cgroups(cgroups() - groups)
 
 
 def cgroups() -> set[Path]:
     """Docker's, which it leaves behind empty."""
     return set(Path("/sys/fs/cgroup").glob("*/docker"))
+
+
+def remove_cgroups(groups: set[Path]) -> None:
+    """With those in them, such as BuildKit's."""
+    for group in groups:
+        for folder, _, _ in os.walk(group, topdown=False):
+            with contextlib.suppress(OSError):  # Another daemon may use it by now.
+                Path(folder).rmdir()
 
 
 def wait_for(dockerd: subprocess.Popen[bytes], environment: Mapping[str, str], log: Path) -> None:
