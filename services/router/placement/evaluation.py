@@ -111,7 +111,7 @@ class Evaluation:
             return among[0] if among else None
         costs_s = [candidate.cost_s(part) for candidate in among]
         limit_s = min(costs_s) + self.policy.tie_s
-        near = [candidate for candidate, cost_s in zip(among, costs_s, strict=True) if cost_s <= limit_s]
+        near = [candidate for candidate, cost_s in zip(among, costs_s, strict=True) if cost_s <= limit_s] or among
         return min(near, key=lambda candidate: (candidate.legs, candidate.last_chosen))
 
     def cheapest_pair(

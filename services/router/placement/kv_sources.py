@@ -26,7 +26,7 @@ class Holder(NamedTuple):
 class Holders:
     """The holders of one prompt's KV."""
 
-    __slots__ = ("_blocks", "_ranked", "_tokens_min")
+    __slots__ = ("_blocks", "_ranked", "tokens_min")
 
     def __init__(
         self, table: t.FleetTable, groups: t.Ints, blocks: t.Ints | None, sources: t.Bools | None, tokens_min: int
@@ -35,12 +35,12 @@ class Holders:
         start, each row of the table holds; None when the prompt's hashes are not known. ``sources``: rows that may be
         asked; None: none may.
         """
-        self._tokens_min = max(1, tokens_min)
+        self.tokens_min = max(1, tokens_min)
         self._blocks = blocks
         self._ranked: dict[int, list[Holder]] = {}
         if blocks is None or sources is None:
             return
-        rows = np.flatnonzero(sources & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self._tokens_min))
+        rows = np.flatnonzero(sources & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self.tokens_min))
         if len(rows):
             self._rank(rows[np.argsort(-blocks[rows], kind="stable")], groups)
 
@@ -57,7 +57,7 @@ class Holders:
         block_size = view.record.hashing.block_size
         most = next((one.blocks for one in self._ranked.get(group, ()) if one.row != view.row), 0)
         reach = min(most, max(0, prompt_tokens - 1) // block_size) * block_size
-        return reach if reach - held >= self._tokens_min else held
+        return reach if reach - held >= self.tokens_min else held
 
     def of_all(
         self, block_sizes: t.Floats, groups: t.Ints, exchange: t.Bools, prompt_tokens: int
@@ -78,7 +78,7 @@ class Holders:
             reach[groups == group] = ranked[0].blocks
             reach[ranked[0].row] = ranked[1].blocks if len(ranked) > 1 else 0
         reach = np.minimum(reach, most) * sizes
-        return held, np.where(exchange & (reach - held >= self._tokens_min), reach, held)
+        return held, np.where(exchange & (reach - held >= self.tokens_min), reach, held)
 
     def sources(
         self, view: WorkerView, views: list[WorkerView | None], group: int, span: tuple[int, int]
@@ -89,15 +89,12 @@ class Holders:
         sources: list[KvSource] = []
         for one in self._ranked.get(group, ()):
             end = min(one.blocks, last)
-            if len(sources) == SOURCES_MAX or (end - first) * block_size < self._tokens_min:
+            if len(sources) == SOURCES_MAX or (end - first) * block_size < self.tokens_min:
                 break
             holder = views[one.row]
             if holder is not None and holder is not view:
                 sources.append(source_of(holder, first=first, end=end))
         return sources
-
-    def worth_fetching(self, tokens: int) -> bool:
-        return tokens >= self._tokens_min
 
     def _rank(self, rows: t.Ints, groups: t.Ints) -> None:
         assert self._blocks is not None

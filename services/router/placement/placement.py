@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -102,7 +102,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     considered: int = 0
     """Free workers that could have been chosen."""
-    candidates: tuple[PartCandidates, ...] = ()
+    candidates: Iterable[PartCandidates] = ()
     """For each part that was weighed, those of them that could be best, and the chosen one."""
 
 

@@ -7,8 +7,18 @@ from typing import Protocol
 
 import msgspec
 
+from services.router.placement.assembly import (
+    APART,
+    ASKED_FOR,
+    BEST_FOR_BOTH,
+    ROLE_MISSING,
+    Selected,
+    assemble,
+    further_sources,
+)
+from services.router.placement.compiled import IS_COMPILED, CompiledSelection
 from services.router.placement.evaluation import Evaluation, fit_rows
-from services.router.placement.kv_sources import SOURCES_MAX, source_of
+from services.router.placement.kv_sources import source_of
 from services.router.placement.placement import (
     Placement,
     PlacementPolicy,
@@ -22,7 +32,7 @@ from services.router.placement.shortlist import Candidate, PartCandidates, Prefi
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_view import WorkerView, can_exchange_kv
-from shared.contracts.decisions import Part, TtftParts
+from shared.contracts.decisions import Part
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
@@ -30,9 +40,6 @@ from shared.contracts.workers import Role, WorkerPhase
 
 HIT_SHARE_OF_DECODE_FIRST = 0.5
 """A decode worker is asked to serve a request alone if the router expects it to have this share of the prompt."""
-BY_LOAD = "placed by load: its server is outside of Baton, and what that has cached is not known"
-HIT_SHARE_SLACK = 0.8
-"""It then refuses the leg below this fraction of the expected share: some blocks may have been evicted meanwhile."""
 
 
 class Placer(Protocol):
@@ -45,21 +52,29 @@ class Placer(Protocol):
 class CostPlacer:
     """Minimises the predicted cost in seconds: the request's own time, and what it adds to that of others."""
 
-    def __init__(self, cluster: ClusterView, index: PrefixIndex, policy: PlacementPolicy) -> None:
+    def __init__(
+        self, cluster: ClusterView, index: PrefixIndex, policy: PlacementPolicy, *, compiled: bool = IS_COMPILED
+    ) -> None:
+        """``compiled``: select in C, which gives the same results."""
         self._cluster = cluster
         self._depths = PrefixDepths(cluster, index)
         self._policy = policy
+        self._compiled = CompiledSelection(cluster, self._depths, policy) if compiled else None
 
     def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
         """Notes which workers it chose, so that equal workers take turns. A revision whose workers cannot serve the
         request is skipped.
         """
-        result = self._place(request, now)
-        if isinstance(result, Rejection) and result.reason is Reason.NO_WORKER and len(request.revisions) > 1:
+        result = self._select(request, now)
+        if isinstance(result, Selected):
+            return assemble(request, result, self._cluster, self._policy)
+        if result.reason is Reason.NO_WORKER and len(request.revisions) > 1:
             return self.place(msgspec.structs.replace(request, revisions=request.revisions[1:]), now)
         return result
 
-    def _place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
+    def _select(self, request: PlacementRequest, now: float) -> Selected | Rejection:
+        if self._compiled is not None and request.forced is None:
+            return self._compiled.select(request, now)
         evaluation = Evaluation(request, self._cluster, self._depths, self._policy, now)
         if not evaluation.count:
             fit = fit_rows(request, self._cluster, self._policy, now)
@@ -83,11 +98,11 @@ class Selection:
         self._decodes: Sequence[Candidate] = ()
         self._has_pair = False
 
-    def result(self) -> Placement | Rejection:
+    def result(self) -> Selected | Rejection:
         """The cheapest of what the request allows."""
         request, evaluation = self._request, self._evaluation
         if request.unsplittable or request.mode is Mode.AGGREGATED:
-            return self._any_role(request.unsplittable or "asked for")
+            return self._any_role(request.unsplittable or ASKED_FOR)
         self._prefills = list(filter(self._may_prefill, evaluation.candidates))
         self._decodes = list(filter(self._may_decode, evaluation.candidates))
         wholes = [] if self._forced_prefill else [one for one in self._decodes if self._may_serve_alone(one)]
@@ -96,16 +111,16 @@ class Selection:
         self._has_pair = pair is not None
         whole = evaluation.cheapest(Part.WHOLE, wholes) if request.mode is not Mode.DISAGGREGATED else None
         if request.mode is Mode.DECODE_FIRST and whole is not None:
-            return self._on_one(whole, wholes, "asked for")
+            return self._one(whole, wholes, ASKED_FOR)
         if pair is not None and not self._keep_on_one(pair, whole):
             pair_s = pair[0].cost.prefill_s + pair[1].cost.decode_s
             if whole is None or pair_s < whole.cost.whole_s:
-                return self._on_two(*pair)
+                return self._two(*pair)
         if whole is not None:
-            return self._on_one(whole, wholes, "one worker is best for both legs")
+            return self._one(whole, wholes, BEST_FOR_BOTH)
         if request.mode is Mode.DISAGGREGATED or self._forced_prefill:
             return reject_pair(request, busy=self._is_full())
-        return self._any_role("one role is missing")
+        return self._any_role(ROLE_MISSING)
 
     def _keep_on_one(self, pair: tuple[Candidate, Candidate], whole: Candidate | None) -> bool:
         """Two workers of role BOTH would hold the prompt's KV twice, which no predicted time accounts for. Such a pair
@@ -139,15 +154,18 @@ class Selection:
                 return False
         most = prefill.cached + prefill.fetched >= HIT_SHARE_OF_DECODE_FIRST * request.prompt_tokens
         return bool(
-            request.may_decode_first and most and can_exchange_kv(record) and prefill.computed <= record.step_tokens_max
+            request.may_decode_first
+            and most
+            and can_exchange_kv(record)
+            and prefill.computed <= max(1, record.step_tokens_max)
         )
 
-    def _any_role(self, why: str) -> Placement | Rejection:
+    def _any_role(self, why: str) -> Selected | Rejection:
         """One worker for all of it: a prefill worker, too, where there is no other."""
         candidates = self._evaluation.candidates
         among = list(filter(self._may_decode, candidates)) or list(filter(self._may_generate, candidates))
         chosen = self._evaluation.cheapest(Part.WHOLE, among)
-        return self._on_one(chosen, among, why) if chosen else reject_pair(self._request, busy=self._is_full())
+        return self._one(chosen, among, why) if chosen else reject_pair(self._request, busy=self._is_full())
 
     def _is_full(self) -> bool:
         """Whether a worker that could serve the request has no free leg."""
@@ -155,83 +173,34 @@ class Selection:
         views = [workers.get(worker_id) for worker_id in (self._forced_prefill, self._forced_decode) if worker_id]
         return any(view is not None and full[view.row] for view in views) if views else bool(full.any())
 
-    def _on_one(self, chosen: Candidate, among: Sequence[Candidate], why: str) -> Placement:
-        request, prefill, decode = self._request, chosen.prefill, chosen.decode
-        split = not request.unsplittable and request.mode is not Mode.AGGREGATED
-        guarded = split and (request.mode is Mode.DECODE_FIRST or chosen.view.record.role is Role.DECODE)
-        guarded = guarded and self._may_decode(chosen) and self._may_serve_alone(chosen)
-        share = HIT_SHARE_SLACK * (prefill.cached + prefill.fetched) / max(1, request.prompt_tokens)
-        threshold = request.cache_hit_threshold if request.mode is Mode.DECODE_FIRST else None
-        self._cluster.picked(chosen.view)
-        why = BY_LOAD if chosen.view.record.attached else why
+    def _one(self, chosen: Candidate, among: Sequence[Candidate], why: str) -> Selected:
         pair: tuple[PartCandidates, ...] = self._pair_candidates(None, None) if self._has_pair else ()
-        return msgspec.structs.replace(
-            self._prompt_on(chosen),
-            mode=Mode.DECODE_FIRST if guarded else Mode.AGGREGATED,
-            hit_share_min=(share if threshold is None else threshold) if guarded else 0.0,
-            predicted_s=prefill.ttft_s() + decode.kv_wait_s + decode.decode_s,
-            predicted_itl_s=decode.itl_s,
-            why="it has most of the prompt" if guarded else why,
-            candidates=((Part.WHOLE, among, chosen), *pair),
-        )
+        alone = self._may_decode(chosen) and self._may_serve_alone(chosen)
+        return self._selected(chosen, None, why, ((Part.WHOLE, among, chosen), *pair), alone=alone)
 
-    def _on_two(self, prefill: Candidate, decode: Candidate) -> Placement:
-        placement, policy, estimate = self._prompt_on(prefill), self._evaluation.policy, decode.decode
-        self._cluster.picked(prefill.view, decode.view)
-        record = prefill.view.record
-        can_exchange = can_exchange_kv(record)
-        soon = can_exchange and record.prefix_caching and placement.predicted.total_s() <= policy.stream_s_max
-        streamed = soon and 0 <= policy.stream_tokens_min <= placement.uncached_tokens
-        predicted = TtftParts(
-            queue_s=placement.predicted.queue_s,
-            fetch_s=placement.predicted.fetch_s,
-            prefill_s=placement.predicted.prefill_s,
-            handoff_s=estimate.handoff_s,
-            decode_queue_s=estimate.queue_s + estimate.kv_wait_s,
-            first_token_s=estimate.first_s,
-            transit_s=prefill.transit_s + decode.transit_s,
-        )
-        return msgspec.structs.replace(
-            placement,
-            mode=Mode.DISAGGREGATED,
-            prefill=prefill.view,
-            decode=decode.view,
-            handoff=(source_of(prefill.view, follow=streamed),) if can_exchange else (),
-            streamed=streamed,
-            predicted=predicted,
-            predicted_s=predicted.total_s() + estimate.decode_s,
-            predicted_itl_s=estimate.itl_s,
-            why="prefill and decode apart cost least",
-            candidates=(*self._pair_candidates(prefill, decode), (Part.WHOLE, self._wholes, None)),
-        )
+    def _two(self, prefill: Candidate, decode: Candidate) -> Selected:
+        candidates = (*self._pair_candidates(prefill, decode), (Part.WHOLE, self._wholes, None))
+        return self._selected(decode, prefill, APART, candidates, alone=False)
 
     def _pair_candidates(
         self, prefill: Candidate | None, decode: Candidate | None
     ) -> tuple[PartCandidates, PartCandidates]:
         return (Part.PREFILL, self._prefills, prefill), (Part.DECODE, self._decodes, decode)
 
-    def _prompt_on(self, chosen: Candidate) -> Placement:
-        """Everything about the worker that computes the prompt; ``_on_one`` and ``_on_two`` replace the rest."""
-        prefill, request = chosen.prefill, self._request
-        sources = self._sources(chosen)
-        further = self._further_sources(chosen) if prefill.fetched and request.forced is None else []
-        more = sum(source.end - source.first for source in further) * chosen.view.record.hashing.block_size
-        return Placement(
-            mode=Mode.AGGREGATED,
-            decode=chosen.view,
-            cached_tokens=prefill.cached,
-            fetched_tokens=prefill.fetched + more,
-            uncached_tokens=prefill.computed - more,
-            context_tokens=request.prompt_tokens + request.sequences * request.tokens_out,
-            sources=(*sources, *further),
-            predicted=TtftParts(
-                queue_s=prefill.queue_s,
-                fetch_s=prefill.fetch_s,
-                prefill_s=prefill.prefill_s,
-                transit_s=chosen.transit_s,
-            ),
-            considered=self._evaluation.count,
-        )
+    def _selected(
+        self,
+        decode: Candidate,
+        prefill: Candidate | None,
+        why: str,
+        candidates: Sequence[PartCandidates],
+        *,
+        alone: bool,
+    ) -> Selected:
+        evaluation, computing = self._evaluation, prefill or decode
+        able, tokens_min = (lambda: evaluation.sources), evaluation.holders.tokens_min
+        further = further_sources(self._request, computing, self._cluster, evaluation.depths, able, tokens_min)
+        sources = self._sources(computing)
+        return Selected(decode, prefill, alone, why, evaluation.count, candidates, sources, further)
 
     def _sources(self, chosen: Candidate) -> list[KvSource]:
         forced, prefill, view = self._request.forced, chosen.prefill, chosen.view
@@ -249,22 +218,6 @@ class Selection:
             return []
         span = (prefill.cached, prefill.cached + prefill.fetched)
         return self._evaluation.holders.sources(view, self._cluster.views, chosen.group, span)
-
-    def _further_sources(self, chosen: Candidate) -> list[KvSource]:
-        """Workers that hold the blocks after those of the first sources, although not the ones before."""
-        evaluation, view, prefill = self._evaluation, chosen.view, chosen.prefill
-        if evaluation.sources is None:
-            return []
-        block_size = view.record.hashing.block_size
-        able = evaluation.sources & (evaluation.groups[: len(evaluation.sources)] == chosen.group)
-        able[view.row] = False
-        first = (prefill.cached + prefill.fetched) // block_size
-        last = max(0, self._request.prompt_tokens - 1) // block_size
-        spans = evaluation.depths.beyond(self._request.hashes, first, last, able)
-        if not evaluation.holders.worth_fetching(sum(end - begin for _row, begin, end in spans) * block_size):
-            return []
-        holders = [(self._cluster.views[row], begin, end) for row, begin, end in spans[:SOURCES_MAX]]
-        return [source_of(holder, first=begin, end=end) for holder, begin, end in holders if holder is not None]
 
 
 class Fleet:

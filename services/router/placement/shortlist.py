@@ -16,6 +16,7 @@ from services.router.placement.cost import ARRAYS, Cost, DecodeEstimate, Estimat
 from services.router.placement.kv_sources import Holders
 from services.router.placement.slo import Targets
 from services.router.state import fleet_table as t
+from services.router.state.block_table import Depths
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_view import WorkerView
@@ -36,32 +37,45 @@ class PrefixDepths:
         self._cluster = cluster
         self._index = index
         self._slots: t.Ints = np.zeros(0, dtype=np.int64)
-        """The index's slot of each row's worker; -1 for a worker that the index does not know."""
         self._as_of = (-1, -1)
 
     def of(self, hashes: Sequence[int]) -> t.Ints:
         """Depth of each row; zero for workers that the index does not know."""
+        depths: t.Ints = np.append(self._index.match_depths(hashes), 0)[self.slots()].astype(np.int64)
+        return depths
+
+    def by_slot(self, hashes: Sequence[int]) -> Depths:
+        """Depth of each slot of the index; ``slots`` has each row's."""
+        return self._index.match_depths(hashes)
+
+    def slots(self) -> t.Ints:
+        """The index's slot of each row's worker; -1 for a worker that the index does not know."""
         table = self._cluster.table
         if self._as_of != (table.moves, self._index.moves):
             self._as_of = (table.moves, self._index.moves)
             self._slots = np.full(table.count, -1, dtype=np.int64)
             for worker_id, view in self._cluster.workers.items():
                 self._slots[view.row] = self._index.slot(worker_id)
-        depths: t.Ints = np.append(self._index.match_depths(hashes), 0)[self._slots].astype(np.int64)
-        return depths
+        return self._slots
+
+    def is_held(self, hashes: Sequence[int], first: int, end: int) -> bool:
+        """Whether any worker holds the first of these blocks."""
+        return first < min(end, len(hashes)) and self._index.held(hashes[first])
 
     def beyond(self, hashes: Sequence[int], first: int, end: int, able: t.Bools) -> list[tuple[int, int, int]]:
         """The fewest ``able`` rows that together hold the blocks from ``first`` up to, not including, ``end``, each as
         (row, first block, end). They need not hold the blocks before ``first``. Mostly empty.
         """
-        end = min(end, len(hashes))
-        if first >= end or not self._index.held(hashes[first]):
+        if not self.is_held(hashes, first, end):
             return []
         slots = self._slots[np.flatnonzero(able)]
         mask = np.zeros(len(self._index.slots), dtype=np.bool_)
         mask[slots[slots >= 0]] = True
         rows = {int(self._slots[row]): row for row in np.flatnonzero(able).tolist()}
-        return [(rows[slot], begin, stop) for slot, begin, stop in self._index.cover(hashes, first, end, mask)]
+        return [
+            (rows[slot], begin, stop)
+            for slot, begin, stop in self._index.cover(hashes, first, min(end, len(hashes)), mask)
+        ]
 
 
 class Shortlist:
@@ -87,21 +101,7 @@ class Shortlist:
         if targets_s[1] < np.inf:
             slow_s = np.where(self._decode.itl_s > targets_s[1], NEVER_S, 0.0)
             decode_s, whole_s = decode_s + slow_s, whole_s + slow_s
-        parts = ((prefill_s, t.PREFILLS), (decode_s, t.DECODES), (whole_s, t.DECODES), (whole_s, None))
-        chosen: dict[int, None] = {}
-        for rows in self._by_group(np.flatnonzero(free)):
-            able: dict[int | None, t.Ints] = {None: rows}
-            for cost_s, flag in parts:
-                if flag not in able:
-                    able[flag] = rows[self._flags[flag, rows]]
-                chosen.update(dict.fromkeys(_cheapest(able[flag], cost_s)))
-        return list(chosen)
-
-    def _by_group(self, rows: t.Ints) -> list[t.Ints]:
-        groups = self._groups[rows]
-        if len(rows) and (groups == groups[0]).all():  # Mostly all workers are of one group.
-            return [rows]
-        return [rows[groups == group] for group in set(groups.tolist())]
+        return cheapest_rows(np.flatnonzero(free), (prefill_s, decode_s, whole_s), self._flags, self._groups)
 
     def estimates(self, rows: list[int]) -> list[Estimate]:
         """The estimate of each of these rows, in Python numbers."""
@@ -114,6 +114,29 @@ class Shortlist:
             (PrefillEstimate._make(prefill), DecodeEstimate._make(decode), Cost._make(cost))
             for prefill, decode, cost in each
         ]
+
+
+def cheapest_rows(
+    rows: t.Ints, costs: tuple[t.Floats, t.Floats, t.Floats] | t.Floats, flags: t.Bools, groups: t.Ints
+) -> list[int]:
+    """Of each group, the cheapest of ``rows`` for each part; ``costs``: of prefill, decode and both, on each row."""
+    prefill_s, decode_s, whole_s = costs
+    parts = ((prefill_s, t.PREFILLS), (decode_s, t.DECODES), (whole_s, t.DECODES), (whole_s, None))
+    chosen: dict[int, None] = {}
+    for of_group in _by_group(rows, groups):
+        able: dict[int | None, t.Ints] = {None: of_group}
+        for cost_s, flag in parts:
+            if flag not in able:
+                able[flag] = of_group[flags[flag, of_group]]
+            chosen.update(dict.fromkeys(_cheapest(able[flag], cost_s)))
+    return list(chosen)
+
+
+def _by_group(rows: t.Ints, groups: t.Ints) -> list[t.Ints]:
+    of_rows = groups[rows]
+    if len(rows) and (of_rows == of_rows[0]).all():  # Mostly all workers are of one group.
+        return [rows]
+    return [rows[of_rows == group] for group in set(of_rows.tolist())]
 
 
 def _at(column: Any, rows: t.Ints) -> list[Any]:
@@ -134,7 +157,7 @@ class Candidate:
 
     __slots__ = ("cost", "decode", "group", "last_chosen", "legs", "prefill", "transit_s", "view")
 
-    def __init__(self, view: WorkerView, group: int, numbers: list[float], estimate: Estimate) -> None:
+    def __init__(self, view: WorkerView, group: int, numbers: Sequence[float], estimate: Estimate) -> None:
         """``numbers`` are those of ``TABLE_COLUMNS``."""
         self.view = view
         self.group = group

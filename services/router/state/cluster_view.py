@@ -304,7 +304,7 @@ class ClusterView:
         flags[t.PREFILLS, row] = view.serves and record.role is not Role.DECODE
         flags[t.DECODES, row] = view.serves and record.role is not Role.PREFILL
         flags[t.EXCHANGES_KV, row] = can_exchange_kv(record)
-        flags[t.FOLLOWED, row] = can_exchange_kv(record) and record.prefix_caching
+        flags[t.ATTACHED, row] = record.attached
         self.table.groups[row] = self._group(view.pairs_with)
         numbers = self.table.numbers
         numbers[t.HEARD_AT, row] = view.heard_at

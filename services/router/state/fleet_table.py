@@ -60,8 +60,8 @@ PREFILLS: Final = 1
 DECODES: Final = 2
 EXCHANGES_KV: Final = 3
 """Its engine can be asked for KV by content."""
-FOLLOWED: Final = 4
-"""Its KV can be read while it is being computed."""
+ATTACHED: Final = 4
+"""Its server is outside of Baton."""
 SERVES: Final = 5
 """Takes legs; a store only keeps copies of KV."""
 FLAGS: Final = 6

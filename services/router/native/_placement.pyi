@@ -1,0 +1,45 @@
+from services.router.state.block_table import Depths
+from services.router.state.fleet_table import Bools, Floats, Ints
+from services.router.state.worker_view import WorkerView
+
+NUMBERS: str
+FLAGS: str
+
+class NativePlacement:
+    def __init__(self, numbers: Floats, flags: Bools, groups: Ints, free: Bools, costs: Floats, /) -> None: ...
+    def fit(self, count: int, mask: Bools, excluded: tuple[int, ...], heard_min: float, /) -> int: ...
+    def costs(
+        self,
+        tokens: int,
+        tokens_out: int,
+        fetch_tokens_min: int,
+        now: float,
+        ttft_target_s: float,
+        itl_target_s: float,
+        tie_s: float,
+        mode: int,
+        options: int,
+        groups: Ints | None,
+        depths: Depths | None,
+        slots: Ints | None,
+        /,
+    ) -> None: ...
+    def choose(
+        self,
+        tokens: int,
+        tokens_out: int,
+        fetch_tokens_min: int,
+        now: float,
+        ttft_target_s: float,
+        itl_target_s: float,
+        tie_s: float,
+        mode: int,
+        options: int,
+        groups: Ints | None,
+        depths: Depths | None,
+        slots: Ints | None,
+        rows: list[int] | None,
+        views: list[WorkerView | None],
+        /,
+    ) -> tuple[int, int, int, bool, tuple[tuple[int, int], ...], bytes, tuple[WorkerView, ...]] | None: ...
+    def is_full(self) -> bool: ...

@@ -1,0 +1,97 @@
+/* The predicted cost of each candidate for a request, and the choice among them.
+ *
+ * cost.py, evaluation.py and placer.py are the specification: the results are the same to the last bit. Therefore each
+ * formula has their order of operations, and the compiler must not contract them (-ffp-contract=off).
+ */
+#ifndef BATON_PLACEMENT_H
+#define BATON_PLACEMENT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Rows of `numbers` and of `flags`, as in fleet_table.py; a test compares the names. */
+#define NUMBER_NAMES(X)                                                                                              \
+    X(HEARD_AT) X(LEGS) X(LEGS_MAX) X(LAST_CHOSEN) X(DECODING) X(WAITING_TOKENS) X(CONTEXT_TOKENS) X(FREE_TOKENS)     \
+    X(BLOCK_SIZE) X(STEP_TOKENS) X(PROMPTS_PER_S) X(ANSWERS) X(SENT_TOKENS) X(PREFILL_STEP_S) X(PREFILL_TOKEN_S)      \
+    X(PREFILL_PAIR_S) X(DECODE_STEP_S) X(DECODE_REQUEST_S) X(DECODE_CONTEXT_TOKEN_S) X(TRANSFER_BASE_S)               \
+    X(TRANSFER_TOKEN_S) X(PAIRS_PER_TOKEN) X(TRANSIT_S)
+#define FLAG_NAMES(X) X(READY) X(PREFILLS) X(DECODES) X(EXCHANGES_KV) X(ATTACHED) X(SERVES)
+#define AS_ENTRY(name) name,
+enum number { NUMBER_NAMES(AS_ENTRY) NUMBERS };
+enum flag { FLAG_NAMES(AS_ENTRY) FLAGS };
+
+enum {
+    RANKED_MAX = 8,  /* as in kv_sources.py */
+    SOURCES_MAX = 2,
+    TAIL_TOKENS = 16, /* as in cost.py */
+};
+#define BUSY_MAX 0.9
+#define NEVER_S 1e9 /* as in shortlist.py */
+#define HIT_SHARE_OF_DECODE_FIRST 0.5 /* as in placer.py */
+
+/* The fleet table: `numbers[what * stride + row]`, flags likewise. */
+struct fleet {
+    const double *numbers;
+    const uint8_t *flags;
+    const int64_t *groups; /* of the request's model */
+    size_t stride, count;
+};
+
+enum mode { AUTO, AGGREGATED, DISAGGREGATED, DECODE_FIRST };
+
+/* What the cost and the choice depend on. */
+struct question {
+    int64_t tokens, tokens_out, fetch_tokens_min;
+    double now, ttft_target_s, itl_target_s; /* infinite: no target */
+    double tie_s;
+    enum mode mode;
+    bool streams, unsplittable, has_hit_threshold, may_decode_first;
+    bool arrays; /* minimum and maximum treat NaN as numpy does, not as Python */
+};
+
+/* A worker that can be asked for KV. */
+struct holder {
+    int64_t group, blocks, row;
+};
+
+/* Of one prompt, ordered by group, then by most blocks, then by row. */
+struct holders {
+    struct holder *ranked;
+    size_t count;
+    const int64_t *blocks; /* of each row: blocks of the prompt from its start */
+};
+
+enum { PREFILLS_BIT = 1, DECODES_BIT = 2, ALONE_BIT = 4 };
+
+/* Python reads these in this order: see `CANDIDATE` in compiled.py. */
+struct candidate {
+    int64_t bits, group;
+    int64_t cached, fetched, computed;
+    double queue_s, fetch_s, prefill_s, others_s;
+    double handoff_s, decode_queue_s, kv_wait_s, decode_s, within_s, itl_s, first_s, decode_others_s;
+    double cost_s[3]; /* by part */
+    double legs, last_chosen, transit_s;
+};
+
+enum part { PREFILL, DECODE, WHOLE };
+enum why { ASKED_FOR, ALONE_ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART }; /* as `WHY` in compiled.py */
+
+/* Indices of candidates; -1: none. One worker serves all of the request when there is no `prefill`. */
+struct choice {
+    int prefill, decode;
+    enum why why;
+    bool has_pair; /* a pair was possible */
+};
+
+void holders_rank(struct holders *holders);
+struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
+                          size_t row);
+/* The costs of a row for the shortlist: one that misses a target comes after all that meet them. */
+void shortlist_costs(const struct candidate *candidate, const struct question *question, double cost_s[3]);
+struct choice choose(const struct candidate *candidates, int count, const struct question *question);
+/* The rows to ask for KV that the candidate on `row` should fetch, with the block to stop before; returns how many. */
+int find_sources(const struct fleet *fleet, const struct question *question, const struct holders *holders,
+                 const struct candidate *candidate, size_t row, struct holder found[SOURCES_MAX]);
+
+#endif

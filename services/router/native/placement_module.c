@@ -1,0 +1,443 @@
+/* Placement's inner part as a Python type, which works on the fleet table's own arrays; see compiled.py. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <string.h>
+
+#include "placement.h"
+
+#define NUMBER_MAX (1LL << 53) /* beyond it, floats are no longer exact */
+
+enum { STREAMS = 1, UNSPLITTABLE = 2, HIT_THRESHOLD = 4, MAY_DECODE_FIRST = 8 };
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer numbers, flags, groups, free, costs; /* the last two are written */
+    struct fleet fleet;
+    size_t rows;
+    /* Scratch memory, each for all rows. */
+    uint8_t *awake, *fit;
+    int64_t *blocks;
+    struct holder *ranked;
+    size_t *chosen;
+    struct candidate *candidates;
+} Placing;
+
+/* ---- arguments */
+
+static bool is_count(Py_ssize_t given, Py_ssize_t wanted)
+{
+    if (given != wanted)
+        PyErr_Format(PyExc_TypeError, "takes %zd arguments, got %zd", wanted, given);
+    return given == wanted;
+}
+
+/* A contiguous array whose items have one of these formats; released by the caller. */
+static bool open_array(PyObject *from, Py_buffer *array, const char *formats, int dimensions, int flags)
+{
+    if (PyObject_GetBuffer(from, array, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags))
+        return false;
+    if (array->ndim == dimensions && array->format && strlen(array->format) == 1 && strchr(formats, *array->format))
+        return true;
+    PyErr_Format(PyExc_ValueError, "an array of %d dimensions and format %s, wanted %d and one of %s", array->ndim,
+                 array->format ? array->format : "B", dimensions, formats);
+    PyBuffer_Release(array);
+    return false;
+}
+
+static size_t length_of(const Py_buffer *array)
+{
+    return (size_t)array->shape[array->ndim - 1];
+}
+
+/* Integers beyond what a float holds exactly become the largest of these. */
+static bool read_integer(PyObject *from, int64_t *number)
+{
+    int overflow = 0;
+    long long value = PyLong_AsLongLongAndOverflow(from, &overflow);
+    if (value == -1 && !overflow && PyErr_Occurred())
+        return false;
+    if (overflow || value > NUMBER_MAX || value < -NUMBER_MAX)
+        value = overflow > 0 || (!overflow && value > 0) ? NUMBER_MAX : -NUMBER_MAX;
+    *number = value;
+    return true;
+}
+
+static bool read_double(PyObject *from, double *number)
+{
+    *number = PyFloat_AsDouble(from);
+    return *number != -1.0 || !PyErr_Occurred();
+}
+
+/* A row below `count`. */
+static bool read_row(PyObject *from, size_t count, size_t *row)
+{
+    int64_t number;
+    if (!read_integer(from, &number))
+        return false;
+    *row = (size_t)number;
+    if (number >= 0 && *row < count)
+        return true;
+    PyErr_Format(PyExc_ValueError, "there is no row %lld", (long long)number);
+    return false;
+}
+
+/* The numbers of a request, the first nine arguments of `costs` and `choose`. */
+static bool read_question(PyObject *const *args, struct question *question)
+{
+    int64_t mode, options;
+    if (!read_integer(args[0], &question->tokens) || !read_integer(args[1], &question->tokens_out) ||
+        !read_integer(args[2], &question->fetch_tokens_min) || !read_double(args[3], &question->now) ||
+        !read_double(args[4], &question->ttft_target_s) || !read_double(args[5], &question->itl_target_s) ||
+        !read_double(args[6], &question->tie_s) || !read_integer(args[7], &mode) || !read_integer(args[8], &options))
+        return false;
+    if (mode < AUTO || mode > DECODE_FIRST) {
+        PyErr_Format(PyExc_ValueError, "there is no mode %lld", (long long)mode);
+        return false;
+    }
+    question->mode = (enum mode)mode;
+    question->fetch_tokens_min = question->fetch_tokens_min > 1 ? question->fetch_tokens_min : 1;
+    question->streams = options & STREAMS;
+    question->unsplittable = options & UNSPLITTABLE;
+    question->has_hit_threshold = options & HIT_THRESHOLD;
+    question->may_decode_first = options & MAY_DECODE_FIRST;
+    return true;
+}
+
+/* Blocks of the prompt on each row, from `depths` by the index's slots, and the rows that may be asked for them. */
+static bool read_depths(Placing *self, PyObject *depths, PyObject *slots, const struct question *question,
+                        struct holders *holders)
+{
+    Py_buffer depth, slot;
+    if (!open_array(depths, &depth, "i", 1, 0))
+        return false;
+    if (!open_array(slots, &slot, "lq", 1, 0)) {
+        PyBuffer_Release(&depth);
+        return false;
+    }
+    const int32_t *depth_of = depth.buf;
+    const int64_t *slot_of = slot.buf;
+    size_t depth_count = length_of(&depth), slot_count = length_of(&slot);
+    for (size_t row = 0; row < self->fleet.count; row++) {
+        bool is_known = row < slot_count && slot_of[row] >= 0 && (size_t)slot_of[row] < depth_count;
+        self->blocks[row] = is_known ? depth_of[slot_of[row]] : 0;
+    }
+    PyBuffer_Release(&slot);
+    PyBuffer_Release(&depth);
+    holders->blocks = self->blocks;
+    const struct fleet *fleet = &self->fleet;
+    for (size_t row = 0; row < fleet->count && !question->unsplittable; row++) {
+        bool is_store = !fleet->flags[SERVES * fleet->stride + row];
+        bool may_be_asked = fleet->flags[EXCHANGES_KV * fleet->stride + row] &&
+                            (self->fit[row] || (is_store && self->awake[row]));
+        double tokens = (double)self->blocks[row] * fleet->numbers[BLOCK_SIZE * fleet->stride + row];
+        if (may_be_asked && tokens >= (double)question->fetch_tokens_min)
+            self->ranked[holders->count++] = (struct holder){fleet->groups[row], self->blocks[row], (int64_t)row};
+    }
+    holders_rank(holders);
+    return true;
+}
+
+/* The arguments that `costs` and `choose` share: the question's, then groups, depths, slots. When it succeeds, the caller
+ * releases `groups`, if that has a buffer.
+ */
+static bool read_request(Placing *self, PyObject *const *args, struct question *question, struct holders *holders,
+                         Py_buffer *groups)
+{
+    groups->obj = NULL;
+    if (!read_question(args, question))
+        return false;
+    self->fleet.groups = self->groups.buf;
+    if (args[9] != Py_None) {
+        if (!open_array(args[9], groups, "lq", 1, 0))
+            return false;
+        if (length_of(groups) < self->fleet.count) {
+            PyErr_SetString(PyExc_ValueError, "there are fewer groups than rows");
+            PyBuffer_Release(groups);
+            return false;
+        }
+        self->fleet.groups = groups->buf;
+    }
+    *holders = (struct holders){.ranked = self->ranked};
+    if (args[10] != Py_None && !read_depths(self, args[10], args[11], question, holders)) {
+        PyBuffer_Release(groups);
+        return false;
+    }
+    return true;
+}
+
+/* ---- methods */
+
+static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
+{
+    int64_t count;
+    double heard_min;
+    Py_buffer mask;
+    if (!is_count(given, 4) || !read_integer(args[0], &count) || !read_double(args[3], &heard_min))
+        return NULL;
+    if (count < 0 || (size_t)count > self->rows)
+        return PyErr_Format(PyExc_ValueError, "there are no %lld rows", (long long)count);
+    if (!PyTuple_CheckExact(args[2]))
+        return PyErr_Format(PyExc_TypeError, "excluded rows are a tuple");
+    if (!open_array(args[1], &mask, "?", 1, 0))
+        return NULL;
+    if (length_of(&mask) < (size_t)count) {
+        PyBuffer_Release(&mask);
+        return PyErr_Format(PyExc_ValueError, "the mask is too short");
+    }
+    struct fleet *fleet = &self->fleet;
+    fleet->count = (size_t)count;
+    const double *heard_at = fleet->numbers + HEARD_AT * fleet->stride;
+    for (size_t row = 0; row < fleet->count; row++)
+        self->awake[row] = fleet->flags[READY * fleet->stride + row] && heard_at[row] >= heard_min;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[2]); i++) {
+        size_t row;
+        if (!read_row(PyTuple_GET_ITEM(args[2], i), fleet->count, &row)) {
+            PyBuffer_Release(&mask);
+            return NULL;
+        }
+        self->awake[row] = false;
+    }
+    const double *legs = fleet->numbers + LEGS * fleet->stride, *legs_max = fleet->numbers + LEGS_MAX * fleet->stride;
+    uint8_t *is_free = self->free.buf;
+    long free_count = 0, fit_count = 0;
+    for (size_t row = 0; row < fleet->count; row++) {
+        self->fit[row] = self->awake[row] && fleet->flags[SERVES * fleet->stride + row] && ((uint8_t *)mask.buf)[row];
+        is_free[row] = self->fit[row] && legs[row] < legs_max[row];
+        fit_count += self->fit[row];
+        free_count += is_free[row];
+    }
+    PyBuffer_Release(&mask);
+    return PyLong_FromLong(fit_count ? free_count : -1);
+}
+
+static PyObject *costs(Placing *self, PyObject *const *args, Py_ssize_t given)
+{
+    struct question question = {.arrays = true};
+    struct holders holders;
+    Py_buffer groups;
+    if (!is_count(given, 12) || !read_request(self, args, &question, &holders, &groups))
+        return NULL;
+    double *to = self->costs.buf;
+    const uint8_t *is_free = self->free.buf;
+    for (size_t row = 0; row < self->fleet.count; row++) {
+        double cost_s[3];
+        if (!is_free[row])
+            continue;
+        struct candidate candidate = evaluate(&self->fleet, &question, &holders, row);
+        shortlist_costs(&candidate, &question, cost_s);
+        for (size_t part = 0; part < 3; part++)
+            to[part * self->rows + row] = cost_s[part];
+    }
+    PyBuffer_Release(&groups);
+    Py_RETURN_NONE;
+}
+
+/* The candidates' rows into `self->chosen`: the given ones, or all that are free. Returns how many, or -1. */
+static int read_rows(Placing *self, PyObject *given)
+{
+    int count = 0;
+    if (given == Py_None) {
+        const uint8_t *is_free = self->free.buf;
+        for (size_t row = 0; row < self->fleet.count; row++)
+            if (is_free[row])
+                self->chosen[count++] = row;
+        return count;
+    }
+    if (!PyList_CheckExact(given) || (size_t)PyList_GET_SIZE(given) > self->fleet.count) {
+        PyErr_SetString(PyExc_ValueError, "rows are a list of at most as many as the table has");
+        return -1;
+    }
+    for (; count < PyList_GET_SIZE(given); count++)
+        if (!read_row(PyList_GET_ITEM(given, count), self->fleet.count, &self->chosen[count]))
+            return -1;
+    return count;
+}
+
+static PyObject *told_sources(const struct holder *found, int count)
+{
+    PyObject *sources = PyTuple_New(count);
+    for (int i = 0; sources && i < count; i++) {
+        PyObject *one = Py_BuildValue("LL", (long long)found[i].row, (long long)found[i].blocks);
+        if (one == NULL)
+            Py_CLEAR(sources);
+        else
+            PyTuple_SET_ITEM(sources, i, one);
+    }
+    return sources;
+}
+
+static PyObject *views_of(const Placing *self, PyObject *views, int count)
+{
+    PyObject *chosen = PyTuple_New(count);
+    for (int i = 0; chosen && i < count; i++) {
+        PyObject *view = PyList_GET_ITEM(views, (Py_ssize_t)self->chosen[i]);
+        PyTuple_SET_ITEM(chosen, i, Py_NewRef(view));
+    }
+    return chosen;
+}
+
+static PyObject *told(const Placing *self, const struct choice *choice, int count, PyObject *views,
+                      const struct holder *found, int found_count)
+{
+    PyObject *parts[] = {
+        PyLong_FromLong(choice->prefill),
+        PyLong_FromLong(choice->decode),
+        PyLong_FromLong(choice->why),
+        PyBool_FromLong(choice->has_pair),
+        told_sources(found, found_count),
+        PyBytes_FromStringAndSize((const char *)self->candidates, (Py_ssize_t)((size_t)count * sizeof *self->candidates)),
+        views_of(self, views, count),
+    };
+    enum { PARTS = sizeof parts / sizeof *parts };
+    PyObject *result = PyTuple_New(PARTS);
+    for (int i = 0; i < PARTS; i++) {
+        if (parts[i] == NULL)
+            Py_CLEAR(result);
+        if (result != NULL)
+            PyTuple_SET_ITEM(result, i, Py_NewRef(parts[i]));
+    }
+    for (int i = 0; i < PARTS; i++)
+        Py_XDECREF(parts[i]);
+    return result;
+}
+
+static PyObject *choose_among(Placing *self, PyObject *const *args, Py_ssize_t given)
+{
+    struct question question = {0};
+    struct holders holders;
+    Py_buffer groups;
+    if (!is_count(given, 14))
+        return NULL;
+    PyObject *rows = args[12], *views = args[13];
+    if (!PyList_CheckExact(views) || (size_t)PyList_GET_SIZE(views) < self->fleet.count)
+        return PyErr_Format(PyExc_ValueError, "views are a list of at least as many as there are rows");
+    question.arrays = rows != Py_None;
+    if (!read_request(self, args, &question, &holders, &groups))
+        return NULL;
+    PyObject *result = NULL;
+    int count = read_rows(self, rows);
+    if (count >= 0) {
+        for (int i = 0; i < count; i++)
+            self->candidates[i] = evaluate(&self->fleet, &question, &holders, self->chosen[i]);
+        struct choice choice = choose(self->candidates, count, &question);
+        struct holder found[SOURCES_MAX];
+        int computing = choice.prefill >= 0 ? choice.prefill : choice.decode, found_count = 0;
+        if (computing >= 0 && self->candidates[computing].fetched)
+            found_count = find_sources(&self->fleet, &question, &holders, &self->candidates[computing],
+                                       self->chosen[computing], found);
+        result = computing < 0 ? Py_NewRef(Py_None) : told(self, &choice, count, views, found, found_count);
+    }
+    PyBuffer_Release(&groups);
+    return result;
+}
+
+static PyObject *is_full(Placing *self, PyObject *Py_UNUSED(none))
+{
+    const uint8_t *is_free = self->free.buf;
+    for (size_t row = 0; row < self->fleet.count; row++)
+        if (self->fit[row] && !is_free[row])
+            Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
+}
+
+/* ---- the type */
+
+static bool open_arrays(Placing *self, PyObject *args)
+{
+    PyObject *numbers, *flags, *groups, *is_free, *costs;
+    if (!PyArg_ParseTuple(args, "OOOOO", &numbers, &flags, &groups, &is_free, &costs) ||
+        !open_array(numbers, &self->numbers, "d", 2, 0) || !open_array(flags, &self->flags, "?", 2, 0) ||
+        !open_array(groups, &self->groups, "lq", 1, 0) || !open_array(is_free, &self->free, "?", 1, PyBUF_WRITABLE) ||
+        !open_array(costs, &self->costs, "d", 2, PyBUF_WRITABLE))
+        return false;
+    self->rows = length_of(&self->groups);
+    const Py_buffer *all[] = {&self->numbers, &self->flags, &self->free, &self->costs};
+    bool is_right = self->numbers.shape[0] == NUMBERS && self->flags.shape[0] == FLAGS && self->costs.shape[0] == 3;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        is_right = is_right && length_of(all[i]) == self->rows;
+    if (!is_right)
+        PyErr_SetString(PyExc_ValueError, "the arrays do not have the fleet table's shape");
+    return is_right;
+}
+
+static bool take_memory(Placing *self)
+{
+    self->awake = PyMem_Calloc(self->rows, sizeof *self->awake);
+    self->fit = PyMem_Calloc(self->rows, sizeof *self->fit);
+    self->blocks = PyMem_Calloc(self->rows, sizeof *self->blocks);
+    self->ranked = PyMem_Calloc(self->rows, sizeof *self->ranked);
+    self->chosen = PyMem_Calloc(self->rows, sizeof *self->chosen);
+    self->candidates = PyMem_Calloc(self->rows, sizeof *self->candidates);
+    if (self->awake && self->fit && self->blocks && self->ranked && self->chosen && self->candidates)
+        return true;
+    PyErr_NoMemory();
+    return false;
+}
+
+static PyObject *placing_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    Placing *self = (Placing *)type->tp_alloc(type, 0);
+    if (self != NULL && (!open_arrays(self, args) || !take_memory(self)))
+        Py_CLEAR(self);
+    if (self != NULL)
+        self->fleet = (struct fleet){self->numbers.buf, self->flags.buf, self->groups.buf, self->rows, 0};
+    return (PyObject *)self;
+}
+
+static void placing_dealloc(Placing *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    Py_buffer *arrays[] = {&self->numbers, &self->flags, &self->groups, &self->free, &self->costs};
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
+        PyBuffer_Release(arrays[i]);
+    void *memory[] = {self->awake, self->fit, self->blocks, self->ranked, self->chosen, self->candidates};
+    for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
+        PyMem_Free(memory[i]);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+#define FAST(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
+
+static PyMethodDef methods[] = {
+    FAST("fit", fit),
+    FAST("costs", costs),
+    FAST("choose", choose_among),
+    {"is_full", (PyCFunction)is_full, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Candidates and the choice among them; see compiled.py."},
+    {Py_tp_new, placing_new},
+    {Py_tp_dealloc, placing_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "services.router.native._placement.NativePlacement",
+    .basicsize = sizeof(Placing),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_placement",
+    .m_doc = "Placement in C.",
+    .m_size = -1,
+};
+
+#define AS_STRING(name) #name " "
+
+PyMODINIT_FUNC PyInit__placement(void)
+{
+    PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
+    if (made == NULL || type == NULL || PyModule_AddStringConstant(made, "NUMBERS", NUMBER_NAMES(AS_STRING)) ||
+        PyModule_AddStringConstant(made, "FLAGS", FLAG_NAMES(AS_STRING)) ||
+        PyModule_AddObjectRef(made, "NativePlacement", type))
+        Py_CLEAR(made);
+    Py_XDECREF(type);
+    return made;
+}

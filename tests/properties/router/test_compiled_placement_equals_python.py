@@ -1,0 +1,119 @@
+"""Placement in C decides, explains and rejects exactly as the Python form does, to the last bit of each number."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from services.router.placement.compiled import IS_COMPILED
+from services.router.placement.placement import Placement, PlacementPolicy
+from services.router.placement.placer import CostPlacer
+from services.router.placement.slo import NO_TARGETS, Targets
+from services.router.state import fleet_table as t
+from services.router.state.worker_view import Sent
+from tests.properties.router.test_placements_keep_their_rules import MEMBERS, NOW, PROMPT, REQUESTS, Member, build
+from tests.support.examples import examples
+
+pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="not built here")
+
+COUNTED = (t.LEGS, t.LEGS_MAX, t.LAST_CHOSEN, t.HEARD_AT, t.BLOCK_SIZE, t.STEP_TOKENS)
+"""Never anything but numbers, and the last two never zero."""
+MEASURED = [number for number in range(t.NUMBERS) if number not in COUNTED]
+NUMBERS = st.one_of(
+    st.floats(0.0, 1.0),
+    st.sampled_from([0.0, -0.0, 1e-9, 1e-3, 20.0, 4096.0, 1e300, 5e-324, math.inf, -math.inf, math.nan]),
+)
+WRITES = st.lists(st.tuples(st.integers(0, 19), st.sampled_from(MEASURED), NUMBERS), max_size=30)
+SIZES = st.lists(
+    st.tuples(
+        st.integers(0, 19),
+        st.sampled_from([t.BLOCK_SIZE, t.STEP_TOKENS, t.LEGS, t.LAST_CHOSEN]),
+        st.sampled_from([1.0, 2.0, 16.0, 1e15]),
+    ),
+    max_size=4,
+)
+TARGETS = st.builds(
+    Targets, ttft_s=st.sampled_from([0.01, 1.0, math.inf]), itl_s=st.sampled_from([0.0, 0.02, math.inf])
+)
+ASKED = st.builds(
+    lambda request, tokens, out, threshold, may, targets: msgspec.structs.replace(
+        request,
+        prompt_tokens=tokens,
+        tokens_out=out,
+        cache_hit_threshold=threshold,
+        may_decode_first=may,
+        targets=targets,
+    ),
+    REQUESTS,
+    st.integers(0, 200) | st.sampled_from([0, 128, 2**40]),
+    st.sampled_from([0, 1, 500, 10**9]),
+    st.none() | st.floats(0.0, 1.0),
+    st.booleans(),
+    st.just(NO_TARGETS) | TARGETS,
+)
+POLICIES = st.builds(
+    PlacementPolicy,
+    tie_s=st.sampled_from([0.0, 0.002, math.inf]),
+    stream_tokens_min=st.sampled_from([-1, 0, 64]),
+    stream_s_max=st.sampled_from([0.001, 20.0]),
+    weighed_max=st.sampled_from([12, 2]),
+    fetch_tokens_min=st.sampled_from([0, 40, 2**70]),
+)
+
+
+def plain(value):
+    """Everything that a result says, with floats as they are printed: all digits, and the sign of a zero."""
+    if not isinstance(value, Placement):
+        return repr(value)
+    said = {name: repr(getattr(value, name)) for name in value.__struct_fields__}
+    said["decode"] = value.decode.record.worker_id
+    said["prefill"] = value.prefill and value.prefill.record.worker_id
+    said["candidates"] = [
+        (part, [candidate_of(one) for one in among], chosen and candidate_of(chosen))
+        for part, among, chosen in value.candidates
+    ]
+    return said
+
+
+def candidate_of(one):
+    numbers = one.legs, one.last_chosen, one.transit_s, one.prefill, one.decode, one.cost
+    return one.view.record.worker_id, one.group, repr(numbers)
+
+
+def outcomes(members, writes, requests, policy, *, compiled):
+    cluster, index = build(members)
+    for row, number, value in writes:
+        cluster.table.numbers[number, row % len(cluster.table.groups)] = value
+    placer = CostPlacer(cluster, index, policy, compiled=compiled)
+    with np.errstate(all="ignore"):
+        for request in requests:
+            result = placer.place(request, NOW)
+            yield plain(result)
+            if isinstance(result, Placement):
+                cluster.leg_started(result.decode.record.worker_id, Sent(NOW, 7, 9))
+    yield cluster.table.numbers.tobytes()
+
+
+@settings(max_examples=examples(150))
+@given(
+    st.lists(MEMBERS, max_size=6) | st.lists(MEMBERS, min_size=13, max_size=20),
+    st.tuples(WRITES, SIZES),
+    st.lists(ASKED, min_size=1, max_size=3),
+    POLICIES,
+)
+@example([Member()] * 2, ([(0, t.DECODE_STEP_S, math.nan)], []), [PROMPT], PlacementPolicy())
+@example([Member()] * 2, ([(row, t.DECODE_STEP_S, math.nan) for row in range(2)], []), [PROMPT], PlacementPolicy())
+@example([Member()] * 13, ([(row, t.HEARD_AT, 1e9) for row in range(13)], []), [PROMPT], PlacementPolicy())
+@example([Member(), Member(held=4), Member(held=3)], ([], []), [PROMPT], PlacementPolicy(fetch_tokens_min=1))
+@example([Member(held=1), Member(held=4)], ([(0, t.PREFILL_TOKEN_S, 1.0)], []), [PROMPT] * 3, PlacementPolicy())
+def test_both_forms_say_the_same(members, writes, requests, policy):
+    written = [*writes[0], *writes[1]]
+    compiled = outcomes(members, written, requests, policy, compiled=True)
+    python = outcomes(members, written, requests, policy, compiled=False)
+
+    assert list(compiled) == list(python)
