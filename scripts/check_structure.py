@@ -37,7 +37,7 @@ PURE = {
     "services.router.auth": "api_keys rate_limit",
     "services.router.batches": "lines",
     "services.router.placement": (
-        "cost decision evaluation form kv_sources media placement placer policy "
+        "assembly compiled cost decision evaluation form kv_sources media placement placer policy "
         "request_fields revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration",

@@ -76,8 +76,8 @@ def set_up(engine: str, *, dev: bool) -> None:
     if compiling is not None and compiling.wait() != 0:
         say(f"vLLM cannot be imported; the end of {LOG} says why")
     (VENV / ".native").write_text(sources)
-    if not any((ROOT / "services/router/native").glob("_block_table.*.so")):
-        say("no C compiler found: the router's prefix index runs in Python, which is enough for a few workers")
+    if not any((ROOT / "services/router/native").glob("_placement.*.so")):
+        say("no C compiler found: the router's index and placement run in Python, which is enough for a few workers")
     say(f"ready after {time.monotonic() - started:.0f} s")
 
 

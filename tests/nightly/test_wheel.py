@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.nats, pytest.mark.timeout(1200)]
 
 BUILT_S_MAX = 600.0
 START_S_MAX = 120.0
-IMPORTS = "import services.router.native._block_table as native; print(native.__file__)"
+IMPORTS = (
+    "from services.router.native import _block_table, _placement; print(_block_table.__file__, _placement.__file__)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +35,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv"
 
 
-def test_it_holds_the_compiled_prefix_index(environment: Path, tmp_path: Path):
+def test_it_holds_the_compiled_modules(environment: Path, tmp_path: Path):
     loaded = subprocess.run(
         [str(environment / "bin/python"), "-c", IMPORTS], cwd=tmp_path, capture_output=True, text=True, check=True
     )
 
-    assert Path(loaded.stdout.strip()).is_relative_to(environment)
+    assert [Path(one).is_relative_to(environment) for one in loaded.stdout.split()] == [True, True]
 
 
 def test_a_system_serves_from_an_empty_home(environment: Path, tmp_path: Path):

@@ -52,7 +52,7 @@ def about_installation(facts: InstallationFacts, *, is_running: bool) -> Iterato
     if facts.is_index_compiled is False:
         why = "Placement uses several times the CPU, which is enough for a few workers."
         todo = "Install a C compiler (apt-get install gcc), then `make setup`."
-        yield _finding(Level.WARNING, "The prefix index is not compiled and runs in Python.", why, todo)
+        yield _finding(Level.WARNING, "The prefix index or placement is not compiled and runs in Python.", why, todo)
     yield from _certificates(facts)
     yield from _exposed(facts)
 

@@ -117,7 +117,9 @@ async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_
         baton=baton_version(),
         python=sys.version_info[:3],
         has_vllm=has_vllm,
-        is_index_compiled=any((ROOT / "services/router/native").glob("_block_table*.so")),
+        is_index_compiled=all(
+            any((ROOT / "services/router/native").glob(f"{module}*.so")) for module in ("_block_table", "_placement")
+        ),
         cores=len(machine.physical_cores()),
         memory_bytes=memory.total,
         memory_free_bytes=memory.available,

@@ -267,7 +267,7 @@ def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
         if not health.is_index_compiled:
             why = "Placement uses several times the CPU, which is enough for a few workers."
             todo = "Install a C compiler where it runs, then `make setup`."
-            yield _finding(Level.NOTE, f"The prefix index of {router} runs in Python.", why, todo)
+            yield _finding(Level.NOTE, f"The prefix index or placement of {router} runs in Python.", why, todo)
     if routers and not inexact and not all(record.attached for record in facts.records):
         yield _finding(
             Level.OK,

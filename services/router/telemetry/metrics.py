@@ -11,11 +11,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from services.router.placement import compiled
 from services.router.placement.placement import Placement
 from services.router.placement.placer import Fleet
 from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
-from services.router.state.block_table import IS_COMPILED
+from services.router.state import block_table
 from services.router.state.feeds import KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.state.worker_speeds import WorkerSpeeds
@@ -308,5 +309,5 @@ def health_of(index: PrefixIndex, parity: ParityBook) -> RouterHealth:
     return RouterHealth(
         not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
         tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
-        is_index_compiled=IS_COMPILED,
+        is_index_compiled=block_table.IS_COMPILED and compiled.IS_COMPILED,
     )

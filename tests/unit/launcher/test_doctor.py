@@ -259,7 +259,7 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "index degraded": (with_router(RouterHealth(not_exact={"d1": "degraded"})), Level.NOTE, "does not know exactly what d1 has cached"),
     "index fallback": (with_router(RouterHealth(not_exact={"d1": "fallback"})), Level.WARNING, "does not know what d1 has cached"),
     "tokens": (with_router(RouterHealth(tokens_differ=["d1"])), Level.WARNING, "router-1 tokenizes differently from d1"),
-    "router's index": (with_router(RouterHealth(is_index_compiled=False)), Level.NOTE, "The prefix index of router-1 runs in Python"),
+    "router's index": (with_router(RouterHealth(is_index_compiled=False)), Level.NOTE, "The prefix index or placement of router-1 runs in Python"),
     "unknown": ({"unknown": {"fleet": "it took too long"}}, Level.NOTE, "The fleet could not be checked: it took too long."),
 }  # fmt: skip
 

@@ -1,0 +1,242 @@
+"""The compiled form of placement: it reads the fleet table as Python writes it, refuses bad arguments and leaks nothing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+
+import msgspec
+import numpy as np
+import pytest
+
+from services.router.placement import compiled
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import CostPlacer
+from services.router.state import fleet_table as t
+from services.router.state.cluster_view import ClusterView
+from services.router.state.prefix_index import PrefixIndex
+from shared.contracts.workers import Role
+from tests.support.fleet_builders import load, record
+
+pytestmark = pytest.mark.skipif(not compiled.IS_COMPILED, reason="not built here")
+
+NOW = 0.0
+PROMPT = PlacementRequest(model="m", prompt_tokens=1000, hashes=(1, 2, 3))
+CALLS_MAX = 60
+"""Of functions, Python's and others, for one disaggregated placement; the Python form makes more than three times as many."""
+ROUNDS = 300
+
+
+def fleet(workers: int, *roles: Role, compiled_form: bool = True) -> tuple[ClusterView, CostPlacer]:
+    cluster, index = ClusterView(), PrefixIndex()
+    placer = CostPlacer(cluster, index, PlacementPolicy(), compiled=compiled_form)
+    for number in range(workers):
+        add(cluster, index, number, roles[number % len(roles)])
+    return cluster, placer
+
+
+def add(cluster: ClusterView, index: PrefixIndex, number: int, role: Role) -> None:
+    cluster.record(record(f"w{number}", role=role, connector="baton-1"), NOW)
+    cluster.report(load(f"w{number}", role=role), NOW)
+    index.join(f"w{number}", 1)
+
+
+def test_the_table_has_the_same_rows_in_both_languages():
+    from services.router.native import _placement
+
+    assert [getattr(t, name) for name in _placement.NUMBERS.split()] == list(range(t.NUMBERS))
+    assert [getattr(t, name) for name in _placement.FLAGS.split()] == list(range(t.FLAGS))
+
+
+def test_it_follows_a_table_that_grows():
+    cluster, placer = fleet(0, Role.BOTH)
+    for number in range(3 * t.ROWS_AT_FIRST):
+        add(cluster, PrefixIndex(), number, Role.BOTH)
+        others = frozenset(cluster.workers) - {f"w{number}"}
+        placement = placer.place(msgspec.structs.replace(PROMPT, excluded=others), NOW)
+        assert isinstance(placement, Placement)
+        assert placement.decode.record.worker_id == f"w{number}"
+        assert isinstance(placed := placer.place(PROMPT, NOW), Placement)
+        assert placed.considered == number + 1
+
+
+def calls_of(placer: CostPlacer) -> int:
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    placer.place(PROMPT, NOW)
+    sys.setprofile(count)
+    try:
+        placer.place(PROMPT, NOW)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_placement_makes_few_calls():
+    native, python = (calls_of(fleet(4, Role.PREFILL, Role.DECODE, compiled_form=form)[1]) for form in (True, False))
+
+    assert native <= CALLS_MAX
+    assert native * 3 < python
+
+
+def test_placements_leave_no_references_behind():
+    cluster, placer = fleet(4, Role.PREFILL, Role.DECODE)
+    views = [cluster.workers[f"w{number}"] for number in range(4)]
+    arrays = (cluster.table.numbers, cluster.table.flags, cluster.table.groups, cluster.mask("m"))
+
+    def counts() -> list[int]:
+        return [sys.getrefcount(one) for one in (None, *views, *arrays)]
+
+    def place() -> None:
+        for _ in range(ROUNDS):
+            placement = placer.place(PROMPT, NOW)
+            assert isinstance(placement, Placement)
+            assert [chosen is not None for _part, _among, chosen in placement.candidates] == [True, True, False]
+
+    place()
+    gc.collect()
+    before = counts()
+    tracemalloc.start()
+    try:
+        place()
+        gc.collect()
+        first = tracemalloc.get_traced_memory()[0]
+        place()
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - first
+    finally:
+        tracemalloc.stop()
+
+    assert all(abs(now - then) < ROUNDS // 10 for now, then in zip(counts(), before, strict=True))
+    assert grown < ROUNDS
+
+
+def test_a_replaced_table_is_released():
+    arrays = [np.zeros((t.NUMBERS, 4)), np.zeros((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64)]
+    before = [sys.getrefcount(one) for one in arrays]
+    for _ in range(ROUNDS):
+        native(*arrays)
+
+    assert [sys.getrefcount(one) for one in arrays] == before
+
+
+def native(numbers=None, flags=None, groups=None, free=None, costs=None):
+    given = (numbers, flags, groups, free, costs)
+    fitting = (
+        np.ones((t.NUMBERS, 4)),
+        np.ones((t.FLAGS, 4), np.bool_),
+        np.zeros(4, np.int64),
+        np.zeros(4, np.bool_),
+        np.zeros((3, 4)),
+    )
+    return compiled.NativePlacement(*(one if one is not None else fit for one, fit in zip(given, fitting, strict=True)))
+
+
+FIXED = np.zeros(4, np.bool_)
+FIXED.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"numbers": np.ones((t.NUMBERS - 1, 4))},
+        {"numbers": np.ones((t.NUMBERS, 5))},
+        {"numbers": np.ones((t.NUMBERS, 4), np.int64)},
+        {"numbers": np.ones((4, t.NUMBERS)).T},
+        {"numbers": np.ones(t.NUMBERS * 4)},
+        {"flags": np.ones((t.FLAGS + 1, 4), np.bool_)},
+        {"flags": np.ones((t.FLAGS, 4), np.uint8)},
+        {"groups": np.zeros(4)},
+        {"groups": np.zeros(3, np.int64)},
+        {"free": FIXED},
+        {"costs": np.zeros((2, 4))},
+        {"costs": [0.0]},
+    ],
+)
+def test_a_table_of_another_shape_is_refused(arrays):
+    with pytest.raises((ValueError, TypeError, BufferError)):
+        native(**arrays)
+
+
+MASK = np.ones(4, np.bool_)
+ASKED = {
+    "tokens": 100,
+    "tokens_out": 10,
+    "least": 1,
+    "now": 0.0,
+    "ttft": 1.0,
+    "itl": 1.0,
+    "tie": 0.0,
+    "mode": 0,
+    "options": 0,
+    "groups": None,
+    "depths": None,
+    "slots": None,
+    "rows": None,
+    "views": [None] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(5, MASK, (), 0.0), (-1, MASK, (), 0.0), (4, MASK[:3], (), 0.0), (4, MASK, (4,), 0.0), (4, MASK, (-1,), 0.0),
+     (4, MASK, [0], 0.0), (4, MASK, ("0",), 0.0), (4, MASK.astype(np.int8), (), 0.0), (4, MASK, (), "0"), (2**80, MASK, (), 0.0),
+     (4, None, (), 0.0), ()],
+)  # fmt: skip
+def test_fit_refuses_rows_that_there_are_not(arguments):
+    with pytest.raises((ValueError, TypeError)):
+        native().fit(*arguments)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokens": "1"},
+        {"now": "0"},
+        {"mode": 4},
+        {"mode": -1},
+        {"groups": np.zeros(3, np.int64)},
+        {"groups": np.zeros(4)},
+        {"depths": np.zeros(4, np.int64), "slots": np.zeros(4, np.int64)},
+        {"depths": np.zeros(4, np.int32)},
+        {"rows": [4]},
+        {"rows": [-1]},
+        {"rows": [2**80]},
+        {"rows": [0] * 5},
+        {"rows": (0,)},
+        {"views": [None] * 3},
+        {"views": ()},
+    ],
+)
+def test_choose_refuses_what_does_not_fit_the_table(changed):
+    placing = native()
+    assert placing.fit(4, MASK, (), 0.0) == 0
+
+    with pytest.raises((ValueError, TypeError)):
+        placing.choose(*{**ASKED, **changed}.values())
+
+
+def test_hostile_sizes_are_bounded():
+    numbers, free = np.ones((t.NUMBERS, 4)), np.zeros(4, np.bool_)
+    numbers[t.LEGS] = 0.0
+    numbers[t.BLOCK_SIZE] = [0.0, -1.0, np.nan, 1e300]
+    placing = native(numbers, free=free)
+    assert placing.fit(4, MASK, (), 0.0) == 4
+    slots = np.array([-1, 7, -(2**62), 2**62], np.int64)
+
+    hostile = {
+        "tokens": 2**200,
+        "tokens_out": -(2**200),
+        "least": -(2**200),
+        "depths": np.ones(4, np.int32),
+        "slots": slots,
+    }
+    chosen = placing.choose(*{**ASKED, **hostile}.values())
+
+    assert chosen is not None
+    assert len(chosen[5]) == 4 * compiled.CANDIDATE.size
