@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from services.router.placement.placer import BY_LOAD
+from services.router.placement.assembly import BY_LOAD
 from services.router.tokenize.prompts import ATTACHED
 from shared.contracts.engine_paths import MESSAGES
 from shared.contracts.failures import Failure, Reason
