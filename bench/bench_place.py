@@ -1,17 +1,20 @@
 """Cost of one placement, including the index lookup: ``python -m bench.bench_place``.
 
 Fleets of workers that do both phases, and of prefill and decode workers, busy to different degrees; prompts of 512
-blocks, of which each worker holds none or some. CPU time of the calling thread; beside it the
-cost of visiting each worker once in Python, in the same run. A shared core can be slower for a
-while: the last column is p99/p50 of constant work, done in turns with the placements.
+blocks, of which each worker holds none or some. CPU time of the calling thread, of the compiled form and of the Python
+form in turns; calls of functions as a profiler counts them; and the cost of visiting each worker once in Python. A shared
+core can be slower for a while: the last column is p99/p50 of constant work, done in turns with the placements.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import time
+from collections.abc import Callable
 from statistics import median
 
+from services.router.placement.compiled import IS_COMPILED
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
 from services.router.service import tune_garbage_collection
@@ -25,13 +28,13 @@ from shared.contracts.workers import Role
 from tests.support.fleet_builders import load, record
 
 BLOCKS, BLOCK_TOKENS = 512, 32
-PLACEMENTS = 2000
+PLACEMENTS = 1000
 SAME_WORK = 20_000
 SIZES = (2, 4, 16, 100, 1000)
 FLEETS = {"do both": (Role.BOTH,), "prefill and decode": (Role.PREFILL, Role.DECODE)}
 
 
-def fleet(size: int, roles: tuple[Role, ...]) -> tuple[ClusterView, CostPlacer]:
+def fleet(size: int, roles: tuple[Role, ...]) -> tuple[ClusterView, PrefixIndex]:
     """So many workers, some of them holding a part of the prompt."""
     chance = random.Random(size)
     cluster, index = ClusterView(), PrefixIndex(block_table())
@@ -44,45 +47,73 @@ def fleet(size: int, roles: tuple[Role, ...]) -> tuple[ClusterView, CostPlacer]:
         held = chance.choice((0, 0, 0, chance.randrange(BLOCKS)))
         snapshot = KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1)))
         index.restore(snapshot)
-    return cluster, CostPlacer(cluster, index, PlacementPolicy())
+    return cluster, index
 
 
-def measure(size: int, roles: tuple[Role, ...]) -> tuple[float, float, float, float]:
-    """Microseconds of CPU: p50 and p99 of one placement, and p50 of one look at each worker; last, p99 to p50 of what is
-    always the same.
-    """
-    cluster, costs = fleet(size, roles)
+def calls(placer: CostPlacer, request: PlacementRequest) -> int:
+    """Functions that one placement calls, Python's and others."""
+    count = 0
+
+    def on_call(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    sys.setprofile(on_call)
+    placer.place(request, 0.0)
+    sys.setprofile(None)
+    return count
+
+
+def timed_us(work: Callable[[], object]) -> float:
+    began_s = time.thread_time()
+    work()
+    return (time.thread_time() - began_s) * 1e6
+
+
+def place_us(cluster: ClusterView, placer: CostPlacer, request: PlacementRequest) -> float:
+    """Microseconds to place a request, which then runs and ends."""
+    began_s = time.thread_time()
+    placement = placer.place(request, 0.0)
+    took_us = (time.thread_time() - began_s) * 1e6
+    assert isinstance(placement, Placement)
+    sent = Sent(0.0, placement.uncached_tokens, placement.context_tokens)
+    cluster.leg_started(placement.decode.record.worker_id, sent)
+    cluster.leg_ended(placement.decode.record.worker_id, sent, placement.context_tokens)
+    return took_us
+
+
+def measure(size: int, roles: tuple[Role, ...]) -> list[str]:
+    """A line of the table."""
+    cluster, index = fleet(size, roles)
+    forms = (True, False) if IS_COMPILED else (False,)
+    placers = {form: CostPlacer(cluster, index, PlacementPolicy(), compiled=form) for form in forms}
     request = PlacementRequest(model="m", prompt_tokens=BLOCKS * BLOCK_TOKENS + 5, hashes=tuple(range(1, BLOCKS + 1)))
-    took_us, scan_us, same_us = [], [], []
+    took_us: dict[bool, list[float]] = {form: [] for form in forms}
+    scan_us, same_us = [], []
     tune_garbage_collection()
     for number in range(PLACEMENTS):
-        began_s = time.thread_time()
-        placement = costs.place(request, 0.0)
-        took_us.append((time.thread_time() - began_s) * 1e6)
-        assert isinstance(placement, Placement)
-        sent = Sent(0.0, placement.uncached_tokens, placement.context_tokens)
-        cluster.leg_started(placement.decode.record.worker_id, sent)
-        cluster.leg_ended(placement.decode.record.worker_id, sent, placement.context_tokens)
-        began_s = time.thread_time()
-        sum(range(SAME_WORK))
-        same_us.append((time.thread_time() - began_s) * 1e6)
+        for form, placer in placers.items():
+            took_us[form].append(place_us(cluster, placer, request))
+        same_us.append(timed_us(lambda: sum(range(SAME_WORK))))
         if number % 20 == 0:
-            began_s = time.thread_time()
-            sum(view.own.tokens for view in cluster.workers.values())
-            scan_us.append((time.thread_time() - began_s) * 1e6)
-    took_us.sort()
+            scan_us.append(timed_us(lambda: sum(view.own.tokens for view in cluster.workers.values())))
+    cells = []
+    for form in (True, False):
+        of_form = sorted(took_us.get(form, ()))
+        cells += [f"{of_form[len(of_form) * share // 100]:.0f}" if of_form else "" for share in (50, 99)]
+        cells.append(f"{calls(placers[form], request)}" if of_form else "")
     same_us.sort()
-    middle, late = PLACEMENTS // 2, PLACEMENTS * 99 // 100
-    return took_us[middle], took_us[late], median(scan_us), same_us[late] / same_us[middle]
+    return [*cells, f"{median(scan_us):.1f}", f"{same_us[len(same_us) * 99 // 100] / median(same_us):.2f}"]
 
 
 def main() -> None:
-    print("| workers | that | place µs p50 | p99 | one look at each worker µs | p99 / p50 of the same work |")
-    print("|---:|---|---:|---:|---:|---:|")
+    print(
+        "| workers | that | compiled, µs p50 | p99 | calls | Python, µs p50 | p99 | calls | one look at each, µs | p99 / p50 of the same work |"
+    )
+    print(f"|---:|---|{'---:|' * 8}")
     for size in SIZES:
         for label, roles in FLEETS.items():
-            p50, p99, scan, same = measure(size, roles)
-            print(f"| {size} | {label} | {p50:.0f} | {p99:.0f} | {scan:.1f} | {same:.2f} |", flush=True)
+            print(f"| {size} | {label} | {' | '.join(measure(size, roles))} |", flush=True)
 
 
 if __name__ == "__main__":
