@@ -7,7 +7,8 @@ import shlex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.launcher.systemd import read_variables, variables_text
+from services.launcher.service_files.host_services import read_variables
+from services.launcher.service_files.systemd import variables_text
 from tests.support.examples import examples
 
 NAMES = st.from_regex(r"[A-Z_]{1,9}", fullmatch=True)

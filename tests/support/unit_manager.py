@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from services.launcher.systemd import read_variables
+from services.launcher.service_files.host_services import read_variables
 from tests.support.system import is_alive, until
 
 STOP_S_MAX = 60.0
@@ -72,12 +72,9 @@ def stop_target(folder: Path) -> None:
 
 
 def main(folder: Path, arguments: list[str]) -> None:
-    unit = arguments[-1]
-    if arguments[0] == "restart":
-        stop(folder, unit)
-        start(folder, unit)
-    else:
-        print((folder / f"{unit}.pid").read_text())
+    assert arguments[0] == "restart", arguments
+    stop(folder, arguments[-1])
+    start(folder, arguments[-1])
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ def check(config: Annotated[Path, typer.Argument(metavar="FLEET.TOML", help="A f
     show_fleet(Console(highlight=False, soft_wrap=True), fleet_of(config))
 
 
-def fleet_of(config: Path) -> Fleet:
+def fleet_of(config: Path, head_address: str = "") -> Fleet:
     """The fleet of that file; exits with the reason if there is none."""
     try:
-        return read_fleet_file(config.expanduser().read_text(encoding="utf-8"))
+        return read_fleet_file(config.expanduser().read_text(encoding="utf-8"), head_address)
     except OSError as error:
         fail(f"{config}: {error.strerror}")
     except UnicodeDecodeError:
@@ -90,9 +90,9 @@ def show_workers(console: Console, found: Fleet, host: HostTable) -> None:
         console.print("  no workers")
 
 
-def run_host(config: Path, name: str, state_dir: Path) -> int:
+def run_host(config: Path, name: str, head_address: str, state_dir: Path) -> int:
     """Run the host of that name; returns the exit code."""
-    found = fleet_of(config)
+    found = fleet_of(config, head_address)
     part = part_named(config, found, name)
     if part.name == found.head.name:
         return run_head(found, part, state_dir)

@@ -61,12 +61,15 @@ def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel="Secure it", epilog=EPILOG)(token)
 
 
-def token(
+def token(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
     role: Annotated[TokenRole | None, typer.Option(help="Role of the host's workers; or use --config.")] = None,
     count: Annotated[int, typer.Option(min=1, max=WORKERS_MAX, help="Number of workers.", metavar="N")] = 1,
     model: Annotated[str, typer.Option(help="Their model.", metavar="ID", show_default="the running one")] = "",
     config: Annotated[Path | None, typer.Option(help="A fleet file, which names the workers.")] = None,
     name: Annotated[str, typer.Option(help="Name of the host that joins.", show_default="a new one")] = "",
+    address: Annotated[
+        str, typer.Option(help="Where other hosts reach the head host.", show_default="that of the file")
+    ] = "",
     revoke: Annotated[bool, typer.Option("--revoke", help="Revoke the keys of the host instead.")] = False,
     state_dir: StateDir = None,
 ) -> None:
@@ -79,19 +82,21 @@ def token(
         return
     if (config is None) == (role is None):
         fail("Name either --role, or a fleet file with --config and a host in it with --name.")
+    if address and not config:
+        fail("--address replaces an address in a fleet file: name the file with --config.")
     running = state_file.find(folder)
     if config:
-        nats_url, part = _from_file(config, name)
+        nats_url, part = _from_file(config, name, address)
     else:
         nats_url, part = part_from_running(running, name or f"host-{secrets.token_hex(2)}", str(role), count, model)
     print(_made(folder, running, nats_url, part))
 
 
-def _from_file(config: Path, name: str) -> tuple[str, HostPart]:
+def _from_file(config: Path, name: str, head_address: str) -> tuple[str, HostPart]:
     from services.launcher.commands.fleet import fleet_of, part_named
     from services.launcher.fleet.head import nats_url_of
 
-    found = fleet_of(config)
+    found = fleet_of(config, head_address)
     part = part_named(config, found, name)
     if part.name == found.head.name:
         fail(f"{part.name} is the head host: it needs no token. Name another host with --name.")

@@ -81,7 +81,10 @@ Config = Annotated[
     option("Several hosts", "Run one host of this fleet; instead of other options.", False, metavar="FLEET.TOML"),
 ]
 Name = Annotated[str, option("Several hosts", "The host in the fleet file.", "this machine's name", metavar="HOST")]
-WITH_CONFIG = {"config", "name", "state_dir"}
+Address = Annotated[
+    str, option("Several hosts", "Where other hosts reach the head host.", "that of the file", metavar="ADDRESS")
+]
+WITH_CONFIG = {"config", "name", "address", "state_dir"}
 """Options that `baton up --config` takes."""
 EPILOG = """[bold]Examples[/]
 
@@ -166,12 +169,13 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     open_nats: OpenNats = False,
     config: Config = None,
     name: Name = "",
+    address: Address = "",
     state_dir: StateDir = None,
 ) -> None:
     """Start a whole system on this machine and run it until Ctrl-C."""
     common = common_settings()
-    if config or name:
-        up_host(ctx, config, name, state_dir or Path(common.state_dir))
+    if config or name or address:
+        up_host(ctx, config, name, address, state_dir or Path(common.state_dir))
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
     nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
     options = UpOptions(
@@ -202,15 +206,16 @@ def run(options: UpOptions) -> NoReturn:
     sys.exit(asyncio.run(run_up(options)))
 
 
-def up_host(ctx: typer.Context, config: Path | None, name: str, state_dir: Path) -> NoReturn:
+def up_host(ctx: typer.Context, config: Path | None, name: str, address: str, state_dir: Path) -> NoReturn:
     """Run one host of a fleet file."""
     if not config:
-        fail("--name selects a host of a fleet file: give the file with --config.")
+        option = "--name" if name else "--address"
+        fail(f"{option} is of a host of a fleet file: give the file with --config.")
     if others := [each for each in ctx.meta[ORDER] if each not in WITH_CONFIG]:
         fail(f"--{others[0].replace('_', '-')} has no effect with --config: write it into {config}.")
     from services.launcher.commands.fleet import run_host  # Imported here so that `baton --help` is quick.
 
-    sys.exit(run_host(config, name, state_dir.expanduser().absolute()))
+    sys.exit(run_host(config, name, address, state_dir.expanduser().absolute()))
 
 
 def models_of(ctx: typer.Context, *, join: bool) -> tuple[ModelOptions, ...]:

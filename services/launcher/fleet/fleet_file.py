@@ -148,17 +148,25 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         raise WrongFleetFile(f"no host has the name {name!r}; name one with --name: {_listed(self.host)}")
 
 
-def read_fleet_file(text: str) -> Fleet:
-    """The fleet. Raises WrongFleetFile."""
+def read_fleet_file(text: str, head_address: str = "") -> Fleet:
+    """The fleet. ``head_address`` replaces the file's address of the head host. Raises WrongFleetFile."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise WrongFleetFile(f"it is not valid TOML: {error}") from error
     _check_tables(raw)
     fleet = _converted(raw, Fleet, "")
+    if head_address:
+        fleet = _with_head_at(fleet, head_address)
     _check_hosts(fleet)
     _check_models(fleet)
     return fleet
+
+
+def _with_head_at(fleet: Fleet, address: str) -> Fleet:
+    head = fleet.head if fleet.host else None
+    hosts = (msgspec.structs.replace(each, address=address) if each is head else each for each in fleet.host)
+    return msgspec.structs.replace(fleet, host=tuple(hosts))
 
 
 def part_of(fleet: Fleet, name: str) -> HostPart:

@@ -71,7 +71,7 @@ class ChildStarter:
 
     def __init__(self, logs: Path, environment: Mapping[str, str], guard_pipe: BinaryIO) -> None:
         self.logs = logs
-        self._environment = environment
+        self.environment = environment
         self._guard_pipe = guard_pipe
 
     def log_of(self, name: str) -> Path:
@@ -84,7 +84,7 @@ class ChildStarter:
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *plan.command,
-                env={**self._environment, "PYTHONUNBUFFERED": "1", **plan.env},
+                env={**self.environment, "PYTHONUNBUFFERED": "1", **plan.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

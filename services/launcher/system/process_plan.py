@@ -56,6 +56,23 @@ class ProcessPlan:
     """False: requests are served without it, so it is restarted even if its configuration is wrong."""
 
 
+DRAIN_S = {Stage.WORKERS: 30.0, Stage.SERVICES: 30.0, Stage.NATS: 10.0}
+"""Unless a variable ``*_DRAIN_S_MAX`` says otherwise."""
+STOP_SPARE_S = 15.0
+"""Added to the drain deadline of a process: for its last status and its children."""
+
+
+def stop_s(process: ProcessPlan, inherited: Mapping[str, str]) -> float:
+    """From SIGTERM to SIGKILL: more than its drain deadline, which the plan or an inherited variable sets."""
+    service = "WORKER" if process.stage is Stage.WORKERS else process.name.partition("-")[0].upper()
+    given = {**inherited, **process.env}.get(f"{service}_DRAIN_S_MAX")
+    try:
+        drain_s = float(given or DRAIN_S[process.stage])
+    except ValueError:  # With this setting it does not start.
+        drain_s = DRAIN_S[process.stage]
+    return drain_s + STOP_SPARE_S
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequiredPort:
     """A port that must be free before anything starts."""

@@ -14,7 +14,7 @@ from services.launcher.bus_client import launcher_access
 from services.launcher.system import children
 from services.launcher.system.children import Child, ChildStarter
 from services.launcher.system.process_death import RestartHistory, RestartPolicy, last_lines, why_it_died
-from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
+from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan, stop_s
 from services.launcher.system.screen import Row, Screen
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, Envelope
@@ -38,8 +38,6 @@ download of a model.
 STARTS_AT_ONCE_MIN = 2
 DEATHS_SHOWN_MAX = 5
 """Deaths of one process in a row that are shown with the last lines of its log."""
-GRACE_S = {Stage.WORKERS: 40.0, Stage.SERVICES: 35.0, Stage.NATS: 10.0}
-"""From SIGTERM to SIGKILL: a little more than the processes' own ``drain_s_max``."""
 
 
 class StartFailed(Exception):
@@ -317,7 +315,7 @@ class System:
     async def _stop(self, child: Child) -> None:
         name = child.plan.name
         self._screen.board.draining(name, self._clock.now())
-        grace_s = GRACE_S[child.plan.stage]
+        grace_s = stop_s(child.plan, self._starter.environment)
         by_itself = await child.stop(grace_s=grace_s, hurry=self._hurry)
         detail = (
             ""

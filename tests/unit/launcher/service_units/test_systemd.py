@@ -6,28 +6,21 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from services.launcher.service_files.host_services import CannotWriteService, HostServices, read_variables
+from services.launcher.service_files.systemd import command_line, unit_files, variable_files, variables_text
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import plan_system
 from services.launcher.system.process_plan import Machine, ProcessPlan
-from services.launcher.systemd import (
-    CannotWriteUnit,
-    UnitOptions,
-    command_line,
-    read_variables,
-    unit_files,
-    variable_files,
-    variables_text,
-)
 
 MACHINE = Machine(python=sys.executable, nats_server=sys.executable, cores=(0, 1))
 OPTIONS = UpOptions(
     models=(ModelOptions(prefill=1, decode=1),), keys_dir="/s/cluster", state_dir="/s", host_name="one", join=False
 )
-INSTALLED = UnitOptions(folder="/s/services", user="root")
 KNOWN_SINCE_254 = ("RestartSteps", "RestartMaxDelaySec")
 """Keys that an older systemd names and ignores."""
 Unit = dict[str, list[str]]
@@ -46,8 +39,12 @@ def parsed(text: str) -> Unit:
     return found
 
 
-def units(options: UnitOptions = INSTALLED) -> dict[str, Unit]:
-    return {each.name: parsed(each.text) for each in unit_files(processes(), options)}
+def host(user: str = "root", inherited: Mapping[str, str] | None = None) -> HostServices:
+    return HostServices(processes=processes(), inherited=inherited or {}, folder="/s/services", user=user)
+
+
+def units(of: HostServices | None = None) -> dict[str, Unit]:
+    return {each.name: parsed(each.text) for each in unit_files(of or host())}
 
 
 def test_the_target_has_every_process_and_an_instance_for_each_worker():
@@ -78,17 +75,11 @@ def test_a_process_that_fails_is_restarted_unless_its_configuration_is_wrong():
 
 
 def test_a_worker_may_drain_as_long_as_its_setting_says():
-    *others, worker = processes()
-    slow = ProcessPlan(
-        name=worker.name,
-        stage=worker.stage,
-        command=worker.command,
-        env={**worker.env, "WORKER_DRAIN_S_MAX": "600"},
-    )
-    [template] = [each for each in unit_files([*others, slow], INSTALLED) if "@" in each.name]
+    slow = units(host(inherited={"WORKER_DRAIN_S_MAX": "600"}))
 
     assert units()["baton-worker@.service"]["TimeoutStopSec"] == ["45"]
-    assert parsed(template.text)["TimeoutStopSec"] == ["615"]
+    assert slow["baton-worker@.service"]["TimeoutStopSec"] == ["615"]
+    assert slow["baton-router.service"]["TimeoutStopSec"] == ["45"]
 
 
 def test_workers_keep_their_gpus_and_may_lock_memory():
@@ -102,13 +93,14 @@ def test_workers_keep_their_gpus_and_may_lock_memory():
 
 
 def test_units_of_a_user_ask_for_nothing_that_only_root_may():
-    for name, unit in units(UnitOptions(folder="/s/services")).items():
+    for name, unit in units(host(user="")).items():
         assert not {"User", "ProtectSystem", "PrivateDevices", "CapabilityBoundingSet"} & unit.keys(), name
-    assert units(UnitOptions(folder="/s/services"))["baton.target"]["WantedBy"] == ["default.target"]
+    assert units(host(user=""))["baton.target"]["WantedBy"] == ["default.target"]
 
 
 def test_variables_have_those_of_the_plan_and_nats_inherits_none():
-    files = {each.name: each for each in variable_files(processes(), {"HF_TOKEN": "x", "BATON_NATS_URL": "wrong"})}
+    given = {"HF_TOKEN": "x", "BATON_NATS_URL": "wrong"}
+    files = {each.name: each for each in variable_files(host(inherited=given))}
 
     worker = read_variables(files["one-decode-1.env"].text)
     assert (worker["HF_TOKEN"], worker["BATON_NATS_URL"]) == ("x", "tls://127.0.0.1:4222")
@@ -118,7 +110,7 @@ def test_variables_have_those_of_the_plan_and_nats_inherits_none():
 
 
 def test_a_value_of_several_lines_is_refused():
-    with pytest.raises(CannotWriteUnit, match="HF_TOKEN has more than one line"):
+    with pytest.raises(CannotWriteService, match="HF_TOKEN has more than one line"):
         variables_text({"HF_TOKEN": "a\nExecStart=/bin/sh"})
 
 
@@ -129,7 +121,7 @@ def test_arguments_mean_themselves_to_systemd():
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
 @pytest.mark.parametrize("user", ["root", ""])
 def test_systemd_accepts_the_units(tmp_path: Path, user: str):
-    for each in unit_files(processes(), UnitOptions(folder="/s/services", user=user)):
+    for each in unit_files(host(user)):
         (tmp_path / each.name).write_text(each.text)
 
     done = subprocess.run(

@@ -8,32 +8,30 @@ from threading import Event
 
 import pytest
 
-from services.launcher.systemd import Systemctl, UpgradeStopped, restart_workers
+from services.launcher.service_files.upgrade import Systemctl, UpgradeStopped, restart_workers
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 SOON_S = 20.0
-NEW_PID = 20
 SHORT_S = 0.2
 
 
 class Manager:
-    """Restarts as systemd does: each is told to the test, which publishes what the worker does next."""
+    """Ends a worker and starts it: each is told to the test, which publishes what the worker does next."""
 
     def __init__(self) -> None:
         self.restarted: list[str] = []
         self.changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-    def restart(self, unit: str) -> int:
+    def restart(self, worker_id: str) -> None:
         said = Event()
-        self._loop.call_soon_threadsafe(self._told, unit, said)
+        self._loop.call_soon_threadsafe(self._told, worker_id, said)
         assert said.wait(SOON_S)
-        return NEW_PID + len(self.restarted)
 
-    def _told(self, unit: str, said: Event) -> None:
-        self.restarted.append(unit)
+    def _told(self, worker_id: str, said: Event) -> None:
+        self.restarted.append(worker_id)
         self.changed.set()
         said.set()
 
@@ -44,10 +42,8 @@ class Manager:
                 await self.changed.wait()
 
 
-async def publish(bus: MemoryBus, worker: str, phase: ServicePhase, pid: int) -> None:
-    await bus.publish(
-        SERVICE_STATUS, ServiceStatus(service="worker", instance=worker, phase=phase, detail="broken", pid=pid)
-    )
+async def publish(bus: MemoryBus, worker: str, phase: ServicePhase) -> None:
+    await bus.publish(SERVICE_STATUS, ServiceStatus(service="worker", instance=worker, phase=phase, detail="broken"))
 
 
 async def begun(count: int, ready_s_max: float = SOON_S) -> tuple[MemoryBus, Manager, asyncio.Task[None], list[str]]:
@@ -59,27 +55,27 @@ async def begun(count: int, ready_s_max: float = SOON_S) -> tuple[MemoryBus, Man
     return MemoryBus(hub), manager, task, shown
 
 
-async def until_done(task: asyncio.Task[None], bus: MemoryBus, worker: str, phase: ServicePhase, pid: int) -> None:
+async def until_done(task: asyncio.Task[None], bus: MemoryBus, worker: str, phase: ServicePhase) -> None:
     """Publish as a service does, again and again."""
     async with asyncio.timeout(SOON_S):
         while not task.done():
-            await publish(bus, worker, phase, pid)
+            await publish(bus, worker, phase)
             await asyncio.sleep(0)
 
 
 async def test_the_second_worker_restarts_when_the_first_is_ready_again():
     bus, manager, task, shown = await begun(2)
     await manager.next(1)
-    assert manager.restarted == ["baton-worker@w-1.service"]
+    assert manager.restarted == ["w-1"]
 
     async with asyncio.timeout(SOON_S):
         while len(manager.restarted) < 2:
-            await publish(bus, "w-1", ServicePhase.READY, NEW_PID + 1)
+            await publish(bus, "w-1", ServicePhase.READY)
             await asyncio.sleep(0)
-    await until_done(task, bus, "w-2", ServicePhase.READY, NEW_PID + 2)
+    await until_done(task, bus, "w-2", ServicePhase.READY)
 
     await task
-    assert manager.restarted == ["baton-worker@w-1.service", "baton-worker@w-2.service"]
+    assert manager.restarted == ["w-1", "w-2"]
     assert shown[-1] == "w-2 is ready."
 
 
@@ -87,7 +83,7 @@ async def test_a_worker_that_fails_stops_the_upgrade():
     bus, manager, task, _shown = await begun(2)
     await manager.next(1)
 
-    await until_done(task, bus, "w-1", ServicePhase.FAILED, NEW_PID + 1)
+    await until_done(task, bus, "w-1", ServicePhase.FAILED)
 
     with pytest.raises(UpgradeStopped, match="w-1 failed: broken"):
         await task
@@ -103,5 +99,5 @@ async def test_a_worker_that_is_not_ready_in_time_stops_the_upgrade():
 
 
 def test_a_missing_systemctl_stops_the_upgrade():
-    with pytest.raises(UpgradeStopped, match="restart x"):
+    with pytest.raises(UpgradeStopped, match=r"restart baton-worker@x\.service"):
         Systemctl(user=True, program="/nowhere/systemctl").restart("x")
