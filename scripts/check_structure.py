@@ -29,6 +29,7 @@ PURE = {
     "services.launcher.cluster": "folder",
     "services.launcher.doctor": "facts findings installation services workers",
     "services.launcher.fleet": "fleet_file",
+    "services.launcher.service_files": "host_services systemd",
     "services.launcher.system": "devices options plan process_death process_plan",
     "services.launcher.views": "watch",
     "services.orchestrator": "lifecycle sleeper",

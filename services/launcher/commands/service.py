@@ -65,7 +65,7 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton service install --config fleet.toml --out units[/]   to look at them, and to copy them as root
 
-[cyan]baton service install --kind quadlet --image baton-engine-cuda:dev --config fleet.toml[/]   in containers
+[cyan]baton service install --kind quadlet --image localhost/baton-engine-cuda:dev[/]   in containers, with the token
 
 [cyan]baton service install --kind slurm --config fleet.toml --sbatch partition=gpu --sbatch time=7-0[/]   one job
 

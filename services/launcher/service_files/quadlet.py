@@ -57,8 +57,6 @@ LogDriver=journald
 """Triton executes what it compiles into /tmp. SELinux would hide the host's folders and the GPUs from containers with
 labels.
 """
-WITH_INIT = "RunInit=true\n"
-"""For a process that would be pid 1 of its namespace, which nobody else buries."""
 SHARED_NAMESPACES = "PodmanArgs=--pid=host --ipc=host\n"
 """UCX copies between processes of one host (``cuda_ipc``, shared memory) only in common PID and IPC namespaces."""
 
@@ -116,7 +114,7 @@ def _container_file(host: HostServices, process: ProcessPlan, containers: Contai
         + _user(host, containers)
         + CONFINED
         + "".join(f"Volume={each}\n" for each in _volumes(host, process, containers))
-        + (SHARED_NAMESPACES if process.env.get("WORKER_ENGINE") == "vllm" else WITH_INIT)
+        + (SHARED_NAMESPACES if process.env.get("WORKER_ENGINE") == "vllm" else "")
         + _devices(host, process)
         + f"PodmanArgs=--stop-timeout={stop_s:.0f}\n"
         f"\n[Service]\nTimeoutStopSec={stop_s + PODMAN_SPARE_S:.0f}\nTimeoutStartSec=infinity\n"

@@ -167,3 +167,11 @@ def test_check_shows_every_host_within_80_columns(fleet: Fleet):
         "  two-both-1  B",
         "  two-store-1  A",
     ]
+
+
+def test_the_address_of_the_head_host_can_be_given_later():
+    text = FILE.replace('address = "10.0.0.1"\n', "")
+
+    with pytest.raises(WrongFleetFile, match="address is missing"):
+        read_fleet_file(text)
+    assert [host.address for host in read_fleet_file(text, "10.0.0.9").host] == ["10.0.0.9", ""]

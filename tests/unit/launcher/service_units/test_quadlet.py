@@ -84,7 +84,6 @@ def test_simulated_engines_get_no_gpus_and_namespaces_of_their_own():
 
     assert "AddDevice" not in worker
     assert worker["PodmanArgs"] == ["--stop-timeout=115"]
-    assert worker["RunInit"] == ["true"]
 
 
 def test_a_container_sees_its_own_keys_only():

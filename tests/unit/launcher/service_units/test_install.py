@@ -1,0 +1,92 @@
+"""`baton service install`: options that do not fit, and programs that are not here, end with what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from typer.testing import CliRunner
+
+from services.launcher.cli import app
+
+FLEET = """
+engine = "simulated"
+[[host]]
+name = "one"
+address = "127.0.0.1"
+workers = [{ role = "both" }]
+"""
+QUADLET, SLURM = ("--kind", "quadlet"), ("--kind", "slurm")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "fleet.toml"
+    file.write_text(FLEET)
+    with mock.patch.dict(os.environ):  # The command sets variables of its process.
+        yield file
+
+
+def install(fleet: Path, *options: str, path: str = "/nowhere") -> tuple[int, str]:
+    done = CliRunner().invoke(
+        app,
+        ["service", "install", "--config", str(fleet), "--state-dir", str(fleet.parent / "state"), *options],
+        env={"PATH": path, "COLUMNS": "200"},
+    )
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (QUADLET, "--kind quadlet needs --image"),
+        (("--image", "x"), "--image is for containers: add --kind quadlet"),
+        (("--sbatch", "time=1"), "--sbatch is for an sbatch file: add --kind slurm"),
+        ((*SLURM, "--user"), "--user has no effect with --kind slurm"),
+        ((*SLURM, "--name", "one"), "--name has no effect with --kind slurm"),
+        (SLURM, "sbatch was not found"),
+        ((*QUADLET, "--image", "x"), "Podman 4.5 or newer is not here"),
+        ((*QUADLET, "--image", "x", "--name", "two", "--print"), "no host has the name 'two'"),
+        ((*SLURM, "--print", "--sbatch", "nodes=2"), "the hosts of the fleet file say how many nodes there are"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fleet: Path, options: tuple[str, ...], text: str):
+    code, output = install(fleet, *options)
+
+    assert code == 1
+    assert text in " ".join(output.split())
+
+
+def test_an_old_podman_is_refused(fleet: Path):
+    podman = fleet.parent / "podman"
+    podman.write_text("#!/bin/sh\necho podman version 4.3.1\n")
+    podman.chmod(0o755)
+
+    code, output = install(fleet, *QUADLET, "--image", "x", path=str(fleet.parent))
+
+    assert code == 1
+    assert "Podman 4.5 or newer is not here" in output
+
+
+def test_files_and_folders_of_containers_are_written(fleet: Path):
+    out, state = fleet.parent / "units", fleet.parent / "state"
+
+    code, output = install(fleet, *QUADLET, "--image", "localhost/x", "--name", "one", "--out", str(out))
+
+    assert code == 0, output
+    assert (out / "baton-worker@one-both-1.container").is_file()
+    assert (state / "services" / "one-both-1.env").stat().st_mode & 0o777 == 0o600
+    assert (state / "containers" / "router").is_dir()
+    assert "systemctl daemon-reload && systemctl enable --now baton.target" in output
+
+
+def test_the_first_api_key_of_a_job_is_shown_here_and_not_in_its_output(fleet: Path):
+    code, output = install(fleet, *SLURM, "--out", str(fleet.parent))
+
+    assert code == 0, output
+    assert "The first API key" in output
+    assert (fleet.parent / "state" / "cluster" / "router" / "keys.toml").is_file()
+    assert "sbatch baton.sbatch" in output
