@@ -31,6 +31,7 @@ TABLE = """
 |---|---|---|---|---|---|---|---|
 """
 WHY_CHARS_MAX = 160
+SAME_REASON_CHARS = 70
 ROW = re.compile(r"^\| \[([\w-]+)\]\(#[\w-]+\) \|.*$", re.MULTILINE)
 SECTION = re.compile(r"^## ([\w-]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -81,7 +82,7 @@ def compared(result: Comparison, facts: str) -> Part:
         str(len(unexplained)),
     ]
     blocks = [f"## {result.suite}", f"{result.what}.", facts, _figures(result), _cut_off(result)]
-    blocks += [_differences(result), _reasons("Failed on both", result.neither()), _skipped(result)]
+    blocks += [_differences(result), _failed(result.neither()), _skipped(result)]
     return Part(f"| {' | '.join(cells)} |", "\n\n".join(block for block in blocks if block))
 
 
@@ -110,10 +111,20 @@ def _differences(result: Comparison) -> str:
     return "\n".join(["| difference | one engine | P/D | reason |", "|---|---|---|---|", *rows])
 
 
-def _reasons(title: str, tests: list[tuple[str, str]]) -> str:
+def _failed(tests: list[tuple[str, str]]) -> str:
+    """Grouped by how the reason begins: what follows differs from test to test."""
     if not tests:
         return ""
-    return "\n".join([f"{title}:", "", *(f"* `{test}`: {_cell(why)}" for test, why in tests)])
+    groups: dict[str, tuple[str, list[str]]] = {}
+    for test, why in tests:
+        reason = " ".join(why.split()).split(" + where ", 1)[0]
+        groups.setdefault(reason[:SAME_REASON_CHARS], (reason, []))[1].append(test.rpartition("::")[2])
+    rows = (f"* {len(names)}: {_cell(reason)} ({_names(names)})" for reason, names in groups.values())
+    return "\n".join(["Failed on both:", "", *rows])
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
 
 def _skipped(result: Comparison) -> str:
