@@ -22,7 +22,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_receiver_that_is_away_is_complained_about_once_in_a_while(caplog):
     now = 1000.0
     receiver = OtlpReceiver()  # It accepts connections, and nobody answers them.
-    exporter = SpanExporter(receiver.endpoint, export_s_max=0.05, now=lambda: now)
+    exporter = SpanExporter(receiver.endpoint, export_s_max=0.3, now=lambda: now)
 
     for _ in range(3):
         exporter.export([])
