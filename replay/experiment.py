@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from replay.legs import ReplayedRequest
 from replay.oracle import Oracle
 from replay.policies import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS, Make
 from replay.policies.base import PolicyContext
@@ -42,6 +43,17 @@ def run(
     progress: Callable[[int], None] = lambda _number: None,
 ) -> Result:
     """Run one policy (see ``known``)."""
+    return run_with_outcomes(setting, policy, load, label, progress)[0]
+
+
+def run_with_outcomes(
+    setting: Setting,
+    policy: str,
+    load: float,
+    label: str = "",
+    progress: Callable[[int], None] = lambda _number: None,
+) -> tuple[Result, list[ReplayedRequest]]:
+    """As ``run``, with each request's outcome."""
     requests = at_load(setting.requests, load)
     world = World(setting.shape, setting.profile)
     install(world, policy, setting)
@@ -49,7 +61,7 @@ def run(
     outcomes = world.run(requests, progress)
     cpu_s = time.process_time() - began_s
     name = (policy, load, label or f"{load:g}")
-    return summarise(name, outcomes, world.workers.values(), setting.slo, cpu_s)
+    return summarise(name, outcomes, world.workers.values(), setting.slo, cpu_s), outcomes
 
 
 def install(world: World, policy: str, setting: Setting) -> None:

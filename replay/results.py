@@ -5,8 +5,10 @@ The only module that imports matplotlib, which may be missing.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float = 5.0
     itl_s: float = 0.1
 
+    def met_by(self, ttft_s: float, tpot_s: float) -> bool:
+        """Whether a served request met both."""
+        return ttft_s <= self.ttft_s and tpot_s <= self.itl_s
+
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """Percentiles and mean of one measure, in seconds."""
@@ -36,8 +42,26 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: float = 0.0
 
 
+NEVER = Spread(mean=inf, p50=inf, p95=inf, p99=inf)
+"""Of requests of which none was served."""
+LENGTHS = (1024, 4096, 16_384, 65_536)
+"""Prompt tokens at which the next bucket of ``Result.buckets`` begins."""
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests with prompts of one range of lengths."""
+
+    tokens_min: int
+    """Shortest prompt of the bucket; it ends where the next one begins."""
+    requests: int
+    served_share: float
+    """Share of them that was served, however late."""
+    good_share: float
+    """Share of them that met both targets."""
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy at one load."""
+    """One policy at one load. A request that was rejected or failed is infinitely late, and so are all its tokens."""
 
     policy: str
     load: float
@@ -46,19 +70,25 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     offered_per_s: float
     requests: int
     refused: int
+    """Requests that were rejected or failed."""
     ttft: Spread
-    """Percentiles count a rejected request as infinitely late; the mean is over served requests."""
+    """The mean is over served requests, here and below."""
     tpot: Spread
     """Mean time between tokens per request."""
     itl: Spread
     """Time between tokens, over all tokens."""
     hit_share: float
-    """Share of prompt tokens cached at the worker that computed the prompt."""
+    """Share of the served requests' prompt tokens that the worker which computed the prompt had cached."""
     fetched_share: float
-    """Share of prompt tokens read from other workers."""
+    """Share of the served requests' prompt tokens that was read from other workers."""
     goodput_per_s: float
-    """Requests per second of the trace that met both targets; rejected ones did not."""
+    """Requests that met both targets, per second of the trace."""
     good_share: float
+    goodput_tokens_per_s: float = 0.0
+    """Prompt and completion tokens of the requests that met both targets, per second of the trace."""
+    good_tokens_share: float = 0.0
+    buckets: list[Bucket] = []
+    """By prompt length, without empty ones."""
     preemptions: int
     busy_share: float
     """Share of the workers' time spent in steps while requests arrived."""
@@ -75,10 +105,12 @@ def summarise(
 ) -> Result:
     """``name``: policy, load and the load's label."""
     served = [replayed for replayed in outcomes if replayed.finished_at is not None]
+    lost = [replayed.request for replayed in outcomes if replayed.finished_at is None]
     span_s = max(outcomes[-1].request.at_s - outcomes[0].request.at_s, 1e-9)
     ended_s = max((replayed.finished_at or 0.0 for replayed in served), default=span_s)
     prompt_tokens = max(1, sum(replayed.request.input_tokens for replayed in served))
-    good = sum(replayed.ttft_s <= slo.ttft_s and replayed.tpot_s <= slo.itl_s for replayed in served)
+    good = [replayed for replayed in served if slo.met_by(replayed.ttft_s, replayed.tpot_s)]
+    good_tokens = sum(replayed.request.tokens for replayed in good)
     itl: Counter[int] = Counter()
     busy_s, count = 0.0, 0
     for worker in workers:
@@ -90,14 +122,20 @@ def summarise(
         label=name[2],
         offered_per_s=len(outcomes) / span_s,
         requests=len(outcomes),
-        refused=len(outcomes) - len(served),
-        ttft=spread_of([replayed.ttft_s for replayed in served], len(outcomes) - len(served)),
-        tpot=spread_of([replayed.tpot_s for replayed in served if replayed.request.output_tokens > 1]),
-        itl=spread_of_counts(itl),
+        refused=len(lost),
+        ttft=spread_of([replayed.ttft_s for replayed in served], len(lost)),
+        tpot=spread_of(
+            [replayed.tpot_s for replayed in served if replayed.request.output_tokens > 1],
+            sum(request.output_tokens > 1 for request in lost),
+        ),
+        itl=spread_of_counts(itl, sum(request.output_tokens - 1 for request in lost)),
         hit_share=sum(replayed.cached_tokens for replayed in served) / prompt_tokens,
         fetched_share=sum(replayed.fetched_tokens for replayed in served) / prompt_tokens,
-        goodput_per_s=good / span_s,
-        good_share=good / len(outcomes),
+        goodput_per_s=len(good) / span_s,
+        good_share=len(good) / len(outcomes),
+        goodput_tokens_per_s=good_tokens / span_s,
+        good_tokens_share=good_tokens / sum(replayed.request.tokens for replayed in outcomes),
+        buckets=buckets_of([replayed.request.input_tokens for replayed in group] for group in (outcomes, served, good)),
         preemptions=sum(replayed.preemptions for replayed in served),
         busy_share=busy_s / (max(1, count) * max(ended_s, 1e-9)),
         cpu_s=cpu_s,
@@ -105,9 +143,9 @@ def summarise(
 
 
 def spread_of(values: Sequence[float], never: int = 0) -> Spread:
-    """Percentiles by nearest rank; ``never`` further values count as infinite."""
+    """Percentiles by nearest rank; ``never`` further values count as infinite, except in the mean."""
     if not values:
-        return Spread()
+        return NEVER if never else Spread()
     ordered = sorted(values) + [inf] * never
     return Spread(mean=sum(values) / len(values), **{f"p{p}": ordered[rank(len(ordered), p)] for p in (50, 95, 99)})
 
@@ -117,13 +155,28 @@ def rank(count: int, percent: int) -> int:
     return min(count - 1, -(-count * percent // 100) - 1)
 
 
-def spread_of_counts(counts: Counter[int]) -> Spread:
+def buckets_of(groups: Iterable[Iterable[int]]) -> list[Bucket]:
+    """``groups``: prompt lengths of all requests, of the served ones and of the good ones."""
+    offered, served, good = (Counter(bisect_right(LENGTHS, tokens) for tokens in group) for group in groups)
+    return [
+        Bucket(
+            tokens_min=(1, *LENGTHS)[index],
+            requests=requests,
+            served_share=served[index] / requests,
+            good_share=good[index] / requests,
+        )
+        for index, requests in sorted(offered.items())
+    ]
+
+
+def spread_of_counts(counts: Counter[int], never: int = 0) -> Spread:
     """As ``spread_of``, for times counted in buckets."""
-    total = sum(counts.values())
-    if not total:
-        return Spread()
-    mean = sum(seconds_of(bucket) * times for bucket, times in counts.items()) / total
-    found: dict[str, float] = {}
+    served = sum(counts.values())
+    if not served:
+        return NEVER if never else Spread()
+    total = served + never
+    mean = sum(seconds_of(bucket) * times for bucket, times in counts.items()) / served
+    found: dict[str, float] = {f"p{percent}": inf for percent in (50, 95, 99)}
     seen = 0
     wanted = [50, 95, 99]
     for bucket in sorted(counts):
@@ -146,6 +199,8 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "+fetched %": lambda r: f"{r.fetched_share * 100:.1f}",
     "goodput/s": lambda r: f"{r.goodput_per_s:.3f}",
     "good %": lambda r: f"{r.good_share * 100:.1f}",
+    "tokens/s": lambda r: f"{r.goodput_tokens_per_s:.0f}",
+    "tokens %": lambda r: f"{r.good_tokens_share * 100:.1f}",
     "refused": lambda r: str(r.refused),
     "preempted": lambda r: str(r.preemptions),
     "CPU s": lambda r: f"{r.cpu_s:.0f}",
@@ -177,12 +232,23 @@ def markdown_of(results: Sequence[Result]) -> str:
         lines.append("| " + " | ".join(name.strip() for name in COLUMNS) + " |")
         lines.append("|---" + "|---:" * (len(COLUMNS) - 1) + "|")
         lines += ["| " + " | ".join(column(row) for column in COLUMNS.values()) + " |" for row in rows]
-        parts.append("\n".join(lines))
+        parts += ["\n".join(lines), buckets_markdown_of(rows)]
     return "\n\n".join(parts) + "\n"
 
 
+def buckets_markdown_of(results: Sequence[Result]) -> str:
+    """Served and good shares by prompt length; all results are of one load."""
+    starts = sorted({bucket.tokens_min for result in results for bucket in result.buckets})
+    names = [f"{start} to {end - 1}" for start, end in pairwise(starts)] + [f"from {start}" for start in starts[-1:]]
+    lines = ["| served / good %, by prompt tokens | " + " | ".join(names) + " |", "|---" + "|---:" * len(names) + "|"]
+    for result in results:
+        cells = {one.tokens_min: f"{one.served_share * 100:.1f} / {one.good_share * 100:.1f}" for one in result.buckets}
+        lines.append(f"| {result.policy} | " + " | ".join(cells.get(start, "") for start in starts) + " |")
+    return "\n".join(lines)
+
+
 def save(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Write ``results.md`` and ``results.json``; returns their paths."""
+    """Write ``results.md`` and ``results.json``, where infinity is null; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "results.md", folder / "results.json"]
     paths[0].write_text(markdown_of(results))

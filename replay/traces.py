@@ -37,6 +37,11 @@ class Request:
     input_tokens: int
     output_tokens: int
 
+    @property
+    def tokens(self) -> int:
+        """Of prompt and completion."""
+        return self.input_tokens + self.output_tokens
+
 
 class MooncakeRow(msgspec.Struct):
     """One line of Mooncake's form."""
