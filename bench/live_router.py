@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from replay.experiment import SWEPT
 from replay.legs import Active
-from replay.policies import BASELINES, BATON
+from replay.policies import BATON
 from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
+from replay.policies.systems import make_rule
 from replay.profile import PROFILES
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet, Placer
@@ -78,7 +78,7 @@ class Replayed:
             slo_itl_s=setting.slo_itl_s,
             seed=setting.seed,
         )
-        self._policy: Placer = (BASELINES.get(policy) or SWEPT[policy])(around)
+        self._policy: Placer = make_rule(policy)(around)
 
     def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
         outcome = self._policy.place(request, now)

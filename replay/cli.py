@@ -21,14 +21,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from replay.experiment import Setting, find_knee, known, run
-from replay.policies import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS
+from replay.experiment import Setting, find_knee, run
+from replay.policies.systems import UnknownPolicyError, names, parse, sweep_of
 from replay.profile import PROFILES, Profile
 from replay.results import NoPlots, Result, Slo, draw, save, table_of
 from replay.traces import Request, TraceError, cut, read_trace
 from replay.world import Shape
 
-ALL = [BATON, BATON_WAITING, BATON_STRICT, *BASELINES, ORACLE]
+ALL = names()
 KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
 """The knee is where the best of these no longer keeps the target."""
 KNEE = "knee"
@@ -84,7 +84,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     """
     policies = policy or ALL
     refuse_unknown(policies)
-    swept = [one for name in policies for one in SWEEPS.get(name, {})] if sweep else []
+    swept = [one for name in policies for one in sweep_of(name)] if sweep else []
     setting = Setting(
         requests=requests_of(trace, seed, hours, limit),
         shape=shape_of(workers, prefill, decode),
@@ -116,14 +116,16 @@ def run_and_show(setting: Setting, runs: list[tuple[str, float, str]], out: Path
 def policies() -> None:
     """List all policies, and the parameters that --sweep varies."""
     for name in ALL:
-        screen.print(name, *SWEEPS.get(name, {}), sep="  ", markup=False)
+        screen.print(name, *sweep_of(name), sep="  ", markup=False)
 
 
 def refuse_unknown(policies: list[str]) -> None:
     """Exit for a policy that does not exist."""
     for name in policies:
-        if not known(name):
-            fail(f"There is no policy {name!r}. Policies: {', '.join(ALL)}; see also: baton bench policies")
+        try:
+            parse(name)
+        except UnknownPolicyError as error:
+            fail(f"{error} See also: baton bench policies")
 
 
 def requests_of(trace: Path, seed: int, hours: float, limit: int) -> list[Request]:

@@ -7,20 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replay.legs import ReplayedRequest
-from replay.oracle import Oracle
-from replay.policies import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS, Make
+from replay.policies import systems
 from replay.policies.base import PolicyContext
 from replay.profile import Profile
 from replay.results import Result, Slo, summarise
 from replay.traces import Request, at_load
 from replay.world import Shape, World
-from services.router.admission.admission import AdmissionPolicy
-from services.router.placement.slo import Targets
 
 KNEE_RATIO = 1.02
 """Precision of the search."""
 KNEE_LOAD_MAX = 4096.0
-SWEPT: dict[str, Make] = {name: make for sweep in SWEEPS.values() for name, make in sweep.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +38,7 @@ def run(
     label: str = "",
     progress: Callable[[int], None] = lambda _number: None,
 ) -> Result:
-    """Run one policy (see ``known``)."""
+    """Run one policy (see ``replay.policies.systems``)."""
     return run_with_outcomes(setting, policy, load, label, progress)[0]
 
 
@@ -65,31 +61,16 @@ def run_with_outcomes(
 
 
 def install(world: World, policy: str, setting: Setting) -> None:
-    """Make ``policy`` the world's placer."""
-    slo = setting.slo
-    if policy in (BATON, BATON_WAITING, BATON_STRICT):
-        world.targets = Targets(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
-        if policy != BATON:
-            world.admit(AdmissionPolicy(serve_late=policy == BATON_WAITING))
-        return
-    if policy == ORACLE:
-        world.fleet.placer = Oracle(world)
-        return
-    make = BASELINES.get(policy) or SWEPT[policy]
+    """Make ``policy`` the world's; raises UnknownPolicyError."""
     context = PolicyContext(
         fleet=world.fleet,
         counts=world.counts,
         profile=setting.profile,
-        slo_ttft_s=slo.ttft_s,
-        slo_itl_s=slo.itl_s,
+        slo_ttft_s=setting.slo.ttft_s,
+        slo_itl_s=setting.slo.itl_s,
         seed=setting.seed,
     )
-    world.fleet.placer = make(context)
-
-
-def known(policy: str) -> bool:
-    """Whether there is such a policy."""
-    return policy in (BATON, BATON_WAITING, BATON_STRICT, ORACLE) or policy in BASELINES or policy in SWEPT
+    systems.install(world, policy, context)
 
 
 def find_knee(setting: Setting, policies: list[str], report: Callable[[Result], None] = lambda _result: None) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from replay.legs import ReplayedRequest
 from replay.simworker import SimWorker
@@ -83,6 +84,29 @@ PASS_S_MIN = 0.02
 """Between two scheduling passes: a router limits passes to a share of its time."""
 
 At = Callable[..., None]
+
+
+class RouterQueue(Protocol):
+    """Requests that wait in a router, in virtual time."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether requests wait."""
+
+    def offer(self, replayed: ReplayedRequest, wanted: PlacementRequest, now: float) -> None:
+        """Take an arriving request."""
+
+    def schedule_pass(self, now: float) -> None:
+        """Something changed."""
+
+    def due(self, now: float) -> bool:
+        """Whether this is the pass that was scheduled last."""
+
+    def run_pass(self, now: float) -> None:
+        """Decide about waiting requests."""
+
+    def ended(self, replayed: ReplayedRequest) -> None:
+        """A placed request has ended."""
 
 
 class VirtualAdmission:

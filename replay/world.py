@@ -12,7 +12,7 @@ from typing import Any
 from replay.engine import Engine, Job
 from replay.legs import Exchange, Leg, ReplayedRequest, RequestCounts
 from replay.profile import Profile
-from replay.router import NETWORK_S, Knowledge, VirtualAdmission
+from replay.router import NETWORK_S, At, Knowledge, RouterQueue, VirtualAdmission
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
 from services.router.admission.admission import AdmissionPolicy
@@ -53,7 +53,7 @@ class World:
         self.counts = RequestCounts()
         self.targets: Targets = NO_TARGETS
         """Of every request."""
-        self._admission: VirtualAdmission | None = None
+        self._admission: RouterQueue | None = None
         self._knowledge = Knowledge(self.fleet, made)
         self._exchange = Exchange(self.workers, self.at, self._woken)
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -106,9 +106,11 @@ class World:
 
     def admit(self, policy: AdmissionPolicy) -> None:
         """Turn admission on: requests may wait in the router or be rejected."""
-        self._admission = VirtualAdmission(
-            self.fleet, policy, lambda when: self.at(when, self._run_pass), self._decided
-        )
+        self.queue(lambda at, decided: VirtualAdmission(self.fleet, policy, at, decided))
+
+    def queue(self, make: Callable[[At, Callable[..., None]], RouterQueue]) -> None:
+        """Put a queue in front of placement; ``make`` gets how to schedule a pass and whom to tell of decisions."""
+        self._admission = make(lambda when: self.at(when, self._run_pass), self._decided)
 
     def _arrives(self, now: float, replayed: ReplayedRequest) -> None:
         self._knowledge.catch_up(now)

@@ -70,11 +70,12 @@ class Baseline(ABC):
 
     def place(self, request: PlacementRequest, _now: float) -> Placement | Rejection:
         """Place on one worker, or on a prefill and a decode worker."""
-        both, prefills, decodes = (self._workers(role) for role in (Role.BOTH, Role.PREFILL, Role.DECODE))
+        both, prefills, decodes = (self.workers(role) for role in (Role.BOTH, Role.PREFILL, Role.DECODE))
         if not both and not (prefills and decodes):
             return NO_WORKER
+        computing = self._allowed(both or prefills, request)
         matches = self.fleet.index.match(request.hashes)
-        chosen = self.choose(request, both or prefills, matches)
+        chosen = self.choose(request, computing, matches)
         if isinstance(chosen, Rejection):
             return chosen
         sources = self.sources(request, chosen, matches)
@@ -83,6 +84,7 @@ class Baseline(ABC):
         blocks = min(limit, matches.get(chosen.record.worker_id, 0))
         fetched = max(0, max((min(limit, source.end) for source in sources), default=0) - blocks)
         uncached = request.prompt_tokens - (blocks + fetched) * size
+        self.predicted(self.profile.prompt_s(request.prompt_tokens, request.prompt_tokens - uncached))
         apart = not both
         policy = self.fleet.policy
         streamed = apart and 0 <= policy.stream_tokens_min <= uncached
@@ -112,7 +114,15 @@ class Baseline(ABC):
         smallest = min(costs)
         return self.rng.choice([view for view, cost in zip(workers, costs, strict=True) if cost == smallest])
 
-    def _workers(self, role: Role) -> list[WorkerView]:
+    @staticmethod
+    def _allowed(workers: list[WorkerView], request: PlacementRequest) -> list[WorkerView]:
+        """All but those that a queue excludes because they are full; they may still be read from."""
+        if not request.excluded:
+            return workers
+        return [view for view in workers if view.record.worker_id not in request.excluded]
+
+    def workers(self, role: Role) -> list[WorkerView]:
+        """All workers of a role."""
         workers = self.fleet.cluster.workers
         if self._count != len(workers):
             self._count = len(workers)

@@ -1,10 +1,8 @@
-"""Placement policies of other systems from their published descriptions, with their published settings."""
+"""Cost models of Dynamo, llm-d and Mooncake from their published descriptions, with their published settings."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from replay.policies.base import TOKENS_OUT_UNKNOWN, Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest, Rejection
@@ -24,14 +22,16 @@ class DynamoKvCost(Baseline):
     and the smallest cost wins (temperature 0, the default), at random among equals. Documented defaults: credit of a
     block in device memory 1.0, no credit decay, prefill load scale 1; a prompt counts at full value until its first
     token; the blocks of requests in flight are counted by the router. Disaggregated, the prefill router does not count
-    active blocks and the decode router gives no credit for overlap. To sweep: the overlap credit (1.0) or the
-    load scale.
+    active blocks and the decode router gives no credit for overlap. ``decay`` divides the credit of a worker by
+    1 + decay * (its active prefill tokens - the least loaded worker's) / tokens of the prompt's blocks
+    (``lib/kv-router/src/scheduling/selector/default.rs``; 0, the default, turns it off). To tune: scale, credit, decay.
     """
 
-    def __init__(self, context: PolicyContext, prefill_load_scale: float = 1.0, credit: float = 1.0) -> None:
+    def __init__(self, context: PolicyContext, scale: float = 1.0, credit: float = 1.0, decay: float = 0.0) -> None:
         super().__init__(context)
-        self._scale = prefill_load_scale
+        self._scale = scale
         self._credit = credit
+        self._decay = decay
 
     def choose(
         self, request: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
@@ -40,9 +40,11 @@ class DynamoKvCost(Baseline):
         size = self.profile.block_tokens
         incoming = -(-request.prompt_tokens // size)
         costs = []
+        floor = min(self.active(view).prefill_tokens for view in workers)
         for view in workers:
             active = self.active(view)
-            overlap = self._credit * matches.get(view.record.worker_id, 0)
+            credit = self._credit / (1.0 + self._decay * (active.prefill_tokens - floor) / (size * incoming))
+            overlap = credit * matches.get(view.record.worker_id, 0)
             adjusted = max(active.prefill_tokens / size + incoming - overlap, 0.0)
             decode = active.context_tokens / size + incoming if view.record.role is not Role.PREFILL else 0.0
             costs.append(self._scale * adjusted + decode)
@@ -96,6 +98,48 @@ class LlmDScorer(Baseline):
         return self.least(workers, costs)
 
 
+class LlmDSticky(Baseline):
+    """llm-d's default since its release 0.9, *sticky until saturated* (llm-d/llm-d-router ebab687,
+    ``pkg/epp/framework/plugins/scheduling/filter/prefixcacheaffinity``, ``scorer/tokenload`` and
+    ``requestcontrol/dataproducer/inflightload``; llm-d/llm-d, guide ``optimized-baseline``).
+
+    Workers with at least ``affinity`` of the prompt's blocks are sticky; if there are any, the others are left out,
+    unless the least in-flight tokens of the sticky ones exceed the least of the others by more than ``penalty_s``
+    seconds of the peak prefill rate. Of what is left the worker with the fewest in-flight tokens is chosen, at random
+    among equals. In-flight tokens are the uncached ones of prompts without a first token. The peak rate is what its
+    guide measures: one unloaded chunk of ``max_num_batched_tokens``. Defaults 0.8 and 18 s. A decode worker is the one
+    with the fewest requests (``active-request-scorer`` in its guide for disaggregation).
+    """
+
+    def __init__(self, context: PolicyContext, affinity: float = 0.8, penalty_s: float = 18.0) -> None:
+        super().__init__(context)
+        self._affinity = affinity
+        chunk = context.profile.max_num_batched_tokens
+        self._penalty_tokens = penalty_s * chunk / context.profile.prompt_s(chunk, 0)
+
+    def choose(
+        self, request: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
+    ) -> WorkerView:
+        """The fewest in-flight tokens, of the sticky workers while they are not saturated."""
+        blocks = max(1, len(request.hashes))
+        sticky: list[WorkerView] = []
+        others: list[WorkerView] = []
+        for view in workers:
+            share = matches.get(view.record.worker_id, 0) / blocks
+            (sticky if share >= self._affinity else others).append(view)
+        if sticky and not self._saturated(sticky, others):
+            workers = sticky
+        return self.least(workers, self._tokens(workers))
+
+    def _saturated(self, sticky: Sequence[WorkerView], others: Sequence[WorkerView]) -> bool:
+        if not others:
+            return False
+        return min(self._tokens(sticky)) - min(self._tokens(others)) > self._penalty_tokens
+
+    def _tokens(self, workers: Sequence[WorkerView]) -> list[float]:
+        return [self.active(view).prefill_tokens for view in workers]
+
+
 THRESHOLD = 1.0
 """Fetch any longer prefix: on these engines reading is cheaper than computing, so no larger value does better."""
 
@@ -105,18 +149,18 @@ class MooncakeConductor(Baseline):
 
     For each prefill instance: if the best instance's prefix is more than ``kvcache_balancing_threshold`` times as long
     as this one's, it fetches the difference (T_transfer) and computes the rest, else it computes all behind its own
-    prefix.
-    TTFT = T_transfer + T_queue + T_prefill(length, prefix); the instance with the least is chosen; T_queue is the sum
-    of the prefill times of what is queued there. Times are predicted by a regression fitted offline: here the simulated
-    engine's exact model replaces it. The threshold is tuned by hand (the paper gives no value); it is the parameter to
-    sweep. A request whose TTFT or TBT would miss the SLO is refused: ``rejecting``. The decode instance is the one with
-    the smallest predicted TBT (SelectDecodingInstance).
+    prefix. TTFT = T_transfer + T_queue + T_prefill(length, prefix); the instance with the least is chosen; T_queue is
+    the sum of the prefill times of what is queued there. Times are predicted by a regression fitted offline: here the
+    simulated engine's exact model replaces it. The threshold is tuned by hand (the paper gives no value); it is the
+    parameter to sweep. A request whose TTFT or TBT would miss the SLO is refused if ``margin`` is set. The decode
+    instance is the one with the smallest predicted TBT (SelectDecodingInstance). With a margin, the TTFT must keep
+    ``margin`` times its target; 0 refuses nothing.
     """
 
-    def __init__(self, context: PolicyContext, threshold: float = THRESHOLD, *, rejecting: bool = False) -> None:
+    def __init__(self, context: PolicyContext, threshold: float = THRESHOLD, margin: float = 0.0) -> None:
         super().__init__(context)
         self._threshold = threshold
-        self._rejecting = rejecting
+        self._margin = margin
         self._slo = context.slo_ttft_s, context.slo_itl_s
         self._fetching: set[WorkerId] = set()
 
@@ -128,7 +172,7 @@ class MooncakeConductor(Baseline):
         limit = (request.prompt_tokens - 1) // size
         best = min(limit, max(matches.values(), default=0))
         with_best_s = profile.prompt_s(request.prompt_tokens, best * size)
-        times, prefills = [], []
+        times = []
         self._fetching.clear()
         for view in workers:
             own = min(limit, matches.get(view.record.worker_id, 0))
@@ -139,14 +183,17 @@ class MooncakeConductor(Baseline):
                 prefill_s = with_best_s
             else:
                 transfer_s, prefill_s = 0.0, profile.prompt_s(request.prompt_tokens, own * size)
-            prefills.append(prefill_s)
             times.append(transfer_s + self.active(view).prefill_s + prefill_s)
         chosen = self.least(workers, times)
         at = next(index for index, view in enumerate(workers) if view is chosen)
-        if self._rejecting and (times[at] > self._slo[0] or self._tbt_s(request, chosen) > self._slo[1]):
+        late = self._margin and times[at] > self._margin * self._slo[0]
+        if late or (self._margin and self._least_tbt_s(request, chosen) > self._slo[1]):
             return Rejection(reason=Reason.OVERLOADED, message="The targets would be missed.")
-        self.predicted(prefills[at])
         return chosen
+
+    def _least_tbt_s(self, request: PlacementRequest, chosen: WorkerView) -> float:
+        decodes = self.workers(Role.DECODE) or [chosen]
+        return min(self._tbt_s(request, view) for view in decodes)
 
     def sources(
         self, _request: PlacementRequest, chosen: WorkerView, matches: dict[WorkerId, int]
@@ -167,105 +214,3 @@ class MooncakeConductor(Baseline):
         active, profile = self.active(view), self.profile
         context = active.context_tokens + request.prompt_tokens + (active.requests + 1) * TOKENS_OUT_UNKNOWN / 2
         return profile.decode_s(active.requests + 1, context)
-
-
-TREE_TOKENS_MAX = 67_108_864
-EVICT_EVERY_S = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
-    """Of its command line."""
-
-    cache_threshold: float = 0.3
-    balance_abs: int = 64
-    balance_rel: float = 1.5
-    exact: bool = False
-
-
-class RoutedPrompts:
-    """Which blocks were routed to one worker, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def depth(self, hashes: Sequence[int]) -> int:
-        """How many blocks of a prompt, from its start."""
-        blocks = self._blocks
-        for index, block in enumerate(hashes):
-            if block not in blocks:
-                return index
-        return len(hashes)
-
-    def add(self, hashes: Sequence[int]) -> None:
-        """A prompt is routed there."""
-        for block in reversed(hashes):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-
-    def trim(self, blocks_max: int) -> None:
-        """The ends of prompts are forgotten before their beginnings."""
-        while len(self._blocks) > blocks_max:
-            self._blocks.popitem(last=False)
-
-
-class SglangCacheAware(Baseline):
-    """SGLang's gateway, policy ``cache_aware`` (lightseekorg/smg, ``model_gateway/src/policies/cache_aware.rs``, 2026).
-
-    Imbalanced, that is max - min > ``balance_abs`` and max > ``balance_rel`` * min requests in flight: the shortest
-    queue. Otherwise the worker that a tree of routed prompts says has seen most of this one, if that is more than
-    ``cache_threshold`` of it; if not, the least loaded one. Defaults are those of its command line: 0.3, 64, 1.5, a
-    tree of 67,108,864 tokens for each worker, trimmed to that, least recently used first, every 120 s.
-
-    The exact variant, for engines that tell KV events, takes the largest overlap by the prefix index instead of the
-    tree; equal overlaps go to the less loaded. The parameter to sweep is the threshold, and ``balance_abs``.
-    """
-
-    def __init__(self, context: PolicyContext, parameters: Parameters = Parameters()) -> None:
-        super().__init__(context)
-        self._parameters = parameters
-        self._trees: dict[WorkerId, RoutedPrompts] = {}
-        self._trimmed_at = 0.0
-
-    def place(self, request: PlacementRequest, now: float):  # type: ignore[no-untyped-def]  # noqa: ANN201
-        """Its tree is trimmed now and then."""
-        if now - self._trimmed_at >= EVICT_EVERY_S:
-            self._trimmed_at = now
-            for tree in self._trees.values():
-                tree.trim(TREE_TOKENS_MAX // self.profile.block_tokens)
-        return super().place(request, now)
-
-    def choose(
-        self, request: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
-    ) -> WorkerView:
-        """Balance first, then the cache."""
-        loads = [self.active(view).requests for view in workers]
-        chosen = self._choose(request, workers, loads, matches)
-        if not self._parameters.exact:
-            self._trees.setdefault(chosen.record.worker_id, RoutedPrompts()).add(request.hashes)
-        return chosen
-
-    def _choose(
-        self, request: PlacementRequest, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]
-    ) -> WorkerView:
-        parameters = self._parameters
-        smallest, largest = min(loads), max(loads)
-        if largest - smallest > parameters.balance_abs and largest > parameters.balance_rel * smallest:
-            return self.least(workers, loads)
-        if parameters.exact:
-            return self._by_overlap(workers, loads, matches)
-        depths = [self._depth(view, request.hashes) for view in workers]
-        deepest = max(depths)
-        if deepest * self.profile.block_tokens > parameters.cache_threshold * request.prompt_tokens:
-            return self.least(workers, [-depth for depth in depths])
-        return self.least(workers, loads)
-
-    def _by_overlap(self, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]) -> WorkerView:
-        overlaps = [matches.get(view.record.worker_id, 0) for view in workers]
-        most = max(overlaps)
-        tied = [(load, view) for load, view, overlap in zip(loads, workers, overlaps, strict=True) if overlap == most]
-        return self.least([view for _load, view in tied], [load for load, _view in tied])
-
-    def _depth(self, view: WorkerView, hashes: Sequence[int]) -> int:
-        tree = self._trees.get(view.record.worker_id)
-        return tree.depth(hashes) if tree is not None else 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 
-from replay.policies import BASELINES
 from replay.policies.base import PolicyContext
+from replay.policies.systems import BASELINES
 from replay.profile import Profile
 from replay.traces import Request
 from replay.world import Shape, World

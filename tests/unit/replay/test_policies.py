@@ -8,7 +8,8 @@ import pytest
 
 from replay.legs import ReplayedRequest
 from replay.policies.base import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from replay.policies.other_systems import DynamoKvCost, LlmDScorer, MooncakeConductor, Parameters, SglangCacheAware
+from replay.policies.other_systems import DynamoKvCost, LlmDScorer, LlmDSticky, MooncakeConductor
+from replay.policies.routed_prompts import ProductionStack, SglangCacheAware, SglangExact, VllmRouter
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape
@@ -97,7 +98,7 @@ def test_llm_ds_scores_are_weighed(of, ids):
 
 
 def test_sglang_follows_its_tree_unless_the_load_is_out_of_balance(of, ids):
-    policy = SglangCacheAware(context(of), Parameters(balance_abs=4, balance_rel=1.5))
+    policy = SglangCacheAware(context(of), abs_=4, rel=1.5)
     first = chosen(policy)
 
     assert chosen(policy) == first
@@ -121,7 +122,7 @@ def test_sglang_with_kv_events_takes_the_largest_overlap_then_the_less_loaded(of
     holds(of, ids[2], [11, 12])
     of.counts.active[ids[0]].requests = 1
 
-    assert chosen(SglangCacheAware(context(of), Parameters(exact=True))) == ids[2]
+    assert chosen(SglangExact(context(of))) == ids[2]
 
 
 def test_mooncake_minimises_ttft_and_fetches_a_longer_prefix(of, ids):
@@ -145,9 +146,60 @@ def test_mooncake_computes_what_is_not_longer_by_the_threshold(of, ids):
 
 
 def test_mooncake_rejects_requests_that_would_miss_the_target_if_configured(of, ids):
-    of.fleet.placer = MooncakeConductor(context(of), rejecting=True)
+    of.fleet.placer = MooncakeConductor(context(of), margin=1.0)
     assert isinstance(of.fleet.placer.place(request(), 1.0), Placement)
     for worker_id in ids:
         of.counts.active[worker_id].prefill_s = 6.0
 
     assert isinstance(of.fleet.placer.place(request(), 1.0), Rejection)
+
+
+def test_a_margin_makes_mooncake_reject_before_the_target_is_missed(of, ids):
+    for worker_id in ids:
+        of.counts.active[worker_id].prefill_s = 3.0
+
+    assert isinstance(MooncakeConductor(context(of), margin=1.0).place(request(), 1.0), Placement)
+    assert isinstance(MooncakeConductor(context(of), margin=0.5).place(request(), 1.0), Rejection)
+
+
+def test_dynamos_credit_decays_with_the_load_above_the_least_loaded(of, ids):
+    holds(of, ids[0], [11, 12, 13, 14])
+    of.counts.active[ids[0]].prefill_tokens = 512 * 3
+
+    assert chosen(DynamoKvCost(context(of))) == ids[0]  # 3 + 5 - 4 + 5 = 9 blocks, others 10
+    assert chosen(DynamoKvCost(context(of), decay=1.0)) != ids[0]  # 8 - 4 / 1.6 + 5 = 10.5
+
+
+def test_llm_d_sticks_to_the_prefix_until_its_backlog_exceeds_the_penalty(of, ids):
+    holds(of, ids[0], [11, 12, 13, 14])
+    policy = LlmDSticky(context(of), penalty_s=1.0)
+    of.counts.active[ids[0]].prefill_tokens = 10_000
+    assert chosen(policy) == ids[0]
+    of.counts.active[ids[1]].prefill_tokens = 1
+    of.counts.active[ids[0]].prefill_tokens = 21_000  # at 20,000 tokens/s
+
+    assert chosen(policy) == ids[2]
+    assert chosen(LlmDSticky(context(of))) == ids[0]  # 18 s of work
+    assert chosen(LlmDSticky(context(of)), request(2100, (11, 12, 13, 99))) == ids[2]  # three quarters do not stick
+
+
+def test_sglang_breaks_ties_by_requests_sent_and_vllm_by_order(of, ids):
+    others = [(2100, (base, base + 1, base + 2, base + 3)) for base in (100, 200, 300, 400)]
+    sglang, vllm = SglangCacheAware(context(of)), VllmRouter(context(of))
+
+    assert [chosen(sglang, request(*one)) for one in others] == [*ids, ids[0]]
+    assert [chosen(vllm, request(*one)) for one in others] == [ids[0]] * 4
+
+
+def test_the_production_stack_follows_the_prefix_whatever_the_load(of, ids):
+    policy = ProductionStack(context(of))
+    first = chosen(policy)
+    of.counts.active[first].requests = 1000
+
+    assert chosen(policy, request(2100, (11, 99, 98, 97))) == first
+
+
+def test_the_production_stack_goes_by_requests_per_second_below_its_minimum(of, ids):
+    policy = ProductionStack(context(of), tokens_min=4096)
+
+    assert {chosen(policy) for _ in ids} == set(ids)

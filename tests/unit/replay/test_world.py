@@ -6,7 +6,7 @@ import pytest
 
 from replay.legs import ReplayedRequest
 from replay.oracle import Oracle
-from replay.policies import BASELINES
+from replay.policies.systems import BASELINES
 from replay.router import NETWORK_S
 from replay.traces import Request
 from replay.world import Shape, World
