@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,13 +80,25 @@ class Active:
     """The time for ``prefill_tokens``, for policies that predict times."""
     context_tokens: int = 0
     """Prompt tokens of all of them."""
+    blocks: Counter[int] | None = None
+    """How many of them hold each full block of a prompt; None where nobody counts that."""
+
+    def blocks_with(self, chain: Sequence[int], block_tokens: int) -> float:
+        """Blocks that its legs and a further prompt hold together; a block that several hold counts once. Without
+        ``blocks`` all count.
+        """
+        if self.blocks is None:
+            return self.context_tokens / block_tokens + len(chain)
+        held = self.blocks
+        shared = bisect_left(chain, x=True, key=lambda name: name not in held)  # whoever holds a block holds its prefix
+        return len(held) + len(chain) - shared
 
 
 class RequestCounts:
     """Counts of legs by worker."""
 
     def __init__(self) -> None:
-        self.active: defaultdict[WorkerId, Active] = defaultdict(Active)
+        self.active: defaultdict[WorkerId, Active] = defaultdict(lambda: Active(blocks=Counter()))
         self.replayed: ReplayedRequest | None = None
         """The request that is being placed."""
         self.predicted_s: dict[int, float] = {}
@@ -101,6 +114,8 @@ class RequestCounts:
         active.requests += 1
         active.context_tokens += leg.job.prompt_tokens
         active.prefill_tokens += leg.uncached_tokens
+        if active.blocks is not None:
+            active.blocks.update(leg.job.chain)
         if leg.kind is not LegKind.DECODE:
             active.prefill_s += self.predicted_s.get(leg.replayed.number, 0.0)
 
@@ -116,6 +131,12 @@ class RequestCounts:
         active = self.active[leg.worker.worker_id]
         active.requests -= 1
         active.context_tokens -= leg.job.prompt_tokens
+        held = active.blocks
+        if held is not None:
+            for name in leg.job.chain:
+                held[name] -= 1
+                if not held[name]:
+                    del held[name]
 
 
 At = Callable[..., None]

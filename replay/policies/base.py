@@ -48,6 +48,8 @@ class Baseline(ABC):
         self.fleet = context.fleet
         self.profile = context.profile
         self.rng = random.Random(context.seed)
+        self.equals: list[WorkerView] = []
+        """The workers of the same smallest cost, at the last choice by cost."""
         self._counts = context.counts
         self._by_role: dict[Role, list[WorkerView]] = {}
         self._count = -1
@@ -112,7 +114,8 @@ class Baseline(ABC):
     def least(self, workers: Sequence[WorkerView], costs: Sequence[float]) -> WorkerView:
         """The worker with the smallest cost; ties are broken at random."""
         smallest = min(costs)
-        return self.rng.choice([view for view, cost in zip(workers, costs, strict=True) if cost == smallest])
+        self.equals = [view for view, cost in zip(workers, costs, strict=True) if cost == smallest]
+        return self.rng.choice(self.equals)
 
     @staticmethod
     def _allowed(workers: list[WorkerView], request: PlacementRequest) -> list[WorkerView]:

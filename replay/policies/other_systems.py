@@ -14,17 +14,18 @@ from shared.contracts.workers import Role
 
 
 class DynamoKvCost(Baseline):
-    """Dynamo's KV router (ai-dynamo/dynamo, ``docs/components/router/router-concepts.md``, 2026).
+    """Dynamo's KV router (ai-dynamo/dynamo 1.6.1, ``docs/components/router/router-concepts.md`` and
+    ``lib/kv-router/src/scheduling/selector/default.rs``; compared with its own code by ``bench.peer_decisions``).
 
-        adjusted_prefill_blocks = max(active_prefill_blocks + incoming_prompt_blocks - overlap_credit_blocks, 0)
-        cost = prefill_load_scale * adjusted_prefill_blocks + active_decode_blocks + incoming_active_blocks
+        adjusted_prefill_blocks = max((active_prefill_tokens + prompt_tokens) / block_tokens - overlap_credit_blocks, 0)
+        cost = scale * adjusted_prefill_blocks + decode_blocks
 
-    and the smallest cost wins (temperature 0, the default), at random among equals. Documented defaults: credit of a
-    block in device memory 1.0, no credit decay, prefill load scale 1; a prompt counts at full value until its first
-    token; the blocks of requests in flight are counted by the router. Disaggregated, the prefill router does not count
-    active blocks and the decode router gives no credit for overlap. ``decay`` divides the credit of a worker by
-    1 + decay * (its active prefill tokens - the least loaded worker's) / tokens of the prompt's blocks
-    (``lib/kv-router/src/scheduling/selector/default.rs``; 0, the default, turns it off). To tune: scale, credit, decay.
+    and the smallest cost wins (temperature 0, the default), at random among equals. ``decode_blocks`` are the full
+    blocks of the prompts in flight there and of this one, each counted once. A prompt counts at full value until its
+    first token. Disaggregated, the prefill router counts no decode blocks and the decode router gives no credit for
+    overlap. Documented defaults: prefill load scale 1, credit of a block in device memory 1.0, ``decay`` 0. The latter
+    divides the credit of a worker by 1 + decay * (its active prefill tokens - the least loaded worker's) / tokens of
+    the prompt's blocks.
     """
 
     def __init__(self, context: PolicyContext, scale: float = 1.0, credit: float = 1.0, decay: float = 0.0) -> None:
@@ -38,21 +39,22 @@ class DynamoKvCost(Baseline):
     ) -> WorkerView:
         """The smallest cost."""
         size = self.profile.block_tokens
-        incoming = -(-request.prompt_tokens // size)
+        prompt_tokens = size * -(-request.prompt_tokens // size)
         costs = []
         floor = min(self.active(view).prefill_tokens for view in workers)
         for view in workers:
             active = self.active(view)
-            credit = self._credit / (1.0 + self._decay * (active.prefill_tokens - floor) / (size * incoming))
+            credit = self._credit / (1.0 + self._decay * (active.prefill_tokens - floor) / prompt_tokens)
             overlap = credit * matches.get(view.record.worker_id, 0)
-            adjusted = max(active.prefill_tokens / size + incoming - overlap, 0.0)
-            decode = active.context_tokens / size + incoming if view.record.role is not Role.PREFILL else 0.0
+            adjusted = max((active.prefill_tokens + request.prompt_tokens) / size - overlap, 0.0)
+            decode = active.blocks_with(request.hashes, size) if view.record.role is not Role.PREFILL else 0.0
             costs.append(self._scale * adjusted + decode)
         return self.least(workers, costs)
 
     def choose_decode(self, request: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
-        """The fewest active blocks."""
-        return self.least(workers, [self.active(view).context_tokens for view in workers])
+        """The fewest blocks."""
+        size = self.profile.block_tokens
+        return self.least(workers, [self.active(view).blocks_with(request.hashes, size) for view in workers])
 
 
 class LlmDScorer(Baseline):

@@ -78,12 +78,20 @@ def test_of_two_random_workers_the_less_loaded_is_taken(of, ids):
 
 def test_dynamos_cost_adds_prefill_blocks_without_overlap_and_decode_blocks(of, ids):
     holds(of, ids[0], [11, 12, 13])
-    of.counts.active[ids[0]].context_tokens = 512 * 4  # 5 - 3 + 4 + 5 = 11 blocks
-    of.counts.active[ids[1]].prefill_tokens = 512 * 2  # 2 + 5 + 5 = 12 blocks
-    of.counts.active[ids[2]].context_tokens = 512 * 3  # 5 + 3 + 5 = 13 blocks
+    of.counts.active[ids[0]].blocks.update(range(100, 104))  # 2100/512 - 3 + 4 + 4 = 9.1 blocks
+    of.counts.active[ids[1]].prefill_tokens = 512 * 2  # 6.1 + 4 = 10.1 blocks
+    of.counts.active[ids[2]].blocks.update(range(100, 103))  # 4.1 + 3 + 4 = 11.1 blocks
 
     assert chosen(DynamoKvCost(context(of))) == ids[0]
     assert chosen(DynamoKvCost(context(of), credit=0.5)) == ids[1]
+
+
+def test_dynamo_counts_a_block_that_several_requests_hold_once(of, ids):
+    of.counts.active[ids[0]].blocks.update([11, 12, 13, 14])  # 4.1 + 4 blocks
+    of.counts.active[ids[1]].blocks.update([99])  # 4.1 + 5
+    of.counts.active[ids[2]].blocks.update([98])
+
+    assert chosen(DynamoKvCost(context(of))) == ids[0]
 
 
 def test_llm_ds_scores_are_weighed(of, ids):
