@@ -81,8 +81,8 @@ fuzz: setup-dev ## 100,000 inputs of each kind, through the edges and on every c
 compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, drain, keys, down; brings a docker of its own to root on Debian
 	@$(PYTHON) -m pytest -m compose -rs --timeout 3600 tests/nightly/compose $(ARGS)
 
-bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts
-	@$(PYTHON) -m bench.bench_router $(ARGS)
+bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts; PEERS=1: beside sglang-router and vllm-router
+	@$(PYTHON) -m $(if $(PEERS),bench.bench_peers,bench.bench_router) $(ARGS)
 
 bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; about ten minutes
 	@$(PYTHON) -m bench.bench_kv $(ARGS)
@@ -127,6 +127,6 @@ lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 	@scripts/lock.sh
 
 clean: ## Remove .venv and everything the tools left here
-	@rm -rf .venv .venv-llama .baton .outside build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-llama .peers .baton .outside build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@rm -f services/router/native/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ ROUTER_CORE, OTHER_CORE = "0", "1"
 READY_S_MAX = 60.0
 IDLE_S = 3.0
 SHORT_BYTES, LONG_BYTES = 200, 32_768
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+CHECKOUT = Path(__file__).resolve().parents[1]
 FAST = {
     "WORKER_ENGINE": "simulated",
     "WORKER_LEGS_MAX": "4096",
@@ -41,13 +41,16 @@ FAST = {
 }
 """Nearly instant: the speed of an engine that takes no time at all cannot be learned."""
 COMMAND = "make bench-router"
+ROUTER = ("-m", "services.router")
 
 
 class System:
     """Processes of one run; the router's CPU time."""
 
-    def __init__(self, directory: Path, nats_url: str) -> None:
+    def __init__(self, directory: Path, nats_url: str, checkout: Path = CHECKOUT) -> None:
+        """``checkout``: of the router and its workers, with its ``.venv``."""
         self._directory = directory
+        self._checkout = checkout
         self.nats_url = nats_url
         self._environ = {**os.environ, **FAST, "BATON_NATS_URL": nats_url, "BATON_LOG_LEVEL": "warning"}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -57,32 +60,40 @@ class System:
         """CPU seconds per second of an idle router."""
 
     def start(self, core: str, *command: str, **variables: str) -> int:
+        """Start the checkout's Python with these arguments."""
+        python = sys.executable if self._checkout == CHECKOUT else str(self._checkout / ".venv/bin/python")
+        return self.launch(core, [python, *command], **variables)
+
+    def launch(self, core: str, command: list[str], **variables: str) -> int:
         log = (self._directory / f"{len(self._processes)}.log").open("wb")
         process = subprocess.Popen(
-            ["taskset", "-c", core, sys.executable, "-m", *command],
+            ["taskset", "-c", core, *command],
             env={**self._environ, **variables},
+            cwd=self._checkout,
             stderr=log,
             stdout=log,
         )
         self._processes.append(process)
         return process.pid
 
-    def start_fleet(self, pairs: int) -> None:
+    def start_fleet(self, pairs: int, router: Sequence[str] = ROUTER) -> None:
         for number in range(pairs):
             for role in ("prefill", "decode"):
-                self.start(OTHER_CORE, "services.worker", WORKER_ROLE=role, WORKER_WORKER_ID=f"{role}-{number}")
-        self.router_pid = self.start(
-            ROUTER_CORE, "services.router", ROUTER_PORT=str(self.port), ROUTER_LOG_REQUESTS="false"
-        )
+                self.start(OTHER_CORE, "-m", "services.worker", WORKER_ROLE=role, WORKER_WORKER_ID=f"{role}-{number}")
+        self.router_pid = self.start(ROUTER_CORE, *router, ROUTER_PORT=str(self.port), ROUTER_LOG_REQUESTS="false")
         wait_for(f"http://127.0.0.1:{self.port}/ready")
         wait_for(f"http://127.0.0.1:{self.port}/metrics", exact=2 * pairs)
+        self.measure_idle()
+
+    def measure_idle(self) -> None:
         before = self.cpu_s()
         time.sleep(IDLE_S)
         self.idle_cpu = (self.cpu_s() - before) / IDLE_S
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.router_pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        """CPU of all live threads of the router, exact to the nanosecond (``stat`` counts in steps of 10 ms)."""
+        threads = Path(f"/proc/{self.router_pid}/task").iterdir()
+        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
     def rss_mb(self) -> float:
         status = Path(f"/proc/{self.router_pid}/status").read_text()
@@ -143,12 +154,13 @@ def floor(url: str, rate: int) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def running(pairs: int) -> Iterator[System]:
+def running(pairs: int, checkout: Path = CHECKOUT, router: Sequence[str] = ROUTER) -> Iterator[System]:
+    """``router``: what the checkout's Python runs."""
     with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch), has_buckets=True) as nats:
         pin(nats.pid, OTHER_CORE)
-        system = System(Path(scratch), nats.url)
+        system = System(Path(scratch), nats.url, checkout)
         try:
-            system.start_fleet(pairs)
+            system.start_fleet(pairs, router)
             yield system
         finally:
             system.stop()
@@ -182,7 +194,7 @@ def measure_latency(seconds: float) -> list[str]:
     rows = []
     with running(1) as system:
         direct = free_port()
-        system.start(OTHER_CORE, "bench.direct_engine", f"--port={direct}")
+        system.start(OTHER_CORE, "-m", "bench.direct_engine", f"--port={direct}")
         wait_for(f"http://127.0.0.1:{direct}/health")
         for rate, name, size in (
             (50, "short", SHORT_BYTES),

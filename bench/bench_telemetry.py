@@ -27,7 +27,7 @@ from typing import Any
 import uvloop
 
 from bench import load_client
-from bench.bench_router import OTHER_CORE, ROUTER_CORE, System, pin, show, wait_for
+from bench.bench_router import OTHER_CORE, ROUTER, ROUTER_CORE, System, pin, show, wait_for
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.otlp_receiver import OtlpReceiver
 
@@ -41,10 +41,11 @@ SEED = 7
 RESAMPLES = 4000
 ALL_EVERY = 4
 """Every so many rounds the router that traces everything has its turn."""
-COMMON: dict[str, Any] = {
-    "connections": 32, "prompt_bytes": 200, "max_tokens": 16, "stream": False, "warm_up": 0.05, "rate": 0.0,
-    "model": "baton-tiny", "seed": SEED,
-}  # fmt: skip
+COMMON: dict[str, Any] = vars(load_client.make_parser().parse_args(["--port=0"])) | {
+    "connections": 32,
+    "warm_up": 0.05,
+    "seed": SEED,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "short requests, 16 tokens": {},
     "streams of 128 tokens": {"connections": 16, "stream": True, "max_tokens": 128},
@@ -68,7 +69,7 @@ class Router:
     def round(self, kind: str, seconds: float) -> None:
         """Serve for a while. Idle CPU is not subtracted: it is the same for all."""
         before = self.cpu_ns()
-        asked = argparse.Namespace(port=self.port, seconds=seconds, **COMMON | KINDS[kind])
+        asked = argparse.Namespace(**COMMON | KINDS[kind] | {"port": self.port, "seconds": seconds})
         result = uvloop.run(load_client.run(asked))
         assert not result["errors"], result["first_error"]
         self.us.setdefault(kind, []).append((self.cpu_ns() - before) / 1e3 / result["sent"])
@@ -88,7 +89,7 @@ def three_routers(receiver: OtlpReceiver) -> Iterator[dict[str, Router]]:
                 port = free_port()
                 tracing = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_TRACE_SAMPLE_RATIO": ratio}
                 of_router = {"ROUTER_PORT": str(port), "ROUTER_LOG_REQUESTS": "false"}
-                pid = system.start(ROUTER_CORE, "services.router", **of_router, **tracing)
+                pid = system.start(ROUTER_CORE, *ROUTER, **of_router, **tracing)
                 wait_for(f"http://127.0.0.1:{port}/metrics", exact=2)
                 routers[name] = Router(port, pid)
             yield routers

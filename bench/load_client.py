@@ -2,6 +2,7 @@
 
 Closed loop: each connection sends its next request when it has its answer. Open loop (``--rate``): Poisson arrivals;
 latency counts from the scheduled arrival, so that a stall does not hide the requests that it delayed.
+``--requests`` and ``--conversations`` send a given number of requests instead, without a warm-up.
 Prints one line of JSON.
 """
 
@@ -11,8 +12,11 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, cycle, islice
 from typing import Any
 
 import uvloop
@@ -21,45 +25,74 @@ SENTENCE = "The relay of a request begins with its prompt and ends with the last
 PREFIXES = 8
 """Different beginnings, used in turn; three quarters of a prompt are its beginning."""
 SHARED_PART = 0.75
+TURN_SENTENCES = 4
+"""That a turn of a conversation adds."""
 DRAIN_S = 5.0
 """After the measured time: for answers that are on the way."""
+COUNTED_S_MAX = 120.0
+"""For a run with a given number of requests."""
+EVENT, LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
+TAIL_BYTES = 16
+COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
 class Answers:
-    """What came back."""
+    """What came back. An answer with another status than 200, or with fewer tokens than it should have, is an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int, *, stream: bool) -> None:
+        self.tokens = tokens
+        """Of each answer."""
+        self.stream = stream
         self.measuring = False
+        self.ended = 0
+        """Answers since the start, errors included."""
         self.done = 0
         self.errors = 0
+        self.short = 0
+        """Answers with too few tokens; they are errors, too."""
         self.events = 0
         self.latencies_s: list[float] = []
         self.first_event_s: list[float] = []
         self.first_error = ""
 
+    def fail(self, why: bytes) -> None:
+        self.errors += 1
+        self.first_error = self.first_error or why[:200].decode("latin-1")
+
 
 class Connection(asyncio.Protocol):
     """One keep-alive connection; reads just enough of HTTP to know when an answer ends."""
 
-    def __init__(self, answers: Answers, on_idle: Any) -> None:
+    def __init__(self, answers: Answers, on_idle: Callable[[Connection], None], script: Iterator[bytes]) -> None:
+        self.script = script
+        """Requests to send, one after the other."""
+        self.partner: Connection | None = None
+        """Gets the same request when the answer is complete; the time of both counts as one."""
         self._answers = answers
         self._on_idle = on_idle
+        self._request = b""
         self._begun_at = 0.0
         self._first_at = 0.0
         self._head = b""
         self._left = -1
         """Body bytes to come; -1 while the head is read, -2 for chunks until their end."""
         self._tail = b""
+        """What came of the body; of a stream, its end."""
+        self._events = 0
+        self._failed = False
         self.transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
     def send(self, request: bytes, begun_at: float) -> None:
+        self._request = request
         self._begun_at = begun_at
         self._first_at = 0.0
         self._head = b""
         self._left = -1
+        self._events = 0
+        self._failed = False
         self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -70,46 +103,69 @@ class Connection(asyncio.Protocol):
                 return
             head, data = self._head[:end].lower(), self._head[end + 4 :]
             if not head.startswith(b"http/1.1 200"):
-                self._fail(self._head)
+                self._failed = True
+                self._answers.fail(self._head)
             at = head.find(b"content-length: ")
             self._left = int(head[at + 16 :].split(b"\r", 1)[0]) if at >= 0 else -2
             self._tail = b""
         if self._left == -2:
-            self._take_events(data)
+            self._take_chunks(data)
         else:
             self._left -= len(data)
+            self._tail += data
             if self._left <= 0:
                 self._end()
 
-    def _take_events(self, data: bytes) -> None:
+    def _take_chunks(self, data: bytes) -> None:
         if not data:
             return
-        events = data.count(b"data: ")
-        if events:
+        joined = self._tail + data
+        if self._answers.stream and (events := joined.count(EVENT) - self._tail.count(EVENT)):
+            self._events += events
             self._first_at = self._first_at or time.perf_counter()
             self._answers.events += events if self._answers.measuring else 0
-        self._tail = (self._tail + data)[-7:]
-        if self._tail.endswith(b"\r\n0\r\n\r\n"):
+        self._tail = joined[-TAIL_BYTES:] if self._answers.stream else joined
+        if joined.endswith(LAST_CHUNK):
             self._end()
+
+    def _is_whole(self) -> bool:
+        """Whether the answer has all its tokens; a stream has an event for each and one at its end."""
+        if self._answers.stream:
+            return self._events == self._answers.tokens + 1
+        return COMPLETION_TOKENS.findall(self._tail) == [b"%d" % self._answers.tokens]
 
     def _end(self) -> None:
         answers, now = self._answers, time.perf_counter()
-        if answers.measuring:
+        if not self._failed and not self._is_whole():
+            self._failed = True
+            answers.short += 1
+            answers.fail(b"an answer with too few tokens: " + self._tail)
+        self._left = -1
+        self._head = b""
+        if self.partner is not None and not self._failed:
+            self.partner.send(self._request, self._begun_at)
+            return
+        answers.ended += 1
+        if answers.measuring and not self._failed:
             answers.done += 1
             answers.latencies_s.append(now - self._begun_at)
             if self._first_at:
                 answers.first_event_s.append(self._first_at - self._begun_at)
-        self._left = -1
-        self._head = b""
         self._on_idle(self)
-
-    def _fail(self, head: bytes) -> None:
-        self._answers.errors += 1
-        self._answers.first_error = self._answers.first_error or head[:200].decode("latin-1")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._left != -1 or self._head:
-            self._fail(b"connection lost")
+            self._answers.fail(b"connection lost")
+
+
+def request_of(arguments: argparse.Namespace, prompt: str) -> bytes:
+    fields = {"model": arguments.model, "prompt": prompt, "max_tokens": arguments.max_tokens}
+    body = json.dumps({**fields, "stream": arguments.stream, "temperature": 0, "ignore_eos": True}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nx-baton-mode: disaggregated\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def make_requests(arguments: argparse.Namespace) -> list[bytes]:
@@ -121,50 +177,81 @@ def make_requests(arguments: argparse.Namespace) -> list[bytes]:
         ending = (f" Question {number} of {arguments.seed}. " + SENTENCE * (size // len(SENTENCE) + 1))[
             : size - len(beginning)
         ]
-        fields = {"model": arguments.model, "prompt": beginning + ending, "max_tokens": arguments.max_tokens}
-        body = json.dumps({**fields, "stream": arguments.stream, "temperature": 0, "ignore_eos": True}).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nx-baton-mode: disaggregated\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        requests.append(head.encode() + body)
+        requests.append(request_of(arguments, beginning + ending))
     return requests
 
 
+def turns(arguments: argparse.Namespace, conversation: int) -> Iterator[bytes]:
+    """The requests of one conversation: each prompt is the one before it and some sentences more."""
+    size = arguments.prompt_bytes
+    prompt = (f"Conversation {conversation} of {arguments.seed}. " + SENTENCE * (size // len(SENTENCE) + 1))[:size]
+    for turn in range(arguments.turns_to):
+        if turn:
+            prompt += f" Turn {turn}. " + SENTENCE * TURN_SENTENCES
+        if turn >= arguments.turns_from:
+            yield request_of(arguments, prompt)
+
+
+def make_scripts(arguments: argparse.Namespace) -> list[Iterator[bytes]]:
+    """What each connection sends. A conversation stays on one connection, which waits for each of its answers."""
+    each = arguments.connections
+    if arguments.conversations:
+        return [
+            chain.from_iterable(turns(arguments, number) for number in range(first, arguments.conversations, each))
+            for first in range(each)
+        ]
+    requests = cycle(make_requests(arguments))
+    shared = islice(requests, arguments.requests) if arguments.requests else requests
+    return [shared] * each
+
+
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    answers, requests = Answers(), make_requests(arguments)
+    answers = Answers(arguments.max_tokens, stream=arguments.stream)
     sent = 0
     loop = asyncio.get_running_loop()
     idle: deque[Connection] = deque()
     late: deque[float] = deque()
     stopping = False
 
-    def next_request() -> bytes:
+    def send_next(connection: Connection, begun_at: float) -> None:
         nonlocal sent
-        sent += 1
-        return requests[sent % len(requests)]
+        request = next(connection.script, None)
+        if request is None:
+            idle.append(connection)
+        else:
+            sent += 1
+            connection.send(request, begun_at)
 
     def on_idle(connection: Connection) -> None:
         if late:
-            connection.send(next_request(), late.popleft())
+            send_next(connection, late.popleft())
         elif arguments.rate or stopping:
             idle.append(connection)
         else:
-            connection.send(next_request(), time.perf_counter())
+            send_next(connection, time.perf_counter())
 
-    connections = [
-        (await loop.create_connection(lambda: Connection(answers, on_idle), "127.0.0.1", arguments.port))[1]
-        for _ in range(arguments.connections)
-    ]
+    async def connect(port: int, script: Iterator[bytes], idle: Callable[[Connection], None]) -> Connection:
+        return (await loop.create_connection(lambda: Connection(answers, idle, script), "127.0.0.1", port))[1]
+
+    connections = [await connect(arguments.port, script, on_idle) for script in make_scripts(arguments)]
+    if arguments.then_port:
+        for first in connections:
+            first.partner = await connect(arguments.then_port, iter(()), lambda _, first=first: on_idle(first))
     if arguments.rate:
         idle.extend(connections)
-        arriving = asyncio.ensure_future(arrive(arguments, idle, late, next_request))
+        arriving = asyncio.ensure_future(arrive(arguments, idle, late, send_next))
     else:
         for connection in connections:
-            connection.send(next_request(), time.perf_counter())
-    await asyncio.sleep(arguments.warm_up)
+            send_next(connection, time.perf_counter())
+    counted = bool(arguments.requests or arguments.conversations)
+    if not counted:
+        await asyncio.sleep(arguments.warm_up)
     answers.measuring, begun_at = True, time.perf_counter()
-    await asyncio.sleep(arguments.seconds)
+    if counted:
+        while len(idle) < len(connections) and time.perf_counter() - begun_at < COUNTED_S_MAX:
+            await asyncio.sleep(0.01)
+    else:
+        await asyncio.sleep(arguments.seconds)
     answers.measuring, measured_s = False, time.perf_counter() - begun_at
     stopping = True
     if arguments.rate:
@@ -175,7 +262,12 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return summary(answers, measured_s, sent)
 
 
-async def arrive(arguments: argparse.Namespace, idle: deque[Connection], late: deque[float], next_request: Any) -> None:
+async def arrive(
+    arguments: argparse.Namespace,
+    idle: deque[Connection],
+    late: deque[float],
+    send_next: Callable[[Connection, float], None],
+) -> None:
     """Poisson arrivals, for ever."""
     dice = random.Random(arguments.seed)
     due = time.perf_counter()
@@ -185,7 +277,7 @@ async def arrive(arguments: argparse.Namespace, idle: deque[Connection], late: d
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         if idle:
-            idle.popleft().send(next_request(), due)
+            send_next(idle.popleft(), due)
         else:
             late.append(due)
 
@@ -193,8 +285,10 @@ async def arrive(arguments: argparse.Namespace, idle: deque[Connection], late: d
 def summary(answers: Answers, measured_s: float, sent: int) -> dict[str, Any]:
     return {
         "sent": sent,
+        "ended": answers.ended,
         "done": answers.done,
         "errors": answers.errors,
+        "short": answers.short,
         "requests_per_s": answers.done / measured_s,
         "events_per_s": answers.events / measured_s,
         "latency_ms": quantiles(answers.latencies_s),
@@ -213,7 +307,7 @@ def quantiles(values_s: list[float]) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--connections", type=int, default=1)
@@ -225,7 +319,16 @@ def main() -> None:
     parser.add_argument("--prompt-bytes", type=int, default=200)
     parser.add_argument("--model", default="baton-tiny")
     parser.add_argument("--seed", type=int, default=1)
-    print(json.dumps(uvloop.run(run(parser.parse_args()))))
+    parser.add_argument("--requests", type=int, default=0, help="send so many, for as long as it takes")
+    parser.add_argument("--conversations", type=int, default=0, help="send turns of so many conversations")
+    parser.add_argument("--turns-from", type=int, default=0, help="the first turn of each that is sent")
+    parser.add_argument("--turns-to", type=int, default=1, help="how many turns each has")
+    parser.add_argument("--then-port", type=int, default=0, help="send each request there, too, after its answer")
+    return parser
+
+
+def main() -> None:
+    print(json.dumps(uvloop.run(run(make_parser().parse_args()))))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,404 @@
+"""Baton beside routers of other projects, in one run: ``make bench-router PEERS=1 [ARGS="--quick"]``.
+
+All routers are up at once, alone on core 0, each over simulated engines of its own on core 1: the same engine, in a Baton worker or
+behind uvicorn. The same load client on core 1 sends each the same number of the same requests, in turns, in an order that rotates.
+CPU is user + system time of the router's process minus its idle share. Beside each figure stands the time of constant work on core 0,
+taken just before. A run in which a request fails, an answer is short, or a router does not do what the row says, ends with status 1
+and prints no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.bench_router import (
+    CHECKOUT,
+    LONG_BYTES,
+    OTHER_CORE,
+    ROUTER_CORE,
+    SHORT_BYTES,
+    System,
+    load,
+    running,
+    wait_for,
+)
+from bench.kv_bench_page import machine, median_interval, table
+from bench.peer_checks import RunFailed, check_answers, check_decisions, check_legs
+from bench.peer_routers import PEERS, Peer
+from tests.support.nats_server import free_port
+
+ROUNDS_MIN = 5
+DECISIONS_LISTED = 100
+RATE = 200
+SETTLE_S = 1.0
+"""Until KV events of a conversation's first turn have arrived everywhere."""
+CALIBRATION = 1_000_000
+READY_S_MAX = 60.0
+STREAM_TOKENS = 128
+ALONE = "engines alone"
+PROFILED_ROUTER = "bench/profiled_router.py"
+PROFILED_CONNECTIONS = 16
+PROFILED_IDLE_S = 3.0
+PROFILED_REQUESTS = 300
+WARM_UP_REQUESTS = 200
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. A figure is the CPU of a number of requests or events, or an added latency."""
+
+    label: str
+    pairs: int
+    """Prefill engines, and as many decode engines."""
+    options: dict[str, Any]
+    unit: str
+    figure: Callable[[dict[str, Any], float], float]
+    """From the client's result and the router's CPU seconds."""
+    requests: int = 0
+    turns: bool = False
+    """Next turns of conversations; each run begins with their first ones, which do not count."""
+
+
+def cpu_us(result: dict[str, Any], cpu_s: float) -> float:
+    return cpu_s / result["sent"] * 1e6
+
+
+def cpu_s_of_events(result: dict[str, Any], cpu_s: float) -> float:
+    return cpu_s / (result["sent"] * (STREAM_TOKENS + 1)) * 1e5
+
+
+def latency(part: str) -> Callable[[dict[str, Any], float], float]:
+    return lambda result, _cpu_s: float(result["latency_ms"][part])
+
+
+def make_rows(quick: bool) -> list[Row]:
+    size = 1 if quick else 3
+    conversations = 8 if quick else 16
+    rows = [
+        Row(
+            f"short prompt, {connections} connections",
+            1,
+            {"connections": connections, "requests": count},
+            "µs/request",
+            cpu_us,
+            count,
+        )
+        for connections, count in ((64, 600 * size), (1, 200 * size))
+    ]
+    for streams in (16, 64, 256, 1024):
+        count = max(streams, 128 * size)
+        label = f"{streams} streams of {STREAM_TOKENS} tokens"
+        many = {"connections": streams, "requests": count, "stream": True, "max_tokens": STREAM_TOKENS}
+        rows.append(Row(label, 1, many, "s/100k events", cpu_s_of_events, count))
+    paced = {"connections": 64, "rate": RATE, "seconds": 3.0 * size, "max_tokens": 1, "warm_up": 0.5}
+    rows += [Row(f"latency at {RATE} requests/s, {part}", 1, paced, "ms", latency(part)) for part in ("p50", "p99")]
+    turns = {
+        "connections": 8,
+        "conversations": conversations,
+        "turns_from": 1,
+        "turns_to": 8,
+        "prompt_bytes": LONG_BYTES,
+    }
+    rows.append(Row("32 KB prompts, next turns", 2, turns, "µs/request", cpu_us, conversations * 7, turns=True))
+    return rows
+
+
+@dataclass
+class Contender:
+    """A router that runs, or the engines without one."""
+
+    name: str
+    port: int
+    system: System
+    served: Callable[[], list[dict[str, int]]] | None = None
+    """Counts of its engines; None for Baton, which keeps decisions."""
+    is_direct: bool = False
+    then_port: int = 0
+
+    def measure(self, row: Row, seed: int) -> tuple[float, dict[str, Any]]:
+        """CPU seconds of the router, and the client's result. Raises RunFailed."""
+        options = {"prompt_bytes": SHORT_BYTES, "max_tokens": 16, "seed": seed, **row.options}
+        if self.then_port:
+            options["then_port"] = self.then_port
+        if row.turns:
+            first = load(self.port, **options | {"turns_from": 0, "turns_to": 1})
+            check_answers(first, row.options["conversations"])
+            time.sleep(SETTLE_S)
+        served = self.served() if self.served else []
+        before, begun_at = self.system.cpu_s(), time.monotonic()
+        result = load(self.port, **options)
+        cpu_s = self.system.cpu_s() - before - self.system.idle_cpu * (time.monotonic() - begun_at)
+        check_answers(result, row.requests)
+        if self.served is not None:
+            check_legs(served, self.served(), result["sent"])
+        elif not self.is_direct:
+            check_decisions(self.decisions(), min(result["sent"], DECISIONS_LISTED), next_turns=row.turns)
+        return cpu_s, result
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The newest that Baton keeps."""
+        return get(f"http://127.0.0.1:{self.port}/baton/decisions?limit={DECISIONS_LISTED}")["decisions"]
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+class Engines(System):
+    """Simulated engines behind uvicorn."""
+
+    def start_engines(self, pairs: int) -> dict[str, list[int]]:
+        ports: dict[str, list[int]] = {"prefill": [], "decode": []}
+        for _ in range(pairs):
+            for role, those in ports.items():
+                those.append(free_port())
+                self.start(OTHER_CORE, "-m", "bench.direct_engine", f"--port={those[-1]}", f"--role={role}")
+        for those in ports.values():
+            for port in those:
+                wait_for(f"http://127.0.0.1:{port}/health")
+        return ports
+
+
+@contextlib.contextmanager
+def engines(directory: Path, pairs: int) -> Iterator[tuple[Engines, dict[str, list[int]]]]:
+    system = Engines(directory, "")
+    try:
+        yield system, system.start_engines(pairs)
+    finally:
+        system.stop()
+
+
+@contextlib.contextmanager
+def peer_running(peer: Peer, pairs: int) -> Iterator[Contender]:
+    with tempfile.TemporaryDirectory() as scratch, engines(Path(scratch), pairs) as (system, ports):
+        # With a choice, by what is cached where; without one, what costs least.
+        policy = "cache_aware" if pairs > 1 else "round_robin"
+        command = peer.command(system.port, free_port(), ports["prefill"], ports["decode"], policy)
+        system.router_pid = system.launch(ROUTER_CORE, command)
+        every = [port for those in ports.values() for port in those]
+
+        def served() -> list[dict[str, int]]:
+            return [get(f"http://127.0.0.1:{port}/bench/served") for port in every]
+
+        await_answers(system.port)
+        system.measure_idle()
+        yield Contender(peer.name, system.port, system, served)
+
+
+@contextlib.contextmanager
+def direct_running() -> Iterator[Contender]:
+    """Both engines without a router: the client sends each request to one and then to the other."""
+    with tempfile.TemporaryDirectory() as scratch, engines(Path(scratch), 1) as (system, ports):
+        system.router_pid = os.getpid()
+        prefill, decode = ports["prefill"][0], ports["decode"][0]
+        yield Contender(ALONE, prefill, system, is_direct=True, then_port=decode)
+
+
+@contextlib.contextmanager
+def baton_running(name: str, checkout: Path, pairs: int) -> Iterator[Contender]:
+    with running(pairs, checkout) as system:
+        yield Contender(name, system.port, system)
+
+
+def await_answers(port: int) -> None:
+    """Until the router has found its engines."""
+    deadline = time.monotonic() + READY_S_MAX
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            wait_for(f"http://127.0.0.1:{port}/health")
+            if not load(port, requests=1)["errors"]:
+                return
+        time.sleep(0.2)
+    raise RunFailed(f"the router on port {port} served no request within {READY_S_MAX} s")
+
+
+def calibrate() -> float:
+    """CPU milliseconds of constant work on the router's core, now."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {int(ROUTER_CORE)})
+    begun = time.thread_time()
+    sum(range(CALIBRATION))
+    took_ms = (time.thread_time() - begun) * 1e3
+    os.sched_setaffinity(0, cores)
+    return took_ms
+
+
+@dataclass
+class Figures:
+    """Of one row and one router, one of each per round."""
+
+    values: list[float] = field(default_factory=list)
+    loops_ms: list[float] = field(default_factory=list)
+
+
+Measured = dict[str, dict[str, Figures]]
+"""By row and router."""
+
+
+def measure(rows: Sequence[Row], contenders: Sequence[Contender], rounds: int) -> Measured:
+    """All rows of one fleet. Raises RunFailed."""
+    measured: Measured = {row.label: {} for row in rows}
+    runs = {json.dumps(row.options): [same for same in rows if same.options == row.options] for row in rows}
+    for of_run in runs.values():
+        for number in range(rounds):
+            for place in range(len(contenders)):
+                contender = contenders[(place + number) % len(contenders)]
+                if contender.is_direct and of_run[0].unit != "ms":
+                    continue
+                loop_ms = calibrate()
+                try:
+                    cpu_s, result = contender.measure(of_run[0], number + 1)
+                except RunFailed as failed:
+                    raise RunFailed(f"{contender.name}, {of_run[0].label}: {failed}") from failed
+                for row in of_run:
+                    figures = measured[row.label].setdefault(contender.name, Figures())
+                    figures.values.append(row.figure(result, cpu_s))
+                    figures.loops_ms.append(loop_ms)
+                    print(f"{row.label}: {contender.name}: {figures.values[-1]:.3f} {row.unit}", file=sys.stderr)
+    return measured
+
+
+def without_engines(row: Row, by_router: dict[str, Figures]) -> dict[str, Figures]:
+    """Of a latency, what a router adds: the latency of the engines alone, in the same round, is taken off."""
+    alone = by_router.get(ALONE)
+    if alone is None:
+        return by_router
+    return {
+        name: Figures(
+            [value - base for value, base in zip(figures.values, alone.values, strict=True)], figures.loops_ms
+        )
+        for name, figures in by_router.items()
+        if figures is not alone
+    }
+
+
+def shown(values: Sequence[float]) -> str:
+    """The median, and the least and the greatest."""
+    digits = 3 if abs(statistics.median(values)) < 10 else 0
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> str:
+    """The median of the rounds' ratios, with its interval; empty where a difference of latencies is not positive."""
+    if min(others) <= 0:
+        return ""
+    ratios = [value / other for value, other in zip(values, others, strict=True)]
+    low, high = median_interval(ratios)
+    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
+
+
+def page(rows: Sequence[Row], measured: Measured, rounds: int, calls: dict[str, list[float]]) -> list[str]:
+    names = [name for name in measured[rows[0].label] if name != ALONE]
+    baton = names[0]
+    lines = []
+    for row in rows:
+        by_router = without_engines(row, measured[row.label])
+        label = f"{row.label.replace('latency', 'added latency')}, {row.unit}"
+        figures = [
+            f"{shown(by_router[name].values)} @ {statistics.median(by_router[name].loops_ms):.1f}" for name in names
+        ]
+        ratios = [ratio(by_router[baton].values, by_router[name].values) for name in names[1:]]
+        lines.append([label, *figures, *ratios])
+    head = " | ".join(["", *names, *(f"{baton} / {name}" for name in names[1:])])
+    return [
+        f"`make bench-router PEERS=1`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M UTC}, on {machine()};",
+        f"load average {os.getloadavg()[1]:.1f} (5 minutes, the benchmark included), kernel {platform.release()}. Medians of {rounds} rounds with the least and",
+        "the greatest, and after @ the CPU milliseconds of constant work on the router's core before each run (median). Ratios are medians of",
+        "the rounds' ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %).",
+        "",
+        *table(head, lines),
+        f"Calls per short request ({PROFILED_CONNECTIONS} connections, cProfile, what an idle router calls taken off): "
+        + "; ".join(f"{name} {shown(counted)}" for name, counted in calls.items()),
+        "",
+    ]
+
+
+def commit() -> str:
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def calls_per_request(checkout: Path, requests: int, rounds: int) -> list[float]:
+    """Of a router of Baton, Python's and others, without what it calls while it is idle. Raises RunFailed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "calls"
+
+        def calls(system: System, work: Callable[[], Any]) -> tuple[int, float, Any]:
+            path.unlink(missing_ok=True)
+            os.kill(system.router_pid, signal.SIGUSR1)
+            begun_at = time.monotonic()
+            result = work()
+            os.kill(system.router_pid, signal.SIGUSR2)
+            took_s = time.monotonic() - begun_at
+            while not path.exists():
+                time.sleep(0.01)
+            return int(path.read_text()), took_s, result
+
+        with running(1, checkout, (str(CHECKOUT / PROFILED_ROUTER), str(path))) as system:
+            options = {"connections": PROFILED_CONNECTIONS, "prompt_bytes": SHORT_BYTES, "requests": requests}
+            load(system.port, **options)
+            idle, idle_s, _ = calls(system, lambda: time.sleep(PROFILED_IDLE_S))
+            counted = []
+            for _ in range(rounds):
+                count, took_s, result = calls(system, lambda: load(system.port, **options))
+                check_answers(result, requests)
+                counted.append((count - idle / idle_s * took_s) / requests)
+            return counted
+
+
+def run(arguments: argparse.Namespace) -> list[str]:
+    """The page. Raises RunFailed, CalledProcessError."""
+    rounds = max(ROUNDS_MIN, arguments.rounds)
+    rows = [row for row in make_rows(arguments.quick) if arguments.rows in row.label]
+    peers = () if arguments.no_peers else PEERS
+    for peer in peers:
+        peer.install()
+    measured: Measured = {}
+    for pairs in sorted({row.pairs for row in rows}):
+        of_fleet = [row for row in rows if row.pairs == pairs]
+        with contextlib.ExitStack() as stack:
+            batons = [("Baton", CHECKOUT)] + [(f"Baton in {other.name}", other.resolve()) for other in arguments.also]
+            contenders = [stack.enter_context(baton_running(name, path, pairs)) for name, path in batons]
+            contenders += [stack.enter_context(peer_running(peer, pairs)) for peer in peers]
+            if any(row.unit == "ms" for row in of_fleet):
+                contenders.append(stack.enter_context(direct_running()))
+            for contender in contenders:
+                check_answers(load(contender.port, connections=16, requests=WARM_UP_REQUESTS), WARM_UP_REQUESTS)
+            measured |= measure(of_fleet, contenders, rounds)
+    calls = [calls_per_request(path, PROFILED_REQUESTS, ROUNDS_MIN) for _, path in batons]
+    return page(rows, measured, rounds, dict(zip((name for name, _ in batons), calls, strict=True)))
+
+
+def main(argv: list[str] | None = None, run: Callable[[argparse.Namespace], list[str]] = run) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer requests per figure: some minutes")
+    parser.add_argument("--rounds", type=int, default=ROUNDS_MIN, help=f"at least {ROUNDS_MIN}")
+    parser.add_argument("--rows", default="", help="only rows whose label contains this")
+    parser.add_argument("--also", type=Path, action="append", default=[], help="another checkout of Baton, set up")
+    parser.add_argument("--no-peers", action="store_true", help="only Baton, with --also")
+    try:
+        lines = run(parser.parse_args(argv))
+    except (RunFailed, subprocess.CalledProcessError) as failed:
+        sys.exit(f"no figures: {failed}")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

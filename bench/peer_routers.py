@@ -1,0 +1,57 @@
+"""Routers of other projects that ``make bench-router PEERS=1`` measures: from PyPI, each in a venv of its own below ``.peers/``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / ".peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    package: str
+    version: str
+    arguments: tuple[str, ...]
+    """Of its launcher, for P/D."""
+    bootstrap_port: bool
+    """Whether a prefill engine's URL is followed by its bootstrap port."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.package} {self.version}"
+
+    @property
+    def venv(self) -> Path:
+        return FOLDER / f"{self.package}-{self.version}"
+
+    def install(self) -> None:
+        """Once; raises CalledProcessError."""
+        done = self.venv / "installed"
+        if done.exists():
+            return
+        print(f"installing {self.name} from PyPI into {self.venv}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", self.venv], check=True)
+        pip = [self.venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, f"{self.package}=={self.version}"], check=True)
+        done.touch()
+
+    def command(self, port: int, metrics_port: int, prefill: list[int], decode: list[int], policy: str) -> list[str]:
+        """Start it in front of engines with these ports."""
+        command = [str(self.venv / "bin" / self.package), *self.arguments, "--policy", policy]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+        command += ["--log-level", "error"]
+        for number, engine in enumerate(prefill):
+            bootstrap = [str(9000 + number)] if self.bootstrap_port else []
+            command += ["--prefill", f"http://127.0.0.1:{engine}", *bootstrap]
+        for engine in decode:
+            command += ["--decode", f"http://127.0.0.1:{engine}"]
+        return command
+
+
+PEERS = (
+    Peer("sglang-router", "0.3.2", ("launch", "--pd-disaggregation"), bootstrap_port=True),
+    Peer("vllm-router", "0.1.17", ("--vllm-pd-disaggregation",), bootstrap_port=False),
+)
