@@ -28,7 +28,6 @@ INDEXED_S = 0.5
 class Turn:
     """One turn that had a history."""
 
-    history: int
     ttft_s: float
     fetched: int
     computed: int
@@ -70,7 +69,7 @@ async def converse(fleet: BenchFleet, prompts: Prompts, turns: int, answer_token
         if number:
             legs = await fleet.tap.legs_of(request_id)
             transfer_report = legs[LegKind.PREFILL].transfer_report
-            taken.append(Turn(len(history), ttft_s, transfer_report.fetched_tokens, transfer_report.recomputed_tokens))
+            taken.append(Turn(ttft_s, transfer_report.fetched_tokens, transfer_report.recomputed_tokens))
         history = prompt + answer
         await asyncio.sleep(INDEXED_S)
     return taken
@@ -84,7 +83,7 @@ async def next_turn(fleet: BenchFleet, prompts: Prompts, history_tokens: int, ho
     await asyncio.sleep(INDEXED_S)
     ttft_s, _answer, name = await ask(fleet, first + answer + prompts.new(NEW_TOKENS), 2, **fields)
     transfer_report = (await fleet.tap.legs_of(name))[LegKind.PREFILL].transfer_report
-    return Turn(history_tokens, ttft_s, transfer_report.fetched_tokens, transfer_report.recomputed_tokens)
+    return Turn(ttft_s, transfer_report.fetched_tokens, transfer_report.recomputed_tokens)
 
 
 async def measure_conversations(

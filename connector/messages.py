@@ -58,8 +58,6 @@ class Chain(Message, frozen=True, kw_only=True):
     """Full hashes of its blocks from the first on (see ``kv_exchange.pack_full_hashes``)."""
     uses: int = 1
     """Recent requests that began with it."""
-    idle_s: float = 0.0
-    """Time since the last of them."""
 
 
 class EngineCall(Message, frozen=True, kw_only=True):

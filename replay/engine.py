@@ -67,11 +67,6 @@ class Job:
         self.tokens = self.tokens or self.prompt_tokens
 
     @property
-    def generated(self) -> int:
-        """Tokens of the completion, as of ``since_step``."""
-        return self.tokens - self.prompt_tokens
-
-    @property
     def last_tokens(self) -> int:
         """Total length at the end."""
         return self.prompt_tokens + self.output_tokens

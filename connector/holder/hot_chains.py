@@ -96,7 +96,7 @@ class HotChains:
                 chosen.append(used)
             else:
                 break
-        return [Chain(hashes=pack_full_hashes(used.hashes), uses=used.uses, idle_s=now - used.at_s) for used in chosen]
+        return [Chain(hashes=pack_full_hashes(used.hashes), uses=used.uses) for used in chosen]
 
     def _pop_continued(self, hashes: list[bytes]) -> UsedChain | None:
         """Remove and return the longest known chain that is a prefix of these blocks."""

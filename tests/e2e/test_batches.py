@@ -14,7 +14,7 @@ from tests.support.system import System, baton, until
 pytestmark = pytest.mark.nats
 
 MODEL = "baton-tiny"
-CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+CHAT = "/v1/chat/completions"
 BODIES = {
     CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
     "/v1/completions": {"prompt": "hello", "max_tokens": 4},

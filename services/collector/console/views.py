@@ -94,21 +94,15 @@ class RequestRow(View, frozen=True, kw_only=True):
     cached_tokens: int | None
     fetched_tokens: int | None
     """Read from other workers by the prefill worker."""
-    received_tokens: int | None
-    """Handed over to the decode worker."""
-    received_bytes: int
     tokens_out: int | None
     ttft_s: float | None
     total_s: float | None
     itl_s: float | None
-    ttft_target_s: float | None
-    itl_target_s: float | None
     prefill_worker: str
     decode_worker: str
     attempts: int
     resumes: int
     slow: bool
-    streamed_handoff: bool
     parts: list[PartTime]
     """Of the time to the first token, in order; they add up to it. Empty when not known."""
 

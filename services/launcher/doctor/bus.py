@@ -39,8 +39,6 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     jetstream: bool = False
     auth_required: bool = False
     tls_required: bool = False
-    connect_urls: list[str] = msgspec.field(default_factory=list)
-    """Addresses of the servers of its cluster."""
 
 
 async def read_info(url: str, within_s: float) -> ServerInfo:

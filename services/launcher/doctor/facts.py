@@ -166,7 +166,6 @@ class Nats(msgspec.Struct, frozen=True, kw_only=True):
     tls_required: bool = False
     rtt_s: float = 0.0
     """Round trip over the connection that services use."""
-    cluster: list[str] = msgspec.field(default_factory=list)
 
 
 class SystemFacts(Facts, kw_only=True):

@@ -44,7 +44,6 @@ class Child:
     plan: ProcessPlan
     process: asyncio.subprocess.Process
     log: Path
-    started_at: float
 
     @property
     def pid(self) -> int:
@@ -78,7 +77,7 @@ class ChildStarter:
         """The log file of that process."""
         return self.logs / f"{name}.log"
 
-    async def start(self, plan: ProcessPlan, now: float) -> Child:
+    async def start(self, plan: ProcessPlan) -> Child:
         """Start one process. Its output is appended to ``<logs>/<name>.log``."""
         log = self.log_of(plan.name)
         with log.open("ab") as output:
@@ -91,7 +90,7 @@ class ChildStarter:
                 start_new_session=True,
             )
         self._guard_pipe.write(f"+{process.pid}\n".encode())
-        return Child(plan, process, log, started_at=now)
+        return Child(plan, process, log)
 
     def forget(self, child: Child) -> None:
         """The child has ended: kill the rest of its group."""

@@ -89,11 +89,6 @@ class System:
         return self._screen.board.rows
 
     @property
-    def is_broken(self) -> bool:
-        """Whether the system cannot go on."""
-        return self._broken.done()
-
-    @property
     def bus(self) -> Bus:
         """The launcher's own connection; there is one once the system is up."""
         assert self._bus is not None
@@ -227,7 +222,7 @@ class System:
         """Start the process and restart it when it dies, until the system stops or the process is given up."""
         history = RestartHistory(self._restarts)
         while not self._stopping.is_set():
-            child = await self._starter.start(process, self._clock.now())
+            child = await self._starter.start(process)
             self._children[process.name] = child
             self._screen.board.started(process.name, child.pid, self._clock.now())
             if self._stopping.is_set():  # It started while the others were being stopped.

@@ -12,7 +12,7 @@ known when it begins: the mean of the tenant's latest completions is charged the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
@@ -59,10 +59,6 @@ class FairShare:
         self._waiting: dict[str, Tenant] = {}
         self._last: Tenant | None = None
         """The tenant that stopped waiting last."""
-
-    def waiting(self) -> Iterable[str]:
-        """Tenants with waiting requests."""
-        return self._waiting.keys()
 
     def served(self, tenant: str) -> float:
         """The tenant's counter; the smallest is next."""

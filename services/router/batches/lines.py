@@ -97,11 +97,6 @@ class LineReader:
         if self._begun_bytes:
             yield self._end(0)
 
-    @property
-    def number(self) -> int:
-        """Of the next line."""
-        return self._number
-
     def _begin(self, text: bytes) -> None:
         self._begun.append(text)
         self._begun_bytes += len(text)

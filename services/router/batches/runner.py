@@ -75,11 +75,6 @@ class Runner:
         bus.on_reconnect(self._on_reconnect)
 
     @property
-    def seen(self) -> list[StoredBatch]:
-        """Batches that have not ended, of all routers."""
-        return [one.batch for one in self._seen.values()]
-
-    @property
     def runs(self) -> list[StoredBatch]:
         """Batches that this router runs."""
         return [run.batch for run in self._runs.values()]

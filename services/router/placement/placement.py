@@ -97,8 +97,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """DECODE_FIRST: a worker that has a smaller share of the prompt refuses the leg, and the router disaggregates."""
     predicted: TtftParts = NOTHING_PREDICTED
     predicted_itl_s: float = 0.0
-    predicted_s: float = 0.0
-    """Until the completion ends."""
     why: str = ""
     considered: int = 0
     """Free workers that could have been chosen."""

@@ -41,11 +41,6 @@ class OpenAsks:
     def __init__(self) -> None:
         self._open: dict[str, LeaseKv] = {}
 
-    @property
-    def open(self) -> int:
-        """Number of asks that may still be answered."""
-        return len(self._open)
-
     def asked(self, lease: LeaseKv) -> list[KvGrant]:
         """It is sent. Returns grants for the engine that end older asks, if there are too many."""
         self._open[lease.ask_id] = msgspec.structs.replace(lease, hashes=b"")

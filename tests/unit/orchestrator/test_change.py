@@ -45,10 +45,6 @@ def after(choice: Change, roles: list[RoleLoad]) -> list[RoleLoad]:
     return changed
 
 
-def direction(choice: Change) -> tuple[Role | None, int]:
-    return choice.role, choice.change or 1
-
-
 @given(fleets(), st.integers(0, 16), st.integers(1, 8), st.booleans(), st.booleans())
 def test_limits_are_kept(roles: list[RoleLoad], most: int, least: int, can_grow: bool, can_shrink: bool):
     rules = msgspec.structs.replace(RULES, workers_max=most, workers_min=least)

@@ -126,10 +126,6 @@ class StoreEngine:
         """A store computes nothing."""
         return
 
-    @property
-    def tiers(self) -> Tiers:
-        return self._core.tiers
-
     async def call(self, call: EngineCall) -> EngineNotification:
         """Returns immediate results; later ones arrive as notifications. Raises EngineDead."""
         if self._died.done():

@@ -197,7 +197,8 @@ def test_the_shortlist_gives_the_same_choice_as_all_workers():
     ):
         few, all_of_them = (fleet.place(**what) for fleet in fleets)
         assert who(few) == who(all_of_them)
-        assert few.predicted_s == pytest.approx(all_of_them.predicted_s)
+        assert few.predicted.total_s() == pytest.approx(all_of_them.predicted.total_s())
+        assert few.predicted_itl_s == pytest.approx(all_of_them.predicted_itl_s)
 
 
 def test_the_record_always_has_pairs_and_single_workers():

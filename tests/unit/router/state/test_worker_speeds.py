@@ -23,7 +23,7 @@ from tests.support.system import Metrics
 from tests.unit.router.fake_worker import DONE, SSE
 from tests.unit.router.world import in_world, prompt, settle
 
-W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
+W1, W2 = WorkerId("w1"), WorkerId("w2")
 FIRST = Epoch(1)
 MEASURED = EngineSpeed(
     **DEFAULT_STEP_TIMES._replace(decode_step_s=0.01, prefill_token_s=1e-4)._asdict(),

@@ -56,7 +56,7 @@ def test_disaggregated_tokens_equal_aggregated_ones(requests, prefill_blocks, de
     made = fleet()
     p = made.add(settings(worker_id="p", kv_blocks=prefill_blocks, kv_lease_share_max=1.0, **timing))
     d = made.add(settings(worker_id="d", kv_blocks=decode_blocks, **timing))
-    made.on_turn = lambda member: keeps_its_limits(member.core)
+    made.on_step = lambda member: keeps_its_limits(member.core)
     fitting = [(prompt(n, seed), t) for n, seed, t in requests if n + t <= 20 * BLOCK]
     legs = []
     for tokens, count in fitting:

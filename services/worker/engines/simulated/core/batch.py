@@ -132,6 +132,7 @@ class Batch:
             fetched = self._reader.matched(sequence, sequence.params.order, sequence.computed)
             if fetched is None and sequence.request_id not in self._reader.refused:
                 self._release_blocks(sequence)
+                sequence.computed = 0
                 asking += 1
                 continue
             del self.waiting[asking]

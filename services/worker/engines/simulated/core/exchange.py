@@ -191,8 +191,3 @@ class SimulatedLink:
     def copying(self) -> bool:
         """Whether the mover is copying."""
         return bool(self._copying)
-
-    @property
-    def reads(self) -> int:
-        """Number of reads in progress."""
-        return len(self._waiting) + len(self._copying)

@@ -90,7 +90,6 @@ class StepTiming:
     """Bandwidth of the one link through which KV arrives."""
     transfer_base_s: float
     """Latency of a transfer; it does not occupy the link."""
-    kv_bytes_per_token: int
 
     def prefill_s(self, tokens: float, pairs: float) -> float:
         """Seconds to compute ``tokens`` that attend to ``pairs`` earlier tokens in sum, without ``prefill_base_s``."""
