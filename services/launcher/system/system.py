@@ -233,7 +233,10 @@ class System:
             if self._stopping.is_set() or (self.rows[process.name].has_drained and exit_code == 0):
                 self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
                 return
-            pause_s = self._after_death(process, child, exit_code, history)
+            if exit_code == 0 and self._ready[process.name].is_set():
+                pause_s: float | None = self._after_end(process, history)
+            else:
+                pause_s = self._after_death(process, child, exit_code, history)
             if pause_s is None:
                 return
             await first_of(asyncio.sleep(pause_s), self._stopping.wait())
@@ -250,6 +253,15 @@ class System:
                 self._screen.board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
                 self._is_ready(self.rows[process.name])
                 return
+
+    def _after_end(self, process: ProcessPlan, history: RestartHistory) -> float:
+        """Report that a process ended in order: a command such as `baton service upgrade`, or a user, sent it SIGTERM.
+        Returns the pause before the restart.
+        """
+        self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
+        self._restarting.add(process.name)
+        self._screen.show(f"[yellow]●[/] {process.name} was told to end and has ended. Starting it again.")
+        return history.died(self._clock.now()).pause_s
 
     def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, history: RestartHistory) -> float | None:
         """Report the death. Returns the pause before the restart, or None for no restart."""

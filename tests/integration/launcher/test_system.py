@@ -43,7 +43,7 @@ def fake(name: str, nats_url: str, *habits: str, stage: Stage = Stage.WORKERS) -
 
 @contextlib.asynccontextmanager
 async def system_of(
-    folder: Path, hurry: asyncio.Event | None = None, **habits: tuple[str, ...]
+    folder: Path, hurry: asyncio.Event | None = None, out: io.StringIO | None = None, **habits: tuple[str, ...]
 ) -> AsyncIterator[System]:
     """nats-server, a router and a collector that are none, and the given workers; each with its habits."""
     options = UpOptions(state_dir=str(folder), nats_port=free_port())
@@ -54,7 +54,7 @@ async def system_of(
         aside(fake("collector", url, *habits.pop("collector", ()), stage=Stage.SERVICES)),
         *(fake(name, url, *given) for name, given in habits.items()),
     )
-    screen = Screen(Board(), SystemClock(), Console(file=io.StringIO()))
+    screen = Screen(Board(), SystemClock(), Console(file=out or io.StringIO()))
     environment = {**machine.inherited_environment(), "PYTHONPATH": str(Path(__file__).parents[3])}
     with open_child_starter(folder / "logs", environment) as nursery:
         plan = SystemPlan(processes=processes, ports=(), nats_url=url)
@@ -111,6 +111,20 @@ async def test_a_worker_that_dies_is_started_again_under_the_same_name(tmp_path:
         os.kill(first, signal.SIGKILL)
 
         await until(lambda: system.rows["w1"].pid != first and system.rows["w1"].phase is ServicePhase.READY)
+
+
+async def test_a_worker_that_an_upgrade_ends_is_started_again_and_no_failure_is_reported(tmp_path: Path):
+    shown = io.StringIO()
+    async with system_of(tmp_path, out=shown, w1=()) as system:
+        await system.bring_up()
+        first = system.rows["w1"].pid
+
+        os.kill(first, signal.SIGTERM)
+        await until(lambda: "w1 is ready again" in shown.getvalue())
+
+    assert "w1 was told to end and has ended. Starting it again." in shown.getvalue()
+    assert "✗" not in shown.getvalue()
+    assert "failed" not in shown.getvalue()
 
 
 async def test_nats_that_dies_is_started_again_and_the_services_come_back(tmp_path: Path):
