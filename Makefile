@@ -118,10 +118,9 @@ catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NAT
 	@$(PYTHON) -m observability.grafana.make_dashboards
 	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py
 
-dist: setup ## Build the wheel into dist/; pip install "dist/WHEEL[cpu]" (or [cuda]) installs what `make up` runs
-	@rm -rf build dist
-	@$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	@ls dist/*.whl
+dist: setup ## Build the wheel into dist/; pip install "dist/WHEEL[cpu]" (or [cuda]) installs what `make up` runs; PURE=1: without its parts in C
+	@rm -rf dist
+	@$(PYTHON) scripts/make_wheel.py $(if $(PURE),--pure) dist
 
 lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 	@scripts/lock.sh

@@ -76,7 +76,8 @@ def set_up(engine: str, *, dev: bool) -> None:
     if compiling is not None and compiling.wait() != 0:
         say(f"vLLM cannot be imported; the end of {LOG} says why")
     (VENV / ".native").write_text(sources)
-    if not any((ROOT / "services/router/native").glob("_placement.*.so")):
+    native = ROOT / "services/router/native"
+    if not all(any(native.glob(f"{module}.*.so")) for module in ("_block_table", "_placement")):
         say("no C compiler found: the router's index and placement run in Python, which is enough for a few workers")
     say(f"ready after {time.monotonic() - started:.0f} s")
 

@@ -35,6 +35,7 @@ class RouterHealth(Message, frozen=True, kw_only=True):
     tokens_differ: list[WorkerId] = msgspec.field(default_factory=list)
     """Workers whose engines make other tokens of a text than this router."""
     is_index_compiled: bool = True
+    is_placement_compiled: bool = True
 
 
 class DiskFolder(StrEnum):

@@ -110,6 +110,7 @@ class InstallationFacts(Facts, kw_only=True):
     nats_server: str = ""
     """Path of the binary."""
     is_index_compiled: bool | None = None
+    is_placement_compiled: bool | None = None
     cores: int = 0
     memory_bytes: int = 0
     memory_free_bytes: int = 0

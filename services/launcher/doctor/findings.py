@@ -92,6 +92,15 @@ def many(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+SLOWER_IN_PYTHON = "It uses several times the CPU, which is enough for a few workers."
+
+
+def in_python(*, index: bool, placement: bool, of: str = "") -> str:
+    """Which of the router's parts in C run in Python: ``The prefix index of router-1 runs in Python.``"""
+    names = [name for name, compiled in (("prefix index", index), ("placement", placement)) if not compiled]
+    return f"The {' and '.join(names)}{of} run{'s' * (len(names) == 1)} in Python."
+
+
 def named(names: Sequence[str]) -> str:
     """The first few names, and the number of the others."""
     more = len(names) - SHOWN_MAX

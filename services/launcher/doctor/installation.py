@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from services.launcher.doctor.facts import Disk, Engine, InstallationFacts, Packages, Port
-from services.launcher.doctor.findings import Area, Finding, Level, many, named
+from services.launcher.doctor.findings import SLOWER_IN_PYTHON, Area, Finding, Level, in_python, many, named
 from shared.text.quantities import duration, in_bytes
 
 PYTHON = (3, 11)
@@ -49,10 +49,8 @@ def about_installation(facts: InstallationFacts, *, is_running: bool) -> Iterato
         yield _packages(facts.packages)
     yield from _engine(facts)
     yield _nats_server(facts, is_running=is_running)
-    if facts.is_index_compiled is False:
-        why = "Placement uses several times the CPU, which is enough for a few workers."
-        todo = "Install a C compiler (apt-get install gcc), then `make setup`."
-        yield _finding(Level.WARNING, "The prefix index or placement is not compiled and runs in Python.", why, todo)
+    if facts.is_index_compiled is not None and facts.is_placement_compiled is not None:
+        yield _native(index=facts.is_index_compiled, placement=facts.is_placement_compiled)
     yield from _certificates(facts)
     yield from _exposed(facts)
 
@@ -100,6 +98,13 @@ def _packages(packages: Packages) -> Finding:
         what = f"{many(len(other), 'package')} differ from the tested version: {named(other)}."
         return _finding(Level.WARNING, what, "Baton was tested with the locked versions.", "make setup")
     return _finding(Level.OK, f"All {packages.count} locked packages are installed ({packages.lock})")
+
+
+def _native(*, index: bool, placement: bool) -> Finding:
+    if index and placement:
+        return _finding(Level.OK, "The prefix index and placement are compiled")
+    todo = "Install a C compiler (apt-get install gcc libc6-dev), then `make setup`; of a wheel: build it there."
+    return _finding(Level.WARNING, in_python(index=index, placement=placement), SLOWER_IN_PYTHON, todo)
 
 
 def _engine(facts: InstallationFacts) -> Iterator[Finding]:

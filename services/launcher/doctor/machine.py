@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,15 +118,19 @@ async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_
         baton=baton_version(),
         python=sys.version_info[:3],
         has_vllm=has_vllm,
-        is_index_compiled=all(
-            any((ROOT / "services/router/native").glob(f"{module}*.so")) for module in ("_block_table", "_placement")
-        ),
+        is_index_compiled=_is_compiled("_block_table"),
+        is_placement_compiled=_is_compiled("_placement"),
         cores=len(machine.physical_cores()),
         memory_bytes=memory.total,
         memory_free_bytes=memory.available,
         shm_bytes=shm_bytes(),
         **found,
     )
+
+
+def _is_compiled(module: str) -> bool:
+    """Whether this Python finds the router's C module."""
+    return any((ROOT / f"services/router/native/{module}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
 
 
 def probes_of(common: CommonSettings, nats_url: str) -> dict[str, Coroutine[Any, Any, object]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from services.launcher.doctor.facts import HeardLoad, SystemFacts
-from services.launcher.doctor.findings import Area, Finding, Level, many, named
+from services.launcher.doctor.findings import SLOWER_IN_PYTHON, Area, Finding, Level, in_python, many, named
 from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase, WorkerRecord
@@ -264,10 +264,11 @@ def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
             inexact = True
             yield _index(router, worker, state)
         yield from _tokens(router, health)
-        if not health.is_index_compiled:
-            why = "Placement uses several times the CPU, which is enough for a few workers."
+        index, placement = health.is_index_compiled, health.is_placement_compiled
+        if not (index and placement):
+            what = in_python(index=index, placement=placement, of=f" of {router}")
             todo = "Install a C compiler where it runs, then `make setup`."
-            yield _finding(Level.NOTE, f"The prefix index or placement of {router} runs in Python.", why, todo)
+            yield _finding(Level.NOTE, what, SLOWER_IN_PYTHON, todo)
     if routers and not inexact and not all(record.attached for record in facts.records):
         yield _finding(
             Level.OK,

@@ -309,5 +309,6 @@ def health_of(index: PrefixIndex, parity: ParityBook) -> RouterHealth:
     return RouterHealth(
         not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
         tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
-        is_index_compiled=block_table.IS_COMPILED and compiled.IS_COMPILED,
+        is_index_compiled=block_table.IS_COMPILED,
+        is_placement_compiled=compiled.IS_COMPILED,
     )

@@ -56,9 +56,10 @@ def test_the_light_image_holds_neither_torch_nor_vllm(system: Compose):
     assert system.run("exec", "-T", "router", "python", "-c", looked).strip() == "[]"
 
 
-def test_the_router_has_its_index_in_c(system: Compose):
-    """An image without compiler or headers would be built without it."""
-    system.run("exec", "-T", "router", "python", "-c", "import services.router.native._block_table")
+def test_the_router_has_its_index_and_placement_in_c(system: Compose):
+    """An image without compiler or headers would be built without them."""
+    import_both = "from services.router.native import _block_table, _placement"
+    system.run("exec", "-T", "router", "python", "-c", import_both)
 
 
 def test_no_container_of_ours_runs_as_root(system: Compose):

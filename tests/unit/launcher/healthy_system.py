@@ -31,6 +31,7 @@ def installation(**changes: object) -> InstallationFacts:
         "engine": Engine(vllm="0.32.0", nixl="1.5.1", plugins=["POSIX", "UCX"]),
         "nats_server": "/bin/nats-server",
         "is_index_compiled": True,
+        "is_placement_compiled": True,
         "cores": 4,
         "memory_bytes": 16 * GIB,
         "memory_free_bytes": 12 * GIB,

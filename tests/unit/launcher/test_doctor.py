@@ -143,7 +143,12 @@ INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "ucx fails": ({"engine": engine(plugin_failures={"UCX": "no device"})}, Level.ERROR, "UCX plugin: no device"),
     "no posix": ({"engine": engine(plugins=["UCX"])}, Level.NOTE, "POSIX plugin cannot be used"),
     "no nats-server": ({"nats_server": ""}, Level.NOTE, "No nats-server"),
-    "index in python": ({"is_index_compiled": False}, Level.WARNING, "runs in Python"),
+    "index in python": ({"is_index_compiled": False}, Level.WARNING, "The prefix index runs in Python."),
+    "placement in python": ({"is_placement_compiled": False}, Level.WARNING, "The placement runs in Python."),
+    "both in python": (
+        {"is_index_compiled": False, "is_placement_compiled": False},
+        Level.WARNING, "The prefix index and placement run in Python.",
+    ),
     "little memory": ({"memory_free_bytes": GIB}, Level.WARNING, "1.0 GiB of 16.0 GiB memory free"),
     "little shm": ({"shm_bytes": 64 * MIB}, Level.WARNING, "(/dev/shm) has only 64.0 MiB"),
     "cpu build on gpus": ({"gpus": [GPU]}, Level.WARNING, "1 GPU: H100 (80.0 GiB), driver 570.1"),
@@ -259,7 +264,8 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "index degraded": (with_router(RouterHealth(not_exact={"d1": "degraded"})), Level.NOTE, "does not know exactly what d1 has cached"),
     "index fallback": (with_router(RouterHealth(not_exact={"d1": "fallback"})), Level.WARNING, "does not know what d1 has cached"),
     "tokens": (with_router(RouterHealth(tokens_differ=["d1"])), Level.WARNING, "router-1 tokenizes differently from d1"),
-    "router's index": (with_router(RouterHealth(is_index_compiled=False)), Level.NOTE, "The prefix index or placement of router-1 runs in Python"),
+    "router's index": (with_router(RouterHealth(is_index_compiled=False)), Level.NOTE, "The prefix index of router-1 runs in Python."),
+    "router's placement": (with_router(RouterHealth(is_placement_compiled=False)), Level.NOTE, "The placement of router-1 runs in Python."),
     "unknown": ({"unknown": {"fleet": "it took too long"}}, Level.NOTE, "The fleet could not be checked: it took too long."),
 }  # fmt: skip
 
