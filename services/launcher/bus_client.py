@@ -54,6 +54,8 @@ ROLE_S_MAX = 60.0
 ADAPTER_S_MAX = 600.0
 """For all workers to load an adapter, of which several do it at the same time."""
 NO_ORCHESTRATOR = "No orchestrator responds: it carries out and logs orders about adapters. Start one (`baton up`)."
+LOADS_S_MAX = 3.0
+"""For all workers to report their load, which they do at least once a second."""
 SILENCE_S_MAX = 10.0
 """A draining worker reports its load once a second; after its last report it may take this long to stop."""
 
@@ -104,6 +106,26 @@ async def read_fleet(nats_url: str) -> Fleet:
         if entry.value is not None
     ]
     return Fleet(FleetState(leader="", term=0, workers=workers), from_registry=True)
+
+
+async def read_loads(nats_url: str, fleet: Fleet) -> list[LoadReport]:
+    """The next load report of each worker of the fleet that sends one in time. Raises BusError."""
+    missing = {worker.record.worker_id for worker in fleet.state.workers}
+    loads: list[LoadReport] = []
+    complete = asyncio.Event()
+
+    def on_load(load: LoadReport, _envelope: Envelope) -> None:
+        if load.worker_id in missing:
+            missing.remove(load.worker_id)
+            loads.append(load)
+        if not missing:
+            complete.set()
+
+    async with open_bus(nats_url) as bus:
+        await bus.subscribe(LOAD, on_load)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(complete.wait(), LOADS_S_MAX)
+    return loads
 
 
 async def next_status(nats_url: str, service: str, instance: str, within_s: float) -> ServiceStatus | None:

@@ -86,12 +86,26 @@ def main() -> None:
 
 
 def mount(app: typer.Typer, arguments: list[str]) -> None:
-    """Add them to ``app``, which is about to run with ``arguments``."""
+    """Add the commands of other packages to ``app``, which is about to run with ``arguments``.
+
+    Only the one that is called is imported. One with the name of a command of ``app`` takes its place.
+    """
+    own = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         if arguments[:1] == [entry.name]:
-            app.add_typer(entry.load(), name=entry.name)
-        else:
+            add(app, entry.name, entry.load())
+        elif entry.name not in own:
             app.command(name=entry.name, help=f"See: baton {entry.name} --help")(_not_called)
+
+
+def add(app: typer.Typer, name: str, loaded: typer.Typer) -> None:
+    """Add a group of commands, or the single command that it consists of."""
+    if loaded.registered_callback is not None:
+        app.add_typer(loaded, name=name)
+        return
+    app.registered_commands = [
+        command for command in app.registered_commands if getattr(command.callback, "__name__", "") != name
+    ] + loaded.registered_commands
 
 
 def _not_called() -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ import nats
 import psutil
 import pytest
 
+from replay.capacity.speeds import read_speeds
 from services.launcher.cluster.folder import variables
 from shared.bus.nats_credentials import new_seed
 from shared.contracts.channels import Party
@@ -303,3 +306,23 @@ def test_without_a_key_the_error_names_the_key_and_nothing_else(system: System, 
     assert code == 1
     assert "BATON_NATS_NKEY_FILE" in out + err
     assert "prefill-1" not in out + err
+
+
+def test_the_speeds_of_the_running_engines_are_exported_to_plan_with(system: System, tmp_path: Path):
+    """By the function and not by its entry point, which an older installation does not have."""
+    exported = tmp_path / "speeds.json"
+    code = "from replay.capacity.cli import app; app()"
+    command = [sys.executable, "-c", code, "--export-speeds", str(exported), "--state-dir", str(system.folder)]
+
+    def export() -> bool:
+        served_by(system)  # Engines have measured nothing before their first requests.
+        return subprocess.run(command, capture_output=True, timeout=STOP_S_MAX, check=False).returncode == 0
+
+    until(export, "both workers have measured their engines")
+
+    speeds = read_speeds(exported)
+    assert speeds.model == "baton-tiny"
+    assert speeds.gpus == 1
+    assert 0 < speeds.prefill_token_s < 1
+    assert 0 < speeds.decode_step_s + speeds.decode_request_s < 1
+    assert speeds.kv_tokens > 1000

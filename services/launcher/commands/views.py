@@ -152,7 +152,7 @@ def plan(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Show how many workers of each role the traffic needs, and what the planner changed and why."""
+    """Size a fleet for a workload (--trace, --rate), or show what the running planner changed and why."""
     from services.launcher.views.plan import ask_plans, draw
 
     url = find_nats(nats_url, state_dir)

@@ -1,0 +1,1 @@
+"""Capacity planning: which fleet a workload needs for given targets, from the simulation of the replay."""

@@ -1,0 +1,229 @@
+"""A plan as text for the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replay.capacity.plan import Plan, SplitResult
+from replay.capacity.search import WORKERS_MAX
+from replay.capacity.trial import LETTERS, Split, Trial
+from replay.capacity.workload import Summary
+from shared.text.quantities import duration
+
+SHOWN_MAX = 10
+BAR = 12
+"""Columns of the longest bar."""
+EIGHTHS = " ▏▎▍▌▋▊▉"
+LABEL = 12
+"""Columns of the labels."""
+DOCS = "docs/planning.md"
+ADVICE = {
+    "prefill compute": "faster prefill, more workers that prefill, or more cache hits",
+    "decode speed": "faster decoding, more workers that decode, or a longer time between tokens",
+    "KV memory": "a larger KV cache: more memory, fp8 KV, or more workers that decode",
+    "KV transfer": "a faster network between the workers, or workers for both",
+}
+
+
+def draw(plan: Plan, console: Console) -> None:
+    """The verdict first, then the splits, the limit, the smallest fleet and what to know about the inputs."""
+    for label, text in (("workload", workload(plan)), ("targets", targets(plan)), ("engine", engine(plan))):
+        _line(console, label, text)
+    console.print()
+    console.print(verdict(plan))
+    console.print()
+    console.print(splits(plan, console.width))
+    console.print()
+    for label, text in conclusions(plan):
+        _line(console, label, text)
+    for note in plan.notes:
+        _line(console, "note", note, "yellow")
+    error = math.sqrt(plan.target.share * (1 - plan.target.share) / plan.searched.requests)
+    chance = f"A simulation of {plan.searched.requests:,} requests: ±{2 * error:.1%} of them in time by chance."
+    _line(console, "accuracy", f"{chance} Its errors against live runs: {DOCS}", "dim")
+
+
+def _line(console: Console, label: str, text: str, style: str = "") -> None:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(width=LABEL - 2, no_wrap=True, style="dim")
+    grid.add_column(overflow="fold", style=style)
+    grid.add_row(label, Text(text))
+    console.print(grid, highlight=False)
+
+
+def workload(plan: Plan) -> str:
+    """Its name, rate and sizes."""
+    text = f"{plan.workload}: {_sizes(plan.size)}"
+    if plan.searched.requests < plan.size.requests:
+        text += f"\nsearched with its busiest part: {_sizes(plan.searched)}"
+    return text
+
+
+def _sizes(size: Summary) -> str:
+    minutes = f"{size.seconds / 60:.0f} min" if size.seconds >= 600 else f"{size.seconds:.0f} s"
+    return (
+        f"{size.requests:,} requests in {minutes}, {size.requests_per_s:.3g}/s, {size.prompt_tokens:,.0f} prompt "
+        f"tokens ({size.shared:.0%} seen before) and {size.output_tokens:,.0f} output tokens on average"
+    )
+
+
+def targets(plan: Plan) -> str:
+    """In one sentence."""
+    target = plan.target
+    return (
+        f"{_percent(target.share)} of the requests: first token within {target.ttft_s:g} s, "
+        f"then at most {target.itl_s * 1e3:g} ms between tokens on average"
+    )
+
+
+def engine(plan: Plan) -> str:
+    """Where its speeds are from."""
+    one = plan.engine
+    source = "speeds measured by its workers" if one.measured else "speeds from first principles, not measured"
+    gpus = f"{one.gpus} GPU{'s' if one.gpus > 1 else ''} per worker"
+    mean = f"the mean prompt alone takes {duration(one.prompt_s)}"
+    return f"{one.name} ({source}), {gpus}, {one.kv_tokens:,} tokens of KV; {mean}"
+
+
+def verdict(plan: Plan) -> Text:
+    """Whether the fleet is enough, and for how much."""
+    gpus = plan.workers * plan.engine.gpus
+    best = plan.best.split
+    fleet = f"{_gpus(gpus)} as {best}"
+    if plan.enough:
+        known = math.isfinite(plan.best.limit.fails)
+        limit = f"up to {plan.headroom:.2f} times this load" if known else "at every load that was tried"
+        return Text.assemble(("✓ Enough. ", "bold green"), f"{fleet} keep the targets {limit}.")
+    if plan.headroom:
+        text = (
+            f"{fleet}, the best split that was tried, keep the targets up to {plan.headroom:.2f} times this load only."
+        )
+    else:
+        text = f"{fleet}, the best split that was tried, keep the targets at no load."
+    return Text.assemble(("✗ Not enough. ", "bold red"), text)
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def splits(plan: Plan, width: int) -> Table:
+    """One row for each split, the best ones only."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for role in LETTERS.values():
+        table.add_column(role, no_wrap=True, justify="right")
+    for heading in ("in time", "TTFT p50", "p95", "ITL p95", "refused"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    table.add_column("busy", no_wrap=True)
+    table.add_column("carries", no_wrap=True)
+    most = max((_carries(result) for result in plan.splits), default=1.0) or 1.0
+    bar = BAR if width >= 100 else 0
+    for result in plan.splits[:SHOWN_MAX]:
+        table.add_row(*_row(result, plan, most, bar), style="bold" if result is plan.best else "")
+    hidden = len(plan.splits) - SHOWN_MAX
+    if hidden > 0:
+        table.add_row("", Text(f"and {hidden} more", "dim"))
+    return table
+
+
+def _row(result: SplitResult, plan: Plan, most: float, bar: int) -> Iterator[Text]:
+    trial, split = result.at_load, result.split
+    yield Text("➜" if result is plan.best else " ", "green")
+    for role in LETTERS.values():
+        yield Text(str(getattr(split, role) or "·"), "" if getattr(split, role) else "dim")
+    in_time = f"{'<' if trial.stopped else ''}{trial.in_time:.1%}"
+    yield Text(in_time, "green" if trial.keeps(plan.target.share) else "red")
+    for value in (trial.ttft.p50, trial.ttft.p95):
+        yield Text("·" if trial.stopped else _seconds(value), "dim" if trial.stopped else "")
+    yield Text("·" if trial.stopped else _seconds(trial.itl.p95), "dim" if trial.stopped else "")
+    yield Text("·" if trial.stopped else f"{trial.refused / trial.requests:.1%}", "dim" if trial.stopped else "")
+    yield Text(busy(trial))
+    drawn = _bar(_carries(result) / most, bar)
+    style = "bright_black" if result.limit.beaten else "cyan"
+    yield Text.assemble((drawn.replace("█", "░") if result.limit.beaten else drawn, style), f"{_limit(result):>7}")
+
+
+def busy(trial: Trial) -> str:
+    """Busy share of each role's workers."""
+    return " ".join(f"{role[0].upper()} {share:.0%}" for role, share in trial.busy.items())
+
+
+def _carries(result: SplitResult) -> float:
+    limit = result.limit
+    return limit.fails if limit.beaten else limit.keeps
+
+
+def _limit(result: SplitResult) -> str:
+    limit = result.limit
+    if limit.beaten:
+        return f"<{limit.fails:.2f}x"
+    if not limit.keeps:
+        return "nothing"
+    return f"{'' if math.isfinite(limit.fails) else '>'}{limit.keeps:.2f}x"
+
+
+def _bar(share: float, columns: int) -> str:
+    if not columns:
+        return ""
+    eighths = round(max(0.0, min(1.0, share)) * columns * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(columns) + " "
+
+
+def _seconds(value: float) -> str:
+    return "refused" if math.isinf(value) else duration(value)
+
+
+def conclusions(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What limits the best split, the smallest fleet, the whole workload, and how to start it."""
+    yield "limit", limit(plan)
+    yield "smallest", smallest(plan)
+    if plan.whole is not None:
+        trial = plan.whole
+        times = (
+            f"TTFT p50 {_seconds(trial.ttft.p50)}, p95 {_seconds(trial.ttft.p95)}, ITL p95 {_seconds(trial.itl.p95)}"
+        )
+        shares = f"{trial.in_time:.1%} in time, {trial.refused / trial.requests:.1%} refused"
+        yield "whole load", f"all {plan.size.requests:,} requests: {shares}, {times}"
+    chosen = plan.best.split if plan.enough or plan.smallest is None else plan.smallest.split
+    yield "start it", start(plan, chosen)
+
+
+def limit(plan: Plan) -> str:
+    """What happens just beyond the limit."""
+    found = plan.bottleneck
+    if found is None:
+        return "not found: the fleet keeps the targets at no load, or at every load that was tried"
+    effects = ", ".join(f"{resource} {share:.1%}" for resource, share in found.with_twice.items())
+    text = f"at {found.load:.2f} times the load {found.in_time:.1%} are in time; with twice as much of {effects}"
+    if not found.resource:
+        return f"no single resource: {text}"
+    return f"{found.resource}: {text}.\nWhat helps: {ADVICE[found.resource]}"
+
+
+def smallest(plan: Plan) -> str:
+    """The smallest fleet for this load."""
+    if plan.smallest is None:
+        return f"no fleet up to {WORKERS_MAX} workers keeps the targets at this load"
+    split = plan.smallest.split
+    gpus = _gpus(split.workers * plan.engine.gpus)
+    return f"{gpus} as {split} carry this load: {plan.smallest.in_time:.1%} in time"
+
+
+def start(plan: Plan, split: Split) -> str:
+    """The command for one host, with the targets that the router needs to know."""
+    slos = json.dumps({"default": {"ttft_s": plan.target.ttft_s, "itl_s": plan.target.itl_s}})
+    workers = " ".join(f"--{role} {getattr(split, role)}" for role in LETTERS.values() if getattr(split, role))
+    gpus = f" --gpus-per-worker {plan.engine.gpus}" if plan.engine.gpus > 1 else ""
+    return f"ROUTER_SLOS='{slos}' baton up --model MODEL {workers}{gpus}"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.4g} %"

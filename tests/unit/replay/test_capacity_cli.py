@@ -1,0 +1,123 @@
+"""``baton plan`` with a workload."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from replay.capacity.cli import app
+from tests.support.nats_server import free_port
+from tests.support.processes import ROOT
+from tests.support.replay_worlds import conversations, write_mooncake
+
+PNG = b"\x89PNG"
+QUICK = ("--sample", 30, "--jobs", 1)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_mooncake(tmp_path / "trace.jsonl", conversations(30))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_plan_has_a_verdict_a_picture_and_the_command_to_start_it(trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+
+    done = run("--trace", trace, "--gpus", 2, *QUICK, "--picture", picture)
+
+    assert done.exit_code == 0, done.output
+    assert "✓ Enough. 2 GPUs as" in done.output
+    assert """ROUTER_SLOS='{"default": {"ttft_s": 5.0, "itl_s": 0.1}}' baton up --model MODEL --""" in done.output
+    assert picture.read_bytes().startswith(PNG)
+    assert picture.stat().st_size > 10_000
+
+
+def test_too_few_gpus_are_not_enough_and_more_are_named():
+    load = ("--rate", "20/s", "--prompt", 4000, "--output", 50, "--ttft", 2, "--share", "60%")
+    done = run(*load, "--gpus", 4, "--profile", "70b", *QUICK)
+
+    assert done.exit_code == 0, done.output
+    assert "✗ Not enough. 4 GPUs as 1 both" in done.output
+    assert "--gpus-per-worker 4" in done.output
+
+
+def test_json_has_the_plan_for_programs():
+    done = run("--rate", "40/min", "--prompt", 500, "--output", 20, *QUICK, "--json", "--split", "1P+1D")
+
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    assert plan["workers"] == 2
+    assert plan["splits"][0]["split"] == {"prefill": 1, "decode": 1, "both": 0}
+    assert plan["enough"] is True
+    assert plan["headroom"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpus", "4"], "Name the workload"),
+        (["--trace", "missing.jsonl"], "No such file"),
+        (["--rate", "many"], "is no rate"),
+        (["--rate", "1/s", "--trace", "x"], "either --trace or --rate"),
+        (["--rate", "1/s", "--ttft", "0"], "--ttft must be more than 0"),
+        (["--rate", "1/s", "--share", "often"], "no share"),
+        (["--rate", "1/s", "--share", "95"], "no share"),
+        (["--rate", "1/s", "--split", "3Q"], "is no split"),
+        (["--rate", "1/s", "--split", "2B", "--split", "3B"], "as many workers"),
+        (["--rate", "1/s", "--split", "2B", "--gpus", "4"], "4 GPUs are 4 workers"),
+        (["--rate", "1/s", "--profile", "70b", "--gpus", "2"], "A worker needs 4 GPUs"),
+        (["--rate", "1/s", "--gpus-per-worker", "2"], "measured speeds"),
+        (["--rate", "1/s", "--speeds", "missing.json"], "speeds cannot be read"),
+        (["--rate", "1/s", "--picture", "plan.gif"], "must end in .png"),
+        (["--rate", "1/s", "--ttft", "0.001"], "No fleet of these engines meets the targets"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_said_before_the_search(arguments, says):
+    done = run(*arguments)
+
+    assert done.exit_code == 1
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("content", ["", "nothing\n", '{"timestamp": 0}\n'])
+def test_a_file_without_requests_gives_a_clear_error(tmp_path, content):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+
+    done = run("--trace", path)
+
+    assert done.exit_code == 1
+    assert "This trace cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--export-speeds", "speeds.json"], ["--rate", "1/s", "--speeds", "running"]])
+def test_what_a_running_system_must_answer_fails_without_one(options):
+    done = run(*options, "--nats-url", f"nats://127.0.0.1:{free_port()}")
+
+    assert done.exit_code == 1
+    assert "does not respond" in done.stderr
+
+
+def test_baton_plan_is_this_command_by_its_entry_point(tmp_path):
+    installed = tmp_path / "another-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[baton.commands]\nplan = replay.capacity.cli:app\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    def said(*arguments):
+        command = [sys.executable, "-m", "services.launcher.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+    assert "Size a fleet" in said("--help")
+    assert "--trace" in said("plan", "--help")
