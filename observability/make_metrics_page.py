@@ -13,6 +13,9 @@ Routers serve their metrics at `/metrics`. The metrics collector serves those of
 as OTLP when `BATON_OTLP_ENDPOINT` is set, except those under vLLM's names (`vllm:...`). This page is generated from
 `shared/telemetry/names.py` (`python -m observability.make_metrics_page`).
 
+Lines of batches count as requests and with their tokens, but not in times to the first token, between tokens and of
+requests, nor as goals: no user waits for them.
+
 | metric | kind | labels | meaning |
 |---|---|---|---|
 """

@@ -137,8 +137,8 @@ class ReportBuilder:
 
 
 def is_comparable(request: RequestFinished) -> bool:
-    """Whether it was served without an incident, and everything about it is known."""
-    is_smooth = request.status == OK and request.attempts == 1 and not request.resumes
+    """Whether it was served without an incident, a user waited for it, and everything about it is known."""
+    is_smooth = request.status == OK and request.attempts == 1 and not request.resumes and not request.is_batch
     return (
         is_smooth
         and request.completion_tokens > 1

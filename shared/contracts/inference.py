@@ -249,6 +249,8 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     ttft_target_s: float = -1.0
     """Latency target of the request; -1: none. Likewise ``itl_target_s``."""
     itl_target_s: float = -1.0
+    is_batch: bool = False
+    """A line of a batch: no user waits for it, so its times count in no latency."""
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):

@@ -89,7 +89,7 @@ class RecentRequests:
         return next((row for row in self._rows if row.decision_id == decision_id), None)
 
     def _is_slow(self, request: RequestFinished) -> bool:
-        if request.ttft_s < 0:
+        if request.ttft_s < 0 or request.is_batch:
             return False
         median = self._medians.get(request.model)
         if median is None:

@@ -37,7 +37,9 @@ class Latencies:
         self.e2e = Histogram(bounds.e2e)
 
     def observe(self, request: RequestFinished) -> None:
-        """Add one request's latencies; -1 means not known and is skipped."""
+        """Add one request's latencies; -1 means not known and is skipped, and so is a line of a batch."""
+        if request.is_batch:
+            return
         for histogram, value in ((self.ttft, request.ttft_s), (self.itl, request.itl_s), (self.e2e, request.e2e_s)):
             if value >= 0.0:
                 histogram.observe(value)

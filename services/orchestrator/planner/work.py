@@ -33,6 +33,7 @@ class EndedRequest:
 
     at: float
     served: bool = False
+    is_batch: bool = False
     prompt_tokens: int = 0
     uncached_tokens: int = 0
     completion_tokens: int = 0
@@ -53,6 +54,24 @@ class ObservedDemand:
     """Requests that wait in routers, by Little's law: rate times wait of the ended ones."""
     rejected_per_s: float = 0.0
     """Requests rejected for lack of capacity."""
+    prefill_share: float = 1.0
+    """Of the prompt tokens that engines computed, those of clients' requests; the rest is of batches."""
+    decode_share: float = 1.0
+    """Likewise of the generated tokens."""
+
+    def of_clients(self, rate: Steps) -> Steps:
+        """The part of the engines' work that was for clients' requests. Batches use what is there: they need no engine
+        of their own.
+        """
+        return Steps(
+            seconds=rate.seconds,
+            prefill_steps=rate.prefill_steps * self.prefill_share,
+            prefill_tokens=rate.prefill_tokens * self.prefill_share,
+            prefill_pairs=rate.prefill_pairs * self.prefill_share,
+            decode_steps=rate.decode_steps,
+            decode_requests=rate.decode_requests * self.decode_share,
+            decode_context_tokens=rate.decode_context_tokens * self.decode_share,
+        )
 
 
 class RequestWindow:
@@ -64,9 +83,10 @@ class RequestWindow:
         self._requests: deque[EndedRequest] = deque(maxlen=REQUESTS_MAX)
 
     def ended(self, request: RequestFinished, now: float) -> None:
-        """A request ended. Invalid and cancelled ones do not count."""
+        """A request ended. Invalid and cancelled ones do not count, nor lines of batches that must wait."""
         if request.status in REJECTED:
-            self._requests.append(EndedRequest(now))
+            if not request.is_batch:
+                self._requests.append(EndedRequest(now))
         elif request.status == 200 and request.prompt_tokens >= 0:
             self._requests.append(_ended(request, now))
 
@@ -79,11 +99,14 @@ class RequestWindow:
             seconds = now - self._requests[0].at
         if seconds <= 0.0:
             return ObservedDemand(Demand())
-        served = [one for one in self._requests if one.served]
-        rate = len(self._requests) / seconds
-        rejected = (len(self._requests) - len(served)) / seconds
+        clients = [one for one in self._requests if not one.is_batch]
+        served = [one for one in clients if one.served]
+        rate = len(clients) / seconds
+        rejected = (len(clients) - len(served)) / seconds
+        of_prefill, of_decode = self._shares(served)
         if not served:
-            return ObservedDemand(Demand(requests_per_s=rate, seconds=seconds), rejected_per_s=rejected)
+            demand = Demand(requests_per_s=rate, seconds=seconds)
+            return ObservedDemand(demand, 0.0, rejected, of_prefill, of_decode)
         demand = Demand(
             requests_per_s=rate,
             prompt_tokens=_mean([one.prompt_tokens for one in served]),
@@ -94,7 +117,20 @@ class RequestWindow:
             itl_s_p95=_p95([one.itl_s for one in served]),
             seconds=seconds,
         )
-        return ObservedDemand(demand, len(served) / seconds * _mean([one.admission_s for one in served]), rejected)
+        waiting = len(served) / seconds * _mean([one.admission_s for one in served])
+        return ObservedDemand(demand, waiting, rejected, of_prefill, of_decode)
+
+    def _shares(self, served: list[EndedRequest]) -> tuple[float, float]:
+        """Clients' shares of the computed prompt tokens and of the generated ones; 1 while nothing has ended."""
+        lines = [one for one in self._requests if one.is_batch]
+        return (
+            _share(sum(one.uncached_tokens for one in served), sum(one.uncached_tokens for one in lines)),
+            _share(sum(one.completion_tokens for one in served), sum(one.completion_tokens for one in lines)),
+        )
+
+
+def _share(tokens: int, others: int) -> float:
+    return tokens / (tokens + others) if others else 1.0
 
 
 def _ended(request: RequestFinished, now: float) -> EndedRequest:
@@ -103,6 +139,7 @@ def _ended(request: RequestFinished, now: float) -> EndedRequest:
     return EndedRequest(
         at=now,
         served=True,
+        is_batch=request.is_batch,
         prompt_tokens=request.prompt_tokens,
         uncached_tokens=max(0, request.prompt_tokens - cached),
         completion_tokens=max(0, request.completion_tokens),
@@ -182,7 +219,7 @@ def work_of(
     rate: Steps, queues: Queues, observed: ObservedDemand, times: StepTimeModel, engines: Engines, rules: Rules
 ) -> Work:
     """``rate``: what all engines together did per second."""
-    demand = observed.demand
+    demand, rate = observed.demand, observed.of_clients(rate)
     prompt_work = times.prefill_s(rate)
     token_s = prompt_work / rate.prefill_tokens if rate.prefill_tokens >= 1.0 else times.prefill_token_s
     context = rate.decode_context_tokens / rate.decode_requests if rate.decode_requests else demand.prompt_tokens

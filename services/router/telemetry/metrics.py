@@ -94,10 +94,11 @@ class RequestMetrics:
         if finished.reason:
             self._refusals.labels(finished.reason).value += 1
         else:
-            self._observe_latencies(finished)
             self._observe_prediction(finished, placement)
             self._count_tokens(finished)
-            self.gaps.ended(finished.mode, gap_s_max, finished.trace_id)
+            if not finished.is_batch:
+                self._observe_latencies(finished)
+                self.gaps.ended(finished.mode, gap_s_max, finished.trace_id)
         if finished.placement_s >= 0:
             self._placement_s.observe(finished.placement_s)
 

@@ -37,7 +37,9 @@ def failed(finished: RequestFinished) -> bool:
 
 
 def target_outcome(finished: RequestFinished) -> TargetOutcome | None:
-    """None when the client left or made an error: such requests do not measure the service."""
+    """None for requests that do not measure the service: the client left or made an error, or it is a batch's line."""
+    if finished.is_batch:
+        return None
     if failed(finished):
         return TargetOutcome.FAILED
     if finished.reason:
@@ -57,6 +59,8 @@ def kept(finished: RequestFinished, slow_s: float) -> Kept:
         return Kept.FAILED
     if finished.resumes:
         return Kept.RESUMED
+    if finished.is_batch:
+        return Kept.SHARE
     waited_s = finished.ttft_s if finished.ttft_s >= 0.0 else finished.e2e_s
     late = waited_s > (finished.ttft_target_s if finished.ttft_target_s >= 0.0 else slow_s)
     return Kept.SLOW if late or 0.0 <= finished.itl_target_s < finished.itl_s else Kept.SHARE

@@ -76,6 +76,7 @@ def finished_request(context: RequestContext, now: float) -> RequestFinished:
         kv_moves=kv_moves(prefill_report, prefill_worker, report, decode_worker),
         ttft_target_s=decision.ttft_target_s if decision is not None else -1.0,
         itl_target_s=decision.itl_target_s if decision is not None else -1.0,
+        is_batch=context.http_request.head.is_batch,
     )
 
 

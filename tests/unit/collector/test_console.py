@@ -94,6 +94,13 @@ def test_without_a_target_a_request_far_above_the_median_is_slow(shown):
     assert [row.slow for row in shown.page().requests][:3] == [True, False, False]
 
 
+def test_a_line_of_a_batch_is_never_slow_and_raises_no_median(shown):
+    lines = [finished(ttft_s=100.0, is_batch=True)] * SAMPLES_MIN
+    shown.finish(*[finished(ttft_s=0.1)] * SAMPLES_MIN, *lines, finished(ttft_s=0.5))
+
+    assert [row.slow for row in shown.page().requests][:2] == [True, False]
+
+
 def test_the_newest_requests_come_first_up_to_the_maximum(shown):
     shown.finish(*[finished(request_id=f"r{number}") for number in range(REQUESTS_MAX + 5)])
 

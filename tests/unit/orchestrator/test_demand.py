@@ -47,6 +47,29 @@ def test_rejected_requests_count_as_demand_invalid_and_cancelled_ones_do_not():
     assert observed.demand.prompt_tokens == 100.0
 
 
+def test_lines_of_batches_are_no_demand_and_their_share_of_the_work_is_told():
+    window = RequestWindow(10.0, now=0.0)
+    window.ended(ended(), 5.0)
+    parts = TtftParts(admission_s=400.0)
+    for status in (200, 503):
+        line = ended(status, is_batch=True, prompt_tokens=220, completion_tokens=30, ttft_s=400.0, ttft_parts=parts)
+        window.ended(line, 6.0)
+
+    observed = window.observed(10.0)
+    assert (observed.demand.requests_per_s, observed.rejected_per_s, observed.waiting) == (0.1, 0.0, 0.0)
+    assert (observed.demand.prompt_tokens, observed.demand.queue_s, observed.demand.ttft_s_p95) == (100.0, 0.0, 0.0)
+    assert (observed.prefill_share, observed.decode_share) == (60 / 240, 10 / 40)
+
+
+def test_lines_of_batches_alone_leave_no_work_to_clients():
+    window = RequestWindow(10.0, now=0.0)
+    window.ended(ended(is_batch=True), 5.0)
+
+    observed = window.observed(10.0)
+    assert observed.demand.requests_per_s == 0.0
+    assert (observed.prefill_share, observed.decode_share) == (0.0, 0.0)
+
+
 def test_no_requests_give_zero_demand_over_the_observed_time():
     assert RequestWindow(10.0, now=5.0).observed(8.0).demand.seconds == 3.0
     assert RequestWindow(10.0, now=5.0).observed(8.0).demand.requests_per_s == 0.0

@@ -31,6 +31,13 @@ def test_what_engines_did_is_measured_in_workers():
     assert work().prompt_s == pytest.approx(0.1)
 
 
+def test_what_engines_did_for_batches_is_no_work():
+    shared = work(prefill_share=0.5, decode_share=0.25)
+
+    assert (shared.prefill, shared.decode) == (pytest.approx(0.9 / 2), pytest.approx(0.1 / 4))
+    assert (shared.batch, shared.prompt_s) == (pytest.approx(40.0), pytest.approx(0.1))
+
+
 def test_what_waits_in_engines_is_work_of_its_own_phase():
     queued = work(queues=Queues(prompt_tokens=int(6e4 * RULES.clear_s), requests=int(4 * RULES.clear_s)))
 

@@ -20,10 +20,11 @@ from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
 from shared.bus.frame_sender import LegFrames
+from shared.bus.port import Envelope
 from shared.bus.receiver import read_entry
 from shared.contracts.batches import StoredBatch, record_key
-from shared.contracts.channels import FILES
-from shared.contracts.inference import LegReport, StartLeg
+from shared.contracts.channels import FILES, REQUESTS_FINISHED
+from shared.contracts.inference import LegReport, RequestsFinished, StartLeg
 from shared.runtime.keys import digest_of
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
@@ -240,6 +241,25 @@ def test_requests_of_clients_come_first():
         assert (await client.until(made["id"], *ENDED))["status"] == "cancelled"
 
     with_engine(scenario, batch_lines_at_once=8)
+
+
+def test_lines_are_reported_as_lines_and_clients_requests_are_not():
+    async def scenario(world: World, _engine: Engine, client: Client) -> None:
+        reported: dict[str, bool] = {}
+
+        def heard(message: RequestsFinished, _envelope: Envelope) -> None:
+            reported.update({one.request_id: one.is_batch for one in message.requests})
+
+        await world.bus.subscribe(REQUESTS_FINISHED, heard)
+        made = await client.batch(jsonl(line(1)))
+        await client.until(made["id"], *ENDED)
+        await world.ask(prompt(prompt="by a client"))
+        await asyncio.sleep(1)
+
+        assert sorted(reported.values()) == [False, True]
+        assert reported[f"{made['id']}-1"]
+
+    with_engine(scenario)
 
 
 def test_a_cancelled_batch_keeps_what_was_computed():

@@ -18,6 +18,7 @@ from services.router.telemetry.metrics import (
     QueueMetrics,
     RequestMetrics,
 )
+from services.router.telemetry.outcome import TargetOutcome
 from shared.contracts.ids import RequestId
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
@@ -28,9 +29,9 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 def finished(trace_id: str = "", **fields) -> RequestFinished:
-    seconds = {"ttft_s": 0.2, "itl_s": 0.02, "e2e_s": 1.0, **fields}
+    values = {"status": 200, "ttft_s": 0.2, "itl_s": 0.02, "e2e_s": 1.0, **fields}
     return RequestFinished(
-        request_id=RequestId("r"), model="m", path="/", mode="aggregated", status=200, trace_id=trace_id, **seconds
+        request_id=RequestId("r"), model="m", path="/", mode="aggregated", trace_id=trace_id, **values
     )
 
 
@@ -123,6 +124,26 @@ def test_goodput_counts_requests_that_met_their_targets():
 
     seen = {goal: registry.get_sample_value(names.ROUTER_GOALS.name, {"goal": goal}) for goal in ("met", "ttft_missed")}
     assert seen == {"met": 2, "ttft_missed": 1}
+
+
+def test_lines_of_batches_count_in_no_latency():
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, {})
+    for one in (
+        finished(),
+        finished(is_batch=True, ttft_s=3600.0),
+        finished(is_batch=True, status=503, reason="overloaded", ttft_s=-1.0),
+    ):
+        metrics.finished(one, None, 0.1)
+
+    def total(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"mode": "aggregated", **labels})
+
+    timed = (names.ROUTER_TTFT, names.ROUTER_TPOT, names.ROUTER_E2E)
+    assert [total(f"{each.name}_count") for each in timed] == [1, 1, 1]
+    assert [total(names.ROUTER_REQUESTS.name, status=status) for status in ("200", "503")] == [2, 1]
+    goals = [registry.get_sample_value(names.ROUTER_GOALS.name, {"goal": goal}) for goal in TargetOutcome]
+    assert sum(goals) == 1
 
 
 def test_tenant_series_are_bounded():

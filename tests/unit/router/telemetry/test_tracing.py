@@ -304,6 +304,7 @@ def test_traces_of_simultaneous_failures_are_bounded():
         (finished(ttft_s=0.5, ttft_target_s=0.4), Kept.SLOW),
         (finished(ttft_s=0.5, itl_s=0.2, itl_target_s=0.1), Kept.SLOW),
         (finished(e2e_s=9.0), Kept.SLOW),
+        (finished(ttft_s=9.0, is_batch=True), Kept.SHARE),
         (finished(ttft_s=0.1, resumes=1), Kept.RESUMED),
         (finished(status=503, reason="no_worker", resumes=1), Kept.FAILED),
         (finished(status=429, reason="over_share"), Kept.FAILED),
