@@ -96,7 +96,7 @@ class Collector:
 
     def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
         """The status with what an operator must correct."""
-        return msgspec.structs.replace(status, warning=self.ledger.failure)
+        return msgspec.structs.replace(status, warning=self.ledger.warning)
 
     def families(self) -> list[Family]:
         """All metrics of Baton's own at this moment."""

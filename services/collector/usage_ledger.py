@@ -55,12 +55,16 @@ def by_entry(rows: Iterable[UsageRow]) -> dict[str, list[UsageRow]]:
     return found
 
 
-def with_report(entry: UsageMonth | None, router_id: RouterId, number: int, rows: list[UsageRow]) -> UsageMonth | None:
-    """The entry with the report's rows, which are all its own; None if it contains that report already."""
+def with_report(
+    entry: UsageMonth | None, router_id: RouterId, number: int, rows: list[UsageRow], name: str = ""
+) -> UsageMonth | None:
+    """The entry with the report's rows, which are all its own; None if it contains that report already. ``name``: of a
+    new entry, if it is not the rows' own.
+    """
     newest = rows[-1]
     if entry is None:
         entry = UsageMonth(
-            entry=newest.entry_id,
+            entry=name or newest.entry_id,
             month=newest.month,
             tenant=newest.tenant,
             key=newest.key,
@@ -89,6 +93,10 @@ log = logging.getLogger(__name__)
 WRITES_AT_ONCE = 8
 TRIES_MAX = 16
 """For one entry, which other collectors may be writing."""
+BLIND_TRIES_MAX = 3
+"""An entry that so often in a row is there and cannot be read is unreadable, and not one that was just made."""
+SUCCESSORS_MAX = 8
+"""Entries beside one that cannot be read, each because the one before cannot be read either."""
 RETRY_S = 2.0
 """After the ledger could not be read."""
 ENTRIES_MAX = 50_000
@@ -105,8 +113,22 @@ class LedgerStore:
         self._known: dict[str, StoredValue[UsageMonth]] = {}
         self._one_report = asyncio.Lock()
         self._writing = asyncio.Semaphore(WRITES_AT_ONCE)
+        self._unreadable: dict[str, None] = {}
+        """Entries that are there and cannot be read. They stay as they are; what belongs to them goes beside them."""
         self.failure = ""
         """Why the ledger takes no reports now; empty while it does."""
+
+    @property
+    def warning(self) -> str:
+        """What an operator must correct; empty when there is nothing."""
+        if self.failure or not self._unreadable:
+            return self.failure
+        first = next(iter(self._unreadable))
+        return (
+            f"{len(self._unreadable)} of the usage ledger's entries cannot be read ({first}): `baton usage` and budgets"
+            " lack what is in them. They stay, and what is used from now on is counted beside them. The version of"
+            " Baton that wrote them can read them; to give them up: nats kv del usage ENTRY"
+        )
 
     async def listen(self) -> None:
         """Take the routers' reports."""
@@ -150,23 +172,44 @@ class LedgerStore:
         self, store: KeyValueStore[UsageMonth], name: str, rows: list[UsageRow], report: ReportUsage
     ) -> None:
         async with self._writing:
+            blind_tries = 0
             for _try in range(TRIES_MAX):
-                present = self._known.get(name) or await store.get(name)
-                entry = with_report(
-                    present.value if present is not None else None, report.router_id, report.number, rows
-                )
+                place = self._place_of(name)
+                present = self._known.get(place) or await store.get(place)
+                old = present.value if present is not None else None
+                entry = with_report(old, report.router_id, report.number, rows, place)
                 if entry is None:
                     return
                 try:
                     revision = await (store.update(entry, present.revision) if present else store.create(entry))
                 except WrongRevision:
-                    self._known.pop(name, None)  # Another collector has written it.
+                    self._known.pop(place, None)  # Another collector has written it.
+                    blind_tries = 0 if present else blind_tries + 1
+                    if blind_tries == BLIND_TRIES_MAX:
+                        self._set_aside(place)
+                        blind_tries = 0
                     continue
-                self._heard(StoredValue(name, entry, revision))
+                self._heard(StoredValue(place, entry, revision))
                 return
         raise BusDown(f"other collectors keep writing {name}")
 
+    def _place_of(self, name: str) -> str:
+        """The first readable entry among the named one and its successors. Raises BusDown if there is none."""
+        places = (name, *(f"{name}-{number}" for number in range(2, SUCCESSORS_MAX + 2)))
+        place = next((each for each in places if each not in self._unreadable), None)
+        if place is None:
+            raise BusDown(f"{name} and all entries beside it cannot be read")
+        return place
+
+    def _set_aside(self, place: str) -> None:
+        """It cannot be read: another version of Baton may have written it, which will read it again. A report that was
+        stored in it and is repeated now counts twice: at most one for each router.
+        """
+        self._unreadable[place] = None
+        log.warning("the usage ledger's entry %s cannot be read; it stays, and usage is counted beside it", place)
+
     def _heard(self, entry: StoredValue[UsageMonth]) -> None:
+        self._unreadable.pop(entry.key, None)
         known = self._known.get(entry.key)
         if entry.value is None:
             self._known.pop(entry.key, None)

@@ -161,6 +161,36 @@ def test_a_collector_reads_an_entry_again_that_another_has_written():
     run_in_virtual_time(scenario())
 
 
+def test_an_entry_that_cannot_be_read_stays_and_holds_up_no_report():
+    async def scenario() -> None:
+        ledger = Ledger()
+        _bus, store = await ledger.collector()
+        mine, other = row(prompt_tokens=10), row(key="other", prompt_tokens=1)
+        bucket = ledger.hub.buckets["usage"]
+        bucket.store(mine.entry_id, b"of a later version")
+
+        await ledger.report(1, mine, other)
+        await ledger.report(2, mine, other)
+        await ledger.report(2, mine, other)
+
+        assert bucket.values[mine.entry_id].payload == b"of a later version"
+        assert await ledger.tokens() == {("k", "m"): 20, ("other", "m"): 2}
+        assert f"1 of the usage ledger's entries cannot be read ({mine.entry_id})" in store.warning
+
+        following = asyncio.create_task(store.follow())
+        repaired = with_report(None, R1, 1, [row(prompt_tokens=100)])
+        await (await ledger.bus.key_value_store(USAGE)).put(repaired)
+        await asyncio.sleep(1)
+        await ledger.report(3, mine)
+        following.cancel()
+
+        entries = await (await ledger.bus.key_value_store(USAGE)).all((mine.entry_id,))
+        assert sorted(one.value.total.tokens for one in entries) == [20, 110]
+        assert store.warning == ""
+
+    run_in_virtual_time(scenario())
+
+
 def test_a_report_that_cannot_be_stored_is_refused_and_the_status_says_so():
     async def scenario() -> None:
         ledger = Ledger()
