@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.audit import NO_DATA
 from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
 from tests.support.replay_worlds import conversations, write_mooncake
@@ -31,13 +32,13 @@ TARGETS = {
     "bench-fleet": {"ARGS": "--times 1 --no-page"},
     "outside": {"ARGS": "--only vllm-pd,vllm-bench --scratch {out}/outside --page {out}/outside.md"},
 }
-HERE = {"up", "doctor", "down"}
-"""Run by the test of a system's life."""
+HERE = {"up", "doctor", "down", "audit"}
+"""Run by tests of their own below."""
 ELSEWHERE = {"setup", "test", "nightly", "llama-server"}
 """Run by continuous integration or every night; setting up is a part of each, and the server one of `make nightly`."""
 FOR_AUTHORS = {"fix", "catalogue"}
 """These change the tree. What they do, `make check` compares with the tree."""
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md")
 RUN_S_MAX = 3000
 UP_S_MAX = 180.0
 SHOWN_CHARS = 6000
@@ -86,6 +87,15 @@ def test_a_system_is_started_examined_and_stopped_by_make(tmp_path: Path):
 
     assert examined.returncode == 0, examined.stdout + examined.stderr + log.read_text()
     assert ended == 0, log.read_text()
+
+
+def test_no_locked_package_has_a_known_vulnerability():
+    """Red when a package is found vulnerable, skipped where the advisory databases cannot be asked."""
+    done = subprocess.run(["make", "audit"], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S_MAX, check=False)
+    if f"Error {NO_DATA}" in done.stderr:
+        pytest.skip(f"no data on some or all packages: {(done.stdout or done.stderr).partition(chr(10))[0]}")
+
+    assert done.returncode == 0, done.stdout[-SHOWN_CHARS:] + done.stderr[-SHOWN_CHARS:]
 
 
 def test_every_target_that_documents_name_is_run():
