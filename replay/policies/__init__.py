@@ -2,6 +2,8 @@
 
 BATON = "baton"
 """Placement alone, with targets: each request goes to its worker at once, as with the baselines."""
+BATON_NO_TARGETS = "baton-no-targets"
+"""Placement alone, without targets."""
 BATON_STRICT = "baton-strict"
 """With admission; rejects requests that even an idle worker would serve too late."""
 BATON_WAITING = "baton-waiting"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from replay.oracle import Oracle
-from replay.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING, ORACLE
+from replay.policies import BATON, BATON_DEFAULT, BATON_NO_TARGETS, BATON_STRICT, BATON_WAITING, ORACLE
 from replay.policies.base import Baseline, LeastLoaded, PolicyContext, PowerOfTwo, RandomChoice, RoundRobin
 from replay.policies.other_systems import DynamoKvCost, LlmDScorer, LlmDSticky, MooncakeConductor
 from replay.policies.queueing import (
@@ -126,6 +126,7 @@ SHIPPED: dict[str, dict[str, Parameter]] = {
     BATON_WAITING: {**OWN, **QUEUE_S_MAX},
     BATON_STRICT: {**OWN, **QUEUE_S_MAX},
     BATON_DEFAULT: {**OWN_UNTOLD, **QUEUE_S_MAX},
+    BATON_NO_TARGETS: OWN_UNTOLD,
     ORACLE: {},
 }
 """Systems with the queue and refusal of their project, and Baton's own admission. ``busy`` is Dynamo's
@@ -197,7 +198,7 @@ def parse(name: str) -> System:
 
 def names() -> list[str]:
     """All policies without queue, refusal and values."""
-    own = [BATON, BATON_WAITING, BATON_STRICT, BATON_DEFAULT]
+    own = [BATON, BATON_WAITING, BATON_STRICT, BATON_DEFAULT, BATON_NO_TARGETS]
     return [*own, *RULES, *(name for name in SHIPPED if name not in {*own, ORACLE}), ORACLE]
 
 
@@ -232,7 +233,7 @@ def install(world: World, name: str, context: PolicyContext) -> None:
     """Make a policy the world's; raises UnknownPolicyError."""
     system = parse(name)
     targets = Targets(ttft_s=context.slo_ttft_s, itl_s=context.slo_itl_s)
-    if system.rule in {BATON, BATON_WAITING, BATON_STRICT, BATON_DEFAULT}:
+    if system.rule in {BATON, BATON_WAITING, BATON_STRICT, BATON_DEFAULT, BATON_NO_TARGETS}:
         _install_baton(world, system, targets)
     elif system.rule == ORACLE:
         world.fleet.placer = Oracle(world)
@@ -252,10 +253,10 @@ def _install_baton(world: World, system: System, targets: Targets) -> None:
         stream_tokens_min=int(system.value("stream_tokens_min")),
     )
     fleet.placer = CostPlacer(fleet.cluster, fleet.index, fleet.policy)
-    if system.rule != BATON_DEFAULT:
+    if system.rule not in {BATON_DEFAULT, BATON_NO_TARGETS}:
         share = system.value("slo_share")
         world.targets = Targets(ttft_s=share * targets.ttft_s, itl_s=share * targets.itl_s)
-    if system.rule != BATON:
+    if system.rule not in {BATON, BATON_NO_TARGETS}:
         policy = AdmissionPolicy(serve_late=system.rule != BATON_STRICT, queue_s_max=system.value("queue_s_max"))
         world.admit(policy)
 

@@ -41,6 +41,11 @@ WAIT_SHARE_MIN = 0.05
 """A request may always wait for this share of its own time to the first token."""
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
 """Bounds of Retry-After, independent of the prediction."""
+UNTARGETED_WAIT = 10.0
+"""Without a target, requests that wait as many times their own time as others count as equally late: short prompts go
+first, and a longer one is overtaken for ten times the difference. In overload, first come, first served would make all
+of them as late as the longest.
+"""
 MEAN_PROMPTS_AHEAD = 1.5
 """Mean prompts that an engine may hold before the next is sent to it: the one that it computes and part of another. A
 worker reports a prompt a little after it is computed; the next prompt must be there already.
@@ -264,7 +269,7 @@ class Admission:
     def _set_deadline(self, entry: QueueEntry, result: Placement | Rejection) -> None:
         """The deadline is arrival + target + the request's own time on an idle worker (DECISIONS 20): a short prompt
         overtakes a long one by the difference of their times and no more. A request whose target even an idle worker
-        would miss may still wait for a share of its own time.
+        would miss may still wait for a share of its own time. Without a target: see ``UNTARGETED_WAIT``.
         """
         policy, target_s, own_s = self._policy, entry.request.targets.ttft_s, _own_s(entry, result)
         latest_at = entry.arrived_at + policy.queue_s_max
@@ -273,7 +278,7 @@ class Admission:
             wait_s = max(policy.late_ratio * target_s - own_s, WAIT_SHARE_MIN * own_s)
             latest_at = min(latest_at, entry.arrived_at + wait_s)
         else:
-            entry.deadline = latest_at + own_s
+            entry.deadline = latest_at + UNTARGETED_WAIT * own_s
         entry.expires_at = min(latest_at, entry.ends_at)
 
     def _evict_for(self, entry: QueueEntry, own: PriorityQueue) -> Rejection | None:

@@ -111,13 +111,26 @@ int find_sources(const struct fleet *fleet, const struct question *question, con
 /* ---- the cost model: cost.py */
 
 struct batch {
-    double between_s, step_s, itl_s, more_s, disturbed, queue_s;
+    double between_s, step_s, itl_s, more_s, excess_s, disturbed, queue_s;
 };
 
-/* The target of cost.py, which is 0 where there is none. */
-static double itl_target_s(const struct question *question)
+/* By how much the request slows each step of a batch. */
+static double more_s(const struct fleet *fleet, const struct question *question, size_t row)
 {
-    return question->itl_target_s < INFINITY ? question->itl_target_s : 0.0;
+    double tokens = (double)(question->tokens + (question->tokens_out >> 1));
+    return N(DECODE_REQUEST_S) + N(DECODE_CONTEXT_TOKEN_S) * tokens;
+}
+
+double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free)
+{
+    double least_s = INFINITY;
+    for (size_t row = 0; row < fleet->count; row++) {
+        if (!is_free[row] || !flag(fleet, DECODES, row))
+            continue;
+        double alone_s = N(DECODE_STEP_S) + more_s(fleet, question, row);
+        least_s = alone_s < least_s ? alone_s : least_s;
+    }
+    return UNCROWDED * (least_s + 0.0);
 }
 
 static double work_s(const struct fleet *fleet, size_t row, double computed, double cached)
@@ -140,11 +153,13 @@ static struct batch estimate_batch(const struct fleet *fleet, const struct quest
     struct batch batch;
     double each_s = N(PREFILL_TOKEN_S) + N(PREFILL_PAIR_S) * N(PAIRS_PER_TOKEN);
     double token_s = each_s + N(PREFILL_STEP_S) / N(STEP_TOKENS);
-    double tokens = (double)(question->tokens + (question->tokens_out >> 1)), decoding = N(DECODING);
-    batch.more_s = N(DECODE_REQUEST_S) + N(DECODE_CONTEXT_TOKEN_S) * tokens;
+    double decoding = N(DECODING);
+    batch.more_s = more_s(fleet, question, row);
     double step_s = N(DECODE_STEP_S) + N(DECODE_REQUEST_S) * decoding + N(DECODE_CONTEXT_TOKEN_S) * N(CONTEXT_TOKENS);
     batch.itl_s = (step_s + batch.more_s) / (1.0 - least(N(PROMPTS_PER_S) * token_s, BUSY_MAX, question->arrays));
-    batch.disturbed = batch.itl_s > itl_target_s(question) ? decoding * N(ANSWERS) : 0.0;
+    double counted_s = question->itl_target_s < INFINITY ? batch.itl_s : step_s + batch.more_s;
+    batch.excess_s = most(counted_s - question->itl_free_s, 0.0, question->arrays);
+    batch.disturbed = counted_s > question->itl_free_s ? decoding * N(ANSWERS) : 0.0;
     batch.step_s = decoding > 0.0 ? step_s : 0.0;
     batch.between_s = batch.step_s / N(STEP_TOKENS);
     batch.queue_s = waiting_s(fleet, question, row, token_s + batch.between_s, batch.step_s);
@@ -180,7 +195,7 @@ static void estimate_decode(struct candidate *to, const struct fleet *fleet, con
     to->decode_queue_s = batch->queue_s;
     to->decode_s = out * batch->itl_s;
     to->kv_wait_s = N(FREE_TOKENS) < (double)(question->tokens + question->tokens_out) ? to->decode_s : 0.0;
-    to->within_s = out * least(batch->itl_s, itl_target_s(question), question->arrays);
+    to->within_s = to->decode_s - out * batch->excess_s;
     to->itl_s = batch->itl_s;
     to->first_s = N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * TAIL_TOKENS + batch->step_s;
     to->decode_others_s = out * batch->more_s * batch->disturbed;

@@ -27,6 +27,7 @@ enum {
     TAIL_TOKENS = 16, /* as in cost.py */
 };
 #define BUSY_MAX 0.9
+#define UNCROWDED 5.0
 #define NEVER_S 1e9 /* as in shortlist.py */
 #define HIT_SHARE_OF_DECODE_FIRST 0.5 /* as in placer.py */
 
@@ -44,6 +45,7 @@ enum mode { AUTO, AGGREGATED, DISAGGREGATED, DECODE_FIRST };
 struct question {
     int64_t tokens, tokens_out, fetch_tokens_min;
     double now, ttft_target_s, itl_target_s; /* infinite: no target */
+    double itl_free_s; /* between tokens: costs nothing */
     double tie_s;
     enum mode mode;
     bool streams, unsplittable, has_hit_threshold, may_decode_first;
@@ -85,6 +87,8 @@ struct choice {
 };
 
 void holders_rank(struct holders *holders);
+/* Without a target: the time between tokens that costs nothing. */
+double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row);
 /* The costs of a row for the shortlist: one that misses a target comes after all that meet them. */

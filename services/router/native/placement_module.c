@@ -1,6 +1,7 @@
 /* Placement's inner part as a Python type, which works on the fleet table's own arrays; see compiled.py. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <string.h>
 
 #include "placement.h"
@@ -157,6 +158,9 @@ static bool read_request(Placing *self, PyObject *const *args, struct question *
         }
         self->fleet.groups = groups->buf;
     }
+    question->itl_free_s = question->itl_target_s;
+    if (!(question->itl_target_s < INFINITY))
+        question->itl_free_s = uncrowded_itl_s(&self->fleet, question, self->free.buf);
     *holders = (struct holders){.ranked = self->ranked};
     if (args[10] != Py_None && !read_depths(self, args[10], args[11], question, holders)) {
         PyBuffer_Release(groups);

@@ -2,7 +2,7 @@
 
 Only tokens that must be computed count as work. A request's cost is its own time plus the time that it adds to other
 requests, so both have the same unit and need no weights. Time between tokens costs nothing as long as it is within the
-client's target.
+client's target, or without a target, as long as decode batches are uncrowded (``UNCROWDED``).
 
 ``n`` holds the numbers of ``fleet_table``: of one worker, or an array of each for many. ``Arithmetic`` has the
 operations that differ between the two.
@@ -25,6 +25,12 @@ TOKENS_OUT_COUNTED_MAX = 1024
 """Clients set generous limits and seldom reach them: of a higher limit, only this many tokens are counted."""
 BUSY_MAX = 0.9
 """At most this share of an engine's time is assumed to go to prompts: near 1 the predicted decode time is infinite."""
+UNCROWDED = 5.0
+"""Without a target, time between tokens costs nothing while a decode step takes at most this many times as long as one
+of this request alone on the fastest free worker. Sarathi-Serve (Agrawal et al., OSDI 2024, section 5.1) derives its
+strict target from the engine's decode step in the same way, with the same factor. Prompts that are computed between the
+steps do not count: how many a worker computed lately says little about the next seconds, which placement decides.
+"""
 
 Value = Any
 """A float, or an array of them."""
@@ -55,8 +61,9 @@ class Prompt(NamedTuple):
     streams: bool
     """Whether the decode worker would read the KV while the prompt is computed."""
     now: float
-    itl_target_s: float
-    """Between tokens, seconds; 0 where there is no target: then all of that time counts."""
+    itl_free_s: float
+    """Seconds between tokens that cost nothing: the target, or without one, ``uncrowded_itl_s``."""
+    has_itl_target: bool
 
 
 class PrefillEstimate(NamedTuple):
@@ -83,7 +90,7 @@ class DecodeEstimate(NamedTuple):
     """Until other requests end, where the KV cache has no space before."""
     decode_s: Value
     within_s: Value
-    """The part of ``decode_s`` that is within the target between tokens."""
+    """The part of ``decode_s`` that costs nothing."""
     itl_s: Value
     first_s: Value
     """The step that computes the prompt's tail, and with it the first token."""
@@ -100,8 +107,10 @@ class BatchEstimate(NamedTuple):
     itl_s: Value
     more_s: Value
     """By how much this request slows each step."""
+    excess_s: Value
+    """By how much later each token comes than costs nothing."""
     disturbed: Value
-    """Requests that decode there and whose tokens would come later than the target allows."""
+    """Requests that decode there, if their tokens come later than costs nothing; else 0."""
     queue_s: Value
     """Until a new prompt is begun."""
 
@@ -109,6 +118,16 @@ class BatchEstimate(NamedTuple):
 def tokens_out_expected(limit: int) -> int:
     """Completion length to count with, for a client's limit in tokens (0: none)."""
     return min(limit or TOKENS_OUT_UNKNOWN, TOKENS_OUT_COUNTED_MAX)
+
+
+def uncrowded_itl_s(numbers: np.ndarray[Any, np.dtype[np.float64]], tokens: int, tokens_out: int) -> float:
+    """What costs nothing between the tokens of such a request without a target. ``numbers``: rows of ``fleet_table``
+    from ``DECODE_STEP_S`` to ``DECODE_CONTEXT_TOKEN_S``, of the free workers that decode; infinite when there are none.
+    """
+    step_s, request_s, context_token_s = numbers
+    alone_s = step_s + (request_s + context_token_s * (tokens + tokens_out // 2))
+    # NaN is left out, and the sum makes a negative zero positive: both as in C.
+    return UNCROWDED * (float(np.fmin.reduce(alone_s, initial=np.inf)) + 0.0)
 
 
 def work_s(n: Value, computed: Value, cached: Value) -> Value:
@@ -124,11 +143,13 @@ def estimate_batch(n: Value, prompt: Prompt, do: Arithmetic) -> BatchEstimate:
     decoding = n[t.DECODING]
     step_s = n[t.DECODE_STEP_S] + n[t.DECODE_REQUEST_S] * decoding + n[t.DECODE_CONTEXT_TOKEN_S] * n[t.CONTEXT_TOKENS]
     itl_s = (step_s + more_s) / (1.0 - do.least(n[t.PROMPTS_PER_S] * token_s, BUSY_MAX))
-    disturbed = do.choose(itl_s > prompt.itl_target_s, decoding * n[t.ANSWERS], 0.0)
+    counted_s = itl_s if prompt.has_itl_target else step_s + more_s
+    excess_s = do.most(counted_s - prompt.itl_free_s, 0.0)
+    disturbed = do.choose(counted_s > prompt.itl_free_s, decoding * n[t.ANSWERS], 0.0)
     shared_s = do.choose(decoding > 0, step_s, 0.0)
     between_s = shared_s / n[t.STEP_TOKENS]
     queue_s = waiting_s(n, token_s + between_s, shared_s, prompt.now, do)
-    return BatchEstimate(between_s, shared_s, itl_s, more_s, disturbed, queue_s)
+    return BatchEstimate(between_s, shared_s, itl_s, more_s, excess_s, disturbed, queue_s)
 
 
 def mean_token_s(n: Value) -> Value:
@@ -178,7 +199,7 @@ def estimate_decode(n: Value, prompt: Prompt, held: Value, batch: BatchEstimate,
         batch.queue_s,
         do.choose(crowded, decode_s, 0.0),
         decode_s,
-        out * do.least(batch.itl_s, prompt.itl_target_s),
+        decode_s - out * batch.excess_s,
         batch.itl_s,
         n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * TAIL_TOKENS + batch.step_s,
         out * batch.more_s * batch.disturbed,

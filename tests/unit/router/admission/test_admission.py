@@ -130,6 +130,20 @@ def test_without_targets_the_queue_is_first_in_first_out():
     assert order(engines, *entries) == entries
 
 
+def test_without_targets_short_prompts_overtake_by_ten_times_the_difference():
+    engines = Engines(Engine("w1"))
+    engines.offer(10_000)
+    long = engines.offer(1000)
+    engines.now = 4.0
+    short = engines.offer(500)
+    engines.now = 6.0
+    too_late = engines.offer(500)
+
+    engines.run()
+
+    assert order(engines, long, short, too_late) == [short, long, too_late]
+
+
 def test_a_light_tenant_does_not_wait_behind_a_heavy_one():
     engines = Engines(Engine("w1"))
     greedy = [engines.offer(500, tenant="greedy") for _ in range(20)]

@@ -132,6 +132,34 @@ def test_the_cheapest_worker_that_meets_the_targets_is_chosen():
     assert soon.predicted.total_s() <= 0.5
 
 
+def test_without_targets_prompts_computed_lately_do_not_outweigh_the_cache():
+    fleet = Fleet()
+    fleet.add("cached", held=19, running=2)
+    fleet.add("empty")
+    fleet.cluster.report(load("cached", running=2, computed_tokens_total=100_000), NOW + 1.0)
+    request = msgspec.structs.replace(PROMPT, fetch_tokens_min=100_000, tokens_out=1000)
+
+    assert who(fleet.costs.place(request, NOW + 1.0)) == ("", "cached")
+
+
+@pytest.mark.parametrize(("running", "chosen"), [(40, "cached"), (100, "empty")])
+def test_without_targets_only_a_crowded_batch_outweighs_the_cache(running, chosen):
+    fleet = Fleet()
+    fleet.add("cached", held=19, running=running, decode_request_s=0.001)
+    fleet.add("empty", decode_request_s=0.001)
+
+    assert fleet.place(fetch_tokens_min=100_000, tokens_out=1000).decode.record.worker_id == chosen
+
+
+@pytest.mark.parametrize(("running", "counts"), [(40, False), (100, True)])
+def test_where_all_batches_are_crowded_the_time_of_others_counts(running, counts):
+    fleet = Fleet()
+    for number in range(2):
+        fleet.add(f"w{number}", running=running, decode_request_s=0.001)
+
+    assert {one.others_s > 0.0 for one in candidates(fleet.place())} == {counts}
+
+
 def test_if_no_worker_meets_the_targets_the_cheapest_is_chosen():
     fleet = Fleet()
     fleet.add("w1")
