@@ -26,12 +26,15 @@ from replay.policies.systems import UnknownPolicyError, names, parse, sweep_of
 from replay.profile import PROFILES, Profile
 from replay.results import NoPlots, Result, Slo, draw, save, table_of
 from replay.traces import Request, TraceError, cut, read_trace
+from replay.workloads import NAMES, generate, opened
 from replay.world import Shape
 
 ALL = names()
 KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
 """The knee is where the best of these no longer keeps the target."""
 KNEE = "knee"
+REQUESTS_MADE = 5_000
+"""Of a workload, unless another number is given."""
 OF_THE_KNEE = {"light": 0.5, KNEE: 1.0, "overload": 1.3}
 
 app = typer.Typer(
@@ -51,7 +54,13 @@ def bench() -> None:
 
 @app.command(name="replay")
 def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    trace: Annotated[Path, typer.Argument(help="Mooncake's .jsonl or Azure's .csv.", exists=True, dir_okay=False)],
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE|WORKLOAD",
+            help=f"Mooncake's .jsonl or Azure's .csv, or a workload made by --seed: {', '.join(NAMES)}.",
+        ),
+    ],
     workers: Annotated[int, typer.Option(help="That do both phases.", min=0)] = 8,
     prefill: Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)] = 0,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 0,
@@ -63,7 +72,11 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
         list[str] | None, typer.Option(help="Again for each; all by default. See `baton bench policies`.")
     ] = None,
     loads: Annotated[
-        str, typer.Option(help="Speeds of the trace, or light,knee,overload: 0.5, 1 and 1.3 knees.")
+        str,
+        typer.Option(
+            help="Speeds of the trace (of a workload: about so many requests/s), or light,knee,overload: "
+            "0.5, 1 and 1.3 knees."
+        ),
     ] = "1",
     knee: Annotated[
         float, typer.Option(help="Where the knee is, if that is known: saves looking for it.", min=0)
@@ -72,21 +85,39 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
         bool, typer.Option(help="Vary each baseline's main parameter, too; at the knee, if that is among the loads.")
     ] = False,
     hours: Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)] = 0.0,
-    limit: Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)] = 0,
+    limit: Annotated[
+        int, typer.Option(help=f"Requests of the trace; 0: all of them, and of a workload {REQUESTS_MADE:,}.", min=0)
+    ] = 0,
+    open_loop: Annotated[
+        bool, typer.Option("--open-loop", help="Later turns of a workload's sessions do not wait for answers.")
+    ] = False,
     slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token.")] = 5.0,
     slo_itl: Annotated[float, typer.Option(help="Seconds between tokens, on average over a request.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
     out: Annotated[Path | None, typer.Option(help="A folder for results.md, results.json and the pictures.")] = None,
 ) -> None:
-    """Replay a trace of requests against a simulated fleet, in virtual time.
+    r"""Replay a trace of requests against a simulated fleet, in virtual time.
 
     Compares Baton's placement with other systems' policies, on the same engines and with the same information.
+
+    A trace arrives as it was recorded, --loads times as fast. A workload is made from published statistics by the seed
+    (replay/workloads.py names the sources):
+
+    \b
+    conversations  people and a chatbot, histories that grow
+    agents         tool agents: hot shared prefixes, many quick steps, tool gaps
+    code           code completion: long repository prefixes, short answers
+    reasoning      short questions, heavy-tailed outputs
+    tenants        all four side by side, code in bursts
+
+    Its sessions are closed loops: a turn is sent a think time or a tool's time after the answer before it. The load
+    makes sessions start faster, and a session's turns never overtake its answers.
     """
     policies = policy or ALL
     refuse_unknown(policies)
     swept = [one for name in policies for one in sweep_of(name)] if sweep else []
     setting = Setting(
-        requests=requests_of(trace, seed, hours, limit),
+        requests=requests_of(trace, seed, hours, limit, is_open=open_loop),
         shape=shape_of(workers, prefill, decode),
         profile=profile_of(profile, kv_blocks),
         slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
@@ -128,10 +159,15 @@ def refuse_unknown(policies: list[str]) -> None:
             fail(f"{error} See also: baton bench policies")
 
 
-def requests_of(trace: Path, seed: int, hours: float, limit: int) -> list[Request]:
+def requests_of(trace: str, seed: int, hours: float, limit: int, *, is_open: bool) -> list[Request]:
     """The requests to replay; exits if there are none."""
+    if trace in NAMES and not Path(trace).exists():
+        made = cut(generate(trace, limit or REQUESTS_MADE, seed=seed), hours=hours)
+        return opened(made) if is_open else made
     try:
-        requests = cut(read_trace(trace, seed=seed), hours=hours, limit=limit)
+        requests = cut(read_trace(Path(trace), seed=seed), hours=hours, limit=limit)
+    except OSError as error:
+        fail(f"{trace} cannot be read ({error.strerror}), and is none of the workloads {', '.join(NAMES)}.")
     except (TraceError, UnicodeDecodeError) as error:
         fail(f"This trace cannot be read: {error}")
     if not requests:

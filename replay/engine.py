@@ -34,7 +34,7 @@ class Job:
     number: int
     """Unique among all jobs."""
     chain: tuple[int, ...]
-    """Names of the prompt's full blocks."""
+    """Names of the prompt's full blocks, and of those that its answer fills, if they are known."""
     prompt_tokens: int
     output_tokens: int
     owner: Any = None
@@ -72,7 +72,7 @@ class Job:
         return self.prompt_tokens + self.output_tokens
 
     def name_of(self, index: int) -> int:
-        """Content name of a block; blocks with generated tokens are unique."""
+        """Content name of a block; blocks beyond ``chain`` are unique."""
         if index < len(self.chain):
             return self.chain[index]
         return ((self.number << 12 | index) * PRIVATE) & _MASK

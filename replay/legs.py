@@ -24,7 +24,9 @@ class ReplayedRequest:
 
     number: int
     request: Request
+    """In a closed loop, ``at_s`` becomes true when it arrives."""
     chain: tuple[int, ...]
+    """Names of the full blocks of its prompt, and of those that its answer fills."""
     placement: Placement | None = None
     refused_at: float | None = None
     first_token_at: float | None = None

@@ -106,7 +106,8 @@ def summarise(
     """``name``: policy, load and the load's label."""
     served = [replayed for replayed in outcomes if replayed.finished_at is not None]
     lost = [replayed.request for replayed in outcomes if replayed.finished_at is None]
-    span_s = max(outcomes[-1].request.at_s - outcomes[0].request.at_s, 1e-9)
+    arrivals = [replayed.request.at_s for replayed in outcomes]
+    span_s = max(max(arrivals) - min(arrivals), 1e-9)
     ended_s = max((replayed.finished_at or 0.0 for replayed in served), default=span_s)
     prompt_tokens = max(1, sum(replayed.request.input_tokens for replayed in served))
     good = [replayed for replayed in served if slo.met_by(replayed.ttft_s, replayed.tpot_s)]

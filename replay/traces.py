@@ -36,6 +36,13 @@ class Request:
     blocks: tuple[int, ...]
     input_tokens: int
     output_tokens: int
+    answer: tuple[int, ...] = ()
+    """Contents of the blocks that its answer fills, if a later prompt may have them."""
+    session: int = -1
+    """Requests of one session follow each other; -1: of no session."""
+    gap_s: float | None = None
+    """Closed loop: it arrives so long after the session's request before it has ended. None: it arrives at ``at_s``."""
+    tenant: str = ""
 
     @property
     def tokens(self) -> int:
@@ -106,17 +113,31 @@ def cut(requests: list[Request], *, hours: float = 0.0, limit: int = 0) -> list[
 
 
 def at_load(requests: list[Request], load: float) -> list[Request]:
-    """The same requests, arriving ``load`` times as fast."""
-    return [replace(request, at_s=request.at_s / load) for request in requests]
+    """The same requests, arriving ``load`` times as fast.
+
+    In a closed loop only sessions start faster. Turns that are then planned after the end of the trace are left out:
+    nothing else would arrive beside them.
+    """
+    if all(request.gap_s is None for request in requests):
+        return [replace(request, at_s=request.at_s / load) for request in requests]
+    end_s = max(request.at_s for request in requests) / load
+    starts: dict[int, float] = {}
+    found = []
+    for request in requests:
+        started_s = request.at_s if request.gap_s is None else starts.setdefault(request.session, request.at_s)
+        found.append(replace(request, at_s=request.at_s - started_s + started_s / load))
+    return [request for request in found if request.at_s <= end_s]
 
 
 def chains(requests: Iterable[Request]) -> list[tuple[int, ...]]:
-    """For each request the chained 64-bit names of its blocks, as engines and router know them."""
+    """For each request the chained 64-bit names of its blocks, as engines and router know them: its prompt's and then
+    its answer's.
+    """
     known: dict[tuple[int, int], int] = {}
     found = []
     for request in requests:
         parent, chain = 0, []
-        for block in request.blocks:
+        for block in (*request.blocks, *request.answer):
             name = known.get((parent, block))
             if name is None:
                 digest = blake2b(f"{parent:x} {block:x}".encode(), digest_size=HASH_BYTES).digest()

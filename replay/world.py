@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -58,17 +58,34 @@ class World:
         self._exchange = Exchange(self.workers, self.at, self._woken)
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = count()
+        self._following: dict[int, ReplayedRequest] = {}
+        """In a closed loop, the session's next request by the number of the one before."""
+        self._progress: Callable[[int], None] = lambda _number: None
+        self._arrived = count()
 
     def run(
         self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None
     ) -> list[ReplayedRequest]:
-        """Replay all requests to the last token; ``progress`` is called with the number of each arrival."""
+        """Replay all requests to the last token; ``progress`` is called with the number of arrivals before each.
+
+        In a closed loop a refused turn ends at once, and the session goes on with its next turn: so every policy gets
+        the same requests. The outcomes are in the order of ``requests``.
+        """
         outcomes = [
             ReplayedRequest(number, request, chain)
             for number, (request, chain) in enumerate(zip(requests, chains(requests), strict=True))
         ]
-        arriving = iter(outcomes)
-        self._next_arrival(0.0, arriving, progress)
+        self._progress, self._arrived = progress, count()
+        first = []
+        latest: dict[int, ReplayedRequest] = {}
+        for replayed in outcomes:
+            request = replayed.request
+            if request.gap_s is not None and request.session in latest:
+                self._following[latest[request.session].number] = replayed
+            else:
+                first.append(replayed)
+            latest[request.session] = replayed
+        self._next_arrival(0.0, iter(sorted(first, key=lambda replayed: replayed.request.at_s)))
         due = self._due
         while due:
             self.now, _number, call, arguments = heappop(due)
@@ -79,12 +96,19 @@ class World:
         """Schedule ``call(when, *arguments)``."""
         heappush(self._due, (when, next(self._numbers), call, arguments))
 
-    def _next_arrival(self, _now: float, arriving: Iterable[ReplayedRequest], progress: Callable[[int], None]) -> None:
-        for replayed in arriving:
+    def _next_arrival(self, _now: float, arriving: Iterator[ReplayedRequest]) -> None:
+        replayed = next(arriving, None)
+        if replayed is not None:
             self.at(replayed.request.at_s, self._arrives, replayed)
-            self.at(replayed.request.at_s, self._next_arrival, arriving, progress)
-            progress(replayed.number)
-            break
+            self.at(replayed.request.at_s, self._next_arrival, arriving)
+
+    def _next_turn(self, ended: ReplayedRequest, now: float) -> None:
+        """Schedule the turn that a closed-loop session sends after this one."""
+        replayed = self._following.pop(ended.number, None)
+        if replayed is not None:
+            assert replayed.request.gap_s is not None
+            replayed.request = replace(replayed.request, at_s=now + replayed.request.gap_s)
+            self.at(replayed.request.at_s, self._arrives, replayed)
 
     def join(self, worker: SimWorker) -> None:
         """Add a ready worker."""
@@ -113,11 +137,11 @@ class World:
         self._admission = make(lambda when: self.at(when, self._run_pass), self._decided)
 
     def _arrives(self, now: float, replayed: ReplayedRequest) -> None:
+        self._progress(next(self._arrived))
         self._knowledge.catch_up(now)
         request = replayed.request
-        wanted = PlacementRequest(
-            model=MODEL, prompt_tokens=request.input_tokens, hashes=replayed.chain, targets=self.targets
-        )
+        hashes = replayed.chain[: len(request.blocks)]
+        wanted = PlacementRequest(model=MODEL, prompt_tokens=request.input_tokens, hashes=hashes, targets=self.targets)
         self.counts.arrives(replayed)
         if self._admission is None:
             self._decided(now, replayed, self.fleet.place(wanted, now))
@@ -139,6 +163,7 @@ class World:
     def _decided(self, now: float, replayed: ReplayedRequest, placement: Placement | Rejection) -> None:
         if isinstance(placement, Rejection):
             replayed.refused_at = now
+            self._next_turn(replayed, now)
             return
         replayed.placement = placement
         if placement.prefill is None:
@@ -254,6 +279,7 @@ class World:
         self.counts.ended(leg)
         placement = leg.replayed.placement
         if leg.kind is not LegKind.PREFILL:
+            self._next_turn(leg.replayed, now)
             if self._admission is not None:
                 self._admission.ended(leg.replayed)
         elif placement is not None and not placement.streamed:

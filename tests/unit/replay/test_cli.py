@@ -54,6 +54,22 @@ def test_the_knee_is_where_the_best_baseline_just_keeps_the_target(trace):
     assert "overload:" in done.output
 
 
+def test_a_workload_needs_no_file(tmp_path):
+    done = run("replay", "conversations", "--limit", 60, "--policy", "baton", "--loads", 2, "--out", tmp_path)
+
+    assert done.exit_code == 0, done.output
+    (result,) = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=list[Result])
+    assert result.refused == 0
+    assert 30 <= result.requests <= 60
+
+
+def test_neither_a_file_nor_a_workload_gives_a_clear_error(tmp_path):
+    done = run("replay", tmp_path / "missing.jsonl")
+
+    assert done.exit_code == 2
+    assert "tenants" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
