@@ -21,11 +21,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from replay.bound import upper_bound
 from replay.experiment import Setting, find_knee, run
 from replay.policies.systems import UnknownPolicyError, names, parse, sweep_of
 from replay.profile import PROFILES, Profile
 from replay.results import NoPlots, Result, Slo, draw, save, table_of
-from replay.traces import Request, TraceError, cut, read_trace
+from replay.traces import Request, TraceError, at_load, cut, read_trace
 from replay.workloads import NAMES, generate, opened
 from replay.world import Shape
 
@@ -138,9 +139,17 @@ def run_and_show(setting: Setting, runs: list[tuple[str, float, str]], out: Path
         if out is not None:
             save(results, out)  # an interrupted run keeps what is done
     for label in dict.fromkeys(result.label for result in results):
-        screen.print(table_of([result for result in results if result.label == label]))
+        same = [result for result in results if result.label == label]
+        screen.print(table_of(same))
+        screen.print(bound_of(setting, same[0].load))
     if out is not None:
         write(results, out)
+
+
+def bound_of(setting: Setting, load: float) -> str:
+    """What no policy exceeds."""
+    bound = upper_bound(at_load(setting.requests, load), setting.shape, setting.profile, setting.slo)
+    return f"No schedule exceeds {bound.requests_per_s:.3f} requests/s and {bound.tokens_per_s:.0f} tokens/s in time."
 
 
 @app.command()
