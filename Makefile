@@ -94,9 +94,8 @@ bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_P
 	@$(PYTHON) -m bench.bench_explain
 	@$(PYTHON) -m bench.bench_learning
 
-bench-replay: setup-dev ## A trace of requests in virtual time, all policies at light, knee and overload; TRACE=FILE, OUT=FOLDER
-	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
-	@.venv/bin/baton bench replay "$(TRACE)" --seed 1 --loads light,knee,overload --sweep --out "$(or $(OUT),replay-results)" $(ARGS)
+bench-replay: setup-dev ## The placement study in virtual time, hours, resumable; TRACES="mooncake-conversations=FILE azure-conversations=FILE", ARGS=--quick
+	@$(PYTHON) -m bench.study $(foreach one,$(TRACES),--trace $(one)) $(ARGS)
 
 bench-planner: setup-dev ## The planner on a trace in virtual time, against fixed fleets; TRACE=FILE, ARGS="--load 2 --hours 2 --swing 0.7"
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }

@@ -27,6 +27,7 @@ part lint "$bin/ruff" check --quiet .
 part layers "$bin/lint-imports"
 part generated "$bin/python" -m shared.contracts.catalogue --check
 part settings "$bin/python" -m scripts.make_configuration_page --check
+part figures "$bin/python" -m bench.study --check-marks
 part structure "$bin/python" scripts/check_structure.py
 part tests "$bin/python" -m pytest -n "${JOBS:-2}" --no-loadscope-reorder \
     -m "not nats and not vllm and not gpu and not compose" tests/unit tests/contracts tests/properties tests/scenarios

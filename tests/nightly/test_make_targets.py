@@ -26,7 +26,7 @@ TARGETS = {
     "bench-router": {"ARGS": "--quick --out {out}/router.md"},
     "bench-kv": {"ARGS": "--quick --out {out}/kv.md"},
     "bench-placement": {"ARGS": "--entries 200000 --python-entries 50000 --repeat 1"},
-    "bench-replay": {"TRACE": "{trace}", "OUT": "{out}"},
+    "bench-replay": {"ARGS": "--quick --only targets --runs {out}/runs"},
     "bench-planner": {"TRACE": "{trace}", "ARGS": "--hours 0.1"},
     "bench-telemetry": {"ARGS": "--rounds 4 --out {out}/telemetry.md"},
     "bench-fleet": {"ARGS": "--times 1 --no-page"},

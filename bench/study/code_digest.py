@@ -1,0 +1,82 @@
+"""The code that a row depends on, as a digest: a row with another digest is older than the code.
+
+Rows of other systems' policies depend on the replay and on what it uses of the router and of the simulated engine, and
+not on how Baton places and admits (``BATON_ONLY``); a test runs them and looks which modules they execute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from bench.study.plan import OWN
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPENDS = (
+    "replay/**/*.py",
+    "bench/study/samples.py",
+    "bench/study/runs.py",
+    "services/router/placement/*.py",
+    "services/router/admission/*.py",
+    "services/router/state/*.py",
+    "services/router/native/*.[ch]",
+    "services/worker/engines/simulated/core/settings.py",
+    "shared/engine_speed/*.py",
+)
+IGNORED = ("replay/cli.py", "replay/bound.py", "replay/oracle.py")
+"""The command line, what no row of the study runs, and the analysis of runs."""
+ANALYSIS = ("replay/bound.py", "bench/study/statistics.py", "bench/study/rows.py")
+BATON_ONLY = (
+    "services/router/placement/assembly.py",
+    "services/router/placement/cost.py",
+    "services/router/placement/decision.py",
+    "services/router/placement/decision_service.py",
+    "services/router/placement/evaluation.py",
+    "services/router/placement/form.py",
+    "services/router/placement/kv_sources.py",
+    "services/router/placement/media.py",
+    "services/router/placement/revisions.py",
+    "services/router/placement/sequences.py",
+    "services/router/native/placement.c",
+    "services/router/native/placement.h",
+    "services/router/native/placement_module.c",
+)
+"""Modules that only Baton's own placement runs."""
+
+
+def is_own(policy: str) -> bool:
+    """Whether it is one of Baton's, with any queue or values."""
+    return policy.partition("[")[0].partition("+")[0] in OWN
+
+
+def digest_of(policy: str) -> str:
+    """Of the code that a run of this policy depends on."""
+    return _digest(is_own(policy))
+
+
+@cache
+def analysis_digest() -> str:
+    """Of the code that makes bounds and intervals of runs."""
+    return _of([ROOT / name for name in ANALYSIS])
+
+
+def files_of(*, own: bool) -> list[Path]:
+    """All of that code."""
+    left_out = {*IGNORED, *(() if own else BATON_ONLY)}
+    found = {path for pattern in DEPENDS for path in ROOT.glob(pattern)}
+    return sorted(path for path in found if str(path.relative_to(ROOT)) not in left_out)
+
+
+@cache
+def _digest(own: bool) -> str:
+    return _of(files_of(own=own))
+
+
+def _of(paths: Iterable[Path]) -> str:
+    whole = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        whole.update(f"{path.relative_to(ROOT)}\n".encode())
+        whole.update(hashlib.blake2b(path.read_bytes()).digest())
+    return whole.hexdigest()

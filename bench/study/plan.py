@@ -1,0 +1,168 @@
+"""What the placement study runs: workloads x fleets x loads x policies x seeds, in sections of its page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from replay.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING
+from replay.results import Slo
+from replay.world import Shape
+
+LOADS = {"light": 0.5, "knee": 1.0, "overload": 1.3}
+"""Of the knee; see ``runs.find_knee``. A made workload's load is its requests per second, a trace's its speed."""
+QUICK_S = 30.0
+KNEE_SEED = 0
+"""Of the search for the knee; not among the seeds that are measured."""
+OWN = (BATON, BATON_WAITING, BATON_STRICT, BATON_DEFAULT)
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests, made by the seed or read from a trace file."""
+
+    name: str
+    """Of ``replay.workloads``, or of a trace that the command is given."""
+    is_trace: bool = False
+    is_tuned: bool = False
+    """Parameters were chosen on it: what it shows is no evidence for others."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers by role, and their engines."""
+
+    both: int = 0
+    prefill: int = 0
+    decode: int = 0
+    profile: str = "8b"
+    """Of ``replay.profile``."""
+
+    @property
+    def shape(self) -> Shape:
+        """As the replay takes it."""
+        return Shape(both=self.both, prefill=self.prefill, decode=self.decode)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        parts = {"both": self.both, "prefill": self.prefill, "decode": self.decode}
+        workers = " + ".join(f"{count} {role}" for role, count in parts.items() if count)
+        return f"{workers} ({self.profile})"
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """One heading of the page: all its workloads, fleets, loads and policies with each other."""
+
+    title: str
+    text: str
+    workloads: tuple[Workload, ...]
+    fleets: tuple[Fleet, ...]
+    loads: tuple[str, ...]
+    policies: tuple[str, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All sections, by short names."""
+
+    sections: dict[str, Section]
+    seeds: tuple[int, ...]
+    seconds: float
+    """How long a made workload is at any load; a trace is as long as it is."""
+    slo: Slo = Slo()
+
+
+TRACES = (
+    Workload(name="mooncake-conversations", is_trace=True, is_tuned=True),
+    Workload(name="azure-conversations", is_trace=True),
+)
+MADE = tuple(Workload(name=name) for name in ("conversations", "agents", "code", "reasoning", "tenants"))
+EIGHT = Fleet(both=8)
+RIVALS = ("sglang", "vllm-router", "dynamo", "dynamo-queue", "llm-d", "llm-d-flow", "mooncake", "mooncake-rejecting")
+UNTOLD_RIVALS = ("least-loaded", "sglang", "vllm-router", "dynamo", "dynamo-queue", "llm-d", "llm-d-flow", "mooncake")
+"""None of them refuses by a target."""
+KNEE_OF = ("mooncake-rejecting", "llm-d-flow", "dynamo-queue", "mooncake")
+"""The knee is where the best of these no longer keeps the targets; the likeliest first, which saves runs."""
+ORDERS, REFUSALS = ("", "+fcfs", "+sjf", "+edf"), ("", "+refuse")
+FACTORIAL = tuple(
+    f"{rule}{order}{refusal}"
+    for rule in (BATON, "dynamo", "llm-d", "llm-d-sticky", "mooncake", "sglang")
+    for order in ORDERS
+    for refusal in REFUSALS
+)
+
+WHOLE = Plan(
+    seeds=tuple(range(1, 11)),
+    seconds=300.0,
+    sections={
+        "targets": Section(
+            title="With targets",
+            text="Every router knows the targets.",
+            workloads=TRACES + MADE,
+            fleets=(EIGHT,),
+            loads=tuple(LOADS),
+            policies=(BATON_WAITING, BATON_STRICT, *RIVALS),
+        ),
+        "default": Section(
+            title="Default settings, without targets",
+            text="No router knows the targets; they are measured all the same.",
+            workloads=TRACES + MADE,
+            fleets=(EIGHT,),
+            loads=tuple(LOADS),
+            policies=(BATON_DEFAULT, *UNTOLD_RIVALS),
+        ),
+        "fleets": Section(
+            title="Other fleets",
+            text="At the knee of each fleet.",
+            workloads=(TRACES[0], MADE[1], MADE[4]),
+            fleets=(
+                Fleet(both=4),
+                Fleet(both=16),
+                Fleet(both=64),
+                Fleet(prefill=2, decode=2),
+                Fleet(prefill=6, decode=10),
+                Fleet(both=8, profile="70b"),
+            ),
+            loads=("knee",),
+            policies=(BATON_WAITING, "dynamo-queue", "llm-d-flow", "mooncake-rejecting"),
+        ),
+        "factorial": Section(
+            title="Placement x queue x refusal",
+            text="Each placement rule at once and with each order of waiting, serving all or refusing what would be late.",
+            workloads=(TRACES[0], MADE[1]),
+            fleets=(EIGHT,),
+            loads=("knee", "overload"),
+            policies=FACTORIAL,
+        ),
+    },
+)
+
+
+def quick(plan: Plan) -> Plan:
+    """The same sections, small: minutes instead of hours, and wide intervals."""
+    sections = {}
+    for name, section in plan.sections.items():
+        made = [workload for workload in section.workloads if not workload.is_trace][:2]
+        sections[name] = msgspec.structs.replace(
+            section,
+            workloads=tuple(made),
+            fleets=(Fleet(both=2), Fleet(prefill=1, decode=2))[: len(section.fleets)],
+            policies=(*(one for one in section.policies if one in OWN), *_some(section.policies)),
+        )
+    return msgspec.structs.replace(plan, sections=sections, seeds=plan.seeds[:3], seconds=QUICK_S)
+
+
+def _some(policies: Sequence[str]) -> tuple[str, ...]:
+    return tuple([one for one in policies if one not in OWN][:: max(1, len(policies) // 3)])
+
+
+def chosen(plan: Plan, only: Sequence[str], traces: Sequence[str]) -> tuple[Plan, list[str]]:
+    """The sections to run, and what is left out because its trace was not given."""
+    sections, missing = {}, []
+    for name, section in plan.sections.items():
+        if only and name not in only:
+            continue
+        kept = tuple(one for one in section.workloads if not one.is_trace or one.name in traces)
+        missing += [one.name for one in section.workloads if one not in kept]
+        if kept:
+            sections[name] = msgspec.structs.replace(section, workloads=kept)
+    return msgspec.structs.replace(plan, sections=sections), sorted(set(missing))

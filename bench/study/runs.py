@@ -1,0 +1,260 @@
+"""The runs of a plan: each is kept in a folder under a key of everything that decides its result.
+
+A run that is kept is not repeated; one whose code has changed has another key. So an interrupted study continues, and
+a changed plan runs only what is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import msgspec
+
+from bench.study.code_digest import digest_of
+from bench.study.plan import KNEE_OF, KNEE_SEED, Fleet, Workload
+from bench.study.samples import samples_of
+from replay.bound import Bound, feasible_share, upper_bound
+from replay.experiment import Setting, run_with_outcomes
+from replay.profile import PROFILES
+from replay.results import Result, Slo
+from replay.traces import Request, at_load, read_trace
+from replay.workloads import generate
+
+KNEE_RATIO = 1.05
+"""Precision of the knee."""
+KNEE_SHARE = 0.95
+"""At the knee, this share of the requests that an idle fleet could serve within the targets is served so."""
+KNEE_STEP = 1.5
+KNEE_LOADS = (1 / 1024, 1024.0)
+SAMPLE = 300
+"""Requests of a made workload from which the first load of the search is estimated."""
+BATCH = 16
+"""Sequences that share a decode step, in that estimate."""
+TRACE_REQUESTS = 12_000
+"""About as many as an hour of conversations has, to estimate times."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """All inputs of a run but the code."""
+
+    workload: Workload
+    trace: str = ""
+    """Digest of the trace file."""
+    seconds: float
+    """Of a made workload."""
+    fleet: Fleet
+    profile: str
+    """All values of the fleet's profile."""
+    load: float
+    policy: str
+    seed: int
+    slo: Slo
+
+    @property
+    def key(self) -> str:
+        """Name of the run's file."""
+        inputs = msgspec.json.encode([self, digest_of(self.policy)], order="sorted")
+        return hashlib.blake2b(inputs, digest_size=12).hexdigest()
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A case and what came of it."""
+
+    case: Case
+    code: str
+    """Digest of the code."""
+    ended_at: float
+    took_s: float
+    result: Result
+    samples: bytes
+
+
+class Store:
+    """A folder of runs, which several processes may write."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    def get(self, case: Case) -> Run | None:
+        """A kept run; None also for a file that another version wrote."""
+        try:
+            return msgspec.msgpack.decode(self._path(case).read_bytes(), type=Run)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def has(self, case: Case) -> bool:
+        """Whether it is kept."""
+        return self._path(case).exists()
+
+    def put(self, run: Run) -> None:
+        """Keep a run."""
+        path = self._path(run.case)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(msgspec.msgpack.encode(run))
+        part.replace(path)
+
+    def _path(self, case: Case) -> Path:
+        return self._folder / f"{case.key}.run"
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What a process needs to run cases."""
+
+    folder: Path
+    traces: Mapping[str, Path]
+    """Files by workload."""
+    slo: Slo
+    seconds: float
+    """Of a made workload."""
+
+    def case(self, workload: Workload, fleet: Fleet, load: float, policy: str, seed: int) -> Case:
+        """One run."""
+        return Case(
+            workload=workload,
+            trace=file_digest(self.traces[workload.name]) if workload.is_trace else "",
+            seconds=0.0 if workload.is_trace else self.seconds,
+            fleet=fleet,
+            profile=repr(PROFILES[fleet.profile]),
+            load=load,
+            policy=policy,
+            seed=seed,
+            slo=self.slo,
+        )
+
+    def requests(self, workload: Workload, load: float, seed: int) -> list[Request]:
+        """At that load."""
+        if workload.is_trace:
+            return at_load(read(self.traces[workload.name], seed), load)
+        return generate(workload.name, max(1, round(self.seconds * load)), seed=seed, per_s=load)
+
+    def count(self, workload: Workload, load: float) -> int:
+        """About how many requests there are."""
+        return TRACE_REQUESTS if workload.is_trace else round(self.seconds * load)
+
+    def run(self, case: Case) -> Run:
+        """The kept run, or a new one."""
+        store = Store(self.folder)
+        kept = store.get(case)
+        if kept is not None:
+            return kept
+        began_s = time.monotonic()
+        requests = self.requests(case.workload, case.load, case.seed)
+        setting = Setting(
+            requests=requests,
+            shape=case.fleet.shape,
+            profile=PROFILES[case.fleet.profile],
+            slo=case.slo,
+            seed=case.seed,
+        )
+        result, outcomes = run_with_outcomes(setting, case.policy, 1.0)
+        made = Run(
+            case=case,
+            code=digest_of(case.policy),
+            ended_at=time.time(),
+            took_s=time.monotonic() - began_s,
+            result=result,
+            samples=samples_of(requests, outcomes).encode(),
+        )
+        store.put(made)
+        return made
+
+    def run_kept(self, case: Case) -> None:
+        """Run a case where only its file is wanted: a result is not sent between processes."""
+        self.run(case)
+
+    def bound(self, workload: Workload, fleet: Fleet, load: float, seed: int) -> Bound:
+        """The clairvoyant bound of these requests."""
+        requests = self.requests(workload, load, seed)
+        return upper_bound(requests, fleet.shape, PROFILES[fleet.profile], self.slo)
+
+    def knee(self, workload: Workload, fleet: Fleet) -> float:
+        """The largest load at which the best of ``KNEE_OF`` serves ``KNEE_SHARE`` of what an idle fleet could."""
+        one = self.traces.get(workload.name)
+        sample = read(one, KNEE_SEED) if one else generate(workload.name, SAMPLE, seed=KNEE_SEED)
+        wanted = KNEE_SHARE * feasible_share(sample, PROFILES[fleet.profile], self.slo)
+
+        def keeps(load: float) -> bool:
+            return any(
+                self.run(self.case(workload, fleet, load, policy, KNEE_SEED)).result.good_share >= wanted
+                for policy in KNEE_OF
+            )
+
+        return find_knee(keeps, first_guess(sample, fleet))
+
+
+@lru_cache(maxsize=4)
+def read(trace: Path, seed: int) -> list[Request]:
+    """A trace at its own speed."""
+    return read_trace(trace, seed=seed)
+
+
+@cache
+def file_digest(path: Path) -> str:
+    """Of a file's content."""
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+def first_guess(requests: Sequence[Request], fleet: Fleet) -> float:
+    """A load at which half of the fleet is busy if nothing is cached, roughly: where the search for the knee begins."""
+    span_s = max(request.at_s for request in requests) or 1.0
+    profile = PROFILES[fleet.profile]
+    batch_s = profile.decode_base_s / BATCH + profile.decode_per_sequence_s
+    busy_s = sum(profile.prompt_s(one.input_tokens, 0) + one.output_tokens * batch_s for one in requests)
+    return round(0.5 * len(fleet.shape.roles()) * span_s / max(busy_s, 1e-9), 3)
+
+
+def find_knee(keeps: Callable[[float], bool], guess: float) -> float:
+    """The largest load that keeps what is wanted, to ``KNEE_RATIO``, assuming that smaller loads keep it, too."""
+    low, high = KNEE_LOADS
+    load = guess
+    while low < load < high and not (low > KNEE_LOADS[0] and high < KNEE_LOADS[1]):
+        if keeps(load):
+            low = load
+            load *= KNEE_STEP
+        else:
+            high = load
+            load /= KNEE_STEP
+    while high / low > KNEE_RATIO and low > KNEE_LOADS[0] and high < KNEE_LOADS[1]:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return float(f"{low:.3g}")
+
+
+class Failed(Exception):
+    """Some work failed; the message has all reasons."""
+
+
+def in_parallel(
+    jobs: int, works: Mapping[str, Sequence[object]], call: Callable[..., object]
+) -> Iterator[tuple[str, object]]:
+    """Names and results of ``call(*arguments)``, as they end; ``works``: arguments by name.
+
+    One that fails does not stop the others. Raises Failed after all have ended.
+    """
+    problems = []
+    with ProcessPoolExecutor(jobs) as pool:
+        waiting: dict[Future[object], str] = {pool.submit(call, *given): name for name, given in works.items()}
+        try:
+            while waiting:
+                ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                for one in ended:
+                    name = waiting.pop(one)
+                    error = one.exception()
+                    if error is None:
+                        yield name, one.result()
+                    else:
+                        problems.append(f"{name}: {error!r}")
+        finally:
+            for one in waiting:
+                one.cancel()
+    if problems:
+        raise Failed("\n".join(problems))
