@@ -27,6 +27,7 @@ DEPENDS = (
 )
 IGNORED = ("replay/cli.py", "replay/bound.py", "replay/oracle.py")
 """The command line, what no row of the study runs, and the analysis of runs."""
+PLANNING = "replay/capacity/*"
 ANALYSIS = ("replay/bound.py", "bench/study/statistics.py", "bench/study/rows.py")
 BATON_ONLY = (
     "services/router/placement/assembly.py",
@@ -65,7 +66,7 @@ def analysis_digest() -> str:
 def files_of(*, own: bool) -> list[Path]:
     """All of that code."""
     left_out = {*IGNORED, *(() if own else BATON_ONLY)}
-    found = {path for pattern in DEPENDS for path in ROOT.glob(pattern)}
+    found = {path for pattern in DEPENDS for path in ROOT.glob(pattern)} - set(ROOT.glob(PLANNING))
     return sorted(path for path in found if str(path.relative_to(ROOT)) not in left_out)
 
 
