@@ -88,6 +88,10 @@ class StoreState(Message, frozen=True, kw_only=True):
     """Granted to readers; a block granted twice counts twice."""
 
 
+ENGINE_SILENT_S_MAX = 30.0
+"""A worker whose engine is silent for longer gets no new requests. Engines answer while they compute a step."""
+
+
 class LoadReport(Message, frozen=True, kw_only=True):
     """Worker -> all services: how busy it is; also the sign that it lives. Totals count from the epoch's start."""
 
@@ -130,6 +134,8 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """None before the first measurement."""
     store: StoreState | None = None
     """Set by stores only."""
+    engine_silent_s: float = 0.0
+    """For how long the engine has answered no call of its worker, although it should; see ``ENGINE_SILENT_S_MAX``."""
     adapters_running: list[str] = msgspec.field(default_factory=list)
     """LoRA adapters of the requests in the engine's batch."""
     adapters_waiting: list[str] = msgspec.field(default_factory=list)

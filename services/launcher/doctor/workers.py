@@ -10,6 +10,7 @@ import msgspec
 from services.launcher.doctor.facts import HeardLoad, SystemFacts
 from services.launcher.doctor.findings import SLOWER_IN_PYTHON, Area, Finding, Level, in_python, many, named
 from shared.contracts.control import RouterHealth, ServicePhase
+from shared.contracts.load import ENGINE_SILENT_S_MAX
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase, WorkerRecord
 from shared.text.quantities import bytes_per_second, counted, duration
@@ -230,6 +231,10 @@ def _schemes(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
 
 def _load(heard: HeardLoad) -> Iterator[Finding]:
     load, store = heard.report, heard.report.store
+    if load.engine_silent_s > ENGINE_SILENT_S_MAX:
+        what = f"The engine of {load.worker_id} has answered nothing for {duration(load.engine_silent_s)}."
+        why = "Routers send it no new requests. If it stays so for three minutes, its worker ends and is started again."
+        yield _finding(Level.WARNING, what, why, f"The log of {load.worker_id} may say why.")
     used = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
     if store is None:
         if used > KV_FULL and load.waiting:

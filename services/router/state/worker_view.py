@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from shared.contracts.ids import Epoch
-from shared.contracts.load import LoadReport
+from shared.contracts.load import ENGINE_SILENT_S_MAX, LoadReport
 from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES
 
@@ -95,9 +95,11 @@ class WorkerView:
 
     @property
     def ready(self) -> bool:
-        """Whether it is READY by its record and its report, and reachable."""
-        phase = self.load.phase if self.load is not None else self.record.phase
-        return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not (self.lost or self.away)
+        """Whether it is READY by its record and its report, reachable, and its engine answers."""
+        load = self.load
+        if self.record.phase is not WorkerPhase.READY or self.lost or self.away:
+            return False
+        return load is None or (load.phase is WorkerPhase.READY and load.engine_silent_s <= ENGINE_SILENT_S_MAX)
 
     def fit(self, now: float, silent_s_max: float) -> bool:
         """Whether new legs may be placed there."""

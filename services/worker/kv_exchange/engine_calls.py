@@ -70,6 +70,12 @@ class EngineCalls:
         """Whether the engine has taken no call for a long time."""
         return len(self._waiting) >= CALLS_WAITING_MAX
 
+    @property
+    def unanswered_s(self) -> float:
+        """For how long the engine has answered no call; 0 when it owes no answer."""
+        since = self._unanswered_since
+        return 0.0 if since is None else asyncio.get_running_loop().time() - since
+
     def add(self, more: EngineCall) -> None:
         """Queue a call. A full queue drops it: everything that is asked by a call has a deadline."""
         if self.full:
@@ -82,8 +88,12 @@ class EngineCalls:
         """Call at once and return the result; also dispatches its notifications. Raises TimeoutError, EngineDead."""
         if self._unanswered_since is None:
             self._unanswered_since = asyncio.get_running_loop().time()
-        async with asyncio.timeout(CALL_S_MAX):
-            notifications = await self._exchange.call(call)
+        try:
+            async with asyncio.timeout(CALL_S_MAX):
+                notifications = await self._exchange.call(call)
+        except TimeoutError:
+            self.add(EngineCall())  # Nobody else may call it: this one finds out when it answers again.
+            raise
         self._unanswered_since = None
         self._on_notifications(notifications)
         return notifications

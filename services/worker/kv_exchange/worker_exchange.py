@@ -49,6 +49,11 @@ class WorkerExchange:
         self.peers = PeerWatch(bus, clock, identity.worker_id, table, self._handler.tell_engine)
         engine.on_notifications(self._on_notifications)
 
+    @property
+    def unanswered_s(self) -> float:
+        """For how long the engine has answered no call; 0 when it owes no answer."""
+        return self._calls.unanswered_s
+
     async def open(self) -> None:
         """Every subscription is live when it returns. Raises EngineDead."""
         notifications = await self._calls.ask(EngineCall(describe=True))

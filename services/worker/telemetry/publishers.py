@@ -134,6 +134,7 @@ class LoadPublisher:
             digest=self._held.digest(),
             exchange=exchange,
             speed=self._learner.speed,
+            engine_silent_s=0.0 if self._exchange is None else self._exchange.unanswered_s,
             **numbers,
         )
         try:

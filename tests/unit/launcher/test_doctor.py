@@ -255,6 +255,10 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         reports(HeardLoad(report=load("p1", kv_blocks_used=99, kv_blocks_total=100, waiting=2))),
         Level.WARNING, "The KV cache of p1 is full (99%) and 2 requests wait",
     ),
+    "engine silent": (
+        reports(HeardLoad(report=load("p1", engine_silent_s=45.0))),
+        Level.WARNING, "The engine of p1 has answered nothing for 45",
+    ),
     "store full": (store(100), Level.NOTE, "s1 is full: it stores 100 blocks"),
     "store loses": (store(damaged_blocks_total=2, unsaved_blocks_total=1), Level.WARNING, "s1 has lost 3 blocks"),
     "key file": (

@@ -51,3 +51,22 @@ def test_an_engine_that_answers_now_and_then_is_not_dead():
             task.cancel()
 
     run_in_virtual_time(follow())
+
+
+def test_an_engine_that_answers_again_is_known_to_without_another_call():
+    async def follow() -> list[float]:
+        engine = FakeExchange("w1")
+        calls = EngineCalls(engine, lambda _notifications: None)
+        following = asyncio.create_task(calls.follow())
+        engine.may_run.clear()
+        calls.add(EngineCall(describe=True))
+        silent_s = [calls.unanswered_s]
+        await asyncio.sleep(CALL_S_MAX + CALLS_EVERY_S)
+        silent_s.append(calls.unanswered_s)
+        engine.may_run.set()
+        await asyncio.sleep(1)
+        silent_s.append(calls.unanswered_s)
+        following.cancel()
+        return silent_s
+
+    assert run_in_virtual_time(follow()) == [0.0, pytest.approx(CALL_S_MAX + CALLS_EVERY_S), 0.0]
