@@ -2,7 +2,11 @@
 cut in virtual time: ``python -m bench.bench_live_replay TRACE --seconds 600 --load 1 --policies baton,dynamo``.
 
 Engines, requests and policies are the same on both sides; prompts are token ids made from the trace's hash ids. Each
-policy gets workers with empty caches. For each pair of policies it reports whether both sides rank them alike.
+policy gets workers with empty caches. A request that was rejected or failed is infinitely late. It fails (exit status 1)
+
+* if requests failed other than by a rejection (503, 429), or were sent too late by the client,
+* if both sides rank two policies differently that clearly differ in virtual time,
+* with ``--within SHARE``, if a policy's TTFT p50, p95 or cache hits differ by more than that between the sides.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +34,7 @@ from bench.live_client import Outcome, replay
 from replay import experiment
 from replay.policies import BATON
 from replay.profile import PROFILES, Profile
-from replay.results import Result, Slo, spread_of
+from replay.results import Result, Slo, buckets_of, spread_of
 from replay.traces import Request, at_load, read_trace
 from replay.world import Shape
 from tests.support.nats_server import NatsServer, free_port
@@ -41,7 +47,11 @@ READY_S_MAX = 240.0
 SETTLE_S = 3.0
 STOP_S_MAX = 40.0
 DIFFERENT = 1.1
-"""Policies whose p95 in virtual time are closer than that are not ranked."""
+"""Policies whose measures in virtual time are closer than that are not ranked."""
+REJECTIONS = (429, 503)
+LATE_SHARE_MAX = 0.1
+"""Of the target of TTFT: how late the client may send requests at p95."""
+MEASURES: dict[str, Callable[[Result], float]] = {"TTFT p95": lambda r: r.ttft.p95, "TTFT p50": lambda r: r.ttft.p50}
 
 
 def worker_settings(profile: Profile) -> dict[str, str]:
@@ -88,8 +98,8 @@ def process(name: str, folder: Path, module: list[str], settings: dict[str, str]
             one.kill()
 
 
-def run_live(policy: str, requests: list[Request], options: argparse.Namespace) -> Result:
-    """One policy on fresh workers."""
+def run_live(policy: str, requests: list[Request], options: argparse.Namespace) -> tuple[Result, list[str]]:
+    """One policy on fresh workers, and what went wrong."""
     slo = Slo(ttft_s=options.ttft, itl_s=options.itl)
     setting = {"profile": options.profile, "slo_ttft_s": slo.ttft_s, "slo_itl_s": slo.itl_s, "seed": options.seed}
     with tempfile.TemporaryDirectory() as made, ExitStack() as running:
@@ -109,7 +119,7 @@ def run_live(policy: str, requests: list[Request], options: argparse.Namespace) 
         outcomes = uvloop.run(replay(requests, port, progress(policy, len(requests))))
         show_carried(cpu_of(processes), used, time.perf_counter() - began_s, outcomes)
         metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
-    return summarise((policy, options.load), outcomes, slo, metrics)
+    return summarise((policy, options.load), outcomes, slo, metrics), failures(policy, outcomes, slo)
 
 
 def cpu_of(processes: dict[str, psutil.Process]) -> dict[str, float]:
@@ -149,11 +159,16 @@ def until_exact(port: int, workers: int) -> None:
 
 
 def summarise(name: tuple[str, float], outcomes: list[Outcome], slo: Slo, metrics: str) -> Result:
-    """Same as in the replay."""
+    """Same as in the replay: what was not served, or not to its end, is infinitely late."""
     served = [outcome for outcome in outcomes if outcome.well]
+    lost = [outcome.request for outcome in outcomes if not outcome.well]
     span_s = max(outcomes[-1].request.at_s - outcomes[0].request.at_s, 1e-9)
-    good = sum(outcome.ttft_s <= slo.ttft_s and outcome.tpot_s <= slo.itl_s for outcome in served)
-    tpot = spread_of([outcome.tpot_s for outcome in served if outcome.request.output_tokens > 1])
+    good = [outcome for outcome in served if slo.met_by(outcome.ttft_s, outcome.tpot_s)]
+    good_tokens = sum(outcome.request.tokens for outcome in good)
+    tpot = spread_of(
+        [outcome.tpot_s for outcome in served if outcome.request.output_tokens > 1],
+        sum(request.output_tokens > 1 for request in lost),
+    )
     prompt_tokens = max(1.0, metric(metrics, "baton_router_prompt_tokens_total"))
     return Result(
         policy=name[0],
@@ -161,14 +176,17 @@ def summarise(name: tuple[str, float], outcomes: list[Outcome], slo: Slo, metric
         label="live",
         offered_per_s=len(outcomes) / span_s,
         requests=len(outcomes),
-        refused=len(outcomes) - len(served),
-        ttft=spread_of([outcome.ttft_s for outcome in served]),
+        refused=len(lost),
+        ttft=spread_of([outcome.ttft_s for outcome in served], len(lost)),
         tpot=tpot,
         itl=tpot,
         hit_share=metric(metrics, "baton_router_cached_tokens_actual_total") / prompt_tokens,
         fetched_share=0.0,
-        goodput_per_s=good / span_s,
-        good_share=good / len(outcomes),
+        goodput_per_s=len(good) / span_s,
+        good_share=len(good) / len(outcomes),
+        goodput_tokens_per_s=good_tokens / span_s,
+        good_tokens_share=good_tokens / sum(outcome.request.tokens for outcome in outcomes),
+        buckets=buckets_of([outcome.request.input_tokens for outcome in group] for group in (outcomes, served, good)),
         preemptions=0,
         busy_share=0.0,
         cpu_s=0.0,
@@ -200,26 +218,42 @@ def show(results: list[Result]) -> None:
               f"{r.hit_share * 100:>6.1f} {r.goodput_per_s:>7.3f} {r.refused:>6}")  # fmt: skip
 
 
-def compare(virtual: list[Result], live: list[Result]) -> None:
-    """Whether both sides rank the policies alike."""
-    for what, of in (("TTFT p95", lambda r: r.ttft.p95), ("TTFT p50", lambda r: r.ttft.p50)):
-        ranked = {
-            side: " < ".join(f"{r.policy} {of(r):.2f}" for r in sorted(results, key=of))
-            for side, results in (("virtual", virtual), ("live", live))
-        }
-        print(f"\n{what}, s\n  virtual: {ranked['virtual']}\n  live:    {ranked['live']}")
-        pairs = [
-            (i, j)
-            for i, j in itertools.permutations(range(len(virtual)), 2)
-            if of(virtual[j]) > DIFFERENT * of(virtual[i])
-        ]
-        alike = sum(of(live[j]) > of(live[i]) for i, j in pairs)
-        print(
-            f"  {alike} of {len(pairs)} pairs that differ by more than {DIFFERENT - 1:.0%} in virtual time rank alike live"
-        )
+def failures(policy: str, outcomes: list[Outcome], slo: Slo) -> list[str]:
+    """Requests that failed other than by a rejection, and a client that did not keep up."""
+    found = Counter(outcome.status for outcome in outcomes if not outcome.well and outcome.status not in REJECTIONS)
+    problems = [
+        f"{policy}: {count} requests failed ({'cut short' if status == 200 else f'status {status}'})"
+        for status, count in sorted(found.items())
+    ]
+    late = spread_of([outcome.sent_at - outcome.request.at_s for outcome in outcomes if outcome.sent_at])
+    if late.p95 > LATE_SHARE_MAX * slo.ttft_s:
+        problems.append(f"{policy}: requests were sent {late.p95:.2f} s late at p95: this machine did not keep up")
+    return problems
 
 
-def main() -> None:
+def misranked(virtual: list[Result], live: list[Result]) -> list[str]:
+    """Pairs of policies that clearly differ in virtual time, and that are ranked the other way live."""
+    problems = []
+    for what, of in MEASURES.items():
+        for side, results in (("virtual", virtual), ("live", live)):
+            print(f"{what}, {side}: " + " < ".join(f"{r.policy} {of(r):.2f}" for r in sorted(results, key=of)))
+        for i, j in itertools.permutations(range(len(virtual)), 2):
+            if of(virtual[j]) > DIFFERENT * of(virtual[i]) and not of(live[j]) > of(live[i]):
+                problems.append(f"{what}: {virtual[i].policy} is ahead of {virtual[j].policy} in virtual time only")
+    return problems
+
+
+def apart(virtual: list[Result], live: list[Result], within: float) -> list[str]:
+    """Measures of a policy that differ by more than ``within`` of the virtual value."""
+    return [
+        f"{one.policy}: {what} is {of(one):.3g} in virtual time and {of(other):.3g} live"
+        for one, other in zip(virtual, live, strict=True)
+        for what, of in {**MEASURES, "cache hits": lambda r: r.hit_share}.items()
+        if of(one) != of(other) and not abs(of(other) - of(one)) <= within * of(one)
+    ]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--from-s", type=float, default=0.0, help="where the cut begins, seconds of the trace")
@@ -232,6 +266,7 @@ def main() -> None:
     parser.add_argument("--itl", type=float, default=Slo().itl_s, help="target, seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--router", action="append", default=[], metavar="NAME=VALUE", help="a setting of the router")
+    parser.add_argument("--within", type=float, default=math.inf, help="largest relative difference between the sides")
     parser.add_argument("--virtual-only", action="store_true")
     options = parser.parse_args()
     requests = cut(read_trace(options.trace, seed=options.seed), options)
@@ -241,15 +276,19 @@ def main() -> None:
         requests=requests, shape=shape, profile=PROFILES[options.profile], slo=slo, seed=options.seed
     )
     print(f"{len(requests)} requests in {requests[-1].at_s:.0f} s on {options.workers} workers, {options.profile}")
-    virtual, live = [], []
+    virtual, live, problems = [], [], []
     for policy in options.policies.split(","):
         virtual.append(experiment.run(setting, policy, 1.0, "virtual"))
         show([virtual[-1]])
         if not options.virtual_only:
-            live.append(run_live(policy, requests, options))
-            show([live[-1]])
+            result, failed = run_live(policy, requests, options)
+            live.append(result)
+            problems += failed
+            show([result])
     if live:
-        compare(virtual, live)
+        problems += misranked(virtual, live) + apart(virtual, live, options.within)
+        print("\n".join(problems) or "both sides rank all policies alike, and no request failed")
+    return 1 if problems else 0
 
 
 def cut(requests: list[Request], options: argparse.Namespace) -> list[Request]:
@@ -268,4 +307,4 @@ def shifted(requests: list[Request]) -> list[Request]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,8 +20,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from bench.kv_bench_page import with_interval
+from bench.peer_checks import check_answers
 from tests.support.nats_server import NatsServer, free_port
 
 ROUTER_CORE, OTHER_CORE = "0", "1"
@@ -41,6 +44,8 @@ FAST = {
 }
 """Nearly instant: the speed of an engine that takes no time at all cannot be learned."""
 COMMAND = "make bench-router"
+ROUNDS = 6
+"""The fewest with which the sign test gives a 95 % interval."""
 ROUTER = ("-m", "services.router")
 
 
@@ -130,13 +135,12 @@ def load(port: int, **options: Any) -> dict[str, Any]:
 
 
 def cost(system: System, **options: Any) -> dict[str, Any]:
-    """A closed-loop run, with the router's CPU time minus its idle share."""
+    """A closed-loop run, with the router's CPU time minus its idle share. Raises RunFailed."""
     before, begun_at = system.cpu_s(), time.monotonic()
     result = load(system.port, **options)
+    check_answers(result)
     idle_s = system.idle_cpu * (time.monotonic() - begun_at)
     result["cpu_s"] = max(0.0, system.cpu_s() - before - idle_s)
-    if result["errors"]:
-        print(f"  {result['errors']} errors: {result['first_error']}", file=sys.stderr)
     return result
 
 
@@ -172,7 +176,7 @@ def measure_requests(pairs: int, seconds: float) -> list[str]:
         print(f"{pairs}P+{pairs}D: idle CPU {system.idle_cpu:.1%}", file=sys.stderr)
         for name, size in (("short", SHORT_BYTES), ("8k tokens", LONG_BYTES)):
             result = cost(system, connections=64, seconds=seconds, prompt_bytes=size)
-            per_thousand = result["cpu_s"] / result["sent"] * 1000
+            per_thousand = result["cpu_s"] / result["ended"] * 1000
             row = f"| {pairs}P+{pairs}D | {name} | {result['requests_per_s']:.0f} | {per_thousand:.3f} | {result['latency_ms']['p50']:.1f} / {result['latency_ms']['p99']:.1f} | {system.rss_mb():.0f} |"
             rows.append(show(row))
     return rows
@@ -184,13 +188,14 @@ def measure_streams(seconds: float) -> list[str]:
         for streams in (16, 64, 256):
             tokens = 256
             result = cost(system, connections=streams, seconds=seconds, stream=True, max_tokens=tokens)
-            events = result["sent"] * (tokens + 1)
+            events = result["ended"] * (tokens + 1)
             row = f"| {streams} | {result['events_per_s']:.0f} | {result['cpu_s'] / events * 1e5:.2f} | {result['first_event_ms'].get('p50', 0):.1f} |"
             rows.append(show(row))
     return rows
 
 
-def measure_latency(seconds: float) -> list[str]:
+def measure_latency(seconds: float, rounds: int) -> list[str]:
+    """Direct and routed runs with the same arrivals take turns, so that their differences are paired by round."""
     rows = []
     with running(1) as system:
         direct = free_port()
@@ -201,14 +206,35 @@ def measure_latency(seconds: float) -> list[str]:
             (200, "short", SHORT_BYTES),
             (10, "8k tokens", LONG_BYTES),
         ):
-            options = {"connections": 64, "rate": rate, "seconds": seconds, "prompt_bytes": size, "max_tokens": 1}
-            alone = load(direct, **options)["latency_ms"]
-            routed = load(system.port, **options)["latency_ms"]
-            added = " / ".join(f"{routed[part] - alone[part]:.2f}" for part in ("p50", "p99"))
-            bare = floor(system.nats_url, rate)
-            row = f"| {rate} | {name} | {alone['p50']:.2f} / {alone['p99']:.2f} | {routed['p50']:.2f} / {routed['p99']:.2f} | {added} | {2 * bare['p50']:.2f} |"
-            rows.append(show(row))
+            found: dict[int, list[dict[str, float]]] = {direct: [], system.port: []}
+            for number in range(rounds):
+                options = {
+                    "connections": 64,
+                    "rate": rate,
+                    "seconds": seconds,
+                    "prompt_bytes": size,
+                    "seed": number + 1,
+                }
+                for port in (direct, system.port)[:: -1 if number % 2 else 1]:
+                    result = load(port, max_tokens=1, **options)
+                    check_answers(result)
+                    found[port].append(result["latency_ms"])
+            rows.append(
+                show(latency_row(f"{rate} | {name}", found[direct], found[system.port], floor(system.nats_url, rate)))
+            )
     return rows
+
+
+def latency_row(
+    name: str, alone: list[dict[str, float]], routed: list[dict[str, float]], bare: dict[str, float]
+) -> str:
+    """Medians of the rounds, and of their differences with intervals."""
+    cells = [
+        " / ".join(f"{median(one[part] for one in each):.2f}" for part in ("p50", "p99")) for each in (alone, routed)
+    ]
+    for part in ("p50", "p99"):
+        cells.append(with_interval([one[part] - other[part] for one, other in zip(routed, alone, strict=True)], ".2f"))
+    return f"| {name} | {' | '.join(cells)} | {2 * bare['p50']:.2f} |"
 
 
 def show(row: str) -> str:
@@ -216,7 +242,7 @@ def show(row: str) -> str:
     return row
 
 
-def page(requests: list[str], streams: list[str], latency: list[str]) -> str:
+def page(requests: list[str], streams: list[str], latency: list[str], rounds: int) -> str:
     model = next(
         (
             line.partition(":")[2].strip()
@@ -254,8 +280,11 @@ def page(requests: list[str], streams: list[str], latency: list[str]) -> str:
             "Added latency includes everything that disaggregation needs: the router, four NATS hops and the second engine.",
             "The last column is a lower bound: two round trips over this nats-server with raw sockets on both ends.",
             "",
-            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 / p99 ms | two raw round trips p50 ms |",
-            "|---|---|---|---|---|---|",
+            f"Medians of {rounds} rounds; differences are between runs of one round, with the same arrivals (sign test: with 6 rounds or",
+            "more, 95 % intervals).",
+            "",
+            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 ms | added p99 ms | two raw round trips p50 ms |",
+            "|---|---|---|---|---|---|---|",
             *latency,
             "",
         ]
@@ -269,7 +298,8 @@ def main() -> None:
     arguments = parser.parse_args()
     seconds = 2.0 if arguments.quick else 8.0
     requests = measure_requests(1, seconds) + measure_requests(2, seconds)
-    text = page(requests, measure_streams(seconds), measure_latency(seconds))
+    rounds = 2 if arguments.quick else ROUNDS
+    text = page(requests, measure_streams(seconds), measure_latency(seconds / 2, rounds), rounds)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text)
     print(text)

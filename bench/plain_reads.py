@@ -1,4 +1,4 @@
-"""The limit of a handoff, measured where handoffs are: in the decode engine, over the memory that they use.
+"""A plain read to compare handoffs with, measured where they are: in the decode engine, over the memory that they use.
 
 ``PlainReads`` is the engine's transfer agent, which also remembers what it read. On command it reads all bytes of the
 handoff before last again, with one prepared NIXL read of the same pieces: the same
