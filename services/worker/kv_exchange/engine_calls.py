@@ -91,8 +91,8 @@ class EngineCalls:
         try:
             async with asyncio.timeout(CALL_S_MAX):
                 notifications = await self._exchange.call(call)
-        except TimeoutError:
-            self.add(EngineCall())  # Nobody else may call it: this one finds out when it answers again.
+        except (TimeoutError, asyncio.CancelledError):
+            self.add(EngineCall())  # No other call may come: this one finds out when the engine answers again.
             raise
         self._unanswered_since = None
         self._on_notifications(notifications)

@@ -70,3 +70,20 @@ def test_an_engine_that_answers_again_is_known_to_without_another_call():
         return silent_s
 
     assert run_in_virtual_time(follow()) == [0.0, pytest.approx(CALL_S_MAX + CALLS_EVERY_S), 0.0]
+
+
+def test_an_answer_that_its_caller_did_not_await_leaves_no_silence():
+    async def follow() -> float:
+        engine = FakeExchange("w1")
+        calls = EngineCalls(engine, lambda _notifications: None)
+        following = asyncio.create_task(calls.follow())
+        engine.may_run.clear()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await calls.ask(EngineCall(describe=True))
+        engine.may_run.set()
+        await asyncio.sleep(CALL_S_MAX)
+        following.cancel()
+        return calls.unanswered_s
+
+    assert run_in_virtual_time(follow()) == 0.0
