@@ -2,8 +2,7 @@
 
 A random history of arrivals, first tokens and ends is given to the other system's own code, and then, with the other
 system's choices, to the transcription, so that both decide on the same states. Printed: the share of equal decisions, and
-each class of difference with an example. ``--dynamo PYTHON`` names an interpreter with ``pip install ai-dynamo-runtime``,
-``--sglang PYTHON`` and ``--vllm PYTHON`` ones with sglang-router and vllm-router.
+each class of difference with an example. The peers are installed from PyPI by ``--install``, each in a venv of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ import argparse
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from bench.peer_router import decisions as routed
+from bench.peer_routers import Peer
 from bench.peer_scenario import Decision, Scenario, Step, StepKind, scenario
 from replay.engine import Job
 from replay.legs import Leg, ReplayedRequest
@@ -27,19 +28,13 @@ from replay.profile import PROFILES
 from replay.simworker import MODEL
 from replay.traces import Request, chains
 from replay.world import Shape, World
-from services.router.placement.placement import Placement, PlacementRequest
-from services.router.state.worker_view import Sent
+from services.router.placement.placement import PlacementRequest
+from services.router.state.worker_view import Sent, WorkerView
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, pack_hashes
+from shared.contracts.workers import Role
 
 SELECTOR = Path(__file__).with_name("peer_selector.py")
-SETTINGS = {
-    "dynamo": {},
-    "dynamo[scale=4]": {"DYN_ROUTER_PREFILL_LOAD_SCALE": "4"},
-    "dynamo[credit=2]": {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "2"},
-    "dynamo[decay=1]": {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY": "1"},
-}
-"""Policies and the variables with which Dynamo's router decides by the same parameters."""
 
 
 class Mirror:
@@ -80,15 +75,13 @@ class Mirror:
 
     def _arrives(self, replayed: ReplayedRequest) -> tuple[set[int], Decision]:
         world, request = self._world, replayed.request
-        world.counts.arrives(replayed)
         known = self._known(replayed)
         self._policy.equals = []
         wanted = PlacementRequest(model=MODEL, prompt_tokens=request.input_tokens, hashes=replayed.chain)
-        placement = self._policy.place(wanted, 0.0)
-        assert isinstance(placement, Placement)
-        chosen = self._index(placement)
-        equals = {self._ids.index(view.record.worker_id) for view in self._policy.equals}
-        return equals or {chosen}, msgspec.structs.replace(known, worker=chosen)
+        chosen = self._policy.choose(wanted, self._policy.workers(Role.BOTH), world.fleet.index.match(replayed.chain))
+        assert isinstance(chosen, WorkerView)
+        equals = {self._ids.index(view.record.worker_id) for view in self._policy.equals or [chosen]}
+        return equals, msgspec.structs.replace(known, worker=self._ids.index(chosen.record.worker_id))
 
     def _known(self, replayed: ReplayedRequest) -> Decision:
         world, request, size = self._world, replayed.request, self._scenario.block_tokens
@@ -104,10 +97,8 @@ class Mirror:
             ],
             decode_blocks=[one.blocks_with(replayed.chain, size) for one in active],
             overlap_blocks=overlaps,
+            requests=[one.requests for one in active],
         )
-
-    def _index(self, placement: Placement) -> int:
-        return self._ids.index(placement.decode.record.worker_id)
 
     def _sent(self, replayed: ReplayedRequest, worker: int) -> None:
         world, request, size = self._world, replayed.request, self._scenario.block_tokens
@@ -118,6 +109,8 @@ class Mirror:
         sent = Sent(0.0, uncached, request.input_tokens)
         leg = Leg(LegKind.AGGREGATED, replayed, world.workers[worker_id], job, sent, uncached)
         self._legs[replayed.number] = leg
+        wanted = PlacementRequest(model=MODEL, prompt_tokens=request.input_tokens, hashes=replayed.chain)
+        self._policy.routed(wanted, world.fleet.cluster.workers[worker_id])
         world.counts.started(leg)
         self._seqs[worker] += 1
         stored = KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(replayed.chain))
@@ -157,13 +150,15 @@ class Comparison:
             if getattr(peers, name) and getattr(peers, name) != getattr(own, name)
         ]
         kind = f"the states differ: {', '.join(kinds)}" if kinds else "the rules differ on the same state"
+        if not kinds and own.requests[peers.worker] == own.requests[own.worker] == min(own.requests):
+            kind = "another one of the least loaded"
         self.differences[kind] += 1
         self.examples.setdefault(kind, (peers, own))
 
-    def lines(self, policy: str) -> Iterator[str]:
+    def lines(self, title: str) -> Iterator[str]:
         """For people."""
         share = 100 * self.equal / self.decisions
-        yield f"{policy}: {self.equal} of {self.decisions} decisions equal ({share:.2f} %), {self.tied} of them between ties"
+        yield f"{title}: {self.equal} of {self.decisions} decisions equal ({share:.2f} %), {self.tied} of them between ties"
         for kind, count in self.differences.most_common():
             peers, own = self.examples[kind]
             yield f"  {count} times {kind}; first: theirs {peers}, ours {own}"
@@ -177,29 +172,90 @@ def compared(policy: str, of: Scenario, decisions: list[Decision]) -> Comparison
     return comparison
 
 
-def dynamo(python: str, of: Scenario, variables: Mapping[str, str]) -> list[Decision]:
-    """Decisions of Dynamo's selector."""
-    done = subprocess.run(
-        [python, str(SELECTOR)],
-        input=msgspec.json.encode(of),
-        stdout=subprocess.PIPE,
-        env={**os.environ, **variables},
-        check=True,
-    )
-    return [msgspec.json.decode(line, type=Decision) for line in done.stdout.splitlines() if line.startswith(b"{")]
+@dataclass(frozen=True, kw_only=True)
+class DecidingPeer(Peer):
+    """A package with its own code for a rule of ours."""
+
+    settings: Mapping[str, Sequence[str]]
+    """Our policies, and what makes the peer decide by the same parameters."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether its venv is there."""
+        return (self.venv / "installed").exists()
+
+    def decisions(self, policy: str, of: Scenario) -> list[Decision]:
+        """The peer's choice for each arrival; the peer must be installed."""
+        python = str(self.venv / "bin" / "python")
+        if self.package != SELECTOR_PACKAGE:
+            return routed([str(self.venv / "bin" / self.package), *self.arguments, *self.settings[policy]], of)
+        variables = dict(one.split("=") for one in self.settings[policy])
+        done = subprocess.run(
+            [python, str(SELECTOR)],
+            input=msgspec.json.encode(of),
+            stdout=subprocess.PIPE,
+            env={**os.environ, **variables},
+            check=True,
+        )
+        return [msgspec.json.decode(line, type=Decision) for line in done.stdout.splitlines() if line[:1] == b"{"]
+
+
+BALANCE = ["--balance-abs-threshold", "2", "--balance-rel-threshold", "1.1"]
+THRESHOLD = ["--cache-threshold", "0.8"]
+SELECTOR_PACKAGE = "ai-dynamo-runtime"
+DYNAMO = DecidingPeer(
+    package=SELECTOR_PACKAGE,
+    version="1.6.1",
+    arguments=(),
+    bootstrap_port=False,
+    settings={
+        "dynamo": [],
+        "dynamo[scale=4]": ["DYN_ROUTER_PREFILL_LOAD_SCALE=4"],
+        "dynamo[credit=2]": ["DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT=2"],
+        "dynamo[decay=1]": ["DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY=1"],
+    },
+)
+SGLANG = DecidingPeer(
+    package="sglang-router",
+    version="0.3.2",
+    arguments=("launch",),
+    bootstrap_port=False,
+    settings={
+        "sglang": [],
+        # Ties as in this release; ``sglang`` breaks them as its source does since June 2026.
+        "vllm-router": [],
+        "vllm-router[abs=2,rel=1.1]": BALANCE,
+        "vllm-router[threshold=0.8]": THRESHOLD,
+    },
+)
+VLLM = DecidingPeer(
+    package="vllm-router",
+    version="0.1.17",
+    arguments=(),
+    bootstrap_port=False,
+    settings={"vllm-router": [], "vllm-router[abs=2,rel=1.1]": BALANCE, "vllm-router[threshold=0.8]": THRESHOLD},
+)
+PEERS = (DYNAMO, SGLANG, VLLM)
 
 
 def main() -> None:
-    """All comparisons for which an interpreter is named."""
+    """All comparisons with the peers that are installed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arrivals", type=int, default=2000)
+    parser.add_argument("--arrivals", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dynamo", default="", help="an interpreter with ai-dynamo-runtime")
+    parser.add_argument("--install", action="store_true", help="install the peers first, from PyPI below .peers/")
     options = parser.parse_args()
     of = scenario(options.seed, arrivals=options.arrivals)
-    if options.dynamo:
-        for policy, variables in SETTINGS.items():
-            print(*compared(policy, of, dynamo(options.dynamo, of, variables)).lines(policy), sep="\n", flush=True)
+    for peer in PEERS:
+        if options.install:
+            peer.install()
+        if not peer.installed:
+            print(f"{peer.name} is not installed below {peer.venv.parent}; --install does that", flush=True)
+            continue
+        for policy in peer.settings:
+            print(
+                *compared(policy, of, peer.decisions(policy, of)).lines(f"{peer.name}, {policy}"), sep="\n", flush=True
+            )
 
 
 if __name__ == "__main__":

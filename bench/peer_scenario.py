@@ -48,6 +48,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     decode_blocks: list[int] = []
     """Blocks in use with those of this request."""
     overlap_blocks: list[int] = []
+    requests: list[int] = []
+    """In flight at each worker."""
 
 
 def scenario(seed: int, *, workers: int = 6, arrivals: int = 2000, in_flight_max: int = 60) -> Scenario:

@@ -60,6 +60,9 @@ class Baseline(ABC):
     ) -> WorkerView | Rejection:
         """The worker that computes the prompt. ``matches``: cached blocks of the prompt per worker."""
 
+    def routed(self, request: PlacementRequest, chosen: WorkerView) -> None:  # noqa: B027  # most remember nothing
+        """A request is sent to the worker that computes its prompt; for rules that remember that."""
+
     def choose_decode(self, _request: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """The decode worker; by default the one with the fewest requests."""
         return self.least(workers, [self.active(view).requests for view in workers])
@@ -80,6 +83,7 @@ class Baseline(ABC):
         chosen = self.choose(request, computing, matches)
         if isinstance(chosen, Rejection):
             return chosen
+        self.routed(request, chosen)
         sources = self.sources(request, chosen, matches)
         size = self.profile.block_tokens
         limit = (request.prompt_tokens - 1) // size

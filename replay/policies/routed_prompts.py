@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from replay.policies.base import Baseline, PolicyContext
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
@@ -91,11 +92,8 @@ class CacheAware(Baseline):
         loads = [self.active(view).requests for view in workers]
         smallest, largest = min(loads), max(loads)
         if largest - smallest > self._abs and largest > self._rel * smallest:
-            chosen = self.least_loaded(workers, loads)
-        else:
-            chosen = self.by_cache(request, workers, loads, matches)
-        self.routed(request, chosen)
-        return chosen
+            return self.least_loaded(workers, loads)
+        return self.by_cache(request, workers, loads, matches)
 
     def by_cache(
         self, request: PlacementRequest, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]
@@ -109,10 +107,15 @@ class CacheAware(Baseline):
 
     def least_loaded(self, workers: Sequence[WorkerView], loads: list[int]) -> WorkerView:
         """The first of those with the fewest requests in flight."""
-        return workers[loads.index(min(loads))]
+        return self._first_of(workers, loads)
+
+    def _first_of(self, workers: Sequence[WorkerView], costs: Sequence[Any]) -> WorkerView:
+        smallest = min(costs)
+        self.equals = [view for view, cost in zip(workers, costs, strict=True) if cost == smallest]
+        return self.equals[0]
 
     def routed(self, request: PlacementRequest, chosen: WorkerView) -> None:
-        """Remember a prompt that was sent to a worker."""
+        """Remember the prompt."""
         self._trees.setdefault(chosen.record.worker_id, RoutedPrompts()).add(request.hashes)
 
     def _depth(self, view: WorkerView, hashes: Sequence[int]) -> int:
@@ -141,8 +144,8 @@ class SglangCacheAware(CacheAware):
 
     def least_loaded(self, workers: Sequence[WorkerView], loads: list[int]) -> WorkerView:
         """By requests in flight, then by requests sent."""
-        ids = [view.record.worker_id for view in workers]
-        return workers[min(range(len(ids)), key=lambda index: (loads[index], self._sent[ids[index]]))]
+        sent = [self._sent[view.record.worker_id] for view in workers]
+        return self._first_of(workers, list(zip(loads, sent, strict=True)))
 
     def routed(self, request: PlacementRequest, chosen: WorkerView) -> None:
         """Count it, too."""
@@ -201,12 +204,13 @@ class ProductionStack(Baseline):
         trees = [self._trees.setdefault(view.record.worker_id, RoutedPrompts()) for view in workers]
         depths = [tree.depth(request.hashes) for tree in trees]
         if max(depths) * self.profile.block_tokens < self._tokens_min:
-            chosen = self.least(workers, [self._recent(view) for view in workers])
-        else:
-            chosen = self.least(workers, [-depth for depth in depths])
-        self._trees[chosen.record.worker_id].add(request.hashes)
+            return self.least(workers, [self._recent(view) for view in workers])
+        return self.least(workers, [-depth for depth in depths])
+
+    def routed(self, request: PlacementRequest, chosen: WorkerView) -> None:
+        """Remember the prompt, and when it was sent."""
+        self._trees.setdefault(chosen.record.worker_id, RoutedPrompts()).add(request.hashes)
         self._sent.setdefault(chosen.record.worker_id, deque()).append(self._now)
-        return chosen
 
     def _recent(self, view: WorkerView) -> int:
         sent = self._sent.get(view.record.worker_id, deque())
