@@ -15,6 +15,7 @@ from shared.contracts.inference import LegKind, StartLeg
 OK = 200
 SERVER_ERROR = 500
 JSON = "application/json"
+EVENT_STREAM = "text/event-stream"
 LISTEN_S_MAX = 0.25
 """For the app to ask for the client's disconnect, or to end without."""
 EVENT_PATHS = HANDOFF_PATHS - COMPLETION_PATHS
@@ -91,6 +92,7 @@ class AsgiCall(_Call):
 
     ``on_server_error`` runs before a 5xx response is relayed: it may raise, so that an engine's death is reported as
     such. A prefill leg's response is held back until ``finish``: once its KV is ready, its one token is not needed. A
+    response that the server sends whole goes with the leg's end, in one message: the router passes it on only then. A
     resumed leg drops what its client has received. Output after the engine's last token (usage, the end of a stream, an
     error of a dying engine) is sent with the leg's end or not at all. That holds also when tokens have come of which
     the server has said nothing yet (half of a character). So the tokens sent say exactly where a leg that resumes must
@@ -119,6 +121,7 @@ class AsgiCall(_Call):
         if self._joins_events:
             record.on_told = self._told
         self._content_type = ""
+        self._owes_head = False
         self._created = start.created if start.resume is not None else 0
 
     async def send(self, message: AsgiMessage) -> None:
@@ -131,14 +134,26 @@ class AsgiCall(_Call):
             self._content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
             if self.status >= SERVER_ERROR:
                 await self._on_server_error()
-            if self._held_back is None:
-                self._response.head(self.status, self._content_type)
+            self._owes_head = self._held_back is None
+            if self._content_type.startswith(EVENT_STREAM):
+                self._send_head()
         elif message["type"] == "http.response.body":
-            await self._relay(bytes(message.get("body", b"")))
+            data = bytes(message.get("body", b""))
+            if self._owes_head and not message.get("more_body", False):
+                self._unsent.append(data)
+                return
+            self._send_head()
+            await self._relay(data)
+
+    def _send_head(self) -> None:
+        if self._owes_head:
+            self._owes_head = False
+            self._response.head(self.status, self._content_type)
 
     def finish(self) -> None:
         """The app has returned: relay what was held back, if the router needs it."""
         if self._held_back is None:
+            self._send_head()
             if data := b"".join(self._unsent):
                 self._response.data(data, *self._record.take_tokens(), self._record.take_cached())
             return

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.worker.engines.port import AsgiApp, LegRecord
+from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord
 from services.worker.legs.asgi_call import LISTEN_S_MAX, AsgiCall
 from shared.contracts.inference import LegKind, StartLeg
 
@@ -182,3 +182,73 @@ async def test_all_events_of_a_token_are_sent_with_it_and_none_without(path):
         (b"done added delta ", [2, 3, 4], [2]),
     ]
     assert sent.pieces[2:] == [(b"stop end ", [5], None)]
+
+
+class Log:
+    """A response whose parts it keeps, in order."""
+
+    def __init__(self) -> None:
+        self.parts: list[object] = []
+
+    def head(self, status: int, content_type: str) -> None:
+        self.parts.append((status, content_type))
+
+    def data(self, data: bytes, token_ids=(), joined=None, cached_tokens=None) -> None:
+        self.parts.append(data)
+
+    async def drain(self) -> None:
+        return
+
+
+def part(data: bytes, *, more: bool) -> AsgiMessage:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def head_of(content_type: bytes, status: int = 200) -> AsgiMessage:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type)]}
+
+
+async def relayed(*messages: AsgiMessage) -> tuple[list[list[object]], list[object]]:
+    """What has been relayed after each of the server's messages, and in the end."""
+    log, after = Log(), []
+    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
+    served = AsgiCall(started("/v1/completions"), b"{}", record, log, no_server_error)
+
+    async def app(_scope, _receive, send) -> None:
+        for message in messages:
+            await send(message)
+            after.append(list(log.parts))
+
+    await served.run(app)
+    served.finish()
+    return after, log.parts
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_a_response_sent_whole_goes_with_the_legs_end(status):
+    """One message on the bus instead of two: the router needs the end, too."""
+    meanwhile, done = await relayed(head_of(b"application/json", status), part(b"{}", more=False))
+
+    assert meanwhile == [[], []]
+    assert done == [(status, "application/json"), b"{}"]
+
+
+async def test_a_response_in_pieces_is_relayed_as_it_comes():
+    meanwhile, done = await relayed(head_of(b"audio/wav"), part(b"a", more=True), part(b"b", more=False))
+
+    head = (200, "audio/wav")
+    assert meanwhile == [[], [head, b"a"], [head, b"a", b"b"]]
+    assert done == meanwhile[-1]
+
+
+async def test_a_streams_head_is_relayed_at_once():
+    meanwhile, done = await relayed(head_of(b"text/event-stream; charset=utf-8"), part(b"data: 1\n\n", more=False))
+
+    assert meanwhile[0] == [(200, "text/event-stream; charset=utf-8")]
+    assert done == [*meanwhile[0], b"data: 1\n\n"]
+
+
+async def test_a_response_without_a_body_still_has_its_head():
+    _meanwhile, done = await relayed(head_of(b"application/json", 204))
+
+    assert done == [(204, "application/json")]
