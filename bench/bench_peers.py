@@ -3,7 +3,8 @@
 All routers are up at once, alone on core 0, each over simulated engines of its own on core 1: the same engine, in a Baton worker or
 behind uvicorn. The same load client on core 1 sends each the same number of the same requests, in turns, in an order that rotates.
 CPU is user + system time of the router's process minus its idle share. Beside each figure stands the time of constant work on core 0,
-taken just before. A run in which a request fails, an answer is short, or a router does not do what the row says, ends with status 1
+taken just before. Each round starts all processes anew, in another order: two processes of one router can differ by a tenth for as long
+as they live. A run in which a request fails, an answer is short, or a router does not do what the row says, ends with status 1
 and prints no figure.
 """
 
@@ -252,27 +253,24 @@ Measured = dict[str, dict[str, Figures]]
 """By row and router."""
 
 
-def measure(rows: Sequence[Row], contenders: Sequence[Contender], rounds: int) -> Measured:
-    """All rows of one fleet. Raises RunFailed."""
-    measured: Measured = {row.label: {} for row in rows}
+def measure(rows: Sequence[Row], contenders: Sequence[Contender], number: int, measured: Measured) -> None:
+    """One round of all rows of one fleet. Raises RunFailed."""
     runs = {json.dumps(row.options): [same for same in rows if same.options == row.options] for row in rows}
     for of_run in runs.values():
-        for number in range(rounds):
-            for place in range(len(contenders)):
-                contender = contenders[(place + number) % len(contenders)]
-                if contender.is_direct and of_run[0].unit != "ms":
-                    continue
-                loop_ms = calibrate()
-                try:
-                    cpu_s, result = contender.measure(of_run[0], number + 1)
-                except RunFailed as failed:
-                    raise RunFailed(f"{contender.name}, {of_run[0].label}: {failed}") from failed
-                for row in of_run:
-                    figures = measured[row.label].setdefault(contender.name, Figures())
-                    figures.values.append(row.figure(result, cpu_s))
-                    figures.loops_ms.append(loop_ms)
-                    print(f"{row.label}: {contender.name}: {figures.values[-1]:.3f} {row.unit}", file=sys.stderr)
-    return measured
+        for place in range(len(contenders)):
+            contender = contenders[(place + number) % len(contenders)]
+            if contender.is_direct and of_run[0].unit != "ms":
+                continue
+            loop_ms = calibrate()
+            try:
+                cpu_s, result = contender.measure(of_run[0], number + 1)
+            except RunFailed as failed:
+                raise RunFailed(f"{contender.name}, {of_run[0].label}: {failed}") from failed
+            for row in of_run:
+                figures = measured.setdefault(row.label, {}).setdefault(contender.name, Figures())
+                figures.values.append(row.figure(result, cpu_s))
+                figures.loops_ms.append(loop_ms)
+                print(f"{row.label}: {contender.name}: {figures.values[-1]:.3f} {row.unit}", file=sys.stderr)
 
 
 def without_engines(row: Row, by_router: dict[str, Figures]) -> dict[str, Figures]:
@@ -304,8 +302,9 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
 
 
-def page(rows: Sequence[Row], measured: Measured, rounds: int, calls: dict[str, list[float]]) -> list[str]:
-    names = [name for name in measured[rows[0].label] if name != ALONE]
+def page(
+    rows: Sequence[Row], measured: Measured, names: Sequence[str], rounds: int, calls: dict[str, list[float]]
+) -> list[str]:
     baton = names[0]
     lines = []
     for row in rows:
@@ -370,20 +369,25 @@ def run(arguments: argparse.Namespace) -> list[str]:
     peers = () if arguments.no_peers else PEERS
     for peer in peers:
         peer.install()
+    batons = [("Baton", CHECKOUT)] + [(f"Baton in {other.name}", other.resolve()) for other in arguments.also]
+    names = [name for name, _ in batons] + [peer.name for peer in peers]
     measured: Measured = {}
-    for pairs in sorted({row.pairs for row in rows}):
-        of_fleet = [row for row in rows if row.pairs == pairs]
-        with contextlib.ExitStack() as stack:
-            batons = [("Baton", CHECKOUT)] + [(f"Baton in {other.name}", other.resolve()) for other in arguments.also]
-            contenders = [stack.enter_context(baton_running(name, path, pairs)) for name, path in batons]
-            contenders += [stack.enter_context(peer_running(peer, pairs)) for peer in peers]
+    for number in range(rounds):
+        for pairs in sorted({row.pairs for row in rows}):
+            of_fleet = [row for row in rows if row.pairs == pairs]
+            starts = [baton_running(name, path, pairs) for name, path in batons]
+            starts += [peer_running(peer, pairs) for peer in peers]
             if any(row.unit == "ms" for row in of_fleet):
-                contenders.append(stack.enter_context(direct_running()))
-            for contender in contenders:
-                check_answers(load(contender.port, connections=16, requests=WARM_UP_REQUESTS), WARM_UP_REQUESTS)
-            measured |= measure(of_fleet, contenders, rounds)
+                starts.append(direct_running())
+            with contextlib.ExitStack() as stack:
+                contenders = [
+                    stack.enter_context(starts[(number + place) % len(starts)]) for place in range(len(starts))
+                ]
+                for contender in contenders:
+                    check_answers(load(contender.port, connections=16, requests=WARM_UP_REQUESTS), WARM_UP_REQUESTS)
+                measure(of_fleet, contenders, number, measured)
     calls = [calls_per_request(path, PROFILED_REQUESTS, ROUNDS_MIN) for _, path in batons]
-    return page(rows, measured, rounds, dict(zip((name for name, _ in batons), calls, strict=True)))
+    return page(rows, measured, names, rounds, dict(zip(names, calls, strict=False)))
 
 
 def main(argv: list[str] | None = None, run: Callable[[argparse.Namespace], list[str]] = run) -> None:

@@ -96,8 +96,9 @@ class DirectClient(Client):
         return super()._connect_command()
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """Hand pending commands to the transport at once. Its buffer collects the writes of one turn of the event loop;
-        the flusher task would cost each of them another turn.
+        """Hand pending commands to the transport, which writes them to the socket at once (uvloop 0.23): the flusher
+        task would cost another turn of the event loop. So would collecting the messages of one turn; with 64 clients
+        that saved no CPU.
         """
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None and writer.transport.is_closing():  # by the server; the read loop is about to notice

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.bench_peers import Figures, Row, cpu_us, latency, main, measure, ratio, without_engines
+from bench.bench_peers import Figures, Measured, Row, cpu_us, latency, main, measure, ratio, without_engines
 from bench.load_client import Answers, Connection
 from bench.peer_checks import RunFailed, check_answers, check_decisions, check_legs
 
@@ -175,7 +175,9 @@ class FakeContender:
 def test_every_router_runs_every_round_with_the_same_requests():
     routers = [FakeContender("a"), FakeContender("b")]
 
-    measured = measure([ROW], routers, 5)  # type: ignore[arg-type]
+    measured: Measured = {}
+    for number in range(5):
+        measure([ROW], routers, number, measured)  # type: ignore[arg-type]
 
     assert [router.runs for router in routers] == [[1, 2, 3, 4, 5]] * 2
     assert measured["short"]["b"].values == pytest.approx([100, 200, 300, 400, 500])
@@ -184,7 +186,7 @@ def test_every_router_runs_every_round_with_the_same_requests():
 
 def test_one_failed_run_of_one_router_fails_all():
     with pytest.raises(RunFailed, match="b, short: 1 of 10"):
-        measure([ROW], [FakeContender("a"), FakeContender("b", fails_at=5)], 5)  # type: ignore[arg-type]
+        measure([ROW], [FakeContender("a"), FakeContender("b", fails_at=1)], 0, {})  # type: ignore[arg-type]
 
 
 def test_a_failed_run_exits_with_an_error_and_prints_no_figure(capsys):
