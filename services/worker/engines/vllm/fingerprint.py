@@ -56,6 +56,7 @@ def options(config: Any) -> str:
         "quantization_config": model.quantization_config,
         "windows_off": model.disable_sliding_window or None,
         "generation": model.override_generation_config,
+        "generation_from": generation_source(model),
         "logits_processors": model.logits_processors,
         "tokenizer": model.tokenizer if model.tokenizer != model.model else None,
         "tokenizer_revision": model.tokenizer_revision if model.tokenizer_revision != model.revision else None,
@@ -73,6 +74,15 @@ def options(config: Any) -> str:
         "lora": lora_options(config),
     }
     return " ".join(f"{name}={_short(value)}" for name, value in given.items() if value)
+
+
+def generation_source(model: Any) -> Any:
+    """Where sampling defaults and end tokens come from, unless from the model's own file. Of another file its values
+    count, not its place.
+    """
+    if model.generation_config == "auto":
+        return None
+    return "vllm" if model.generation_config == "vllm" else [model.try_get_generation_config()]
 
 
 def is_random(config: Any) -> bool:

@@ -19,7 +19,7 @@ HF_CONFIG = {"hidden_size": 64, "rope_parameters": {"rope_theta": 10000.0}, "_na
 MODEL = {
     "model_class_overrides": {}, "code_revision": None, "model_impl": "auto", "quantization": None,
     "quantization_config": None, "disable_sliding_window": False, "override_generation_config": {},
-    "logits_processors": None, "model": "/models/m", "tokenizer": "/models/m", "revision": None,
+    "generation_config": "auto", "logits_processors": None, "model": "/models/m", "tokenizer": "/models/m", "revision": None,
     "tokenizer_revision": None, "seed": 0, "multimodal_config": None, "dtype": "float32",
 }  # fmt: skip
 PARTS = {
@@ -77,6 +77,17 @@ def test_the_place_of_a_model_is_no_difference():
     assert options(config(moved, model={"model": "/x", "tokenizer": "/x"})) == options(config())
 
 
+def other_generation_file(place: str, **values: Any) -> dict[str, Any]:
+    """--generation-config with a folder, as vLLM has it."""
+    return {"generation_config": place, "try_get_generation_config": lambda: values}
+
+
+def test_the_place_of_a_generation_file_is_no_difference():
+    here, there = (config(model=other_generation_file(place, top_k=3)) for place in ("/here", "/there"))
+
+    assert options(here) == options(there)
+
+
 class Backend:
     name = "TRITON_ATTN"
 
@@ -92,6 +103,8 @@ class Backend:
         ("class_overrides", {"model": {"model_class_overrides": {"A": "b:C"}}}),
         ("windows_off", {"model": {"disable_sliding_window": True}}),
         ("generation", {"model": {"override_generation_config": {"temperature": 0.5}}}),
+        ("generation_from", {"model": {"generation_config": "vllm"}}),
+        ("generation_from", {"model": other_generation_file("/other", eos_token_id=[1, 2])}),
         ("logits_processors", {"model": {"logits_processors": ["a.b:C"]}}),
         ("tokenizer", {"model": {"tokenizer": "/models/t"}}),
         ("tokenizer_revision", {"model": {"tokenizer_revision": "abc"}}),
