@@ -20,6 +20,9 @@ from tests.outside import page
 from tests.outside.compare import Comparison
 from tests.outside.suite import ROOT, CannotRun, Run, Suite, Target
 from tests.outside.suites.langchain import Langchain
+from tests.outside.suites.litellm import Litellm
+from tests.outside.suites.llm_comply import LlmComply
+from tests.outside.suites.load_generators import Aiperf, Guidellm
 from tests.outside.suites.sdks import ANTHROPIC, OPENAI
 from tests.outside.suites.vllm_api import VllmApi
 from tests.outside.suites.vllm_bench import VllmBench
@@ -33,6 +36,10 @@ SUITES: Sequence[Suite] = (
     VllmApi(),
     OPENAI,
     ANTHROPIC,
+    LlmComply(),
+    Litellm(),
+    Guidellm(),
+    Aiperf(),
 )
 """In the order of the page. The short ones come first."""
 BY_NAME = {suite.name: suite for suite in SUITES}

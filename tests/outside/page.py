@@ -16,13 +16,14 @@ HEAD = """# Checks that others wrote
 can be split is split. What one engine passes, Baton must pass; each difference has its reason below, or is a bug. Foreign sources are fetched by each run into a scratch folder and
 are not part of this repository. `make outside ARGS="--list"` lists the suites, `ARGS="--only langchain,vllm-pd"` runs some.
 
-A test that fails on both asks for something that this model or set-up does not have: a model that follows instructions, adapters of the hub, a reasoning parser.
+A test that fails on both asks for something that this model or set-up does not have: a model that follows instructions, adapters of the hub, a reasoning parser. So that
+answers end soon, control characters end them as the model's end token does.
 """
 LEFT_OUT = """## Left out
 
-* **Open Responses** compliance tests: they are only in their git repository, not on npm or PyPI. From a checkout of it:
+* **Open Responses** compliance tests: they are only in their git repository, not on npm or PyPI; `llm-comply` checks the same document. From a checkout:
   `bun run test:compliance --base-url http://127.0.0.1:8000/v1 --api-key unused --model baton-tiny`.
-* **GuideLLM**, **AIPerf**, **LiteLLM**: not tried yet.
+* vLLM's tests of responses with gpt-oss, of MCP tools and of budgets for thoughts: with a model that does not reason they fail after minutes of retries.
 * vLLM's `tests/tool_use`, `tests/entrypoints/multimodal`, `pooling` and `speech_to_text`: they need models that call tools, see, embed or hear.
 * The SDKs' tests of endpoints that vLLM does not have (files, images, fine-tuning, ...): they are for a mock that makes answers from the OpenAPI document.
 """
@@ -81,7 +82,7 @@ def compared(result: Comparison, facts: str) -> Part:
         str(len(differences)),
         str(len(unexplained)),
     ]
-    blocks = [f"## {result.suite}", f"{result.what}.", facts, _figures(result), _cut_off(result)]
+    blocks = [f"## {result.suite}", f"{result.what}.", facts, _figures(result), _not_reached(result), _cut_off(result)]
     blocks += [_differences(result), _failed(result.neither()), _skipped(result)]
     return Part(f"| {' | '.join(cells)} |", "\n\n".join(block for block in blocks if block))
 
@@ -90,6 +91,11 @@ def _figures(result: Comparison) -> str:
     if not result.pd.figures:
         return ""
     return f"One engine: {result.one_engine.figures}.\nP/D: {result.pd.figures}."
+
+
+def _not_reached(result: Comparison) -> str:
+    left = len(result.not_reached())
+    return f"{left} tests are not compared: the time of their file was over before them." if left else ""
 
 
 def _cut_off(result: Comparison) -> str:

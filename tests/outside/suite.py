@@ -18,6 +18,8 @@ import psutil
 ROOT = Path(__file__).parents[2]
 PLUGINS = Path(__file__).parent / "plugins"
 FETCH_S_MAX = 1800.0
+OWN_OPTIONS = ("-c", "/dev/null", f"--rootdir={PLUGINS}", f"--confcutdir={PLUGINS}")
+"""For tests in ``plugins``. Nothing of this repository's other tests: their configuration is not for such an environment."""
 TEST_S_MAX = 180
 """For one foreign test; engines on a busy CPU answer a thousand tokens in about half a minute."""
 END_S_MAX = 10.0
@@ -32,8 +34,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
     test: str
     outcome: str
-    """passed, failed or skipped."""
+    """passed, failed, skipped, or not reached within the time of its file."""
     why: str = ""
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -170,25 +173,36 @@ def pytest_run(
     s_max: float,
     env: Mapping[str, str],
     plugins: Sequence[str] = (),
+    test_s_max: float = TEST_S_MAX,
+    file_s_max: float | None = None,
 ) -> Run:
-    """Run foreign tests under pytest, with one outcome for each that was reached."""
+    """Run foreign tests under pytest, with one outcome for each that was reached. ``file_s_max``: the time of one file's
+    tests, after which the rest of them is not reached.
+    """
     lines = folder / f"{target.name}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     lines.unlink(missing_ok=True)
     log = folder / f"{target.name}.log"
     chosen = [part for plugin in ("outcome_lines", *plugins) for part in ("-p", plugin)]
-    options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", f"--timeout={TEST_S_MAX}"]
+    options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", f"--timeout={test_s_max:g}"]
+    limits = {"FILE_S_MAX": f"{file_s_max:g}"} if file_s_max is not None else {}
     code = command(
         [python, "-m", "pytest", "-q", *chosen, *options, *tests],
         log,
         s_max=s_max,
         cwd=cwd,
-        env={"PYTHONPATH": str(PLUGINS), "OUTCOME_LINES": str(lines), **env},
+        env={"PYTHONPATH": str(PLUGINS), "OUTCOME_LINES": str(lines), **limits, **env},
     )
     if not lines.exists():
         raise CannotRun(f"pytest ended with {code} before any test: see {log}")
     outcomes = [msgspec.json.decode(line, type=Outcome) for line in lines.read_bytes().splitlines()]
     return Run(outcomes, cut_off=code is None or code < 0)
+
+
+def last_line(log: Path) -> str:
+    """Of what a command printed."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:400] if lines else "no output"
 
 
 def read_json(path: Path) -> dict[str, Any]:

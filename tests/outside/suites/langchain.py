@@ -5,19 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.worker.tiny_model import TINY_MODEL
-from tests.outside.suite import PLUGINS, Run, Target, environment, pytest_run, version_of
+from tests.outside.suite import OWN_OPTIONS, PLUGINS, Run, Target, environment, pytest_run, version_of
 
-OPTIONS = (
-    "-o",
-    "asyncio_mode=auto",
-    "-o",
-    "asyncio_default_test_loop_scope=session",
-    "-c",
-    "/dev/null",
-    f"--rootdir={PLUGINS}",
-    f"--confcutdir={PLUGINS}",
-)
-"""Nothing of this repository's own tests: their configuration is not for this environment."""
+OPTIONS = ("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session", *OWN_OPTIONS)
 
 
 class Langchain:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from services.worker.tiny_model import TINY_MODEL
-from tests.outside.suite import Outcome, Run, Target, command, read_json
+from tests.outside.suite import Outcome, Run, Target, command, last_line, read_json
 from tests.outside.suites.vllm_sources import vllm_version
 
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS_PER_S = 40, 512, 64, 2
@@ -62,15 +62,10 @@ class VllmBench:
             env=OFFLINE,
         )
         if not result.exists():
-            return Run([Outcome(f"{backend}: {REQUESTS} requests complete", "failed", _last_line(log))])
+            return Run([Outcome(f"{backend}: {REQUESTS} requests complete", "failed", last_line(log))])
         found = read_json(result)
         complete = found["completed"] == REQUESTS and found["total_output_tokens"] == REQUESTS * ANSWER_TOKENS
         why = "" if complete else f"{found['completed']} complete, {found['total_output_tokens']} tokens"
         figures = f"{backend}: TTFT p50 {found['median_ttft_ms']:.0f} ms, TPOT p50 {found['median_tpot_ms']:.1f} ms"
         outcome = Outcome(f"{backend}: {REQUESTS} requests complete", "passed" if complete else "failed", why)
         return Run([outcome], figures)
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:400] if lines else "no output"

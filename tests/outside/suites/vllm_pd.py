@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.worker.tiny_model import TINY_MODEL
 from tests.outside.aggregated_door import aggregated_door
-from tests.outside.suite import Outcome, Run, Target, command, pytest_run
+from tests.outside.suite import Outcome, Run, Target, command, last_line, pytest_run
 from tests.outside.suites import vllm_sources
 from tests.outside.targets import ONE_ENGINE
 
@@ -45,7 +45,7 @@ class VllmPd:
         python = vllm_sources.python_of(folder)
         code = command([python, script, *server, "--file_name", folder / "texts"], log, s_max=self.run_s_max, cwd=cwd)
         passed = code == 0
-        why = "" if passed else log.read_text(errors="replace").strip().splitlines()[-1][:400]
+        why = "" if passed else last_line(log)
         return Outcome("test_disagg_accuracy.py", "passed" if passed else "failed", why)
 
     def _edge_cases(self, folder: Path, target: Target) -> Run:
