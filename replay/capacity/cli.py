@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -24,7 +26,6 @@ from services.launcher.commands.options import (
     reply_of,
     wide_console,
 )
-from shared.text.quantities import duration
 
 if TYPE_CHECKING:  # What simulates is imported when it runs: without a workload the command is as quick as others.
     from replay.capacity.plan import Inputs
@@ -220,16 +221,18 @@ def progress(run: Runner) -> Iterator[Callable[[str, int], None]]:
         BarColumn(bar_width=24),
         TextColumn("{task.fields[left]}"),
     )
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+    screen = Console(stderr=True)
+    shown = Progress(*columns, TimeElapsedColumn(), console=screen, transient=True, disable=not screen.is_terminal)
+    with shown as bar:
         task = bar.add_task("", total=None, left="")
-        clock = _Clock(run)
+        clock = _Clock()
 
         def phase(what: str, count: int) -> None:
             clock.begin(count)
             bar.update(task, description=what, total=count or None, completed=0, left=clock.left())
 
         def done(_trial: object) -> None:
-            clock.done += 1
+            clock.finished()
             bar.update(task, completed=clock.done, total=max(clock.done, clock.count) or None, left=clock.left())
 
         run.done = done
@@ -239,21 +242,30 @@ def progress(run: Runner) -> Iterator[Callable[[str, int], None]]:
 class _Clock:
     """Estimates how long the simulations of a phase take, from those so far."""
 
-    def __init__(self, run: Runner) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self.count = self.done = 0
+        self._began_s = time.monotonic()
+        self._all = 0
 
     def begin(self, count: int) -> None:
+        """A phase of about so many simulations begins."""
         self.count, self.done = count, 0
 
+    def finished(self) -> None:
+        """A simulation has ended."""
+        self.done += 1
+        self._all += 1
+
     def left(self) -> str:
-        trials = self._run.trials.values()
-        text = f"{len(trials)} simulations"
+        """For the terminal."""
+        text = f"{self._all} simulation{'' if self._all == 1 else 's'}"
         missing = self.count - self.done
-        if not trials or missing <= 0:
+        if not self._all or missing <= 0:
             return text
-        each_s = sum(trial.cpu_s for trial in trials) / len(trials)
-        return f"{text}, about {duration(each_s * -(-missing // self._run.jobs))} for this step"
+        each_s = (time.monotonic() - self._began_s) / self._all
+        left_s = math.ceil(each_s * missing)
+        left = f"{left_s} s" if left_s < 100 else f"{left_s / 60:.0f} min"
+        return f"{text}, about {left} for this step"
 
 
 def workload_of(trace: Path | None, rate: str, means: tuple[int, int], sample: int, seed: int) -> Workload:

@@ -225,7 +225,7 @@ def steady_note(case: Case, trials: list[Trial], limit: Limit) -> list[str]:
     if near.seconds >= STEADY_TIMES * mean_s:
         return []
     lasts = f"At the limit the load lasts {duration(near.seconds)} and a request {duration(mean_s)}"
-    return [f"{lasts}: too short for a steady state, so the limit is an upper bound. Use a longer trace or --sample 0."]
+    return [f"{lasts}: too short for a steady state, so the limit is an upper bound. Use a longer trace or sample."]
 
 
 def engine_of(inputs: Inputs) -> Engine:

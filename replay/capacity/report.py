@@ -200,7 +200,8 @@ def limit(plan: Plan) -> str:
     """What happens just beyond the limit."""
     found = plan.bottleneck
     if found is None:
-        return "not found: the fleet keeps the targets at no load, or at every load that was tried"
+        tried = "every load" if plan.headroom else "no load"
+        return f"not found: the fleet keeps the targets at {tried} that was tried"
     effects = ", ".join(f"{resource} {share:.1%}" for resource, share in found.with_twice.items())
     text = f"at {found.load:.2f} times the load {found.in_time:.1%} are in time; with twice as much of {effects}"
     if not found.resource:

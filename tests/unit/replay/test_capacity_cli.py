@@ -10,7 +10,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from replay.capacity.cli import app
+from replay.capacity.cli import GPUS, ProfileName, app
+from replay.profile import PROFILES
 from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
 from tests.support.replay_worlds import conversations, write_mooncake
@@ -121,3 +122,7 @@ def test_baton_plan_is_this_command_by_its_entry_point(tmp_path):
 
     assert "Size a fleet" in said("--help")
     assert "--trace" in said("plan", "--help")
+
+
+def test_the_profiles_to_choose_from_are_those_of_the_replay():
+    assert {one.value for one in ProfileName} == set(PROFILES) == {one.value for one in GPUS}
