@@ -16,6 +16,8 @@ from replay.results import MISSING, NoPlots
 FORMATS = (".png", ".svg", ".pdf")
 SHOWN_MAX = 8
 CURVES_MAX = 4
+FAR_BEYOND = 1.6
+"""Beyond so many times the limit nothing is drawn."""
 ROLE_COLORS = {"prefill": "#d1693b", "decode": "#3b75af", "both": "#6a9a58"}
 CURVE_COLORS = ("#222222", "#d1693b", "#3b75af", "#6a9a58")
 OTHERS = "#8a8a8a"
@@ -73,8 +75,10 @@ def _carried(axis: Any, plan: Plan) -> None:
             axis.barh(row, width, left=left, color=color, alpha=0.3 if beaten else 1.0, height=0.66)
             left += width
         text, weight = f"{'<' if beaten else ''}{load:.2f}x", "bold" if result is plan.best else "normal"
-        axis.text(load, row, f" {text}", va="center", fontsize=9, fontweight=weight, bbox=BACKGROUND)
-    _mark_load(axis)
+        place = {"xytext": (4, 0), "textcoords": "offset points", "bbox": BACKGROUND}
+        axis.annotate(text, (load, row), va="center", fontsize=9, fontweight=weight, **place)
+    axis.axvline(1.0, color="black", linewidth=1, linestyle=":", zorder=0)
+    axis.text(1.0, 1.01, "this load", transform=axis.get_xaxis_transform(), fontsize=8, ha="center", va="bottom")
     axis.set_yticks(range(len(shown)), [label(result.split) for result in shown], fontsize=9)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.22 * max(1.0, *(_end(result) for result in shown)))
@@ -83,13 +87,6 @@ def _carried(axis: Any, plan: Plan) -> None:
     handles = [_patch(axis, color) for color in ROLE_COLORS.values()]
     legend = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 3}
     axis.legend(handles, ROLE_COLORS, fontsize=8, frameon=False, **legend)
-
-
-def _mark_load(axis: Any) -> None:
-    """A line where the workload is."""
-    axis.axvline(1.0, color="black", linewidth=1, linestyle=":", zorder=0)
-    where = axis.get_xaxis_transform()
-    axis.text(1.0, 1.01, "this load", transform=where, fontsize=8, ha="center", va="bottom")
 
 
 def _patch(axis: Any, color: str) -> Any:
@@ -114,8 +111,9 @@ def _curves(axis: Any, plan: Plan) -> None:
     chosen = [plan.best.split, *(one.split for one in plan.splits[1:] if len(points.get(one.split, ())) > 1)][
         :CURVES_MAX
     ]
+    most = max(1.0, FAR_BEYOND * plan.headroom)
     for split, color in zip(chosen, CURVE_COLORS, strict=False):
-        loads = sorted(points.get(split, ()))
+        loads = sorted(load for load in points.get(split, ()) if load <= most)
         shares = [points[split][load][0] * 100 for load in loads]
         stopped = [points[split][load][1] for load in loads]
         width = 2.2 if split == plan.best.split else 1.2
@@ -123,11 +121,11 @@ def _curves(axis: Any, plan: Plan) -> None:
         for load, share, ended in zip(loads, shares, stopped, strict=True):
             axis.plot(load, share, color=color, marker="v" if ended else "o", markersize=4)
     axis.axhline(plan.target.share * 100, color="black", linewidth=1, linestyle="--")
-    _mark_load(axis)
+    axis.axvline(1.0, color="black", linewidth=1, linestyle=":", zorder=0)
     axis.annotate(
         "target", (0.01, plan.target.share * 100), xycoords=("axes fraction", "data"), fontsize=8, va="bottom"
     )
-    loads = [load for split in chosen for load in points.get(split, ())]
+    loads = [load for split in chosen for load in points.get(split, ()) if load <= most]
     if max(loads) / min(loads) > 6:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda value, _position: f"{value:g}")
