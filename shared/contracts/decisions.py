@@ -63,7 +63,7 @@ class CandidateRecord(Message, frozen=True, kw_only=True):
     decode_s: float = 0.0
     """Time to generate the completion."""
     within_s: float = 0.0
-    """The part of ``decode_s`` that costs nothing: within the ITL target, or without one, in an uncrowded batch."""
+    """The part of ``decode_s`` that costs nothing; all of it where the decode batch is not crowded."""
     first_token_s: float = 0.0
     """The step that computes the tokens whose KV was not handed over, and the first token."""
     transit_s: float = 0.0

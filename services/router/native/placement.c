@@ -111,7 +111,7 @@ int find_sources(const struct fleet *fleet, const struct question *question, con
 /* ---- the cost model: cost.py */
 
 struct batch {
-    double between_s, step_s, itl_s, more_s, excess_s, disturbed, queue_s;
+    double between_s, step_s, itl_s, full_step_s, more_s, excess_s, disturbed, queue_s;
 };
 
 /* By how much the request slows each step of a batch. */
@@ -156,10 +156,10 @@ static struct batch estimate_batch(const struct fleet *fleet, const struct quest
     double decoding = N(DECODING);
     batch.more_s = more_s(fleet, question, row);
     double step_s = N(DECODE_STEP_S) + N(DECODE_REQUEST_S) * decoding + N(DECODE_CONTEXT_TOKEN_S) * N(CONTEXT_TOKENS);
-    batch.itl_s = (step_s + batch.more_s) / (1.0 - least(N(PROMPTS_PER_S) * token_s, BUSY_MAX, question->arrays));
-    double counted_s = question->itl_target_s < INFINITY ? batch.itl_s : step_s + batch.more_s;
-    batch.excess_s = most(counted_s - question->itl_free_s, 0.0, question->arrays);
-    batch.disturbed = counted_s > question->itl_free_s ? decoding * N(ANSWERS) : 0.0;
+    batch.full_step_s = step_s + batch.more_s;
+    batch.itl_s = batch.full_step_s / (1.0 - least(N(PROMPTS_PER_S) * token_s, BUSY_MAX, question->arrays));
+    batch.excess_s = most(batch.full_step_s - question->itl_free_s, 0.0, question->arrays);
+    batch.disturbed = batch.full_step_s > question->itl_free_s ? decoding * N(ANSWERS) : 0.0;
     batch.step_s = decoding > 0.0 ? step_s : 0.0;
     batch.between_s = batch.step_s / N(STEP_TOKENS);
     batch.queue_s = waiting_s(fleet, question, row, token_s + batch.between_s, batch.step_s);
@@ -197,6 +197,7 @@ static void estimate_decode(struct candidate *to, const struct fleet *fleet, con
     to->kv_wait_s = N(FREE_TOKENS) < (double)(question->tokens + question->tokens_out) ? to->decode_s : 0.0;
     to->within_s = to->decode_s - out * batch->excess_s;
     to->itl_s = batch->itl_s;
+    to->step_s = batch->full_step_s;
     to->first_s = N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * TAIL_TOKENS + batch->step_s;
     to->decode_others_s = out * batch->more_s * batch->disturbed;
 }
@@ -262,7 +263,7 @@ static bool is_late(const struct candidate *candidate, const struct question *qu
 
 static bool is_slow(const struct candidate *candidate, const struct question *question)
 {
-    return candidate->itl_s > question->itl_target_s;
+    return candidate->step_s > question->itl_target_s;
 }
 
 static bool meets(const struct candidate *candidate, const struct question *question, enum part part)

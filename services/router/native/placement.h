@@ -45,7 +45,7 @@ enum mode { AUTO, AGGREGATED, DISAGGREGATED, DECODE_FIRST };
 struct question {
     int64_t tokens, tokens_out, fetch_tokens_min;
     double now, ttft_target_s, itl_target_s; /* infinite: no target */
-    double itl_free_s; /* between tokens: costs nothing */
+    double itl_free_s; /* a decode step that costs nothing */
     double tie_s;
     enum mode mode;
     bool streams, unsplittable, has_hit_threshold, may_decode_first;
@@ -71,7 +71,7 @@ struct candidate {
     int64_t bits, group;
     int64_t cached, fetched, computed;
     double queue_s, fetch_s, prefill_s, others_s;
-    double handoff_s, decode_queue_s, kv_wait_s, decode_s, within_s, itl_s, first_s, decode_others_s;
+    double handoff_s, decode_queue_s, kv_wait_s, decode_s, within_s, itl_s, step_s, first_s, decode_others_s;
     double cost_s[3]; /* by part */
     double legs, last_chosen, transit_s;
 };
@@ -87,7 +87,7 @@ struct choice {
 };
 
 void holders_rank(struct holders *holders);
-/* Without a target: the time between tokens that costs nothing. */
+/* Without a target: the decode step that costs nothing. */
 double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row);

@@ -40,7 +40,7 @@ except ImportError:
 else:
     IS_COMPILED = True
 
-CANDIDATE = Struct("5q18d")
+CANDIDATE = Struct("5q19d")
 """A candidate as C writes it: roles, group, then the fields of both estimates, of the cost, and ``TABLE_COLUMNS``."""
 new_tuple = tuple.__new__
 PREFILLS, DECODES, ALONE = 1, 2, 4
@@ -95,9 +95,9 @@ def unpack(packed: bytes, number: int, view: WorkerView) -> tuple[Candidate, int
     """A candidate, and its roles: bits of ``PREFILLS``, ``DECODES`` and ``ALONE``."""
     fields = CANDIDATE.unpack_from(packed, number * CANDIDATE.size)
     # A quarter of the time that these types' own constructors take.
-    prefill, decode = new_tuple(PrefillEstimate, fields[2:9]), new_tuple(DecodeEstimate, fields[9:17])
-    estimate = prefill, decode, new_tuple(Cost, fields[17:20])
-    return Candidate(view, fields[1], fields[20:], estimate), fields[0]
+    prefill, decode = new_tuple(PrefillEstimate, fields[2:9]), new_tuple(DecodeEstimate, fields[9:18])
+    estimate = prefill, decode, new_tuple(Cost, fields[18:21])
+    return Candidate(view, fields[1], fields[21:], estimate), fields[0]
 
 
 class CompiledSelection:

@@ -1,8 +1,10 @@
 """The predicted time of a request on a worker, in seconds, from the learned speed of the worker's engine.
 
 Only tokens that must be computed count as work. A request's cost is its own time plus the time that it adds to other
-requests, so both have the same unit and need no weights. Time between tokens costs nothing as long as it is within the
-client's target, or without a target, as long as decode batches are uncrowded (``UNCROWDED``).
+requests, so both have the same unit and need no weights. A decode step costs nothing as long as it is within the
+client's target between tokens, or without a target, as long as the batch is uncrowded (``UNCROWDED``). Prompts that are
+computed between the steps do not count: how many a worker computed lately says little about the next seconds, which
+placement decides itself, and counting them sends requests away from the workers with their cache.
 
 ``n`` holds the numbers of ``fleet_table``: of one worker, or an array of each for many. ``Arithmetic`` has the
 operations that differ between the two.
@@ -26,10 +28,9 @@ TOKENS_OUT_COUNTED_MAX = 1024
 BUSY_MAX = 0.9
 """At most this share of an engine's time is assumed to go to prompts: near 1 the predicted decode time is infinite."""
 UNCROWDED = 5.0
-"""Without a target, time between tokens costs nothing while a decode step takes at most this many times as long as one
-of this request alone on the fastest free worker. Sarathi-Serve (Agrawal et al., OSDI 2024, section 5.1) derives its
-strict target from the engine's decode step in the same way, with the same factor. Prompts that are computed between the
-steps do not count: how many a worker computed lately says little about the next seconds, which placement decides.
+"""Without a target, a decode step costs nothing while it takes at most this many times as long as one of this request
+alone on the fastest free worker. Sarathi-Serve (Agrawal et al., OSDI 2024, section 5.1) derives its strict target from
+the engine's decode step in the same way, with the same factor.
 """
 
 Value = Any
@@ -62,8 +63,7 @@ class Prompt(NamedTuple):
     """Whether the decode worker would read the KV while the prompt is computed."""
     now: float
     itl_free_s: float
-    """Seconds between tokens that cost nothing: the target, or without one, ``uncrowded_itl_s``."""
-    has_itl_target: bool
+    """Seconds of a decode step that cost nothing: the target, or without one, ``uncrowded_itl_s``."""
 
 
 class PrefillEstimate(NamedTuple):
@@ -92,6 +92,8 @@ class DecodeEstimate(NamedTuple):
     within_s: Value
     """The part of ``decode_s`` that costs nothing."""
     itl_s: Value
+    step_s: Value
+    """A decode step with this request in the batch: ``itl_s`` without the prompts that are computed in between."""
     first_s: Value
     """The step that computes the prompt's tail, and with it the first token."""
     others_s: Value
@@ -105,12 +107,14 @@ class BatchEstimate(NamedTuple):
     step_s: Value
     """One step of the requests that decode; 0 where none does."""
     itl_s: Value
+    full_step_s: Value
+    """One step with this request, too."""
     more_s: Value
     """By how much this request slows each step."""
     excess_s: Value
-    """By how much later each token comes than costs nothing."""
+    """The part of such a step that costs something."""
     disturbed: Value
-    """Requests that decode there, if their tokens come later than costs nothing; else 0."""
+    """Requests that decode there, if a part of the step costs something; else 0."""
     queue_s: Value
     """Until a new prompt is begun."""
 
@@ -121,7 +125,7 @@ def tokens_out_expected(limit: int) -> int:
 
 
 def uncrowded_itl_s(numbers: np.ndarray[Any, np.dtype[np.float64]], tokens: int, tokens_out: int) -> float:
-    """What costs nothing between the tokens of such a request without a target. ``numbers``: rows of ``fleet_table``
+    """The decode step that costs nothing to such a request without a target. ``numbers``: rows of ``fleet_table``
     from ``DECODE_STEP_S`` to ``DECODE_CONTEXT_TOKEN_S``, of the free workers that decode; infinite when there are none.
     """
     step_s, request_s, context_token_s = numbers
@@ -142,14 +146,14 @@ def estimate_batch(n: Value, prompt: Prompt, do: Arithmetic) -> BatchEstimate:
     more_s = n[t.DECODE_REQUEST_S] + n[t.DECODE_CONTEXT_TOKEN_S] * tokens
     decoding = n[t.DECODING]
     step_s = n[t.DECODE_STEP_S] + n[t.DECODE_REQUEST_S] * decoding + n[t.DECODE_CONTEXT_TOKEN_S] * n[t.CONTEXT_TOKENS]
-    itl_s = (step_s + more_s) / (1.0 - do.least(n[t.PROMPTS_PER_S] * token_s, BUSY_MAX))
-    counted_s = itl_s if prompt.has_itl_target else step_s + more_s
-    excess_s = do.most(counted_s - prompt.itl_free_s, 0.0)
-    disturbed = do.choose(counted_s > prompt.itl_free_s, decoding * n[t.ANSWERS], 0.0)
+    full_step_s = step_s + more_s
+    itl_s = full_step_s / (1.0 - do.least(n[t.PROMPTS_PER_S] * token_s, BUSY_MAX))
+    excess_s = do.most(full_step_s - prompt.itl_free_s, 0.0)
+    disturbed = do.choose(full_step_s > prompt.itl_free_s, decoding * n[t.ANSWERS], 0.0)
     shared_s = do.choose(decoding > 0, step_s, 0.0)
     between_s = shared_s / n[t.STEP_TOKENS]
     queue_s = waiting_s(n, token_s + between_s, shared_s, prompt.now, do)
-    return BatchEstimate(between_s, shared_s, itl_s, more_s, excess_s, disturbed, queue_s)
+    return BatchEstimate(between_s, shared_s, itl_s, full_step_s, more_s, excess_s, disturbed, queue_s)
 
 
 def mean_token_s(n: Value) -> Value:
@@ -201,6 +205,7 @@ def estimate_decode(n: Value, prompt: Prompt, held: Value, batch: BatchEstimate,
         decode_s,
         decode_s - out * batch.excess_s,
         batch.itl_s,
+        batch.full_step_s,
         n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * TAIL_TOKENS + batch.step_s,
         out * batch.more_s * batch.disturbed,
     )

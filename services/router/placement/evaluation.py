@@ -85,8 +85,7 @@ class Evaluation:
         if not self.count:
             return
         tokens_out, itl_free_s = cost_model.tokens_out_expected(request.tokens_out), request.targets.itl_s
-        has_itl_target = itl_free_s < inf
-        if not has_itl_target:
+        if not itl_free_s < inf:
             decoding = rows[table.flags[t.DECODES, rows]]
             speeds = table.numbers[t.DECODE_STEP_S : t.DECODE_CONTEXT_TOKEN_S + 1, decoding]
             itl_free_s = cost_model.uncrowded_itl_s(speeds, request.prompt_tokens, tokens_out)
@@ -96,7 +95,6 @@ class Evaluation:
             0 <= policy.stream_tokens_min <= request.prompt_tokens,
             now,
             itl_free_s,
-            has_itl_target,
         )
         if self.count > policy.weighed_max:
             shortlist = Shortlist(table, self.groups, self.holders, prompt)

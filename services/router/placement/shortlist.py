@@ -99,7 +99,7 @@ class Shortlist:
             late_s = np.where(self._prefill.ttft_s() > targets_s[0], NEVER_S, 0.0)
             prefill_s, whole_s = prefill_s + late_s, whole_s + late_s
         if targets_s[1] < np.inf:
-            slow_s = np.where(self._decode.itl_s > targets_s[1], NEVER_S, 0.0)
+            slow_s = np.where(self._decode.step_s > targets_s[1], NEVER_S, 0.0)
             decode_s, whole_s = decode_s + slow_s, whole_s + slow_s
         return cheapest_rows(np.flatnonzero(free), (prefill_s, decode_s, whole_s), self._flags, self._groups)
 
@@ -170,7 +170,7 @@ class Candidate:
 
     def meets(self, targets: Targets, part: Part) -> bool:
         late = part is not Part.DECODE and self.prefill.ttft_s() > targets.ttft_s
-        slow = part is not Part.PREFILL and self.decode.itl_s > targets.itl_s
+        slow = part is not Part.PREFILL and self.decode.step_s > targets.itl_s
         return not late and not slow
 
     def record(self, part: Part, targets: Targets, *, chosen: bool) -> CandidateRecord:
