@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -27,6 +28,8 @@ from replay.policies.systems import UnknownPolicyError, names, parse, sweep_of
 from replay.profile import PROFILES, Profile
 from replay.results import NoPlots, Result, Slo, draw, save, table_of
 from replay.traces import Request, TraceError, at_load, cut, read_trace
+from replay.tuning import FROZEN, TUNED, Budget, Frozen, Tuned, write_frozen
+from replay.tuning import tune as tuned_systems
 from replay.workloads import NAMES, generate, opened
 from replay.world import Shape
 
@@ -150,6 +153,59 @@ def bound_of(setting: Setting, load: float) -> str:
     """What no policy exceeds."""
     bound = upper_bound(at_load(setting.requests, load), setting.shape, setting.profile, setting.slo)
     return f"No schedule exceeds {bound.requests_per_s:.3f} requests/s and {bound.tokens_per_s:.0f} tokens/s in time."
+
+
+@app.command()
+def tune(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
+    trace: Annotated[str, typer.Argument(metavar="TRACE|WORKLOAD", help="As for `baton bench replay`.")],
+    loads: Annotated[str, typer.Option(help="Speeds of the trace, or of a workload about so many requests/s.")],
+    points: Annotated[int, typer.Option(help="For each system; its defaults are the first.", min=1)] = 12,
+    workers: Annotated[int, typer.Option(help="That do both phases.", min=0)] = 8,
+    prefill: Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)] = 0,
+    decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 0,
+    profile: Annotated[
+        ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")
+    ] = DEFAULT_PROFILE,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Again for each; those of replay/tuning.py by default.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)] = 2000,
+    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token.")] = 5.0,
+    slo_itl: Annotated[float, typer.Option(help="Seconds between tokens, on average over a request.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of all that is random, the points too.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    out: Annotated[Path, typer.Option(help="Where the choices go.")] = FROZEN,
+) -> None:
+    """Tune each system's parameters with the same budget, by goodput, and freeze the choices in a file."""
+    policies = policy or TUNED
+    refuse_unknown(policies)
+    speeds = [load_of(one.strip()) for one in loads.split(",")]
+    shape = shape_of(workers, prefill, decode)
+    setting = Setting(
+        requests=requests_of(trace, seed, 0.0, limit, is_open=False),
+        shape=shape,
+        profile=profile_of(profile, 0),
+        slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
+        seed=seed,
+    )
+    budget = Budget(
+        trace=Path(trace).name,
+        trace_sha256=sha256(Path(trace).read_bytes()).hexdigest() if Path(trace).exists() else "",
+        requests=len(setting.requests),
+        loads=speeds,
+        workers={role: count for role, count in asdict(shape).items() if count},
+        profile=profile.value,
+        slo=setting.slo,
+        seed=seed,
+        points=points,
+    )
+    systems: dict[str, Tuned] = {}
+    for name, tuned in tuned_systems(setting, speeds, policies, points, jobs):
+        systems[name] = tuned
+        gain = f"{100 * tuned.default_score:.1f} % -> {100 * tuned.score:.1f} %"
+        screen.print(f"{parse(name).named(tuned.values)}: {gain}", markup=False, highlight=False)
+        write_frozen(Frozen(budget=budget, systems=systems), out)  # an interrupted run keeps what is done
+    screen.print(str(out), markup=False, soft_wrap=True)
 
 
 @app.command()
