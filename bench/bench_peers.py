@@ -254,11 +254,10 @@ Measured = dict[str, dict[str, Figures]]
 
 
 def measure(rows: Sequence[Row], contenders: Sequence[Contender], number: int, measured: Measured) -> None:
-    """One round of all rows of one fleet. Raises RunFailed."""
+    """One round of all rows of one fleet, the routers in this order. Raises RunFailed."""
     runs = {json.dumps(row.options): [same for same in rows if same.options == row.options] for row in rows}
     for of_run in runs.values():
-        for place in range(len(contenders)):
-            contender = contenders[(place + number) % len(contenders)]
+        for contender in contenders:
             if contender.is_direct and of_run[0].unit != "ms":
                 continue
             loop_ms = calibrate()
@@ -346,7 +345,10 @@ def calls_per_request(checkout: Path, requests: int, rounds: int) -> list[float]
             result = work()
             os.kill(system.router_pid, signal.SIGUSR2)
             took_s = time.monotonic() - begun_at
+            deadline = time.monotonic() + READY_S_MAX
             while not path.exists():
+                if time.monotonic() > deadline:
+                    raise RunFailed(f"the profiled router wrote no count within {READY_S_MAX} s")
                 time.sleep(0.01)
             return int(path.read_text()), took_s, result
 

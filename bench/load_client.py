@@ -31,7 +31,7 @@ DRAIN_S = 5.0
 """After the measured time: for answers that are on the way."""
 COUNTED_S_MAX = 120.0
 """For a run with a given number of requests."""
-EVENT, LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
+EVENT, LINE_END = b"data: ", b"\r\n"
 TAIL_BYTES = 16
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 
@@ -78,6 +78,13 @@ class Connection(asyncio.Protocol):
         """Body bytes to come; -1 while the head is read, -2 for chunks until their end."""
         self._tail = b""
         """What came of the body; of a stream, its end."""
+        self._chunk = 0
+        """Bytes of the chunk to come."""
+        self._between = 0
+        """Bytes of the line end behind a chunk to come."""
+        self._line = b""
+        """The beginning of a chunk's size."""
+        self._is_last = False
         self._events = 0
         self._failed = False
         self.transport: Any = None
@@ -91,8 +98,8 @@ class Connection(asyncio.Protocol):
         self._first_at = 0.0
         self._head = b""
         self._left = -1
-        self._events = 0
-        self._failed = False
+        self._chunk = self._between = self._events = 0
+        self._is_last = self._failed = False
         self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -117,15 +124,36 @@ class Connection(asyncio.Protocol):
                 self._end()
 
     def _take_chunks(self, data: bytes) -> None:
-        if not data:
-            return
-        joined = self._tail + data
+        """A router may cut chunks anywhere, also within an event."""
+        data = self._line + data
+        self._line = b""
+        at, parts, ended = 0, [], False
+        while at < len(data) and not ended:
+            if self._chunk:
+                parts.append(data[at : at + self._chunk])
+                at += len(parts[-1])
+                self._chunk -= len(parts[-1])
+                self._between = 0 if self._chunk else len(LINE_END)
+            elif self._between:
+                skipped = min(self._between, len(data) - at)
+                at += skipped
+                self._between -= skipped
+                ended = self._is_last and not self._between
+            elif (end := data.find(LINE_END, at)) < 0:
+                self._line = data[at:]
+                at = len(data)
+            else:
+                self._chunk = int(data[at:end], 16)
+                at = end + len(LINE_END)
+                self._is_last = not self._chunk
+                self._between = len(LINE_END) if self._is_last else 0
+        joined = self._tail + b"".join(parts)
         if self._answers.stream and (events := joined.count(EVENT) - self._tail.count(EVENT)):
             self._events += events
             self._first_at = self._first_at or time.perf_counter()
             self._answers.events += events if self._answers.measuring else 0
         self._tail = joined[-TAIL_BYTES:] if self._answers.stream else joined
-        if joined.endswith(LAST_CHUNK):
+        if ended:
             self._end()
 
     def _is_whole(self) -> bool:

@@ -117,6 +117,17 @@ def stream_of(tokens: int) -> bytes:
     return chunked(*[b'data: {"text":"a"}\n\n'] * tokens, b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("cut_bytes", [1, 3, 11, 50])
+def test_the_client_counts_events_that_a_router_cut_into_other_chunks(cut_bytes):
+    answers, connection = asked(4, stream=True)
+    text = b'data: {"text":"a"}\n\n' * 4 + b"data: [DONE]\n\n"
+
+    pieces = [text[at : at + cut_bytes] for at in range(0, len(text), cut_bytes)]
+    connection.data_received(chunked(*pieces))
+
+    assert (answers.errors, answers.done, answers.events) == (0, 1, 5)
+
+
 def whole_of(tokens: int) -> bytes:
     body = json.dumps({"usage": {"completion_tokens": tokens}}).encode()
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
