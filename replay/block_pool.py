@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shared.contracts.kv_events import KvEventKind
+from shared.contracts.kv_events import KvEventKind, KvTier
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class Change:
     kind: KvEventKind
     names: list[int]
     parent: int | None = None
+    tier: KvTier = KvTier.DEVICE
 
 
 @dataclass(slots=True)
@@ -114,12 +115,58 @@ class BlockPool:
 
     def take_changes(self) -> list[Change]:
         """Changes since the last call, in order."""
-        changes, self.changes = self.changes, []
+        changes = self.changes.copy()
+        self.changes.clear()
         return changes
 
     def _tell(self, kind: KvEventKind, name: int, parent: int | None = None) -> None:
-        last = self.changes[-1] if self.changes else None
-        if last is not None and last.kind is kind and (kind is KvEventKind.REMOVED or last.names[-1] == parent):
-            last.names.append(name)
-        else:
-            self.changes.append(Change(kind, [name], parent))
+        tell(self.changes, Change(kind, [name], parent))
+
+
+def tell(changes: list[Change], change: Change) -> None:
+    """Append a change of one block, to the last change if it goes on with it."""
+    last = changes[-1] if changes else None
+    if (
+        last is not None
+        and (last.kind, last.tier) == (change.kind, change.tier)
+        and (change.kind is KvEventKind.REMOVED or last.names[-1] == change.parent)
+    ):
+        last.names += change.names
+    else:
+        changes.append(change)
+
+
+class HostTier:
+    """Blocks in a worker's host memory, as vLLM's offloading keeps them: each full block is copied there when it is
+    computed, the least recently used one is evicted, and blocks that the engine's own cache lost are loaded before a
+    prompt is computed behind them. Copying out takes no time: it has its own direction of the link.
+    """
+
+    def __init__(self, blocks: int, changes: list[Change]) -> None:
+        self.blocks = blocks
+        self.held: OrderedDict[int, None] = OrderedDict()
+        self._changes = changes
+
+    def depth(self, chain: Sequence[int], start: int, limit: int) -> int:
+        """How far ``chain`` goes on here behind its first ``start`` blocks, at most to ``limit``."""
+        end = min(limit, len(chain))
+        while start < end and chain[start] in self.held:
+            start += 1
+        return start
+
+    def use(self, names: Iterable[int]) -> None:
+        """These blocks are loaded."""
+        for name in names:
+            if name in self.held:
+                self.held.move_to_end(name)
+
+    def store(self, name: int, parent: int | None) -> None:
+        """Keep a block that is computed."""
+        if name in self.held:
+            self.held.move_to_end(name)
+            return
+        self.held[name] = None
+        tell(self._changes, Change(KvEventKind.STORED, [name], parent, KvTier.HOST))
+        if len(self.held) > self.blocks:
+            evicted, _none = self.held.popitem(last=False)
+            tell(self._changes, Change(KvEventKind.REMOVED, [evicted], None, KvTier.HOST))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, cast, get_args
 
 import typer
 from rich.console import Console
@@ -32,6 +33,7 @@ from replay.tuning import FROZEN, TUNED, Budget, Frozen, Tuned, write_frozen
 from replay.tuning import tune as tuned_systems
 from replay.workloads import NAMES, generate, opened
 from replay.world import Shape
+from services.worker.engines.simulated.core.step_laws import LawName
 
 ALL = names()
 KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
@@ -49,6 +51,8 @@ WIDTH_OF_FILES = 200
 screen = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
 ProfileName = StrEnum("ProfileName", {name: name for name in PROFILES})  # type: ignore[misc]
 DEFAULT_PROFILE = ProfileName("8b")
+LawOption = StrEnum("LawOption", {name: name for name in get_args(LawName)})  # type: ignore[misc]
+DEFAULT_LAW = LawOption("linear")
 
 
 @app.callback()
@@ -71,7 +75,21 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     profile: Annotated[
         ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")
     ] = DEFAULT_PROFILE,
+    fleets: Annotated[
+        str, typer.Option(help="Several fleets one after another: 4,8,2+6 (2+6: 2 prefill and 6 decode workers).")
+    ] = "",
     kv_blocks: Annotated[int, typer.Option(help="Blocks of 512 tokens in each KV cache; 0: the profile's.")] = 0,
+    host_blocks: Annotated[
+        int, typer.Option(help="Further blocks in each worker's host memory, loaded at 50 GB/s; 0: none.", min=0)
+    ] = 0,
+    law: Annotated[LawOption, typer.Option(help="How long engine steps take; see below.")] = DEFAULT_LAW,
+    noise: Annotated[
+        float, typer.Option(help="Standard deviation of the logarithm of step times, by --seed.", min=0, max=1)
+    ] = 0.0,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(help="A slow worker, as NUMBER:SPEED; 1:0.6 runs the second at 60 %. Repeatable."),
+    ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(help="Again for each; all by default. See `baton bench policies`.")
     ] = None,
@@ -100,38 +118,59 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
     out: Annotated[Path | None, typer.Option(help="A folder for results.md, results.json and the pictures.")] = None,
 ) -> None:
-    r"""Replay a trace of requests against a simulated fleet, in virtual time.
+    """Replay a trace of requests against a simulated fleet, in virtual time.
 
-    Compares Baton's placement with other systems' policies, on the same engines and with the same information.
+    Compares Baton's placement with other systems' policies, on the same
+    engines and with the same information.
 
-    A trace arrives as it was recorded, --loads times as fast. A workload is made from published statistics by the seed
-    (replay/workloads.py names the sources):
+    A trace arrives as it was recorded, --loads times as fast. A workload is
+    made from published statistics, named in replay/workloads.py:
 
-    \b
     conversations  people and a chatbot, histories that grow
-    agents         tool agents: hot shared prefixes, many quick steps, tool gaps
-    code           code completion: long repository prefixes, short answers
+    agents         tool agents: hot shared prefixes, many quick steps
+    code           code completion: repository prefixes, short answers
     reasoning      short questions, heavy-tailed outputs
     tenants        all four side by side, code in bursts
 
-    Its sessions are closed loops: a turn is sent a think time or a tool's time after the answer before it. The load
-    makes sessions start faster, and a session's turns never overtake its answers.
+    Its sessions are closed loops: a turn is sent a think time or a tool's
+    time after the answer before it. The load makes sessions start faster.
+
+    How long the engines' steps take, as in simulated workers:
+
+    --law linear    the profile's times add up: the law that the router's
+                    speed learner assumes
+    --law roofline  the longer of compute and memory, with overheads
+    --law table     published measurements of vLLM's kernels on an H100,
+                    interpolated (8b only; named in step_laws.py)
+
+    For example:
+
+    baton bench replay agents --limit 20000 --loads 4 --noise 0.1 --slow 1:0.6
+    baton bench replay conversations --fleets 4,16,4+12 --host-blocks 4000
     """
     policies = policy or ALL
     refuse_unknown(policies)
     swept = [one for name in policies for one in sweep_of(name)] if sweep else []
-    setting = Setting(
-        requests=requests_of(trace, seed, hours, limit, is_open=open_loop),
-        shape=shape_of(workers, prefill, decode),
-        profile=profile_of(profile, kv_blocks),
-        slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
-        seed=seed,
-    )
-    found = find_loads(setting, loads, knee)
-    runs = [
-        (name, load, label) for label, load in found for name in [*policies, *(swept if label in where(found) else [])]
-    ]
-    run_and_show(setting, runs, out)
+    shapes = shapes_of(fleets) if fleets else [shape_of(workers, prefill, decode)]
+    requests = requests_of(trace, seed, hours, limit, is_open=open_loop)
+    for shape in shapes:
+        setting = Setting(
+            requests=requests,
+            shape=shape,
+            profile=profile_of(
+                profile, kv_blocks, law=cast("LawName", law.value), noise=noise, host_blocks=host_blocks
+            ),
+            slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
+            seed=seed,
+            slow=speeds_of(slow or [], len(shape.roles())),
+        )
+        found = find_loads(setting, loads, knee)
+        runs = [
+            (name, load, f"{shape} workers, {label}" if fleets else label)
+            for label, load in found
+            for name in [*policies, *(swept if label in where(found) else [])]
+        ]
+        run_and_show(setting, runs, out / f"workers-{shape}" if out is not None and fleets else out)
 
 
 def run_and_show(setting: Setting, runs: list[tuple[str, float, str]], out: Path | None) -> None:
@@ -250,9 +289,36 @@ def shape_of(workers: int, prefill: int, decode: int) -> Shape:
     return shape
 
 
-def profile_of(name: str, kv_blocks: int) -> Profile:
-    """The named profile, with another cache size if given."""
-    return replace(PROFILES[name], kv_blocks=kv_blocks) if kv_blocks > 0 else PROFILES[name]
+def shapes_of(text: str) -> list[Shape]:
+    """Several fleets; exits for one that cannot serve."""
+    try:
+        return [Shape.of(part) for part in text.split(",")]
+    except ValueError as error:
+        fail(f"--fleets: {error}.")
+
+
+def speeds_of(slow: list[str], workers: int) -> dict[int, float]:
+    """The speeds of slow workers; exits for what is none."""
+    found = {}
+    for text in slow:
+        number, _colon, speed = text.partition(":")
+        try:
+            found[int(number)] = float(speed)
+        except ValueError:
+            fail(f"--slow: {text!r} is not NUMBER:SPEED, such as 1:0.6.")
+        if not (0 <= int(number) < workers and 0.0 < float(speed) < math.inf):
+            fail(f"--slow: {text!r} names no worker from 0 to {workers - 1}, or no positive speed.")
+    return found
+
+
+def profile_of(
+    name: str, kv_blocks: int, *, law: LawName = "linear", noise: float = 0.0, host_blocks: int = 0
+) -> Profile:
+    """The named profile, with another cache size if given; exits for the table's law with another model."""
+    if law == "table" and name != DEFAULT_PROFILE:
+        fail(f"--law table was measured of an 8b model, not of {name}: take linear or roofline.")
+    profile = replace(PROFILES[name], law=law, noise=noise, host_blocks=host_blocks)
+    return replace(profile, kv_blocks=kv_blocks) if kv_blocks > 0 else profile
 
 
 def run_all(setting: Setting, runs: list[tuple[str, float, str]]) -> Iterator[Result]:

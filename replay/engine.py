@@ -4,9 +4,9 @@ It schedules like ``services.worker.engines.simulated.core``: running sequences 
 waiting ones, first come, first served. Long prompts are computed in chunks that fill the rest of a step's token budget.
 Without free blocks the youngest running sequence is preempted and computed again later.
 
-The bookkeeping differs. While no prompt is computed, the steps until the next finish or the next full block differ only
-in the growing context, so their total duration has a closed form. An event in between takes effect at the end of the
-current step.
+The bookkeeping differs. While no prompt is computed, the steps until the next finish, the next full block or the next
+knot of the step-time law differ only in the growing context, so their total duration has a closed form. An event in
+between takes effect at the end of the current step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-from replay.block_pool import BlockPool, Holding
+from replay.block_pool import BlockPool, Holding, HostTier
 from replay.profile import Profile, Speeds
 
 PRIVATE = 0x9E3779B97F4A7C15
@@ -55,6 +55,8 @@ class Job:
     """Step in which it began to decode; -1: not decoding."""
     cached_tokens: int = 0
     """Prompt tokens cached here when it was first scheduled."""
+    loaded_tokens: int = 0
+    """Prompt tokens that host memory held when it was first scheduled."""
     received_tokens: int = 0
     received_s: float = 0.0
     """From the reservation of blocks to their arrival."""
@@ -186,8 +188,16 @@ class Step:
                 self.prefill_tokens += count
                 self.prefill_pairs += count * (job.computed - count / 2)
         self.first_s = profile.step_s(self.prefill_tokens, self.prefill_pairs, self.decoding, self.context_tokens)
-        self.growth_s = self.decoding * profile.decode_per_context_token_s
-        self.count = 1 if chunks else decoders.steps_alike
+        self.growth_s = 0.0
+        self.count = 1
+        if not chunks:
+            alike = profile.steps_alike(decoders.steps, self.decoding, self.context_tokens)
+            self.count = min(decoders.steps_alike, alike)
+        if self.count > 1:
+            self.growth_s = profile.decode_s(self.decoding, self.context_tokens + self.decoding) - self.first_s
+        if profile.noise:
+            factor = profile.noise_of(decoders.steps)
+            self.first_s, self.growth_s = factor * self.first_s, factor * self.growth_s
         self.ends_at = now + self.seconds(self.count)
 
     def seconds(self, steps: int) -> float:
@@ -233,6 +243,7 @@ class Engine:
     def __init__(self, profile: Profile, listener: Listener) -> None:
         self.profile = profile
         self.pool = BlockPool(profile.kv_blocks)
+        self.host = HostTier(profile.host_blocks, self.pool.changes) if profile.host_blocks else None
         self.waiting: deque[Job] = deque()
         self.receiving: set[Job] = set()
         """Jobs with blocks for the whole prompt; KV is being read into some of them."""
@@ -266,8 +277,9 @@ class Engine:
     def received(self, job: Job, tokens: int, now: float) -> None:
         """Reading has ended; the KV of the first ``tokens`` tokens has arrived."""
         self.receiving.discard(job)
-        job.received_tokens = max(0, tokens - job.computed)
-        job.received_s = now - (job.scheduled_at or now)
+        if not job.preemptions:
+            job.received_tokens = max(0, tokens - job.computed - job.loaded_tokens)
+            job.received_s = now - (job.scheduled_at or now) if job.received_tokens else 0.0
         self._set_computed(job, max(job.computed, tokens))
         self._name_full(job, job.computed)
         self.received_jobs.append(job)
@@ -285,6 +297,12 @@ class Engine:
         """End the current steps and begin the next."""
         self._end(now)
         self._begin(now)
+
+    def local_depth(self, job: Job) -> int:
+        """Blocks of the job's prompt, from its start, that are in the cache or behind that in host memory."""
+        limit = job.cacheable(self.profile.block_tokens)
+        depth = self.pool.depth(job.chain, limit)
+        return depth if self.host is None else self.host.depth(job.chain, depth, limit)
 
     def tokens_of(self, job: Job) -> int:
         """Length of a job in tokens after the last completed step."""
@@ -398,6 +416,10 @@ class Engine:
                     self._listener.asks(self, job, now)
                 continue
             del self.waiting[asking]
+            if self.host is not None:
+                local = self.local_depth(job) * self.profile.block_tokens
+                if local > max(job.computed, (job.granted or 0) if job.fetches else 0):
+                    job.granted, job.fetches = local, True
             if job.fetches and job.granted is not None and job.granted > job.computed:
                 self._receive(job, now)
             else:
@@ -456,7 +478,10 @@ class Engine:
     def _name_full(self, job: Job, computed: int) -> None:
         full = computed // self.profile.block_tokens
         for index in range(job.filled, full):
-            self.pool.name(job.holding, job.name_of(index), job.name_of(index - 1) if index else None)
+            name, parent = job.name_of(index), job.name_of(index - 1) if index else None
+            self.pool.name(job.holding, name, parent)
+            if self.host is not None:
+                self.host.store(name, parent)
         job.filled = max(job.filled, full)
 
     def _give_up(self, job: Job) -> None:

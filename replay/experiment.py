@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from replay.legs import ReplayedRequest
 from replay.policies import systems
@@ -29,6 +29,8 @@ class Setting:
     profile: Profile
     slo: Slo
     seed: int
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Speeds of slow workers by number; policies with an exact model of the engines do not know of them."""
 
 
 def run(
@@ -51,7 +53,7 @@ def run_with_outcomes(
 ) -> tuple[Result, list[ReplayedRequest]]:
     """As ``run``, with each request's outcome."""
     requests = at_load(setting.requests, load)
-    world = World(setting.shape, setting.profile)
+    world = World(setting.shape, setting.profile, slow=setting.slow, seed=setting.seed)
     install(world, policy, setting)
     began_s = time.process_time()
     outcomes = world.run(requests, progress)

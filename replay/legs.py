@@ -66,7 +66,9 @@ class Leg:
     """The prefill leg whose KV this one reads."""
     read_by: Leg | None = None
     booked_tokens: int = 0
-    """Prompt tokens, from the start, that have arrived or are on the link."""
+    """Prompt tokens, from the start, that have arrived or are on a link."""
+    loaded_at: float = 0.0
+    """When what host memory holds of them has arrived; 0: nothing is loaded."""
     pins: list[tuple[SimWorker, list[int]]] = field(default_factory=list)
     """Blocks pinned at other workers until they are read."""
 
@@ -164,10 +166,26 @@ class Exchange:
         job, prefill = leg.job, leg.reads_from
         leg.booked_tokens = job.computed
         assert job.granted is not None
+        self._load(leg, now)
         if prefill is None:
             self._book(leg, job.granted, now)
         else:
             self._follow(leg, prefill, prefill.job.filled * leg.worker.engine.profile.block_tokens, now)
+
+    def _load(self, leg: Leg, now: float) -> None:
+        """Load what host memory holds behind the cache; only the rest is read from other workers."""
+        job, engine = leg.job, leg.worker.engine
+        if engine.host is None or job.granted is None:
+            return
+        size = engine.profile.block_tokens
+        held = min(job.granted // size, engine.host.depth(job.chain, job.computed // size, job.cacheable(size)))
+        tokens = held * size - job.computed
+        if tokens > 0:
+            engine.host.use(job.chain[job.computed // size : held])
+            leg.booked_tokens = held * size
+            leg.loaded_at = leg.worker.load(tokens, now)
+            if not job.preemptions:
+                job.loaded_tokens = tokens
 
     def computed(self, prefill: Leg, now: float) -> None:
         """A prefill leg computed more tokens: its reader continues."""
@@ -207,7 +225,7 @@ class Exchange:
         job, engine = leg.job, leg.worker.engine
         size = engine.profile.block_tokens
         limit = job.cacheable(size)
-        depth = engine.pool.depth(job.chain, limit)
+        depth = engine.local_depth(job)
         for source in leg.sources:
             holder = self._workers.get(source.worker_id)
             if holder is None:
@@ -222,7 +240,10 @@ class Exchange:
         self._woken(leg.worker)
 
     def _book(self, leg: Leg, tokens: int, now: float) -> None:
-        arrives_at = leg.worker.book(max(0, tokens - leg.booked_tokens), now)
+        if tokens > leg.booked_tokens or not leg.loaded_at:
+            arrives_at = max(leg.loaded_at, leg.worker.book(max(0, tokens - leg.booked_tokens), now))
+        else:
+            arrives_at = max(now, leg.loaded_at)
         leg.booked_tokens = max(leg.booked_tokens, tokens)
         if leg.booked_tokens == max(leg.job.granted or 0, leg.job.computed):
             self._at(arrives_at, self._arrived, leg)

@@ -75,7 +75,7 @@ def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], 
         steps - projection.steps for steps, _tokens, _blocks in projection.decoding if steps > projection.steps
     )
     together = sum(min(out, steps) for steps in left)
-    slower_s = profile.decode_per_sequence_s + (tokens + out / 2) * profile.decode_per_context_token_s
+    slower_s = step_s - projection.decode_step_s(0, 0.0) if left else 0.0
     meanwhile = len(left) + projection.finished_meanwhile
     return Forecast(ttft_s, ttft_s + out * step_s + together * slower_s + projection.own_s * meanwhile)
 
@@ -128,7 +128,7 @@ class Projection:
             step_s = self._step_s(chunks)
             for prompt, count in chunks:
                 if prompt is new:
-                    self.own_s += self._profile.prefill_s(count, count * (prompt.computed - count / 2))
+                    self.own_s += self._profile.step_s(count, count * (prompt.computed - count / 2), 0, 0.0)
             alike = 1 if chunks or not self.prompts else self._steps_alike(step_s)
             self.now += alike * step_s
             self._stepped(alike)
@@ -296,12 +296,13 @@ class Oracle:
 
     def _decode_s(self, worker: SimWorker, request: PlacementRequest, tokens_out: int) -> float:
         """Decode time there plus time added to others, with a penalty for missing KV blocks."""
-        engine, profile = worker.engine, self._world.profile
+        engine = worker.engine
+        profile = engine.profile
         pending = list(engine.waiting) + list(engine.receiving) + list(engine.received_jobs)
         decoding = len(engine.decoders) + len(pending)
         context = engine.decoders.context_tokens + sum(job.tokens for job in pending)
         step_s = profile.decode_s(decoding + 1, context + request.prompt_tokens + tokens_out / 2)
-        added_s = profile.decode_per_sequence_s + request.prompt_tokens * profile.decode_per_context_token_s
+        added_s = profile.decode_s(decoding + 1, context + request.prompt_tokens) - profile.decode_s(decoding, context)
         blocks = -(-(request.prompt_tokens + tokens_out) // profile.block_tokens)
         wanted = blocks + sum(-(-job.tokens // profile.block_tokens) for job in engine.waiting)
         crowded = max(0.0, wanted - engine.pool.free)

@@ -32,6 +32,10 @@ class Profile(StepTiming):
     transfer_bytes_per_s: float = 25e9
     transfer_base_s: float = 0.002
     kv_bytes_per_token: int = 131_072
+    host_blocks: int = 0
+    """Blocks that host memory keeps beside the KV cache; 0: none."""
+    host_bytes_per_s: float = 50e9
+    """Of loading them: PCIe 5.0 with 16 lanes has 64 GB/s in each direction, of which copies reach some 80 %."""
     ask_s: float = 0.004
     """From requesting KV of another worker to its grant."""
     tail_tokens: int = 16
@@ -42,8 +46,17 @@ class Profile(StepTiming):
     def prompt_s(self, tokens: int, cached: int) -> float:
         """Seconds to compute a prompt alone in an engine, in chunks, when ``cached`` of its tokens are cached."""
         computed = max(1, tokens - cached)
-        steps = -(-computed // self.max_num_batched_tokens)
-        return steps * self.prefill_base_s + self.prefill_s(computed, computed * (tokens - computed / 2))
+        size = self.max_num_batched_tokens
+        if self.law == "linear":
+            steps = -(-computed // size)
+            pairs = computed * (tokens - computed / 2)
+            return (steps * self.prefill_base_s + self.compute_s(computed, pairs)) / self.speed
+        ends = [*range(tokens - computed + size, tokens, size), tokens]
+        starts = [tokens - computed, *ends[:-1]]
+        return sum(
+            self.step_s(end - start, (end - start) * (start + end) / 2, 0, 0)
+            for start, end in zip(starts, ends, strict=True)
+        )
 
     def transfer_s(self, tokens: int) -> float:
         """Seconds to read the KV of ``tokens`` over an idle link."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from replay.engine import Engine, Job, Listener
 from replay.profile import Profile
@@ -30,6 +31,7 @@ class SimWorker:
         """When the world wakes the engine."""
         self.legs = 0
         self.link = TransferLink(profile)
+        self.host_link = TransferLink(replace(profile, transfer_bytes_per_s=profile.host_bytes_per_s))
         self._tick_offset_s = offset_s
         self._totals = Totals()
         self._learner = SpeedLearner()
@@ -65,7 +67,8 @@ class SimWorker:
             return None
         self._seq += 1
         events = [
-            KvEvent(kind=change.kind, hashes=pack_hashes(change.names), parent=change.parent) for change in changes
+            KvEvent(kind=change.kind, hashes=pack_hashes(change.names), parent=change.parent, tier=change.tier)
+            for change in changes
         ]
         return KvEventBatch(worker_id=self.worker_id, epoch=self.record.epoch, seq=self._seq, events=events)
 
@@ -76,6 +79,10 @@ class SimWorker:
     def book(self, tokens: int, now: float) -> float:
         """Queue the KV of ``tokens`` on the link; returns when it has arrived."""
         return self.link.book(tokens * self.engine.profile.kv_bytes_per_token, now)[1]
+
+    def load(self, tokens: int, now: float) -> float:
+        """Queue the KV of ``tokens`` to be loaded from host memory; returns when it has arrived."""
+        return self.host_link.book(tokens * self.engine.profile.kv_bytes_per_token, now)[1]
 
     def load_now(self) -> LoadReport:
         """Load report as of now."""
@@ -121,7 +128,7 @@ class Totals:
     def add(self, job: Job) -> None:
         """Add a computed prompt."""
         self.prompt += job.prompt_tokens
-        self.cached += job.cached_tokens
+        self.cached += job.cached_tokens + job.loaded_tokens
         self.received += job.received_tokens
         self.received_s += job.received_s
 

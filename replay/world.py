@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from replay.engine import Engine, Job
@@ -23,6 +25,9 @@ from services.router.state.worker_view import Sent
 from shared.contracts.inference import LegKind
 from shared.contracts.workers import Role, WorkerRecord
 
+NOISE_SEEDS = 4096
+"""More workers than any fleet has: no two runs share a worker's noise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -32,6 +37,20 @@ class Shape:
     prefill: int = 0
     decode: int = 0
 
+    @classmethod
+    def of(cls, text: str) -> Shape:
+        """``8``: workers of both roles; ``2+6``: prefill and decode workers. Raises ValueError for fleets that cannot
+        serve.
+        """
+        found = re.fullmatch(r"(\d+)(?:\+(\d+))?", text.strip())
+        numbers = [] if found is None else [int(group) for group in found.groups() if group is not None]
+        if not numbers or not all(numbers):
+            raise ValueError(f"{text!r} is no fleet: 8 means 8 workers, 2+6 means 2 for prefill and 6 for decode")
+        return cls(both=numbers[0]) if len(numbers) == 1 else cls(prefill=numbers[0], decode=numbers[1])
+
+    def __str__(self) -> str:
+        return str(self.both) if self.both else f"{self.prefill}+{self.decode}"
+
     def roles(self) -> list[Role]:
         """Role of each worker."""
         return [Role.BOTH] * self.both + [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
@@ -40,13 +59,19 @@ class Shape:
 class World:
     """A fleet and one router. Only an oracle placer reads the engines' state directly."""
 
-    def __init__(self, shape: Shape, profile: Profile) -> None:
+    def __init__(
+        self, shape: Shape, profile: Profile, *, slow: Mapping[int, float] = MappingProxyType({}), seed: int = 0
+    ) -> None:
+        """``slow``: speeds of some workers by number, 1.0 being the profile's. ``seed``: of the engines' noise."""
         self.now = 0.0
         self.profile = profile
         roles = shape.roles()
         made = [
-            SimWorker(number, role, profile, self, offset_s=PERIOD_S * number / len(roles))
+            SimWorker(number, role, own, self, offset_s=PERIOD_S * number / len(roles))
             for number, role in enumerate(roles)
+            for own in [
+                replace(profile, speed=profile.speed * slow.get(number, 1.0), noise_seed=seed * NOISE_SEEDS + number)
+            ]
         ]
         self.workers = {worker.worker_id: worker for worker in made}
         self.fleet = Fleet(PlacementPolicy(silent_s_max=math.inf))
@@ -250,7 +275,8 @@ class World:
         leg.worker.prompt_finished(job)
         self._exchange.read_over(leg, now)
         if leg.kind is not LegKind.DECODE:
-            leg.replayed.cached_tokens, leg.replayed.fetched_tokens = job.cached_tokens, job.received_tokens
+            leg.replayed.cached_tokens = job.cached_tokens + job.loaded_tokens
+            leg.replayed.fetched_tokens = job.received_tokens
         if leg.kind is not LegKind.PREFILL:
             leg.replayed.first_token_at = now + NETWORK_S
         self.at(now + NETWORK_S, self._prompt_computed, leg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from zlib import crc32
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,10 @@ profiles = st.builds(
     decode_base_s=st.sampled_from([0.004, 0.01]),
     decode_per_sequence_s=st.sampled_from([0.0, 0.0003]),
     decode_per_context_token_s=st.sampled_from([0.0, 0.00001]),
+    law=st.sampled_from(["linear", "roofline", "table"]),
+    speed=st.sampled_from([1.0, 0.6]),
+    noise=st.sampled_from([0.0, 0.2]),
+    noise_seed=st.just(crc32(SimulationSettings().worker_id.encode())),
 )
 # Content, how much of it, how long the answer is, and the pause before it in milliseconds.
 arrivals = st.lists(
@@ -69,6 +74,9 @@ def run_core(profile, rows):
             sim_decode_base_s=profile.decode_base_s,
             sim_decode_per_sequence_s=profile.decode_per_sequence_s,
             sim_decode_per_context_token_s=profile.decode_per_context_token_s,
+            sim_law=profile.law,
+            sim_speed=profile.speed,
+            sim_noise=profile.noise,
         ),
         VOCABULARY,
     )
@@ -125,3 +133,25 @@ def test_every_prompt_begins_and_ends_as_in_the_simulated_engine(profile, rows):
     assert engine.pool.free == profile.kv_blocks == core.cache.free
     assert len(engine.pool.free_named) == len(list(core.cache.hashes()))
     assert engine.waiting_tokens == 0
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    st.sampled_from(["linear", "roofline", "table"]),
+    st.sampled_from([0.0, 0.2]),
+    st.integers(1, 300),
+    st.integers(1, 70_000),
+    st.integers(0, 40),
+)
+def test_steps_that_are_alike_add_up_to_their_closed_form(law, noise, decoding, each, begun):
+    profile = Profile(law=law, noise=noise, noise_seed=3, speed=0.7)
+    context = decoding * each - (decoding - 1) // 2
+    count = min(profile.steps_alike(begun, decoding, context), 2000)
+    times = [
+        profile.decode_s(decoding, context + index * decoding) * profile.noise_of(begun + index)
+        for index in range(count)
+    ]
+    growth_s = times[1] - times[0] if count > 1 else 0.0
+
+    assert count >= 1
+    assert math.isclose(sum(times), count * times[0] + growth_s * count * (count - 1) / 2, rel_tol=1e-9)

@@ -63,6 +63,18 @@ def test_a_workload_needs_no_file(tmp_path):
     assert 30 <= result.requests <= 60
 
 
+def test_several_fleets_have_a_table_and_a_folder_each(trace, tmp_path):
+    done = run(
+        "replay", trace, "--fleets", "2,1+1", "--policy", "baton", "--law", "table", "--noise", 0.1, "--slow", "0:0.6",
+        "--host-blocks", 50, "--out", tmp_path,
+    )  # fmt: skip
+
+    assert done.exit_code == 0, done.output
+    for fleet in ("2", "1+1"):
+        assert f"{fleet} workers, 1:" in done.output
+        assert f"{fleet} workers, 1:" in (tmp_path / f"workers-{fleet}" / "results.md").read_text()
+
+
 def test_neither_a_file_nor_a_workload_gives_a_clear_error(tmp_path):
     done = run("replay", tmp_path / "missing.jsonl")
 
@@ -78,6 +90,11 @@ def test_neither_a_file_nor_a_workload_gives_a_clear_error(tmp_path):
         (["--loads", "-1"], "neither a positive number"),
         (["--prefill", "2"], "needs both"),
         (["--workers", "0"], "needs workers"),
+        (["--fleets", "4,2+"], "no fleet"),
+        (["--slow", "1"], "NUMBER:SPEED"),
+        (["--slow", "8:0.5"], "no worker"),
+        (["--slow", "1:0"], "no positive speed"),
+        (["--law", "table", "--profile", "70b"], "8b"),
     ],
 )
 def test_invalid_options_give_a_clear_error(trace, arguments, says):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from zlib import crc32
 
 from connector.messages import EngineCall, EngineNotification, Results
 from services.worker.engines.simulated.core.batch import Batch, Plan
@@ -61,11 +62,13 @@ class EngineCore:
         self.exchange = Exchange(settings, self.cache, lambda: self._now)
         self.batch = Batch(settings, self.cache, self.exchange.reader)
         self.measures = Measures()
-        self._timing = settings.step_timing()
+        self._timing = settings.step_timing(noise_seed=crc32(settings.worker_id.encode()))
         self._hasher = BlockHasher(settings.block_size, model.size)
         self._sampler = TokenSampler(model.sayable, model.eos)
         self._eos = model.eos
         self._step: _Step | None = None
+        self._steps = 0
+        """Steps begun so far."""
         self._now = 0.0
         self._numbers = count(1)
 
@@ -174,6 +177,8 @@ class EngineCore:
                 may_end = not params.ignore_eos and sequence.generated + 1 >= params.min_tokens
                 sampled.append((sequence, self._sampler.next_token(map(content_of, sequence.blocks), may_end=may_end)))
         seconds = self._timing.step_s(prefill_tokens, pairs, decoding, context_tokens)
+        seconds *= self._timing.noise_of(self._steps)
+        self._steps += 1
         totals = StepTotals(
             seconds=seconds,
             prefill_steps=int(prefill_tokens > 0),

@@ -1,4 +1,4 @@
-"""Settings of a simulated engine: sizes, speeds, and the step-time model, which the replay uses, too."""
+"""Settings of a simulated engine: sizes, speeds, and the step-time law, which the replay uses, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+
+from services.worker.engines.simulated.core.step_laws import (
+    FOREVER,
+    NOISE_STEPS,
+    LawName,
+    noise_factor,
+    roofline_s,
+    roofline_steps_alike,
+    table_s,
+    table_steps_alike,
+)
 
 
 class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +33,14 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that each further sequence adds to a decode step."""
     sim_decode_per_context_token_s: float = 0.0
     """Seconds that each token of context, of all sequences, adds to a decode step."""
+    sim_law: LawName = "linear"
+    """How these times make a step's. linear: their sum; roofline: the longer of compute and memory; table: they do not
+    count, a step takes what published measurements of an 8-billion-parameter model on an H100 say.
+    """
+    sim_speed: float = 1.0
+    """Of this engine's steps: 0.5 makes each take twice as long."""
+    sim_noise: float = 0.0
+    """Standard deviation of the logarithm of a step's time; 0.1 is about ten per cent."""
     sim_transfer_bytes_per_s: float = 2e9
     """Bandwidth of the one link through which KV arrives."""
     sim_transfer_base_s: float = 0.001
@@ -30,10 +49,10 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     sim_transfer: Literal["auto", "memory", "tcp", "nixl"] = "auto"
     """What copies the bytes. memory: within this process only; auto: NIXL if it is installed, otherwise TCP."""
 
-    def step_timing(self) -> StepTiming:
+    def step_timing(self, noise_seed: int = 0) -> StepTiming:
         """The speeds among these settings."""
-        names = StepTiming.__dataclass_fields__
-        return StepTiming(**{name: getattr(self, f"sim_{name}") for name in names})
+        names = StepTiming.__dataclass_fields__.keys() - {"noise_seed"}
+        return StepTiming(**{name: getattr(self, f"sim_{name}") for name in names}, noise_seed=noise_seed)
 
 
 class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
@@ -61,7 +80,9 @@ class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
         for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        sizes = (name for name in SimulatedTiming.__struct_fields__ if name != "sim_transfer")
+        if not self.sim_speed > 0:
+            raise ValueError(f"sim_speed must be above 0, got {self.sim_speed}")
+        sizes = (name for name in SimulatedTiming.__struct_fields__ if name not in {"sim_transfer", "sim_law"})
         if any(getattr(self, name) < 0 for name in sizes):
             raise ValueError("a simulated speed, time or size cannot be negative")
         if self.max_model_len > self.kv_blocks * self.block_size:
@@ -90,28 +111,54 @@ class StepTiming:
     """Bandwidth of the one link through which KV arrives."""
     transfer_base_s: float
     """Latency of a transfer; it does not occupy the link."""
+    law: LawName = "linear"
+    """How the times above make a step's; see ``step_laws``."""
+    speed: float = 1.0
+    """Divides all step times."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of a step's time."""
+    noise_seed: int = 0
 
-    def prefill_s(self, tokens: float, pairs: float) -> float:
-        """Seconds to compute ``tokens`` that attend to ``pairs`` earlier tokens in sum, without ``prefill_base_s``."""
+    def step_s(self, prefill_tokens: int, prefill_pairs: float, decoding: int, context_tokens: float) -> float:
+        """Seconds of one step without noise: ``prefill_tokens`` that attend to ``prefill_pairs`` earlier tokens in sum,
+        and ``decoding`` sequences of ``context_tokens`` in sum.
+        """
+        if self.law == "table":
+            return table_s(prefill_tokens, prefill_pairs, decoding, context_tokens) / self.speed
+        if self.law == "roofline":
+            return roofline_s(self, prefill_tokens, prefill_pairs, decoding, context_tokens) / self.speed
+        seconds = 0.0
+        if prefill_tokens:
+            seconds += self.prefill_base_s + self.compute_s(prefill_tokens, prefill_pairs)
+        if decoding:
+            seconds += (
+                self.decode_base_s
+                + (decoding - 1) * self.decode_per_sequence_s
+                + context_tokens * self.decode_per_context_token_s
+            )
+        return seconds / self.speed
+
+    def compute_s(self, tokens: float, pairs: float) -> float:
+        """Seconds that so many tokens take at ``prefill_tokens_per_s`` and ``prefill_s_per_pair``."""
         seconds = self.prefill_s_per_pair * pairs
         return seconds + tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else seconds
 
     def decode_s(self, sequences: int, context_tokens: float) -> float:
-        """Seconds of the decode part of a step with at least one decoding sequence."""
-        return (
-            self.decode_base_s
-            + (sequences - 1) * self.decode_per_sequence_s
-            + context_tokens * self.decode_per_context_token_s
-        )
+        """Seconds of a step in which sequences only decode."""
+        return self.step_s(0, 0.0, sequences, context_tokens)
 
-    def step_s(self, prefill_tokens: int, prefill_pairs: float, decoding: int, context_tokens: float) -> float:
-        """Seconds of one step."""
-        seconds = 0.0
-        if prefill_tokens:
-            seconds += self.prefill_base_s + self.prefill_s(prefill_tokens, prefill_pairs)
-        if decoding:
-            seconds += self.decode_s(decoding, context_tokens)
-        return seconds
+    def steps_alike(self, step: int, decoding: int, context_tokens: int) -> int:
+        """How many decode-only steps, beginning with number ``step``, share their noise and grow by equal times."""
+        alike = FOREVER
+        if self.law == "table":
+            alike = table_steps_alike(decoding, context_tokens)
+        elif self.law == "roofline":
+            alike = roofline_steps_alike(self, decoding, context_tokens)
+        return min(alike, NOISE_STEPS - step % NOISE_STEPS) if self.noise else alike
+
+    def noise_of(self, step: int) -> float:
+        """What the time of an engine's step with this number is multiplied by."""
+        return noise_factor(self.noise, self.noise_seed, step) if self.noise else 1.0
 
     def occupies_s(self, size_bytes: int) -> float:
         """Seconds for which a transfer occupies the link."""
