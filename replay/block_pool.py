@@ -139,7 +139,8 @@ def tell(changes: list[Change], change: Change) -> None:
 class HostTier:
     """Blocks in a worker's host memory, as vLLM's offloading keeps them: each full block is copied there when it is
     computed, the least recently used one is evicted, and blocks that the engine's own cache lost are loaded before a
-    prompt is computed behind them. Copying out takes no time: it has its own direction of the link.
+    prompt is computed behind them. A prompt that begins to be served uses all of its blocks here. Copying out takes no
+    time: it has its own direction of the link.
     """
 
     def __init__(self, blocks: int, changes: list[Change]) -> None:
@@ -154,9 +155,9 @@ class HostTier:
             start += 1
         return start
 
-    def use(self, names: Iterable[int]) -> None:
-        """These blocks are loaded."""
-        for name in names:
+    def use(self, chain: Sequence[int]) -> None:
+        """A prompt has these blocks. Its end is evicted before its beginning."""
+        for name in reversed(chain):
             if name in self.held:
                 self.held.move_to_end(name)
 

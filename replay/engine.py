@@ -446,6 +446,8 @@ class Engine:
         return count
 
     def _schedule(self, job: Job, now: float) -> None:
+        if self.host is not None:
+            self.host.use(job.chain[: job.cacheable(self.profile.block_tokens)])
         if job.scheduled_at is None:
             job.scheduled_at = now
             job.cached_tokens = min(job.computed, job.prompt_tokens - 1)

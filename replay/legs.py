@@ -181,7 +181,6 @@ class Exchange:
         held = min(job.granted // size, engine.host.depth(job.chain, job.computed // size, job.cacheable(size)))
         tokens = held * size - job.computed
         if tokens > 0:
-            engine.host.use(job.chain[job.computed // size : held])
             leg.booked_tokens = held * size
             leg.loaded_at = leg.worker.load(tokens, now)
             if not job.preemptions:

@@ -71,7 +71,7 @@ def test_host_memory_evicts_the_least_recently_used_and_tells():
     host = HostTier(3, changes)
     for name, parent in [(1, None), (2, 1), (3, 2)]:
         host.store(name, parent)
-    host.use([1])
+    host.use([1, 3])
     host.store(4, 3)
 
     assert list(host.held) == [3, 1, 4]
@@ -110,6 +110,19 @@ def test_too_little_host_memory_is_no_help():
     *_, again = of.run(requests)
 
     assert again.cached_tokens == 0
+
+
+def test_host_memory_keeps_what_prompts_in_the_cache_go_on_using():
+    of = with_baseline(World(Shape(both=1), replace(PROFILE, host_blocks=60)), "random")
+    often = [Request(10.0 * number, tuple(range(10)), 5_130, 2) for number in range(8)]
+    others = [
+        Request(5.0 + 10.0 * number, tuple(range(100 * number, 100 * number + 9)), 4_700, 2) for number in range(1, 8)
+    ]
+    outcomes = of.run(sorted([*often, *others], key=lambda request: request.at_s))
+    (worker,) = of.workers.values()
+
+    assert len(worker.engine.host.held) == 60
+    assert all(name in worker.engine.host.held for name in outcomes[0].chain)
 
 
 def test_the_router_knows_what_host_memory_holds():
