@@ -68,12 +68,14 @@ class Charges:
 
 
 def charges_of(profile: Profile) -> list[Charges]:
-    """Ways to charge the linear step-time model.
+    """Ways to charge the linear step-time law. Raises ValueError for other laws and for noise, which are not known.
 
     ``prefill_base_s`` is shared by at most ``max_num_batched_tokens`` tokens, and what a decode step takes beyond its
     sequences and their context by at most ``max_num_seqs`` sequences, or, the other way, by as many tokens as the KV
     cache holds.
     """
+    if profile.law != "linear" or profile.noise:
+        raise ValueError("the bound holds for the linear law of step times without noise")
     batch_s = max(0.0, profile.decode_base_s - profile.decode_per_sequence_s)
     rate = profile.prefill_tokens_per_s
 
