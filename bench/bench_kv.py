@@ -125,7 +125,7 @@ def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> li
         "",
         "Offered handoffs and upstream's: bytes divided by the time in which reads were in progress. Plain read: the bytes of the",
         "previous handoff, read again by the same idle engine with one plain NIXL read of the same pieces, with",
-        "prepared descriptors. It is a reference and no limit: single reads of both differ by more than their medians.",
+        "prepared descriptors. It is a reference and no limit: in some turns the exchange is faster.",
         "",
         *table(
             "KV MB | pieces | exchange GB/s | upstream GB/s | plain read GB/s | exchange / plain read, paired by turn",

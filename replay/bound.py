@@ -10,8 +10,7 @@
 3. A step that takes ``f(prefill tokens, pairs, sequences, context)`` seconds charges each of its tokens a part, and the
    parts add up to at most the step (``Charges``). A request is good only if its own tokens are charged between its
    arrival and its deadlines. Which requests run is known in advance, with their output lengths.
-4. A request whose own uncached tokens take longer than the target on the fastest worker alone, or whose decode steps
-   do, is never good.
+4. A request whose own uncached tokens take longer than the target on the fastest worker alone is never good.
 
 Every schedule of the real fleet is feasible here with the same good requests, so the relaxation's optimum is a bound.
 It is an integer program: choose requests x and blocks y, where x needs its blocks, and per time bin the charged seconds
@@ -31,9 +30,10 @@ so no rate is larger than that of the shortest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, exp, inf
+from types import MappingProxyType
 
 import numpy as np
 
@@ -41,17 +41,26 @@ from replay.profile import Profile
 from replay.results import Slo
 from replay.traces import Request, chains
 from replay.world import Shape
+from services.worker.engines.simulated.core import step_laws as table
+from services.worker.engines.simulated.core.step_laws import NOISE_BEYOND
+from shared.contracts.workers import Role
 
 BINS_PER_TARGET = 2
 """Bins in the time of a target to the first token: more make the bound tighter and slower to find."""
 BINS_MAX = 4000
 ROUNDS = 120
 """Of the search for prices."""
+COMPUTE_SHARES = (1.0, 0.75, 0.5)
+"""Of compute in a step that takes the longer of compute and memory."""
+TABLE_SLOPES_US = (0.2, 0.5)
+"""For a token and layer: about the table's slopes below and above 512 tokens, to fit decoding and prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charges:
-    """Seconds that a step is charged for what it computes: never more than the step takes, whatever it contains."""
+    """Seconds that a step is charged for what it computes: never more than the step takes, whatever it contains, on a
+    worker of speed 1.
+    """
 
     token_s: float
     """For each prompt token."""
@@ -63,34 +72,116 @@ class Charges:
     """For each token of its context."""
     resident_s: float
     """For each token of KV that the decoding sequence shares with no other."""
-    alone_s: float
-    """A decode step of one sequence without context takes at least this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Law:
+    """A step takes at least the sum of these, so charges may split the first two among what shares them."""
+
+    decode_s: float
+    """If anything decodes."""
+    prefill_s: float
+    """If any prompt token is computed."""
+    token_s: float
+    pair_s: float
+    sequence_s: float
+    context_s: float
 
 
 def charges_of(profile: Profile) -> list[Charges]:
-    """Ways to charge the linear step-time law. Raises ValueError for other laws and for noise, which are not known.
+    """Ways to charge the steps of an engine; each gives a bound.
 
-    ``prefill_base_s`` is shared by at most ``max_num_batched_tokens`` tokens, and what a decode step takes beyond its
-    sequences and their context by at most ``max_num_seqs`` sequences, or, the other way, by as many tokens as the KV
-    cache holds.
+    What any prompt token makes a step take is shared by at most ``max_num_batched_tokens`` of them, and what any
+    decoding makes it take by at most ``max_num_seqs`` sequences, or, the other way, by the tokens that the KV cache
+    holds.
     """
-    if profile.law != "linear" or profile.noise:
-        raise ValueError("the bound holds for the linear law of step times without noise")
-    batch_s = max(0.0, profile.decode_base_s - profile.decode_per_sequence_s)
-    rate = profile.prefill_tokens_per_s
-
-    def charges(sequence_s: float, resident_s: float) -> Charges:
-        return Charges(
-            token_s=(1 / rate if rate else 0.0) + profile.prefill_base_s / profile.max_num_batched_tokens,
-            pair_s=profile.prefill_s_per_pair,
-            sequence_s=profile.decode_per_sequence_s + sequence_s,
-            context_s=profile.decode_per_context_token_s,
-            resident_s=resident_s,
-            alone_s=profile.decode_base_s,
-        )
-
     kv_tokens = profile.kv_blocks * profile.block_tokens
-    return [charges(batch_s / profile.max_num_seqs, 0.0), charges(0.0, batch_s / kv_tokens)]
+    noise = exp(-profile.noise * (NOISE_BEYOND + profile.noise / 2)) if profile.noise else 1.0
+    found = []
+    for law in _laws_of(profile):
+        for by_sequence, by_resident in ((1 / profile.max_num_seqs, 0.0), (0.0, 1 / kv_tokens)):
+            found.append(
+                Charges(
+                    token_s=noise * (law.token_s + law.prefill_s / profile.max_num_batched_tokens),
+                    pair_s=noise * law.pair_s,
+                    sequence_s=noise * (law.sequence_s + law.decode_s * by_sequence),
+                    context_s=noise * law.context_s,
+                    resident_s=noise * law.decode_s * by_resident,
+                )
+            )
+    return found
+
+
+def _laws_of(profile: Profile) -> list[_Law]:
+    rate = profile.prefill_tokens_per_s
+    token_s, pair_s = 1 / rate if rate else 0.0, profile.prefill_s_per_pair
+    if profile.law == "table":
+        return _table_laws()
+    if profile.law == "roofline":
+        # The longer of two is at least any mean of them.
+        return [
+            _Law(
+                decode_s=(1 - compute) * profile.decode_base_s,
+                prefill_s=profile.prefill_base_s,
+                token_s=compute * token_s,
+                pair_s=compute * pair_s,
+                sequence_s=profile.decode_per_sequence_s + compute * token_s,
+                context_s=(1 - compute) * profile.decode_per_context_token_s,
+            )
+            for compute in COMPUTE_SHARES
+        ]
+    return [
+        _Law(
+            decode_s=max(0.0, profile.decode_base_s - profile.decode_per_sequence_s),
+            prefill_s=profile.prefill_base_s,
+            token_s=token_s,
+            pair_s=pair_s,
+            sequence_s=min(profile.decode_base_s, profile.decode_per_sequence_s),
+            context_s=profile.decode_per_context_token_s,
+        )
+    ]
+
+
+def _table_laws() -> list[_Law]:
+    """Lines below the table, which is piecewise linear: below its knots, and no steeper than where it goes on."""
+    layer_s = table.LAYERS * 1e-6
+    fixed_s = table.HOST_S + min(table.VOCABULARY_US) * 1e-6
+    products = [
+        (tokens, us + table.OTHER_KERNELS_US * tokens)
+        for tokens, us in zip(table.TOKENS, table.PRODUCTS_US, strict=True)
+    ]
+    pair_us = min(
+        _slope(table.PAIRS, table.PROMPT_US),
+        *(us / pairs for pairs, us in zip(table.PAIRS, table.PROMPT_US, strict=True)),
+    )
+    context_us = min(
+        min(
+            *(us / (batch * each) for each, us in zip(table.CONTEXTS, row, strict=False)),
+            _slope(table.CONTEXTS, row) / batch,
+        )
+        for batch, row in zip(table.BATCHES, table.DECODE_US, strict=True)
+    )
+    laws = []
+    for slope in TABLE_SLOPES_US:
+        base_us = min(us - slope * tokens for tokens, us in products)
+        for to_decode in (1.0, 0.0):
+            base_s = fixed_s + layer_s * base_us
+            laws.append(
+                _Law(
+                    decode_s=to_decode * base_s,
+                    prefill_s=(1 - to_decode) * base_s,
+                    token_s=layer_s * slope,
+                    pair_s=layer_s * pair_us,
+                    sequence_s=layer_s * slope,
+                    context_s=layer_s * context_us,
+                )
+            )
+    return laws
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of a table's last piece, with which it goes on."""
+    return (ys[-1] - ys[len(ys) - 2]) / (xs[len(ys) - 1] - xs[len(ys) - 2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +196,25 @@ class Bound:
 
 
 def upper_bound(
-    requests: Sequence[Request], shape: Shape, profile: Profile, slo: Slo, *, rounds: int = ROUNDS
+    requests: Sequence[Request],
+    shape: Shape,
+    profile: Profile,
+    slo: Slo,
+    *,
+    slow: Mapping[int, float] = MappingProxyType({}),
+    rounds: int = ROUNDS,
 ) -> Bound:
-    """Of requests at their load (see ``at_load``). Takes some seconds for ten thousand requests."""
+    """Of requests at their load (see ``at_load``). ``slow``: speeds of some workers by number, as the world takes them.
+    Takes some seconds for ten thousand requests.
+    """
+    speeds = [profile.speed * slow.get(number, 1.0) for number in range(len(shape.roles()))]
     arrivals = earliest_arrivals(requests)
     span_s = max(max(arrivals) - min(arrivals), 1e-9)
     tokens = np.array([float(request.tokens) for request in requests])
-    works = [_Work(requests, arrivals, charges, profile, slo) for charges in charges_of(profile)]
+    works = [_Work(requests, arrivals, charges, profile, slo, max(speeds)) for charges in charges_of(profile)]
+    can_be_good = np.all([work.can_be_good for work in works], axis=0)
     best = [
-        min(_Dual(work, shape, values, slo).lowest(rounds) for work in works)
+        min(_Dual(work, shape, speeds, values * can_be_good, slo).lowest(rounds) for work in works)
         for values in (np.ones(len(requests)), tokens)
     ]
     return Bound(requests=best[0], tokens=best[1], requests_per_s=best[0] / span_s, tokens_per_s=best[1] / span_s)
@@ -121,8 +222,9 @@ def upper_bound(
 
 def feasible_share(requests: Sequence[Request], profile: Profile, slo: Slo) -> float:
     """Share of the requests that an idle worker could serve within the targets, with what others share in its cache."""
-    work = _Work(requests, earliest_arrivals(requests), charges_of(profile)[0], profile, slo)
-    return float(work.can_be_good.mean())
+    arrivals = earliest_arrivals(requests)
+    works = [_Work(requests, arrivals, charges, profile, slo, profile.speed) for charges in charges_of(profile)]
+    return float(np.all([work.can_be_good for work in works], axis=0).mean())
 
 
 def earliest_arrivals(requests: Sequence[Request]) -> list[float]:
@@ -161,9 +263,16 @@ class _Work:
     """What the good requests cost at the least, and when it may be spent."""
 
     def __init__(
-        self, requests: Sequence[Request], arrivals: list[float], charges: Charges, profile: Profile, slo: Slo
+        self,
+        requests: Sequence[Request],
+        arrivals: list[float],
+        charges: Charges,
+        profile: Profile,
+        slo: Slo,
+        fastest: float,
     ) -> None:
         self.charges = charges
+        self._fastest = fastest
         self.size = profile.block_tokens
         self.is_open = all(request.gap_s is None for request in requests)
         self._slo = slo
@@ -240,9 +349,7 @@ class _Work:
         """Whether the fastest worker would serve it in time alone, with what others may compute before in its cache."""
         computed = [block for block in chain if self._computes(block, request, number)]
         ttft_s = sum(map(self._block_s, computed)) + self._prefill_s(len(chain) * self.size, request.input_tokens)
-        context = request.input_tokens + request.output_tokens / 2
-        step_s = self.charges.alone_s + self.charges.context_s * context if request.output_tokens > 1 else 0.0
-        return ttft_s <= self._slo.ttft_s and step_s <= self._slo.itl_s
+        return ttft_s <= self._slo.ttft_s * self._fastest
 
     def _computes(self, block: _Block, request: Request, number: int) -> bool:
         """Whether this request itself has to compute the block, for its first token to be in time."""
@@ -296,9 +403,9 @@ def _cheapest(prices: np.ndarray) -> list[np.ndarray]:
 class _Dual:
     """The Lagrangian dual of one way to charge, for one value per request."""
 
-    def __init__(self, work: _Work, shape: Shape, values: np.ndarray, slo: Slo) -> None:
+    def __init__(self, work: _Work, shape: Shape, speeds: Sequence[float], values: np.ndarray, slo: Slo) -> None:
         self._work = work
-        self._values = np.where(work.can_be_good, values, 0.0)
+        self._values = values
         begins, after_s = float(work.arrives.min()), work.decoded_by - work.arrives
         ends = float(work.decoded_by.max()) if work.is_open else float(work.arrives.max() + after_s.max())
         bin_s = max(slo.ttft_s / BINS_PER_TARGET, (ends - begins) / BINS_MAX) if work.is_open else ends - begins
@@ -316,8 +423,8 @@ class _Dual:
         self._prefills = _Windows(first, prefilled)
         self._decodes = _Windows(first, ended(work.decoded_by))
         self._nodes = _Windows(begun(work.spans[:, 0]), ended(work.spans[:, 1]))
-        workers = len(shape.roles())
-        self._capacity_s = np.array([[workers * bin_s], [(workers - shape.prefill) * bin_s]])
+        decoding = [speed for speed, role in zip(speeds, shape.roles(), strict=True) if role is not Role.PREFILL]
+        self._capacity_s = np.array([[sum(speeds) * bin_s], [sum(decoding) * bin_s]])
         """Seconds of one bin: of all workers, and of those that decode."""
         self._apart = shape.prefill > 0
 

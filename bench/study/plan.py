@@ -9,10 +9,12 @@ import msgspec
 from replay.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING
 from replay.results import Slo
 from replay.world import Shape
+from services.worker.engines.simulated.core.step_laws import LawName
 
 LOADS = {"light": 0.5, "knee": 1.0, "overload": 1.3}
 """Of the knee; see ``runs.find_knee``. A made workload's load is its requests per second, a trace's its speed."""
 QUICK_S = 30.0
+QUICK_WORKLOADS = {"factorial": 1, "laws": 1, "fleets": 1}
 KNEE_SEED = 0
 """Of the search for the knee; not among the seeds that are measured."""
 OWN = (BATON, BATON_WAITING, BATON_STRICT, BATON_DEFAULT)
@@ -36,6 +38,13 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     decode: int = 0
     profile: str = "8b"
     """Of ``replay.profile``."""
+    law: LawName = "linear"
+    """How long engine steps take."""
+    noise: float = 0.0
+    slow: tuple[tuple[int, float], ...] = ()
+    """Numbers of workers and their speeds."""
+    host_blocks: int = 0
+    """Of host memory, for each worker."""
 
     @property
     def shape(self) -> Shape:
@@ -47,7 +56,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """For tables."""
         parts = {"both": self.both, "prefill": self.prefill, "decode": self.decode}
         workers = " + ".join(f"{count} {role}" for role, count in parts.items() if count)
-        return f"{workers} ({self.profile})"
+        options = [self.profile]
+        options += [self.law] if self.law != "linear" else []
+        options += [f"noise {self.noise:g}"] if self.noise else []
+        options += [f"worker {number} at {speed:.0%}" for number, speed in self.slow]
+        options += [f"{self.host_blocks} host blocks"] if self.host_blocks else []
+        return f"{workers} ({', '.join(options)})"
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +139,19 @@ WHOLE = Plan(
             loads=("knee",),
             policies=(BATON_WAITING, "dynamo-queue", "llm-d-flow", "mooncake-rejecting"),
         ),
+        "laws": Section(
+            title="Other engines",
+            text="Step times by a roofline and by measured tables, with noise; one slow worker; host memory. At the knee of each.",
+            workloads=(TRACES[0], MADE[1]),
+            fleets=(
+                Fleet(both=8, law="roofline", noise=0.1),
+                Fleet(both=8, law="table", noise=0.1),
+                Fleet(both=8, noise=0.1, slow=((0, 0.5),)),
+                Fleet(both=8, host_blocks=3200),
+            ),
+            loads=("knee",),
+            policies=(BATON_WAITING, BATON_DEFAULT, "dynamo-queue", "llm-d-flow", "mooncake-rejecting"),
+        ),
         "factorial": Section(
             title="Placement x queue x refusal",
             text="Each placement rule at once and with each order of waiting, serving all or refusing what would be late.",
@@ -137,15 +164,27 @@ WHOLE = Plan(
 )
 
 
+SMALL_FLEETS = {
+    "fleets": (Fleet(both=1), Fleet(prefill=1, decode=2)),
+    "laws": (
+        Fleet(both=2, law="roofline", noise=0.1),
+        Fleet(both=2, law="table", noise=0.1),
+        Fleet(both=2, slow=((0, 0.5),)),
+        Fleet(both=2, host_blocks=800),
+    ),
+}
+"""Of a quick study, by section; elsewhere two workers."""
+
+
 def quick(plan: Plan) -> Plan:
     """The same sections, small: minutes instead of hours, and wide intervals."""
     sections = {}
     for name, section in plan.sections.items():
-        made = [workload for workload in section.workloads if not workload.is_trace][:2]
+        made = [workload for workload in section.workloads if not workload.is_trace][: QUICK_WORKLOADS.get(name, 2)]
         sections[name] = msgspec.structs.replace(
             section,
             workloads=tuple(made),
-            fleets=(Fleet(both=2), Fleet(prefill=1, decode=2))[: len(section.fleets)],
+            fleets=SMALL_FLEETS.get(name, (Fleet(both=2),)),
             policies=(*(one for one in section.policies if one in OWN), *_some(section.policies)),
         )
     return msgspec.structs.replace(plan, sections=sections, seeds=plan.seeds[:3], seconds=QUICK_S)

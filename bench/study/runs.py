@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from bench.study.plan import KNEE_OF, KNEE_SEED, Fleet, Workload
 from bench.study.samples import samples_of
 from replay.bound import Bound, feasible_share, upper_bound
 from replay.experiment import Setting, run_with_outcomes
-from replay.profile import PROFILES
+from replay.profile import PROFILES, Profile
 from replay.results import Result, Slo
 from replay.traces import Request, at_load, read_trace
 from replay.workloads import generate
@@ -123,7 +123,7 @@ class Workshop:
             trace=file_digest(self.traces[workload.name]) if workload.is_trace else "",
             seconds=0.0 if workload.is_trace else self.seconds,
             fleet=fleet,
-            profile=repr(PROFILES[fleet.profile]),
+            profile=repr(profile_of(fleet)),
             load=load,
             policy=policy,
             seed=seed,
@@ -151,9 +151,10 @@ class Workshop:
         setting = Setting(
             requests=requests,
             shape=case.fleet.shape,
-            profile=PROFILES[case.fleet.profile],
+            profile=profile_of(case.fleet),
             slo=case.slo,
             seed=case.seed,
+            slow=dict(case.fleet.slow),
         )
         result, outcomes = run_with_outcomes(setting, case.policy, 1.0)
         made = Run(
@@ -174,13 +175,13 @@ class Workshop:
     def bound(self, workload: Workload, fleet: Fleet, load: float, seed: int) -> Bound:
         """The clairvoyant bound of these requests."""
         requests = self.requests(workload, load, seed)
-        return upper_bound(requests, fleet.shape, PROFILES[fleet.profile], self.slo)
+        return upper_bound(requests, fleet.shape, profile_of(fleet), self.slo, slow=dict(fleet.slow))
 
     def knee(self, workload: Workload, fleet: Fleet) -> float:
         """The largest load at which the best of ``KNEE_OF`` serves ``KNEE_SHARE`` of what an idle fleet could."""
         one = self.traces.get(workload.name)
         sample = read(one, KNEE_SEED) if one else generate(workload.name, SAMPLE, seed=KNEE_SEED)
-        wanted = KNEE_SHARE * feasible_share(sample, PROFILES[fleet.profile], self.slo)
+        wanted = KNEE_SHARE * feasible_share(sample, profile_of(fleet), self.slo)
 
         def keeps(load: float) -> bool:
             return any(
@@ -189,6 +190,12 @@ class Workshop:
             )
 
         return find_knee(keeps, first_guess(sample, fleet))
+
+
+def profile_of(fleet: Fleet) -> Profile:
+    """Of its engines."""
+    profile = PROFILES[fleet.profile]
+    return replace(profile, law=fleet.law, noise=fleet.noise, host_blocks=fleet.host_blocks)
 
 
 @lru_cache(maxsize=4)
@@ -206,7 +213,7 @@ def file_digest(path: Path) -> str:
 def first_guess(requests: Sequence[Request], fleet: Fleet) -> float:
     """A load at which half of the fleet is busy if nothing is cached, roughly: where the search for the knee begins."""
     span_s = max(request.at_s for request in requests) or 1.0
-    profile = PROFILES[fleet.profile]
+    profile = profile_of(fleet)
     batch_s = profile.decode_base_s / BATCH + profile.decode_per_sequence_s
     busy_s = sum(profile.prompt_s(one.input_tokens, 0) + one.output_tokens * batch_s for one in requests)
     return round(0.5 * len(fleet.shape.roles()) * span_s / max(busy_s, 1e-9), 3)

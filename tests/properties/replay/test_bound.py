@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from replay.bound import Bound, upper_bound
+from replay.bound import Bound, charges_of, upper_bound
 from replay.experiment import Setting, run
 from replay.policies import BATON_WAITING, ORACLE
 from replay.policies.base import Baseline
@@ -19,8 +21,9 @@ from replay.traces import Request, at_load
 from replay.workloads import NAMES, generate
 from replay.world import Shape
 from services.router.placement.placement import Rejection
+from services.worker.engines.simulated.core.step_laws import LawName
 from shared.contracts.failures import Reason
-from tests.support.examples import SEEDS, seeded
+from tests.support.examples import SEEDS, examples, seeded
 from tests.support.replay_worlds import PROFILE, context, conversations, world
 
 TIGHT = Slo(ttft_s=0.3, itl_s=0.025)
@@ -47,6 +50,56 @@ def bound_of(requests: list[Request], shape: Shape, slo: Slo = TIGHT) -> Bound:
 def sum_of(outcomes, slo):
     result = summarise(("", 1.0, ""), outcomes, [], slo, 0.0)
     return result.good_share * result.requests, result
+
+
+@pytest.mark.parametrize("law", get_args(LawName))
+@given(
+    tokens=st.integers(0, 2048),
+    behind=st.integers(0, 100_000),
+    decoding=st.integers(0, 256),
+    context=st.floats(0, 1),
+    own=st.floats(0, 1),
+)
+@settings(max_examples=examples(200))
+def test_a_step_is_charged_for_no_more_than_it_takes(law, tokens, behind, decoding, context, own):
+    profile = replace(PROFILES["8b"], law=law)
+    pairs = tokens * (behind + tokens / 2)
+    decoding = min(decoding, 2048 - tokens)
+    # Several sequences may share what the cache holds.
+    in_sum = decoding * (1 + int(context * profile.kv_blocks * profile.block_tokens))
+    resident = min(in_sum, own * profile.kv_blocks * profile.block_tokens)
+
+    for charges in charges_of(profile):
+        charged = (
+            charges.token_s * tokens
+            + charges.pair_s * pairs
+            + charges.sequence_s * decoding
+            + charges.context_s * in_sum
+            + charges.resident_s * resident
+        )
+        assert charged <= profile.step_s(tokens, pairs, decoding, in_sum) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("law", get_args(LawName))
+def test_an_idle_engine_is_charged_for_much_of_a_prompt_by_every_law(law):
+    profile = replace(PROFILES["8b"], law=law)
+    charged = max(charges.token_s * 12_000 + charges.pair_s * 12_000**2 / 2 for charges in charges_of(profile))
+
+    assert 0.7 * profile.prompt_s(12_000, 0) < charged <= profile.prompt_s(12_000, 0)
+
+
+@pytest.mark.parametrize("law", [law for law in get_args(LawName) if law != "linear"])
+@seeded(2)
+@given(seed=SEEDS)
+def test_with_other_laws_noise_and_a_slow_worker_no_policy_exceeds_the_bound(law, seed):
+    profile = replace(PROFILES["8b"], law=law, noise=0.1, host_blocks=100)
+    requests = conversations(40, seed=seed, per_s=60.0)
+    setting = Setting(
+        requests=requests, shape=Shape(both=2), profile=profile, slo=TIGHT, seed=seed % 1000, slow={1: 0.6}
+    )
+    bound = upper_bound(requests, setting.shape, profile, TIGHT, slow=setting.slow)
+
+    assert run(setting, "mooncake", 1.0).goodput_per_s <= bound.requests_per_s * (1 + 1e-9)
 
 
 @seeded(6)
