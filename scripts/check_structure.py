@@ -63,7 +63,8 @@ PURE = {
 """By package: its pure modules; ``*`` stands for all of them, with the package itself and what lies below it."""
 IMPORTS_ALLOWED = {
     "__future__", "array", "bisect", "cbor2", "collections", "dataclasses", "difflib", "enum", "functools", "hashlib",
-    "heapq", "itertools", "json", "math", "msgspec", "numpy", "operator", "re", "struct", "tomllib", "typing",
+    "heapq", "itertools", "json", "math", "msgspec", "numpy", "operator", "re", "statistics", "struct", "tomllib",
+    "typing", "zlib",
 }  # fmt: skip
 ALSO_ALLOWED = ("shared.contracts.", "services.router.native.")
 CALLS_FORBIDDEN = {"open", "print", "input", "exec", "eval", "__import__"}
