@@ -29,7 +29,8 @@ part generated "$bin/python" -m shared.contracts.catalogue --check
 part settings "$bin/python" -m scripts.make_configuration_page --check
 part figures "$bin/python" -m bench.study --check-marks
 part structure "$bin/python" scripts/check_structure.py
-part tests "$bin/python" -m pytest -n "${JOBS:-2}" --no-loadscope-reorder \
+# schemathesis, which only nightly tests use, costs each of pytest's processes a quarter of a second.
+part tests "$bin/python" -m pytest -p no:schemathesis -n "${JOBS:-2}" --no-loadscope-reorder \
     -m "not nats and not vllm and not gpu and not compose" tests/unit tests/contracts tests/properties tests/scenarios
 wait
 

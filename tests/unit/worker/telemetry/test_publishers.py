@@ -90,6 +90,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self.state = KvLedgerState()
+        self.unanswered_s = 0.0
         self.told: list = []
 
     def on_changed(self, listener) -> None:
@@ -105,6 +106,7 @@ async def test_the_load_report_includes_the_exchange_ledger():
 
     await without.report(WorkerPhase.READY, 0)
     exchange.state = KvLedgerState(leases=2, pinned_blocks=9, read_bytes_total=4096, read_seconds_total=0.5)
+    exchange.unanswered_s = 45.0
     await load.report(WorkerPhase.READY, 0)
 
     async with asyncio.timeout(WAIT_S_MAX):
@@ -112,6 +114,7 @@ async def test_the_load_report_includes_the_exchange_ledger():
     assert before.exchange is None
     assert after.exchange == exchange.state
     assert (after.received_bytes_total, after.received_seconds_total) == (4096, 0.5)
+    assert (before.engine_silent_s, after.engine_silent_s) == (0.0, 45.0)
     assert exchange.told == [load.changed]
     await bus.close()
 
