@@ -97,7 +97,7 @@ def study(plan: Plan, workshop: Workshop, jobs: int) -> list[Group]:
             bar.ended(f"{name}: {found:g}")
     cases = {
         (name, workload, fleet, label, policy, seed): workshop.case(
-            workload, fleet, knees[f"{workload.name}, {fleet.name}"] * LOADS[label], policy, seed
+            workload, fleet, knees[f"{workload.name}, {fleet.name}"] * LOADS[label], section.run_as(policy), seed
         )
         for name, section in plan.sections.items()
         for workload, fleet, label in each_of(section)

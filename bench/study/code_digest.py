@@ -16,6 +16,7 @@ from bench.study.plan import OWN
 ROOT = Path(__file__).resolve().parents[2]
 DEPENDS = (
     "replay/**/*.py",
+    "replay/tuned.json",
     "bench/study/samples.py",
     "bench/study/runs.py",
     "services/router/placement/*.py",
@@ -26,7 +27,7 @@ DEPENDS = (
     "services/worker/engines/simulated/core/step_laws.py",
     "shared/engine_speed/*.py",
 )
-IGNORED = ("replay/cli.py", "replay/bound.py", "replay/oracle.py")
+IGNORED = ("replay/cli.py", "replay/tuning.py", "replay/bound.py", "replay/oracle.py")
 """The command line, what no row of the study runs, and the analysis of runs."""
 PLANNING = "replay/capacity/*"
 ANALYSIS = ("replay/bound.py", "bench/study/statistics.py", "bench/study/rows.py")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 
 from replay.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING
 from replay.results import Slo
+from replay.tuning import Frozen, read_frozen
 from replay.world import Shape
 from services.worker.engines.simulated.core.step_laws import LawName
 
@@ -73,6 +75,18 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     fleets: tuple[Fleet, ...]
     loads: tuple[str, ...]
     policies: tuple[str, ...]
+    are_tuned: bool = False
+    """Policies run with the values of ``replay/tuned.json``, which all got with the same budget; otherwise with defaults."""
+
+    def run_as(self, policy: str) -> str:
+        """The policy with the values that it runs with."""
+        return frozen().name(policy) if self.are_tuned else policy
+
+
+@cache
+def frozen() -> Frozen:
+    """Tuned values of all systems."""
+    return read_frozen()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +124,8 @@ WHOLE = Plan(
     sections={
         "targets": Section(
             title="With targets",
-            text="Every router knows the targets.",
+            text="Every router knows the targets, and all are tuned with one budget on one trace (`replay/tuned.json`).",
+            are_tuned=True,
             workloads=TRACES + MADE,
             fleets=(EIGHT,),
             loads=tuple(LOADS),
@@ -126,7 +141,8 @@ WHOLE = Plan(
         ),
         "fleets": Section(
             title="Other fleets",
-            text="At the knee of each fleet.",
+            text="At the knee of each fleet, with the same values.",
+            are_tuned=True,
             workloads=(TRACES[0], MADE[1], MADE[4]),
             fleets=(
                 Fleet(both=4),
@@ -155,6 +171,7 @@ WHOLE = Plan(
         "factorial": Section(
             title="Placement x queue x refusal",
             text="Each placement rule at once and with each order of waiting, serving all or refusing what would be late.",
+            are_tuned=True,
             workloads=(TRACES[0], MADE[1]),
             fleets=(EIGHT,),
             loads=("knee", "overload"),

@@ -12,7 +12,7 @@ import pytest
 from bench.study import code_digest, page
 from bench.study.__main__ import study
 from bench.study.code_digest import BATON_ONLY, DEPENDS, ROOT, files_of
-from bench.study.plan import LOADS, WHOLE, Fleet, Plan, Section, Workload, chosen, quick
+from bench.study.plan import LOADS, WHOLE, Fleet, Plan, Section, Workload, chosen, frozen, quick
 from bench.study.rows import Data, Group, finite, group_of, value_of
 from bench.study.runs import KNEE_RATIO, Failed, Store, Workshop, find_knee, in_parallel
 from replay.experiment import Setting, run
@@ -65,6 +65,14 @@ def test_every_policy_of_the_plan_exists_and_every_profile():
             parse(policy)
         assert all(fleet.profile in PROFILES and fleet.shape.roles() for fleet in section.fleets)
         assert set(section.loads) <= LOADS.keys()
+
+
+def test_sections_with_targets_run_with_tuned_values_and_the_default_one_with_defaults():
+    targets, default, cells = (WHOLE.sections[name] for name in ("targets", "default", "factorial"))
+
+    assert targets.run_as("dynamo-queue") == frozen().name("dynamo-queue") != "dynamo-queue"
+    assert [default.run_as(policy) for policy in default.policies] == list(default.policies)
+    assert all(parse(cells.run_as(policy)).named({}) == policy for policy in cells.policies)
 
 
 def test_what_has_no_trace_is_left_out_and_named():
