@@ -145,10 +145,10 @@ class Search:
         return dict(zip(splits, self._runner.ask(Question(split) for split in splits), strict=True))
 
     def limits_of(self, splits: list[Split]) -> None:
-        """Find the limits of splits that were only beaten."""
-        beaten = [split for split in splits if self.limits[split].beaten]
-        self._phase("how much the next best carry", 5 * len(beaten))
-        for split in beaten:
+        """Find the limits of splits that were only beaten, or examined roughly."""
+        rough = [split for split in splits if self.limits[split].fails > self.limits[split].keeps * PRECISION]
+        self._phase("how much the next best carry", 5 * len(rough))
+        for split in rough:
             self._limit_of(split, 0.0)
 
     # What limits a split.

@@ -96,6 +96,18 @@ def test_workers_for_both_win_where_nothing_is_lost_by_mixing():
     assert found.split == Split(both=4)
 
 
+def test_limits_of_other_splits_are_as_precise_as_that_of_the_best():
+    carries = pipeline(0.9, 0.15)
+    search = Search(KnownFleets(carries))
+    search.best_split(5)
+
+    search.limits_of(list(search.limits))
+
+    for split, limit in search.limits.items():
+        assert not limit.beaten
+        assert limit.keeps <= carries(Question(split)) < limit.fails <= limit.keeps * PRECISION
+
+
 def test_only_the_wanted_splits_are_tried():
     runner = KnownFleets(pipeline(0.5, 0.5))
     wanted = [Split(1, 3), Split(both=4)]
