@@ -54,9 +54,15 @@ def is_own(policy: str) -> bool:
     return policy.partition("[")[0].partition("+")[0] in OWN
 
 
-def digest_of(policy: str) -> str:
+@cache
+def digest_of(*, own: bool) -> str:
+    """Of the code that runs of Baton's policies depend on, or of others."""
+    return _of(files_of(own=own))
+
+
+def code_of(policy: str) -> str:
     """Of the code that a run of this policy depends on."""
-    return _digest(is_own(policy))
+    return digest_of(own=is_own(policy))
 
 
 @cache
@@ -70,11 +76,6 @@ def files_of(*, own: bool) -> list[Path]:
     left_out = {*IGNORED, *(() if own else BATON_ONLY)}
     found = {path for pattern in DEPENDS for path in ROOT.glob(pattern)} - set(ROOT.glob(PLANNING))
     return sorted(path for path in found if str(path.relative_to(ROOT)) not in left_out)
-
-
-@cache
-def _digest(own: bool) -> str:
-    return _of(files_of(own=own))
 
 
 def _of(paths: Iterable[Path]) -> str:

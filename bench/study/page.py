@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.study.code_digest import analysis_digest, digest_of
+from bench.study.code_digest import analysis_digest, code_of
 from bench.study.plan import WHOLE
 from bench.study.rows import COMPARED, Data, Group, Number, Range, Row, Versus, value_of
 
@@ -29,23 +29,23 @@ PICTURES = {
 CodeOf = Callable[[str], str]
 
 
-def with_measured(page: str, data: Data, pictures: Sequence[str], code_of: CodeOf = digest_of) -> str:
+def with_measured(page: str, data: Data, pictures: Sequence[str], now: CodeOf = code_of) -> str:
     """The page with its measured part replaced. Raises ValueError for a page that has none."""
     before, begin, rest = page.partition(BEGIN)
     _old, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the page lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{rendered(data, pictures, code_of)}{END}{after}"
+    return f"{before}{BEGIN}\n{rendered(data, pictures, now)}{END}{after}"
 
 
-def problems(page: Path, rows: Path, pictures: Sequence[str], code_of: CodeOf = digest_of) -> list[str]:
+def problems(page: Path, rows: Path, pictures: Sequence[str], now: CodeOf = code_of) -> list[str]:
     """Why the page is not what its rows and the code make of it."""
     text = page.read_text(encoding="utf-8")
     if not rows.exists():
         measured = text.partition(BEGIN)[2].partition(END)[0]
         return [] if NEVER_MEASURED in measured else [f"{page} has no rows ({rows}), and does not say that it is old"]
     try:
-        right = with_measured(text, read(rows), pictures, code_of)
+        right = with_measured(text, read(rows), pictures, now)
     except ValueError as error:
         return [str(error)]
     if right != text:
@@ -53,13 +53,13 @@ def problems(page: Path, rows: Path, pictures: Sequence[str], code_of: CodeOf = 
     return []
 
 
-def stale(data: Data, code_of: CodeOf = digest_of) -> list[str]:
+def stale(data: Data, now: CodeOf = code_of) -> list[str]:
     """Rows that are older than the code."""
     return [
         f"{group.section}, {group.workload}, {group.fleet}, {group.label}: {row.policy}"
         for group in data.groups
         for row in group.rows
-        if row.code != code_of(row.policy) or group.analysis != analysis_digest()
+        if row.code != now(row.policy) or group.analysis != analysis_digest()
     ]
 
 
@@ -73,7 +73,7 @@ def write(data: Data, rows: Path) -> None:
     rows.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
 
 
-def rendered(data: Data, pictures: Sequence[str], code_of: CodeOf) -> str:
+def rendered(data: Data, pictures: Sequence[str], now: CodeOf) -> str:
     """Markdown."""
     seeds = max((len(group.seeds) for group in data.groups), default=0)
     lines = [
@@ -87,21 +87,27 @@ def rendered(data: Data, pictures: Sequence[str], code_of: CodeOf) -> str:
         lines += ["**A quick run: small workloads, few seeds. It shows that the study works, not who wins.**", ""]
     if data.missing:
         lines += [f"Not measured, because their traces were not given: {', '.join(data.missing)}.", ""]
-    old = sorted({row.measured_at for group in data.groups for row in group.rows if row.code != code_of(row.policy)})
+    old = sorted({row.measured_at for group in data.groups for row in group.rows if row.code != now(row.policy)})
     if old:
         lines += [f"{OLDER} Measured before a later change of the code it depends on, on {' and '.join(old)}.", ""]
-    lines += verdicts(data.groups, code_of)
+    lines += verdicts(data.groups, now)
     lines += [f"![{PICTURES[name]}](replay-{name}.png)" for name in pictures] + [""] * bool(pictures)
     for section in dict.fromkeys(group.section for group in data.groups):
         told = WHOLE.sections.get(section)
         lines += [f"### {told.title if told else section}", "", *([told.text, ""] if told else [])]
         for group in data.groups:
             if group.section == section:
-                lines += [*group_lines(group, code_of), ""]
-    return "\n".join(lines)
+                lines += [*group_lines(group, now), ""]
+    return "\n".join([*lines, *tuned_lines(data.groups)])
 
 
-def verdicts(groups: Sequence[Group], code_of: CodeOf) -> list[str]:
+def tuned_lines(groups: Sequence[Group]) -> list[str]:
+    """Policies whose values are not their defaults."""
+    tuned = sorted({row.values for group in groups for row in group.rows if row.values != row.policy})
+    return ["### Tuned values", "", ", ".join(f"`{name}`" for name in tuned), ""] if tuned else []
+
+
+def verdicts(groups: Sequence[Group], now: CodeOf) -> list[str]:
     """One line for each of Baton's policies that has rivals."""
     lines = [
         "Each of Baton's policies less the best of the other systems' in the same measure, paired by seed and window. Room:",
@@ -118,7 +124,7 @@ def verdicts(groups: Sequence[Group], code_of: CodeOf) -> list[str]:
         for versus in group.versus:
             if not versus.rivals:
                 continue
-            mark = mark_of([rows[versus.policy], *(rows[name] for name in versus.rivals.values())], code_of)
+            mark = mark_of([rows[versus.policy], *(rows[name] for name in versus.rivals.values())], now)
             cells = [f"{relative(versus.differences[name])} ({versus.rivals[name]})" for name in COMPARED]
             name = group.workload + (" (tuned on)" if group.is_tuned else "")
             cells = [group.section, name, group.fleet, group.label, versus.policy + mark, *cells, room(group, versus)]
@@ -134,7 +140,7 @@ def room(group: Group, versus: Versus) -> str:
     return f"{(rows[versus.policy] - best) / left:.0%} of {left:.3g}/s" if left > 1e-9 else "none left"
 
 
-def group_lines(group: Group, code_of: CodeOf) -> list[str]:
+def group_lines(group: Group, now: CodeOf) -> list[str]:
     """One table, and shares by prompt length at the knee."""
     title = f"{group.workload}, {group.fleet}, {group.label}: {group.offered_per_s:.2f} requests/s"
     numbers = ["goodput/s", "tokens/s", "good %", "TTFT p50 s", "p95", "p99", "ITL p50 ms", "p95", "p99"]
@@ -145,7 +151,7 @@ def group_lines(group: Group, code_of: CodeOf) -> list[str]:
     ]
     for row in group.rows:
         cells = [
-            row.policy + mark_of([row], code_of),
+            row.policy + mark_of([row], now),
             spread(row.goodput, 3),
             spread(row.goodput_tokens, 0),
             spread(row.good_share, 1, 100),
@@ -178,9 +184,9 @@ def table_head(left: Sequence[str], right: Sequence[str]) -> list[str]:
     return ["| " + " | ".join([*left, *right]) + " |", "|" + "---|" * len(left) + "---:|" * len(right)]
 
 
-def mark_of(rows: Sequence[Row], code_of: CodeOf) -> str:
+def mark_of(rows: Sequence[Row], now: CodeOf) -> str:
     """Whether one is older than the code."""
-    return f" {OLDER}" if any(row.code != code_of(row.policy) for row in rows) else ""
+    return f" {OLDER}" if any(row.code != now(row.policy) for row in rows) else ""
 
 
 def number(value: Number, digits: int, scale: float = 1.0) -> str:

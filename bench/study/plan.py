@@ -133,7 +133,7 @@ WHOLE = Plan(
         ),
         "default": Section(
             title="Default settings, without targets",
-            text="No router knows the targets; they are measured all the same.",
+            text="No router knows the targets; they are measured all the same. Baton has its default settings, rivals are tuned.",
             workloads=TRACES + MADE,
             fleets=(EIGHT,),
             loads=tuple(LOADS),
@@ -158,6 +158,7 @@ WHOLE = Plan(
         "laws": Section(
             title="Other engines",
             text="Step times by a roofline and by measured tables, with noise; one slow worker; host memory. At the knee of each.",
+            are_tuned=True,
             workloads=(TRACES[0], MADE[1]),
             fleets=(
                 Fleet(both=8, law="roofline", noise=0.1),

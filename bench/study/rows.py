@@ -25,6 +25,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One policy at one load of one workload on one fleet."""
 
     policy: str
+    values: str
+    """The policy with its tuned values."""
     code: str
     """Digest of the code that was measured."""
     measured_at: str
@@ -127,7 +129,8 @@ def row_of(policy: str, runs: Sequence[Run], pool: Pool, commit: str) -> Row:
     itl: list[Spread] = [result.itl for result in results]
     return Row(
         policy=policy,
-        code=runs[0].code,
+        values=runs[0].case.policy,
+        code=runs[0].case.code,
         measured_at=day_of(min(run.ended_at for run in runs)),
         commit=commit,
         goodput=scaled(found["good_share"], mean([one.goodput_per_s for one in results])),

@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 import msgspec
 
-from bench.study.code_digest import digest_of
-from bench.study.plan import KNEE_OF, KNEE_SEED, Fleet, Workload
+from bench.study.code_digest import digest_of, is_own
+from bench.study.plan import KNEE_OF, KNEE_SEED, Fleet, Workload, frozen
 from bench.study.samples import samples_of
 from replay.bound import Bound, feasible_share, upper_bound
 from replay.experiment import Setting, run_with_outcomes
@@ -42,7 +42,7 @@ TRACE_REQUESTS = 12_000
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """All inputs of a run but the code."""
+    """All inputs of a run."""
 
     workload: Workload
     trace: str = ""
@@ -56,11 +56,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     seed: int
     slo: Slo
+    code: str
+    """Digest of the code."""
 
     @property
     def key(self) -> str:
         """Name of the run's file."""
-        inputs = msgspec.json.encode([self, digest_of(self.policy)], order="sorted")
+        inputs = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(inputs, digest_size=12).hexdigest()
 
 
@@ -68,8 +70,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A case and what came of it."""
 
     case: Case
-    code: str
-    """Digest of the code."""
     ended_at: float
     took_s: float
     result: Result
@@ -115,6 +115,10 @@ class Workshop:
     slo: Slo
     seconds: float
     """Of a made workload."""
+    codes: Mapping[bool, str] = field(default_factory=lambda: {own: digest_of(own=own) for own in (False, True)})
+    """Digests of the code, of Baton's runs and of others, when the study began: it may change while hours of runs go
+    on, which use what was imported then.
+    """
 
     def case(self, workload: Workload, fleet: Fleet, load: float, policy: str, seed: int) -> Case:
         """One run."""
@@ -128,6 +132,7 @@ class Workshop:
             policy=policy,
             seed=seed,
             slo=self.slo,
+            code=self.codes[is_own(policy)],
         )
 
     def requests(self, workload: Workload, load: float, seed: int) -> list[Request]:
@@ -159,7 +164,6 @@ class Workshop:
         result, outcomes = run_with_outcomes(setting, case.policy, 1.0)
         made = Run(
             case=case,
-            code=digest_of(case.policy),
             ended_at=time.time(),
             took_s=time.monotonic() - began_s,
             result=result,
@@ -183,10 +187,12 @@ class Workshop:
         sample = read(one, KNEE_SEED) if one else generate(workload.name, SAMPLE, seed=KNEE_SEED)
         wanted = KNEE_SHARE * feasible_share(sample, profile_of(fleet), self.slo)
 
+        policies = [frozen().name(policy) for policy in KNEE_OF]
+
         def keeps(load: float) -> bool:
             return any(
                 self.run(self.case(workload, fleet, load, policy, KNEE_SEED)).result.good_share >= wanted
-                for policy in KNEE_OF
+                for policy in policies
             )
 
         return find_knee(keeps, first_guess(sample, fleet))

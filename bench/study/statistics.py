@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -46,83 +46,70 @@ class Interval:
         return self.high < 0.0
 
 
+MEASURES = ("good_share", "good_tokens_share", "ttft_p50", "ttft_p95", "ttft_p99")
+PERCENTILES = {"ttft_p50": 50, "ttft_p95": 95, "ttft_p99": 99}
+
+
 class Pool:
-    """Runs of one policy, a seed each, with a row of weights for each resample: how often it counts a request."""
+    """Runs of one policy, a seed each."""
 
     def __init__(self, runs: Sequence[Samples], slo: Slo) -> None:
         self.runs = runs
-        self.slo = slo
-        self.windows = np.concatenate([WINDOWS * seed + _windows(run) for seed, run in enumerate(runs)])
+        self._slo = slo
+        self._windows = np.concatenate([WINDOWS * seed + _windows(run) for seed, run in enumerate(runs)])
 
-    def column(self, of: Callable[[Samples], np.ndarray]) -> np.ndarray:
-        """A value of all requests of all runs."""
+    @cached_property
+    def values(self) -> dict[str, np.ndarray]:
+        """Each measure: as it was, then in each resample."""
+        weights = drawn(len(self.runs))
+        found = {
+            "good_share": self._good_share(weights, np.ones(len(self._windows))),
+            "good_tokens_share": self._good_share(
+                weights, self._column(lambda run: run.prompt_tokens + run.output_tokens)
+            ),
+        }
+        percentiles = self._percentiles(weights, self._column(lambda run: run.ttft_s), list(PERCENTILES.values()))
+        return {**found, **dict(zip(PERCENTILES, percentiles.T, strict=True))}
+
+    def _column(self, of: Callable[[Samples], np.ndarray]) -> np.ndarray:
         return np.concatenate([np.asarray(of(run), dtype=float) for run in self.runs])
 
-    def share(self, of: Callable[[Samples], np.ndarray], weights: np.ndarray, *, by_tokens: bool = False) -> np.ndarray:
-        """For each row of window weights, the share of requests (or of all tokens) for which ``of`` is true."""
-        each = self.column(_tokens) if by_tokens else np.ones(len(self.windows))
+    def _good_share(self, weights: np.ndarray, each: np.ndarray) -> np.ndarray:
+        """``each``: what a request counts."""
         count = weights.shape[1]
-        hits = np.bincount(self.windows, each * self.column(of), minlength=count)
-        total = np.bincount(self.windows, each, minlength=count)
+        good = self._column(lambda run: run.good(self._slo.ttft_s, self._slo.itl_s))
+        total = np.bincount(self._windows, each, minlength=count)
+        hits = np.bincount(self._windows, each * good, minlength=count)
         return (weights @ hits) / np.maximum(weights @ total, 1e-12)
 
-    def percentile(self, of: Callable[[Samples], np.ndarray], percent: float, weights: np.ndarray) -> np.ndarray:
-        """For each row of window weights, a percentile by nearest rank."""
-        values = self.column(of)
+    def _percentiles(self, weights: np.ndarray, values: np.ndarray, percents: Sequence[float]) -> np.ndarray:
+        """By nearest rank; a row for each row of weights."""
         order = np.argsort(values, kind="stable")
-        values, windows = values[order], self.windows[order]
-        found = np.empty(len(weights))
+        values, windows = values[order], self._windows[order]
+        shares = np.array(percents) / 100
+        found = np.empty((len(weights), len(percents)))
         for row, weight in enumerate(weights):
             seen = np.cumsum(weight[windows])
-            found[row] = values[min(len(values) - 1, int(np.searchsorted(seen, seen[-1] * percent / 100 - 1e-9)))]
+            found[row] = values[np.minimum(len(values) - 1, np.searchsorted(seen, seen[-1] * shares - 1e-9))]
         return found
 
 
-Measure = Callable[[Pool, np.ndarray], np.ndarray]
-
-
-def _ttft(run: Samples) -> np.ndarray:
-    return run.ttft_s
-
-
-def _tokens(run: Samples) -> np.ndarray:
-    return run.prompt_tokens + run.output_tokens
-
-
-def _good_share(pool: Pool, weights: np.ndarray, *, by_tokens: bool = False) -> np.ndarray:
-    return pool.share(lambda run: run.good(pool.slo.ttft_s, pool.slo.itl_s), weights, by_tokens=by_tokens)
-
-
-def _ttft_percentile(pool: Pool, weights: np.ndarray, *, percent: float) -> np.ndarray:
-    return pool.percentile(_ttft, percent, weights)
-
-
-MEASURES: dict[str, Measure] = {
-    "good_share": _good_share,
-    "good_tokens_share": partial(_good_share, by_tokens=True),
-    "ttft_p50": partial(_ttft_percentile, percent=50),
-    "ttft_p95": partial(_ttft_percentile, percent=95),
-    "ttft_p99": partial(_ttft_percentile, percent=99),
-}
-
-
-def measured(pool: Pool, names: Sequence[str] = tuple(MEASURES)) -> dict[str, Interval]:
+def measured(pool: Pool, names: Sequence[str] = MEASURES) -> dict[str, Interval]:
     """Each measure of one policy."""
-    weights = drawn(len(pool.runs))
-    return {name: _interval(MEASURES[name](pool, weights)) for name in names}
+    return {name: _interval(pool.values[name]) for name in names}
 
 
-def compared(one: Pool, other: Pool, names: Sequence[str] = tuple(MEASURES)) -> dict[str, Interval]:
+def compared(one: Pool, other: Pool, names: Sequence[str] = MEASURES) -> dict[str, Interval]:
     """``one`` less ``other``, relative to ``other``. Raises ValueError for runs of different requests.
 
     Where the other's measure is infinite, ``one`` is below it by all of it (-1), or equal (0).
     """
     if len(one.runs) != len(other.runs) or not all(map(_alike, one.runs, other.runs)):
         raise ValueError(UNPAIRED)
-    weights = drawn(len(one.runs))
-    return {name: _interval(_relative(MEASURES[name](one, weights), MEASURES[name](other, weights))) for name in names}
+    return {name: _interval(_relative(one.values[name], other.values[name])) for name in names}
 
 
+@cache
 def drawn(seeds: int, resamples: int = RESAMPLES) -> np.ndarray:
     """Weights of all windows of all seeds: in the first row as they are, then in each resample."""
     rng = np.random.default_rng(seeds)

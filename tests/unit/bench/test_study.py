@@ -136,8 +136,9 @@ def test_a_run_that_is_kept_is_not_repeated_and_another_input_is_another_run(wor
         workshop.case(TINY, Fleet(both=1), 2.0, "round-robin", 1),
         msgspec.structs.replace(case, slo=Slo(ttft_s=4.0)),
         msgspec.structs.replace(case, trace="another"),
+        msgspec.structs.replace(case, code="another"),
     ]
-    assert len({one.key for one in [case, *others]}) == 7
+    assert len({one.key for one in [case, *others]}) == 8
     assert not any(Store(workshop.folder).has(one) for one in others)
 
 
@@ -218,7 +219,7 @@ def test_a_row_that_is_older_than_the_code_is_found_and_must_be_marked(data, tmp
     written.write_text(page.with_measured(PAGE, data, []))
 
     def changed(policy):
-        return "new" if policy == "mooncake" else code_digest.digest_of(policy)
+        return "new" if policy == "mooncake" else code_digest.code_of(policy)
 
     assert page.problems(written, rows, []) == page.stale(data) == []
     assert page.stale(data, changed) == ["targets, tiny, 1 both (8b), knee: mooncake"]
