@@ -17,7 +17,7 @@ OWN_COLORS = ("black", "crimson", "darkorange")
 OTHER_COLORS = ("tab:blue", "tab:green", "tab:purple", "tab:cyan", "tab:olive", "tab:brown", "tab:pink", "tab:grey")
 DIFFERENCES = {"good_share": "goodput", "good_tokens_share": "goodput by tokens", "ttft_p95": "TTFT p95"}
 SHOWN_MAX = 1.0
-"""Differences beyond that are drawn at the edge."""
+"""Differences beyond that are drawn at the edge, as arrows: 1 is 100 %, also where too many were refused."""
 
 
 def draw(data: Data, folder: Path) -> list[str]:
@@ -59,7 +59,8 @@ def draw_differences(plt: Any, groups: Sequence[Group]) -> Any:
             worse = better * low < 0.0 and better * high < 0.0
             color = "tab:green" if sure else "tab:red" if worse else "tab:grey"
             axis.plot([low * 100, high * 100], [at, at], color=color, linewidth=2)
-            axis.plot([value * 100], [at], marker="o", color=color, markersize=4)
+            marker = "o" if abs(value) < SHOWN_MAX else ">" if value > 0 else "<"
+            axis.plot([value * 100], [at], marker=marker, color=color, markersize=4)
         axis.axvline(0.0, color="black", linewidth=0.8)
         axis.set_title(title)
         axis.set_xlabel("% of the best rival" + (" (less is better)" if better < 0 else ""))
@@ -135,7 +136,7 @@ def draw_ttft(plt: Any, groups: Sequence[Group]) -> Any:
 
 def grid(plt: Any, panels: int, height: float = 3.4) -> tuple[Any, list[Any]]:
     """A figure with so many axes, and none that is empty."""
-    across = min(PANELS_ACROSS, panels)
+    across = min(PANELS_ACROSS, math.ceil(math.sqrt(panels)))
     down = math.ceil(panels / across)
     figure, axes = plt.subplots(
         down, across, figsize=(5.2 * across, height * down + 0.6), squeeze=False, layout="constrained"

@@ -208,8 +208,10 @@ def quick(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, sections=sections, seeds=plan.seeds[:3], seconds=QUICK_S)
 
 
-def _some(policies: Sequence[str]) -> tuple[str, ...]:
-    return tuple([one for one in policies if one not in OWN][:: max(1, len(policies) // 3)])
+def _some(policies: Sequence[str]) -> list[str]:
+    """Those of the knee, or a few others."""
+    rivals = [one for one in policies if one not in OWN]
+    return [one for one in rivals if one in KNEE_OF] or rivals[:: max(1, len(rivals) // 3)]
 
 
 def chosen(plan: Plan, only: Sequence[str], traces: Sequence[str]) -> tuple[Plan, list[str]]:
