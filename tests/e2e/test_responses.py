@@ -84,14 +84,14 @@ def test_a_response_can_be_retrieved_listed_and_deleted(client: OpenAI):
 
 def test_a_response_in_the_background_ends_by_itself_or_is_cancelled(client: OpenAI):
     quick = respond(client, "quick", background=True)
-    assert (quick.status, quick.background) == ("in_progress", True)
+    assert (quick.status, quick.background) == ("queued", True)
     ended = until(lambda: in_state(client, quick.id, "incomplete"), "it has ended")
     assert ended.incomplete_details.reason == "max_output_tokens"
     assert ended.output_text
     assert respond(client, "next", previous_response_id=quick.id).previous_response_id == quick.id
 
     slow = respond(client, "slow", background=True, max_output_tokens=7_000)
-    assert client.responses.retrieve(slow.id).status == "in_progress"
+    assert client.responses.retrieve(slow.id).status == "queued"
     assert client.responses.cancel(slow.id).status == "cancelled"
     assert client.responses.retrieve(slow.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="synchronous"):
@@ -129,7 +129,7 @@ def test_what_a_lost_router_kept_is_there_at_another(simulated: System, client: 
     with router(simulated, tmp_path) as other:
         first = respond(other, LONG)
         running = respond(other, "slow", background=True, max_output_tokens=7_000)
-        assert client.responses.retrieve(running.id).status == "in_progress"
+        assert client.responses.retrieve(running.id).status == "queued"
 
     assert client.responses.retrieve(first.id) == first
     second = respond(client, "And then?", previous_response_id=first.id)

@@ -33,13 +33,13 @@ SUITES: Sequence[Suite] = (
     VllmPd(),
     VllmBench(),
     Langchain(),
-    VllmApi(),
     OPENAI,
     ANTHROPIC,
     LlmComply(),
     Litellm(),
     Guidellm(),
     Aiperf(),
+    VllmApi(),
 )
 """In the order of the page. The short ones come first."""
 BY_NAME = {suite.name: suite for suite in SUITES}

@@ -75,6 +75,12 @@ def model_folder() -> Path:
     return ensure_tiny_model(Path(cache) if cache else Path.home() / ".cache" / "baton")
 
 
+ALWAYS_THE_SAME = {"top_k": 1}
+"""Unless a request says otherwise: what a model says may not differ from one server to the next. Not a temperature of 0, with
+which vLLM refuses several choices.
+"""
+
+
 def engine_arguments(folder: Path) -> list[str]:
     """Of both. ``folder``: for a file that they name."""
     vocabulary = json.loads((model_folder() / "tokenizer.json").read_text())["model"]["vocab"]
@@ -82,7 +88,7 @@ def engine_arguments(folder: Path) -> list[str]:
     ends = [EOS_ID, *(vocabulary[spelled] for spelled in NOT_IN_TEXT)]
     generation = folder / "generation"
     generation.mkdir(parents=True, exist_ok=True)
-    (generation / "generation_config.json").write_text(json.dumps({**own, "eos_token_id": ends}))
+    (generation / "generation_config.json").write_text(json.dumps({**own, **ALWAYS_THE_SAME, "eos_token_id": ends}))
     return [*ENGINE_ARGS, "--generation-config", str(generation)]
 
 

@@ -14,7 +14,7 @@ import msgspec
 ID_CHARS_MAX = 256
 """Of a response's id. vLLM lets clients choose it."""
 COMPLETED, INCOMPLETE, FAILED = "completed", "incomplete", "failed"
-IN_PROGRESS, CANCELLED = "in_progress", "cancelled"
+QUEUED, CANCELLED = "queued", "cancelled"
 CONTINUED = frozenset({COMPLETED, INCOMPLETE})
 """A response with another status cannot be continued."""
 TRUE, FALSE = msgspec.Raw(b"true"), msgspec.Raw(b"false")
@@ -117,7 +117,7 @@ def _check(fields: Fields, *, store: bool, background: bool, previous: str) -> N
     if _is_given(fields, "conversation"):
         raise BadRequest("Conversations are not kept; use `previous_response_id`.", "conversation")
     if background and not store:
-        raise BadRequest("`background` can only be used when `store` is true.", "background")
+        raise BadRequest("background can only be used when `store` is true.", "background")
     if background and _is_true(fields, "stream"):
         raise BadRequest("A response in the background cannot be streamed; ask for it with GET.", "stream")
 
@@ -179,14 +179,16 @@ def told(response: bytes | msgspec.Raw, /, **values: Any) -> bytes | None:
     return encode({**fields, **{name: msgspec.Raw(encode(value)) for name, value in values.items()}})
 
 
-def in_progress(fields: Fields, response_id: str, created_at: int, previous_id: str) -> bytes:
-    """The object of a response that is being made in the background."""
+def queued(fields: Fields, response_id: str, created_at: int, previous_id: str) -> bytes:
+    """The object of a response that is being made in the background. As at vLLM's server, it stays queued until it has
+    ended.
+    """
     echoed = {name: fields.get(name, msgspec.Raw(ECHOED_DEFAULTS.get(name, b"null"))) for name in ECHOED}
     own = {
         "id": response_id,
         "object": "response",
         "created_at": created_at,
-        "status": IN_PROGRESS,
+        "status": QUEUED,
         "background": True,
         "store": True,
         "previous_response_id": previous_id or None,

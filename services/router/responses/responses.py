@@ -22,8 +22,8 @@ from services.router.responses.history import (
     Wanted,
     continued,
     ended,
-    in_progress,
     input_items,
+    queued,
     read_kept,
     read_wanted,
     stateless,
@@ -247,7 +247,7 @@ class Responses:
             raise ResponseRefused(HttpError(429, body, 1.0, "too_many_background"))
         response_id = f"resp_{secrets.token_hex(16)}"
         created_at = self._clock.wall_ms() // 1000
-        begun = in_progress(wanted.fields, response_id, created_at, wanted.previous_id)
+        begun = queued(wanted.fields, response_id, created_at, wanted.previous_id)
         entry = StoredResponse(response=msgspec.Raw(begun), items=items, router_id=self._router_id)
         try:
             await self._background.begin(entry_key(tenant, response_id), response_id, Run(tenant, inner, entry))

@@ -15,6 +15,8 @@ from tests.outside.suite import Outcome, Run, Target, command, environment, last
 
 REQUEST_S_MAX = 180
 REQUESTS, AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS, TURNS = 24, 4, 256, 32, 4
+ENDS_BY_ITSELF = "messages"
+"""The API without ``ignore_eos``."""
 
 
 class LoadGenerator(ABC):
@@ -55,7 +57,7 @@ class LoadGenerator(ABC):
         if not report.exists():
             return Outcome(test, "failed", last_line(log))
         complete, tokens = self.complete(report)
-        passed = (complete, tokens) == (REQUESTS, REQUESTS * ANSWER_TOKENS)
+        passed = complete == REQUESTS and (tokens == REQUESTS * ANSWER_TOKENS or api == ENDS_BY_ITSELF)
         return Outcome(
             test, "passed" if passed else "failed", "" if passed else f"{complete} complete, {tokens} tokens"
         )
@@ -108,7 +110,6 @@ class Aiperf(LoadGenerator):
     report = "profile_export_aiperf.json"
     apis: ClassVar[Mapping[str, Sequence[str]]] = {
         "completions": ("completions",),
-        "chat": ("chat",),
         "conversations of four turns": (
             "chat",
             "--num-sessions",

@@ -325,7 +325,7 @@ def test_while_nats_is_gone_clients_are_told_and_what_is_kept_stays():
 
 async def begun(world: World, **fields: Any) -> str:
     response = answered(await respond(world, background=True, **fields))
-    assert (response["status"], response["background"], response["output"]) == ("in_progress", True, [])
+    assert (response["status"], response["background"], response["output"]) == ("queued", True, [])
     await settle()
     return str(response["id"])
 
@@ -371,7 +371,7 @@ def test_a_response_in_the_background_is_ended_by_any_router_wherever_it_runs(en
         model.stays = True
         other = await another_router(world)
         response_id = await begun(world)
-        assert (await retrieved(world, response_id, other))["status"] == "in_progress"
+        assert (await retrieved(world, response_id, other))["status"] == "queued"
         assert (await respond(world, previous_response_id=response_id)).status == 400
 
         if ends == "cancel":
