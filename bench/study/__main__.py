@@ -37,7 +37,7 @@ FOLDER = ROOT / "study-runs"
 LINE_S = 60.0
 """Between two lines of progress where there is no terminal."""
 ROWS = "replay.json"
-RUN_S_PER_REQUEST, BOUND_S_PER_REQUEST = 0.002, 0.001
+RUN_S_PER_REQUEST, BOUND_S_PER_REQUEST = 0.001, 0.001
 KNEE_RUNS = 20
 """Guesses, until some runs have ended."""
 

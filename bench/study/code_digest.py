@@ -32,6 +32,11 @@ IGNORED = ("replay/cli.py", "replay/tuning.py", "replay/bound.py", "replay/oracl
 PLANNING = "replay/capacity/*"
 ANALYSIS = ("replay/bound.py", "bench/study/statistics.py", "bench/study/rows.py")
 BATON_ONLY = (
+    "services/router/admission/admission.py",
+    "services/router/admission/admission_queue.py",
+    "services/router/admission/fair_share.py",
+    "services/router/admission/placing.py",
+    "services/router/admission/queues.py",
     "services/router/placement/assembly.py",
     "services/router/placement/cost.py",
     "services/router/placement/decision.py",
