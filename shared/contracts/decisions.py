@@ -69,7 +69,7 @@ class CandidateRecord(Message, frozen=True, kw_only=True):
     transit_s: float = 0.0
     """A leg's time outside the engine: bus, relay and process scheduling."""
     others_s: float = 0.0
-    """Total delay that it causes to other requests."""
+    """Total delay that it causes to other requests, and to later ones, by what it evicts."""
     cost_s: float = 0.0
     """What placement minimizes: the sum of the fields above without ``within_s``, which is subtracted."""
     meets_targets: bool = True

@@ -133,6 +133,29 @@ double uncrowded_itl_s(const struct fleet *fleet, const struct question *questio
     return UNCROWDED * (least_s + 0.0);
 }
 
+static double mean_token_s(const struct fleet *fleet, size_t row)
+{
+    double each_s = N(PREFILL_TOKEN_S) + N(PREFILL_PAIR_S) * N(PAIRS_PER_TOKEN);
+    return each_s + N(PREFILL_STEP_S) / N(STEP_TOKENS);
+}
+
+double eviction_price(const struct fleet *fleet, const struct question *question, const uint8_t *is_free)
+{
+    double stored = 0.0, used = 0.0, busy = 0.0, count = 0.0;
+    for (size_t row = 0; row < fleet->count; row++) {
+        if (!is_free[row] || !flag(fleet, PREFILLS, row))
+            continue;
+        stored += N(STORED_TOKENS);
+        used += N(USED_TOKENS);
+        busy += least(N(PROMPTS_PER_S) * mean_token_s(fleet, row), BUSY_MAX, question->arrays);
+        count += 1.0;
+    }
+    if (!(used > 0.0 && stored > 0.0))
+        return 0.0;
+    double reused = used / stored;
+    return (reused < 1.0 ? reused : 1.0) / (1.0 - busy / count);
+}
+
 static double work_s(const struct fleet *fleet, size_t row, double computed, double cached)
 {
     double pairs = computed * (cached + 0.5 * computed);
@@ -151,8 +174,7 @@ static double waiting_s(const struct fleet *fleet, const struct question *questi
 static struct batch estimate_batch(const struct fleet *fleet, const struct question *question, size_t row)
 {
     struct batch batch;
-    double each_s = N(PREFILL_TOKEN_S) + N(PREFILL_PAIR_S) * N(PAIRS_PER_TOKEN);
-    double token_s = each_s + N(PREFILL_STEP_S) / N(STEP_TOKENS);
+    double token_s = mean_token_s(fleet, row);
     double decoding = N(DECODING);
     batch.more_s = more_s(fleet, question, row);
     double step_s = N(DECODE_STEP_S) + N(DECODE_REQUEST_S) * decoding + N(DECODE_CONTEXT_TOKEN_S) * N(CONTEXT_TOKENS);
@@ -183,7 +205,8 @@ static void estimate_prefill(struct candidate *to, const struct fleet *fleet, co
     to->computed = question->tokens - held - to->fetched;
     to->queue_s = batch->queue_s;
     to->prefill_s = own_s + (double)to->computed * batch->between_s;
-    to->others_s = own_s * batch->disturbed;
+    double again_s = question->eviction_price * N(PREFILL_TOKEN_S) * (double)(question->tokens - held);
+    to->others_s = own_s * batch->disturbed + again_s;
 }
 
 static void estimate_decode(struct candidate *to, const struct fleet *fleet, const struct question *question,

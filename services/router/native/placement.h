@@ -13,8 +13,8 @@
 /* Rows of `numbers` and of `flags`, as in fleet_table.py; a test compares the names. */
 #define NUMBER_NAMES(X)                                                                                              \
     X(HEARD_AT) X(LEGS) X(LEGS_MAX) X(LAST_CHOSEN) X(DECODING) X(WAITING_TOKENS) X(CONTEXT_TOKENS) X(FREE_TOKENS)     \
-    X(BLOCK_SIZE) X(STEP_TOKENS) X(PROMPTS_PER_S) X(ANSWERS) X(SENT_TOKENS) X(PREFILL_STEP_S) X(PREFILL_TOKEN_S)      \
-    X(PREFILL_PAIR_S) X(DECODE_STEP_S) X(DECODE_REQUEST_S) X(DECODE_CONTEXT_TOKEN_S) X(TRANSFER_BASE_S)               \
+    X(BLOCK_SIZE) X(STEP_TOKENS) X(PROMPTS_PER_S) X(ANSWERS) X(SENT_TOKENS) X(STORED_TOKENS) X(USED_TOKENS)            \
+    X(PREFILL_STEP_S) X(PREFILL_TOKEN_S) X(PREFILL_PAIR_S) X(DECODE_STEP_S) X(DECODE_REQUEST_S) X(DECODE_CONTEXT_TOKEN_S) X(TRANSFER_BASE_S)               \
     X(TRANSFER_TOKEN_S) X(PAIRS_PER_TOKEN) X(TRANSIT_S)
 #define FLAG_NAMES(X) X(READY) X(PREFILLS) X(DECODES) X(EXCHANGES_KV) X(ATTACHED) X(SERVES)
 #define AS_ENTRY(name) name,
@@ -45,6 +45,7 @@ enum mode { AUTO, AGGREGATED, DISAGGREGATED, DECODE_FIRST };
 struct question {
     int64_t tokens, tokens_out, fetch_tokens_min;
     double now, ttft_target_s, itl_target_s; /* infinite: no target */
+    double eviction_price;
     double itl_free_s; /* a decode step that costs nothing */
     double tie_s;
     enum mode mode;
@@ -89,6 +90,8 @@ struct choice {
 void holders_rank(struct holders *holders);
 /* Without a target: the decode step that costs nothing. */
 double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
+/* What a token costs that another one evicts, in tokens computed again. */
+double eviction_price(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row);
 /* The costs of a row for the shortlist: one that misses a target comes after all that meet them. */

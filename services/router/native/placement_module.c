@@ -158,6 +158,7 @@ static bool read_request(Placing *self, PyObject *const *args, struct question *
         }
         self->fleet.groups = groups->buf;
     }
+    question->eviction_price = eviction_price(&self->fleet, question, self->free.buf);
     question->itl_free_s = question->itl_target_s;
     if (!(question->itl_target_s < INFINITY))
         question->itl_free_s = uncrowded_itl_s(&self->fleet, question, self->free.buf);

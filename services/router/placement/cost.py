@@ -62,6 +62,8 @@ class Prompt(NamedTuple):
     streams: bool
     """Whether the decode worker would read the KV while the prompt is computed."""
     now: float
+    eviction_price: float
+    """See ``eviction_price``."""
     itl_free_s: float
     """Seconds of a decode step that cost nothing: the target, or without one, ``uncrowded_itl_s``."""
 
@@ -76,6 +78,7 @@ class PrefillEstimate(NamedTuple):
     fetch_s: Value
     prefill_s: Value
     others_s: Value
+    """Added to requests that decode there, and to later ones, which compute again what this prompt evicts."""
 
     def ttft_s(self) -> Value:
         return self.queue_s + self.fetch_s + self.prefill_s
@@ -134,6 +137,26 @@ def uncrowded_itl_s(numbers: np.ndarray[Any, np.dtype[np.float64]], tokens: int,
     return UNCROWDED * (float(np.fmin.reduce(alone_s, initial=np.inf)) + 0.0)
 
 
+def eviction_price(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """What a token costs that another one evicts, in tokens computed again. ``numbers``: all rows of ``fleet_table``,
+    of the free workers that compute prompts.
+
+    As many are computed again as the caches have been of use for each token stored in them, but each once: then it is
+    cached again. While engines are busy, a second of work keeps others waiting for longer: it lengthens a busy period
+    by 1 / (1 - load) seconds (Kleinrock, "Queueing Systems", volume I, section 5.8).
+    """
+    busy = np.minimum(numbers[t.PROMPTS_PER_S] * mean_token_s(numbers), BUSY_MAX)
+    stored, used, busy_sum = map(_sum, (numbers[t.STORED_TOKENS], numbers[t.USED_TOKENS], busy))
+    if not (used > 0.0 and stored > 0.0):
+        return 0.0
+    return min(1.0, used / stored) / (1.0 - busy_sum / len(busy))
+
+
+def _sum(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """One after the other, as C does."""
+    return float(np.cumsum(np.append(0.0, values))[-1])
+
+
 def work_s(n: Value, computed: Value, cached: Value) -> Value:
     """The engine's time for ``computed`` prompt tokens behind ``cached`` ones."""
     pairs = computed * (cached + 0.5 * computed)
@@ -175,7 +198,8 @@ def estimate_prefill(
     n: Value, prompt: Prompt, held: Value, reachable: Value, batch: BatchEstimate, do: Arithmetic
 ) -> PrefillEstimate:
     """For a worker that holds ``held`` of the prompt's tokens and could have ``reachable`` with another worker's KV. It
-    fetches where that is predicted to end sooner.
+    fetches where that is predicted to end sooner. Tokens that it does not hold yet evict as many others, computed or
+    fetched.
     """
     own_s, fetched, fetch_s = work_s(n, prompt.tokens - held, held), held - held, 0.0
     if reachable is not held:
@@ -188,7 +212,8 @@ def estimate_prefill(
         fetch_s = do.choose(worth, reading_s, 0.0)
     computed = prompt.tokens - held - fetched
     prefill_s = own_s + computed * batch.between_s
-    return PrefillEstimate(held, fetched, computed, batch.queue_s, fetch_s, prefill_s, own_s * batch.disturbed)
+    others_s = own_s * batch.disturbed + prompt.eviction_price * n[t.PREFILL_TOKEN_S] * (prompt.tokens - held)
+    return PrefillEstimate(held, fetched, computed, batch.queue_s, fetch_s, prefill_s, others_s)
 
 
 def estimate_decode(n: Value, prompt: Prompt, held: Value, batch: BatchEstimate, do: Arithmetic) -> DecodeEstimate:

@@ -94,6 +94,7 @@ class Evaluation:
             tokens_out,
             0 <= policy.stream_tokens_min <= request.prompt_tokens,
             now,
+            cost_model.eviction_price(table.numbers[:, rows[table.flags[t.PREFILLS, rows]]]),
             itl_free_s,
         )
         if self.count > policy.weighed_max:

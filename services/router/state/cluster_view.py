@@ -130,6 +130,9 @@ class ClusterView:
         self.away.discard(load.worker_id)
         view.own.reported(now)
         self.table.numbers[t.PROMPTS_PER_S, view.row] = view.prompts.update(load.computed_tokens_total, now)
+        received = load.received_tokens_total
+        self.table.numbers[t.STORED_TOKENS, view.row] = load.computed_tokens_total + received
+        self.table.numbers[t.USED_TOKENS, view.row] = load.cached_tokens_total + received
         if view.record.role is not load.role:
             view.record = msgspec.structs.replace(view.record, role=load.role)
         self._write(view)

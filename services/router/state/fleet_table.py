@@ -38,7 +38,11 @@ ANSWERS: Final = 11
 """1 if it serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
 SENT_TOKENS: Final = 12
 """The part of ``WAITING_TOKENS`` that was sent after its last report."""
-SPEED: Final = 13
+STORED_TOKENS: Final = 13
+"""Prompt tokens whose KV it computed or fetched since it started."""
+USED_TOKENS: Final = 14
+"""Prompt tokens whose KV it had cached or fetched since it started."""
+SPEED: Final = 15
 """The first of as many rows as ``WorkerSpeed`` has fields, in their order."""
 PREFILL_STEP_S: Final = SPEED
 PREFILL_TOKEN_S: Final = SPEED + 1

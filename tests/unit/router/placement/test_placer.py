@@ -160,6 +160,28 @@ def test_where_all_batches_are_crowded_the_time_of_others_counts(running, counts
     assert {one.others_s > 0.0 for one in candidates(fleet.place())} == {counts}
 
 
+@pytest.mark.parametrize(("cached", "chosen"), [(0, "empty"), (5_000, "holder")])
+def test_where_caches_are_of_use_a_fetched_prefix_costs_what_it_evicts(cached, chosen):
+    fleet = Fleet()
+    fleet.add("holder", held=19, waiting_tokens=100, computed_tokens_total=5_000, cached_tokens_total=cached)
+    fleet.add("empty")
+
+    assert fleet.place().decode.record.worker_id == chosen
+
+
+def test_the_price_of_eviction_rises_with_the_load():
+    prices_s = []
+    for computed in (100, 2_100):
+        fleet = Fleet()
+        fleet.add("w1", computed_tokens_total=100, cached_tokens_total=10_000)
+        fleet.cluster.report(load("w1", computed_tokens_total=computed, cached_tokens_total=10_000), NOW + 1.0)
+        prices_s += [one.others_s for one in candidates(fleet.place()) if one.part is Part.WHOLE]
+
+    idle_s, busy_s = prices_s
+    assert idle_s == pytest.approx(len(PROMPT.hashes) * BLOCK * 0.00025, rel=0.02)
+    assert busy_s > 1.04 * idle_s
+
+
 def test_if_no_worker_meets_the_targets_the_cheapest_is_chosen():
     fleet = Fleet()
     fleet.add("w1")
