@@ -359,7 +359,10 @@ def calls_per_request(checkout: Path, requests: int, rounds: int) -> list[float]
             counted = []
             for _ in range(rounds):
                 count, took_s, result = calls(system, lambda: load(system.port, **options))
-                check_answers(result, requests)
+                try:
+                    check_answers(result, requests)
+                except RunFailed as failed:
+                    raise RunFailed(f"{failed}\n{system.router_log()}") from failed
                 counted.append((count - idle / idle_s * took_s) / requests)
             return counted
 

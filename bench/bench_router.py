@@ -30,6 +30,7 @@ from tests.support.nats_server import NatsServer, free_port
 ROUTER_CORE, OTHER_CORE = "0", "1"
 READY_S_MAX = 60.0
 IDLE_S = 3.0
+LOG_SHOWN_CHARS = 3000
 SHORT_BYTES, LONG_BYTES = 200, 32_768
 CHECKOUT = Path(__file__).resolve().parents[1]
 FAST = {
@@ -59,6 +60,7 @@ class System:
         self.nats_url = nats_url
         self._environ = {**os.environ, **FAST, "BATON_NATS_URL": nats_url, "BATON_LOG_LEVEL": "warning"}
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: dict[int, Path] = {}
         self.port = free_port()
         self.router_pid = 0
         self.idle_cpu = 0.0
@@ -79,7 +81,12 @@ class System:
             stdout=log,
         )
         self._processes.append(process)
+        self._logs[process.pid] = Path(log.name)
         return process.pid
+
+    def router_log(self) -> str:
+        """The end of what the router has logged."""
+        return self._logs[self.router_pid].read_text()[-LOG_SHOWN_CHARS:]
 
     def start_fleet(self, pairs: int, router: Sequence[str] = ROUTER) -> None:
         for number in range(pairs):
