@@ -75,7 +75,7 @@ class System:
         log = (self._directory / f"{len(self._processes)}.log").open("wb")
         process = subprocess.Popen(
             ["taskset", "-c", core, *command],
-            env={**self._environ, **variables},
+            env={**self._environ, "PYTHONPATH": str(self._checkout), **variables},
             cwd=self._checkout,
             stderr=log,
             stdout=log,
