@@ -25,9 +25,13 @@ from tests.support.kv_driver import BLOCK, full_hashes
 
 P, D = "p", "d"
 STREAMED, OFFERED, UPSTREAM = "streamed", "offered", "upstream"
+AFTER = "until the first token"
+"""Part of a handoff: the engine's next step, which computes the prompt's tail, and the way of its token."""
 ORDERS = tuple(permutations((STREAMED, OFFERED, UPSTREAM)))
 """All orders in turn, so that none always follows the same other."""
 LEG_S_MAX = 120.0
+TOKENS_OUT = 9
+"""The first token, and eight decode steps whose mean is the engine's step."""
 WARM_UPS, WARM_UP_TOKENS = 20, 2048
 """More than the KV memory holds, so that every page is resident before measuring."""
 BATCH, BATCH_TOKENS = 8, 16 * BLOCK
@@ -40,6 +44,12 @@ class Handoff:
 
     ttft_s: float
     exposed_s: float
+    step_s: float
+    """The decode engine's mean step after the first token."""
+    stages: dict[str, float]
+    """``exposed_s`` in parts, in order; empty where the engine reports no times. A streamed handoff may have read
+    everything before the prefill leg's end is known: its first part is then negative.
+    """
     bytes: int
     read_s: float
     recomputed: int
@@ -51,22 +61,36 @@ def median_of(handoffs: Sequence[Handoff], part: Callable[[Handoff], float]) -> 
     return median(map(part, handoffs))
 
 
-async def first_token(leg: Leg) -> tuple[float, LegReport]:
-    """Instant of the first token and the leg's report. Raises LegFailed."""
-    came_at = 0.0
+@dataclass
+class Answered:
+    """How a leg was answered. Instants are monotonic seconds."""
+
+    first_at: float
+    """Its first token; without one, its end."""
+    step_s: float
+    """Mean of the steps after the first token; 0.0 with one token only."""
+    report: LegReport
+
+
+async def answer(leg: Leg) -> Answered:
+    """Read a leg to its end. Raises LegFailed."""
+    first_at = last_at = 0.0
+    steps = 0
     async with asyncio.timeout(LEG_S_MAX):
         while True:
             for frame in await leg.frames():
-                if frame.kind is FrameKind.DATA and not came_at:
-                    came_at = time.monotonic()
+                now = time.monotonic()
+                if frame.kind is FrameKind.DATA and frame.token_ids:
+                    steps += len(frame.token_ids) if first_at else 0
+                    first_at, last_at = first_at or now, now
                 if frame.kind is FrameKind.END:
                     assert frame.report is not None
-                    return came_at or time.monotonic(), frame.report
+                    return Answered(first_at or now, (last_at - first_at) / max(1, steps), frame.report)
 
 
 async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
     """Hand one request over."""
-    fields = {"max_tokens": 2, "stream": True}
+    fields = {"max_tokens": TOKENS_OUT, "stream": True, "ignore_eos": True}
     options: dict[str, Any] = {"fields": fields, "deadline_s": LEG_S_MAX}
     driver = fleet.driver
     before = fleet.tap.loads[D]
@@ -75,20 +99,44 @@ async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
         sources = [driver.source(P, follow=True)]
         prefill = await driver.start(P, LegKind.PREFILL, prompt, kv_offer=False, **options)
         decode = await driver.start(D, LegKind.DECODE, prompt, kv_sources=sources, **options)
-        answering = asyncio.create_task(first_token(decode))
-        await first_token(prefill)
+        answering = asyncio.create_task(answer(decode))
+        await answer(prefill)
         prefilled_at = time.monotonic()
-        answered_at, report = await answering
+        answered = await answering
     else:
         prefill = await driver.start(P, LegKind.PREFILL, prompt, **options)
-        _at, made = await first_token(prefill)
+        made = (await answer(prefill)).report
         prefilled_at = time.monotonic()
         offer = msgspec.msgpack.encode(made.kv.offer) if made.kv else made.kv_transfer
         decode = await driver.start(D, LegKind.DECODE, prompt, kv_transfer=offer, **options)
-        answered_at, report = await first_token(decode)
+        answered = await answer(decode)
+    report = answered.report
     moved, read_s = await what_was_read(fleet, before, report)
     recomputed = report.prompt_tokens - report.cached_tokens - report.received_tokens
-    return Handoff(answered_at - begun_at, answered_at - prefilled_at, moved, read_s, recomputed)
+    return Handoff(
+        answered.first_at - begun_at,
+        answered.first_at - prefilled_at,
+        answered.step_s,
+        stages_of(report, prefilled_at, answered.first_at, how),
+        moved,
+        read_s,
+        recomputed,
+    )
+
+
+def stages_of(report: LegReport, prefilled_at: float, first_at: float, how: str) -> dict[str, float]:
+    """Parts of the exposed time. Reader and benchmark run on one machine and share its monotonic clock."""
+    if report.kv is None or not report.kv.reads or not report.kv.reads[0].ended_at:
+        return {}
+    read = report.kv.reads[0]
+    if how == STREAMED:
+        return {"until the last blocks are there": read.ended_at - prefilled_at, AFTER: first_at - read.ended_at}
+    return {
+        "until the decode engine's scheduler has it": read.granted_at - prefilled_at,
+        "until the read begins": read.read_at - read.granted_at,
+        "read": read.ended_at - read.read_at,
+        AFTER: first_at - read.ended_at,
+    }
 
 
 async def what_was_read(fleet: BenchFleet, before: Any, report: LegReport) -> tuple[int, float]:
@@ -182,9 +230,9 @@ async def lose_some(fleet: BenchFleet, lost: int, prompts: Prompts) -> Batch:
         )
         for prompt, offer in zip(batch, offers, strict=True)
     ]
-    ended = await asyncio.gather(*map(first_token, legs))
-    waits = [(at - begun_at) * 1e3 for at, _report in ended]
-    transfer_reports = [report.kv for _at, report in ended if report.kv is not None]
+    ended = await asyncio.gather(*map(answer, legs))
+    waits = [(one.first_at - begun_at) * 1e3 for one in ended]
+    transfer_reports = [one.report.kv for one in ended if one.report.kv is not None]
     assert len(transfer_reports) == BATCH
     return Batch(
         lost,
