@@ -55,99 +55,131 @@ LawOption = StrEnum("LawOption", {name: name for name in get_args(LawName)})  # 
 DEFAULT_LAW = LawOption("linear")
 
 
+REPLAY_HELP = """Replay a trace of requests against a simulated fleet, in virtual time.
+
+Compares Baton's placement with other systems' policies, on the same
+engines and with the same information.
+
+A trace arrives as it was recorded, --loads times as fast. A workload is
+made from published statistics, named in replay/workloads.py:
+
+conversations  people and a chatbot, histories that grow
+agents         tool agents: hot shared prefixes, many quick steps
+code           code completion: repository prefixes, short answers
+reasoning      short questions, heavy-tailed outputs
+tenants        all four side by side, code in bursts
+
+Its sessions are closed loops: a turn is sent a think time or a tool's
+time after the answer before it. The load makes sessions start faster.
+
+How long the engines' steps take, as in simulated workers:
+
+--law linear    the profile's times add up: the law that the router's
+                speed learner assumes
+--law roofline  the longer of compute and memory, with overheads
+--law table     published measurements of vLLM's kernels on an H100,
+                interpolated (8b only; named in step_laws.py)
+
+For example:
+
+baton bench replay agents --limit 20000 --loads 4 --noise 0.1 --slow 1:0.6
+baton bench replay conversations --fleets 4,16,4+12 --host-blocks 4000
+"""
+
+
 @app.callback()
 def bench() -> None:
     """Measurements that need no running system."""
 
 
-@app.command(name="replay")
+TraceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE|WORKLOAD",
+        help=f"Mooncake's .jsonl or Azure's .csv, or a workload made by --seed: {', '.join(NAMES)}.",
+    ),
+]
+WorkersOption = Annotated[int, typer.Option(help="That do both phases.", min=0)]
+PrefillOption = Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)]
+DecodeOption = Annotated[int, typer.Option(help="Decode workers.", min=0)]
+ProfileOption = Annotated[ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")]
+FleetsOption = Annotated[
+    str, typer.Option(help="Several fleets one after another: 4,8,2+6 (2+6: 2 prefill and 6 decode workers).")
+]
+KvBlocksOption = Annotated[int, typer.Option(help="Blocks of 512 tokens in each KV cache; 0: the profile's.")]
+HostBlocksOption = Annotated[
+    int, typer.Option(help="Further blocks in each worker's host memory, loaded at 50 GB/s; 0: none.", min=0)
+]
+StepLawOption = Annotated[LawOption, typer.Option(help="How long engine steps take; see below.")]
+NoiseOption = Annotated[
+    float, typer.Option(help="Standard deviation of the logarithm of step times, by --seed.", min=0, max=1)
+]
+SlowOption = Annotated[
+    list[str] | None, typer.Option(help="A slow worker, as NUMBER:SPEED; 1:0.6 runs the second at 60 %. Repeatable.")
+]
+PolicyOption = Annotated[
+    list[str] | None, typer.Option(help="Again for each; all by default. See `baton bench policies`.")
+]
+LoadsOption = Annotated[
+    str,
+    typer.Option(
+        help="Speeds of the trace (of a workload: about so many requests/s), or light,knee,overload: "
+        "0.5, 1 and 1.3 knees."
+    ),
+]
+KneeOption = Annotated[float, typer.Option(help="Where the knee is, if that is known: saves looking for it.", min=0)]
+SweepOption = Annotated[
+    bool, typer.Option(help="Vary each baseline's main parameter, too; at the knee, if that is among the loads.")
+]
+HoursOption = Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)]
+LimitOption = Annotated[
+    int, typer.Option(help=f"Requests of the trace; 0: all of them, and of a workload {REQUESTS_MADE:,}.", min=0)
+]
+OpenLoopOption = Annotated[
+    bool, typer.Option("--open-loop", help="Later turns of a workload's sessions do not wait for answers.")
+]
+SloTtftOption = Annotated[float, typer.Option(help="Seconds to the first token.")]
+SloItlOption = Annotated[float, typer.Option(help="Seconds between tokens, on average over a request.")]
+SeedOption = Annotated[int, typer.Option(help="Of all that is random.")]
+OutOption = Annotated[Path | None, typer.Option(help="A folder for results.md, results.json and the pictures.")]
+TunedTraceArgument = Annotated[str, typer.Argument(metavar="TRACE|WORKLOAD", help="As for `baton bench replay`.")]
+TunedLoadsOption = Annotated[str, typer.Option(help="Speeds of the trace, or of a workload about so many requests/s.")]
+PointsOption = Annotated[int, typer.Option(help="For each system; its defaults are the first.", min=1)]
+TunedPolicyOption = Annotated[
+    list[str] | None, typer.Option(help="Again for each; those of replay/tuning.py by default.")
+]
+TunedLimitOption = Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)]
+TunedSeedOption = Annotated[int, typer.Option(help="Of all that is random, the points too.")]
+JobsOption = Annotated[int, typer.Option(help="Processes.", min=1)]
+FrozenOption = Annotated[Path, typer.Option(help="Where the choices go.")]
+
+
+@app.command(name="replay", help=REPLAY_HELP)
 def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    trace: Annotated[
-        str,
-        typer.Argument(
-            metavar="TRACE|WORKLOAD",
-            help=f"Mooncake's .jsonl or Azure's .csv, or a workload made by --seed: {', '.join(NAMES)}.",
-        ),
-    ],
-    workers: Annotated[int, typer.Option(help="That do both phases.", min=0)] = 8,
-    prefill: Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)] = 0,
-    decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 0,
-    profile: Annotated[
-        ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")
-    ] = DEFAULT_PROFILE,
-    fleets: Annotated[
-        str, typer.Option(help="Several fleets one after another: 4,8,2+6 (2+6: 2 prefill and 6 decode workers).")
-    ] = "",
-    kv_blocks: Annotated[int, typer.Option(help="Blocks of 512 tokens in each KV cache; 0: the profile's.")] = 0,
-    host_blocks: Annotated[
-        int, typer.Option(help="Further blocks in each worker's host memory, loaded at 50 GB/s; 0: none.", min=0)
-    ] = 0,
-    law: Annotated[LawOption, typer.Option(help="How long engine steps take; see below.")] = DEFAULT_LAW,
-    noise: Annotated[
-        float, typer.Option(help="Standard deviation of the logarithm of step times, by --seed.", min=0, max=1)
-    ] = 0.0,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(help="A slow worker, as NUMBER:SPEED; 1:0.6 runs the second at 60 %. Repeatable."),
-    ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Again for each; all by default. See `baton bench policies`.")
-    ] = None,
-    loads: Annotated[
-        str,
-        typer.Option(
-            help="Speeds of the trace (of a workload: about so many requests/s), or light,knee,overload: "
-            "0.5, 1 and 1.3 knees."
-        ),
-    ] = "1",
-    knee: Annotated[
-        float, typer.Option(help="Where the knee is, if that is known: saves looking for it.", min=0)
-    ] = 0.0,
-    sweep: Annotated[
-        bool, typer.Option(help="Vary each baseline's main parameter, too; at the knee, if that is among the loads.")
-    ] = False,
-    hours: Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)] = 0.0,
-    limit: Annotated[
-        int, typer.Option(help=f"Requests of the trace; 0: all of them, and of a workload {REQUESTS_MADE:,}.", min=0)
-    ] = 0,
-    open_loop: Annotated[
-        bool, typer.Option("--open-loop", help="Later turns of a workload's sessions do not wait for answers.")
-    ] = False,
-    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token.")] = 5.0,
-    slo_itl: Annotated[float, typer.Option(help="Seconds between tokens, on average over a request.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="A folder for results.md, results.json and the pictures.")] = None,
+    trace: TraceArgument,
+    workers: WorkersOption = 8,
+    prefill: PrefillOption = 0,
+    decode: DecodeOption = 0,
+    profile: ProfileOption = DEFAULT_PROFILE,
+    fleets: FleetsOption = "",
+    kv_blocks: KvBlocksOption = 0,
+    host_blocks: HostBlocksOption = 0,
+    law: StepLawOption = DEFAULT_LAW,
+    noise: NoiseOption = 0.0,
+    slow: SlowOption = None,
+    policy: PolicyOption = None,
+    loads: LoadsOption = "1",
+    knee: KneeOption = 0.0,
+    sweep: SweepOption = False,
+    hours: HoursOption = 0.0,
+    limit: LimitOption = 0,
+    open_loop: OpenLoopOption = False,
+    slo_ttft: SloTtftOption = 5.0,
+    slo_itl: SloItlOption = 0.1,
+    seed: SeedOption = 0,
+    out: OutOption = None,
 ) -> None:
-    """Replay a trace of requests against a simulated fleet, in virtual time.
-
-    Compares Baton's placement with other systems' policies, on the same
-    engines and with the same information.
-
-    A trace arrives as it was recorded, --loads times as fast. A workload is
-    made from published statistics, named in replay/workloads.py:
-
-    conversations  people and a chatbot, histories that grow
-    agents         tool agents: hot shared prefixes, many quick steps
-    code           code completion: repository prefixes, short answers
-    reasoning      short questions, heavy-tailed outputs
-    tenants        all four side by side, code in bursts
-
-    Its sessions are closed loops: a turn is sent a think time or a tool's
-    time after the answer before it. The load makes sessions start faster.
-
-    How long the engines' steps take, as in simulated workers:
-
-    --law linear    the profile's times add up: the law that the router's
-                    speed learner assumes
-    --law roofline  the longer of compute and memory, with overheads
-    --law table     published measurements of vLLM's kernels on an H100,
-                    interpolated (8b only; named in step_laws.py)
-
-    For example:
-
-    baton bench replay agents --limit 20000 --loads 4 --noise 0.1 --slow 1:0.6
-    baton bench replay conversations --fleets 4,16,4+12 --host-blocks 4000
-    """
+    """Replay a trace of requests against a simulated fleet, in virtual time."""
     policies = policy or ALL
     refuse_unknown(policies)
     swept = [one for name in policies for one in sweep_of(name)] if sweep else []
@@ -197,24 +229,20 @@ def bound_of(setting: Setting, load: float) -> str:
 
 @app.command()
 def tune(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    trace: Annotated[str, typer.Argument(metavar="TRACE|WORKLOAD", help="As for `baton bench replay`.")],
-    loads: Annotated[str, typer.Option(help="Speeds of the trace, or of a workload about so many requests/s.")],
-    points: Annotated[int, typer.Option(help="For each system; its defaults are the first.", min=1)] = 12,
-    workers: Annotated[int, typer.Option(help="That do both phases.", min=0)] = 8,
-    prefill: Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)] = 0,
-    decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 0,
-    profile: Annotated[
-        ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")
-    ] = DEFAULT_PROFILE,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Again for each; those of replay/tuning.py by default.")
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)] = 2000,
-    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token.")] = 5.0,
-    slo_itl: Annotated[float, typer.Option(help="Seconds between tokens, on average over a request.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of all that is random, the points too.")] = 0,
-    jobs: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
-    out: Annotated[Path, typer.Option(help="Where the choices go.")] = FROZEN,
+    trace: TunedTraceArgument,
+    loads: TunedLoadsOption,
+    points: PointsOption = 12,
+    workers: WorkersOption = 8,
+    prefill: PrefillOption = 0,
+    decode: DecodeOption = 0,
+    profile: ProfileOption = DEFAULT_PROFILE,
+    policy: TunedPolicyOption = None,
+    limit: TunedLimitOption = 2000,
+    slo_ttft: SloTtftOption = 5.0,
+    slo_itl: SloItlOption = 0.1,
+    seed: TunedSeedOption = 0,
+    jobs: JobsOption = 1,
+    out: FrozenOption = FROZEN,
 ) -> None:
     """Tune each system's parameters with the same budget, by goodput, and freeze the choices in a file."""
     policies = policy or TUNED

@@ -78,71 +78,85 @@ GPUS = {ProfileName.SMALL: 1, ProfileName.LARGE: 4}
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
+TraceOption = Annotated[Path | None, typer.Option(help="File of requests.", rich_help_panel=LOAD)]
+RateOption = Annotated[
+    str, typer.Option(help="Without a trace: 5/s, 300/min or 18000/h, at random instants.", rich_help_panel=LOAD)
+]
+PromptOption = Annotated[int, typer.Option(help="With --rate: mean prompt tokens.", min=1, rich_help_panel=LOAD)]
+OutputOption = Annotated[int, typer.Option(help="With --rate: mean output tokens.", min=1, rich_help_panel=LOAD)]
+TtftOption = Annotated[float, typer.Option(help="Target: seconds to the first token.", rich_help_panel=LOAD)]
+ItlOption = Annotated[
+    float, typer.Option(help="Target: seconds between tokens, on average over a request.", rich_help_panel=LOAD)
+]
+ShareOption = Annotated[
+    str, typer.Option(help="Of the requests that must meet both targets: 95% or 0.95.", rich_help_panel=LOAD)
+]
+GpusOption = Annotated[
+    int, typer.Option(help="GPUs to plan for; 0: the fewest.", min=0, max=GPUS_MAX, rich_help_panel=ENGINES)
+]
+ProfileOption = Annotated[
+    ProfileName, typer.Option(help="Model size; speeds from first principles.", rich_help_panel=ENGINES)
+]
+SpeedsOption = Annotated[
+    str, typer.Option(help="Measured speeds instead: a file of --export-speeds, or running.", rich_help_panel=ENGINES)
+]
+GpusPerWorkerOption = Annotated[
+    int,
+    typer.Option(
+        help="With --speeds, where a worker has other GPUs than it was measured with.",
+        min=0,
+        show_default=False,
+        rich_help_panel=ENGINES,
+    ),
+]
+ModelOption = Annotated[str, typer.Option(help="With several running models: whose speeds.", rich_help_panel=ENGINES)]
+ExportSpeedsOption = Annotated[
+    Path | None,
+    typer.Option(help="Write the speeds that the running system has measured, and exit.", rich_help_panel=ENGINES),
+]
+SplitOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Try only this one, such as 3P+1D, 4B or 2P+1D+1B. Repeatable.", rich_help_panel=SEARCH),
+]
+SampleOption = Annotated[
+    int,
+    typer.Option(help="Requests to search with: the busiest part of a trace; 0: all.", min=0, rich_help_panel=SEARCH),
+]
+SeedOption = Annotated[int, typer.Option(help="Of all that is random.", rich_help_panel=SEARCH)]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        help="Simulations at a time.", min=0, show_default="the cores of this machine", rich_help_panel=SEARCH
+    ),
+]
+PictureOption = Annotated[Path | None, typer.Option(help="Draw the plan: .png, .svg or .pdf.", rich_help_panel=RESULT)]
+CountOption = Annotated[
+    int, typer.Option(min=1, help="Number of decisions to show, newest first.", rich_help_panel=DECISIONS)
+]
+
+
 @app.command(epilog=EPILOG, rich_help_panel=views.OBSERVE)
 def plan(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    trace: Annotated[Path | None, typer.Option(help="File of requests.", rich_help_panel=LOAD)] = None,
-    rate: Annotated[
-        str, typer.Option(help="Without a trace: 5/s, 300/min or 18000/h, at random instants.", rich_help_panel=LOAD)
-    ] = "",
-    prompt: Annotated[int, typer.Option(help="With --rate: mean prompt tokens.", min=1, rich_help_panel=LOAD)] = 2000,
-    output: Annotated[int, typer.Option(help="With --rate: mean output tokens.", min=1, rich_help_panel=LOAD)] = 300,
-    ttft: Annotated[float, typer.Option(help="Target: seconds to the first token.", rich_help_panel=LOAD)] = 5.0,
-    itl: Annotated[
-        float, typer.Option(help="Target: seconds between tokens, on average over a request.", rich_help_panel=LOAD)
-    ] = 0.1,
-    share: Annotated[
-        str, typer.Option(help="Of the requests that must meet both targets: 95% or 0.95.", rich_help_panel=LOAD)
-    ] = "95%",
-    gpus: Annotated[
-        int, typer.Option(help="GPUs to plan for; 0: the fewest.", min=0, max=GPUS_MAX, rich_help_panel=ENGINES)
-    ] = 0,
-    profile: Annotated[
-        ProfileName, typer.Option(help="Model size; speeds from first principles.", rich_help_panel=ENGINES)
-    ] = ProfileName.SMALL,
-    speeds: Annotated[
-        str,
-        typer.Option(help="Measured speeds instead: a file of --export-speeds, or running.", rich_help_panel=ENGINES),
-    ] = "",
-    gpus_per_worker: Annotated[
-        int,
-        typer.Option(
-            help="With --speeds, where a worker has other GPUs than it was measured with.",
-            min=0,
-            show_default=False,
-            rich_help_panel=ENGINES,
-        ),
-    ] = 0,
-    model: Annotated[
-        str, typer.Option(help="With several running models: whose speeds.", rich_help_panel=ENGINES)
-    ] = "",
-    export_speeds: Annotated[
-        Path | None,
-        typer.Option(help="Write the speeds that the running system has measured, and exit.", rich_help_panel=ENGINES),
-    ] = None,
-    split: Annotated[
-        list[str] | None,
-        typer.Option(help="Try only this one, such as 3P+1D, 4B or 2P+1D+1B. Repeatable.", rich_help_panel=SEARCH),
-    ] = None,
-    sample: Annotated[
-        int,
-        typer.Option(
-            help="Requests to search with: the busiest part of a trace; 0: all.", min=0, rich_help_panel=SEARCH
-        ),
-    ] = SAMPLE,
-    seed: Annotated[int, typer.Option(help="Of all that is random.", rich_help_panel=SEARCH)] = 0,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            help="Simulations at a time.", min=0, show_default="the cores of this machine", rich_help_panel=SEARCH
-        ),
-    ] = 0,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the plan: .png, .svg or .pdf.", rich_help_panel=RESULT)
-    ] = None,
+    trace: TraceOption = None,
+    rate: RateOption = "",
+    prompt: PromptOption = 2000,
+    output: OutputOption = 300,
+    ttft: TtftOption = 5.0,
+    itl: ItlOption = 0.1,
+    share: ShareOption = "95%",
+    gpus: GpusOption = 0,
+    profile: ProfileOption = ProfileName.SMALL,
+    speeds: SpeedsOption = "",
+    gpus_per_worker: GpusPerWorkerOption = 0,
+    model: ModelOption = "",
+    export_speeds: ExportSpeedsOption = None,
+    split: SplitOption = None,
+    sample: SampleOption = SAMPLE,
+    seed: SeedOption = 0,
+    jobs: JobsOption = 0,
+    picture: PictureOption = None,
     json: Json = False,
-    count: Annotated[
-        int, typer.Option(min=1, help="Number of decisions to show, newest first.", rich_help_panel=DECISIONS)
-    ] = 20,
+    count: CountOption = 20,
     nats_url: NatsUrl = "",
     state_dir: StateDir = None,
 ) -> None:
