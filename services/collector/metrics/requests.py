@@ -12,7 +12,14 @@ from shared.contracts.inference import RequestFinished
 MODELS_MAX = 64
 STREAMED, OFFERED = HANDOFFS = ("streamed", "offered")
 MODES = ("aggregated", "disaggregated", "decode_first")
+TOKENS_MAX = 1 << 32
+"""Of one request. Workers report the counts; a total that has taken in more is a float too coarse to count on."""
 REASONS = frozenset(reason.value for reason in Reason)
+
+
+def plausible(tokens: int) -> int:
+    """The tokens of one request; 0 where they are not known (-1), and for more than any request has."""
+    return tokens if 0 <= tokens <= TOKENS_MAX else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +63,7 @@ class CachePredictions:
 
     def compare(self, predicted: int, actual: int) -> None:
         """Add one request; -1 means not known."""
-        if predicted >= 0 and actual >= 0:
+        if 0 <= predicted <= TOKENS_MAX and 0 <= actual <= TOKENS_MAX:
             self.predicted += predicted
             self.actual += actual
             self.missed += abs(predicted - actual)
@@ -76,9 +83,9 @@ class Handoffs:
 
     def add(self, request: RequestFinished) -> None:
         """Add one request; -1 means not known."""
-        self.recomputed += max(0, request.recomputed_tokens)
-        self.reprefilled += max(0, request.reprefilled_tokens)
-        self.read_back += max(0, request.readback_tokens)
+        self.recomputed += plausible(request.recomputed_tokens)
+        self.reprefilled += plausible(request.reprefilled_tokens)
+        self.read_back += plausible(request.readback_tokens)
         if request.mode != "disaggregated" or request.received_tokens <= 0:
             return
         handoff = STREAMED if request.streamed_handoff else OFFERED
@@ -125,7 +132,7 @@ class Requests:
             ("prompt", request.prompt_tokens, self.prompt_tokens),
             ("completion", request.completion_tokens, self.completion_tokens),
         ):
-            known = max(0, tokens)
+            known = plausible(tokens)
             self.tokens[model, kind] += known
             rate.add(known, now)
 

@@ -110,3 +110,14 @@ def test_a_request_without_received_kv_counts_only_recomputed_tokens():
     assert shown(names.FLEET_RECOMPUTED) == 105
     assert shown(names.FLEET_REPREFILLED) == 32
     assert shown(names.FLEET_READBACK) == 320
+
+
+def test_a_count_that_no_request_has_is_left_out_of_the_totals():
+    one = metrics()
+    huge = (1 << 63) - 1
+    one.request_finished(request(received_tokens=64, recomputed_tokens=huge, readback_tokens=huge), 0.0)
+    one.request_finished(request(received_tokens=64, recomputed_tokens=8, readback_tokens=320), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_READBACK) == 320
+    assert shown(names.FLEET_RECOMPUTED) == 8
