@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ApiClient
-from services.router.batches.files import PURPOSE, FileRefused, Files
+from services.router.batches.files import PURPOSE, FileRefused, Files, new_id
 from services.router.batches.line_server import LineServer
 from services.router.batches.lines import ENDPOINTS
 from services.router.batches.runner import Runner
@@ -43,7 +42,6 @@ UNFINISHED_MAX = 100
 """Batches of one tenant that have not ended."""
 BATCHES_MAX = 1000
 """Of one tenant. A further one makes routers forget the one that ended first; its files stay."""
-ID_BYTES = 16
 CANCELS_MAX = 10
 """Attempts, while the batch's router writes its record too."""
 
@@ -111,7 +109,8 @@ class Batches:
         if file.purpose != PURPOSE:
             message = f"The purpose of the input file must be {PURPOSE}; it is {file.purpose}."
             raise FileRefused(400, message, "invalid_purpose", "input_file_id")
-        now, batch_id = self._clock.wall_ms() // 1000, f"batch_{secrets.token_hex(ID_BYTES)}"
+        now_ms = self._clock.wall_ms()
+        now, batch_id = now_ms // 1000, new_id("batch_", now_ms)
         expires_at = now + window_s(wanted.completion_window)
         if file.expires_at < expires_at:
             message = "The file expires before the batch's completion window ends. Upload it again."
@@ -134,7 +133,7 @@ class Batches:
             created_at=now,
             expires_at=expires_at,
         )
-        ended = sorted((one for one in batches if one.has_ended), key=lambda one: one.created_at)
+        ended = sorted((one for one in batches if one.has_ended), key=lambda one: (one.created_at, one.id))
         for one in ended[: max(0, len(batches) + 1 - BATCHES_MAX)]:
             await self._records.delete_batch(one.key)
         await self._records.create_batch(batch)

@@ -443,7 +443,10 @@ def cpu_s(processes: list[psutil.Process]) -> float:
 
 
 MIGRATED_TOKENS = 240
+EVENTS_TOKENS = 2 * MIGRATED_TOKENS
+"""Of messages and responses, which begin before the others do."""
 LONG_TRIED_MAX = 30
+MIDWAY_TRIED_MAX = 6
 SOME = 10
 """Events that every client has received when the worker is killed."""
 TEXTS = ("Tell me more. ", "Läufer, 走れ! 🏃 ", "def run(baton):\n    return ", "1, 2, 3, ")
@@ -474,8 +477,8 @@ class Stream:
         """A message or a response."""
         turns = [{"role": "user", "content": f"{number} runners: {TEXTS[number % len(TEXTS)] * 30}"}]
         if path == MESSAGES:
-            return cls(path, {"messages": turns, "max_tokens": MIGRATED_TOKENS})
-        return cls(path, {"input": turns, "max_output_tokens": MIGRATED_TOKENS, "ignore_eos": True})
+            return cls(path, {"messages": turns, "max_tokens": EVENTS_TOKENS})
+        return cls(path, {"input": turns, "max_output_tokens": EVENTS_TOKENS, "ignore_eos": True})
 
     def again(self) -> Stream:
         """The same request."""
@@ -498,10 +501,9 @@ class Stream:
         if self.path in TEXT_DELTAS:
             return self._said_in_events()
         choices = [choice for event in self.events for choice in event["choices"]]
-        texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
         usage = self.events[-1]["usage"]
         return (
-            "".join(texts),
+            self.text(),
             [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
             [choice["delta"]["role"] for choice in choices if choice.get("delta", {}).get("role")],
             (usage["prompt_tokens"], usage["completion_tokens"]),
@@ -509,12 +511,19 @@ class Stream:
             self.ends,
         )
 
+    def text(self) -> str:
+        """What the model has written so far."""
+        if self.path in TEXT_DELTAS:
+            deltas = [event["delta"] for event in self.events[:] if event["type"] == TEXT_DELTAS[self.path]]
+            return "".join(delta["text"] if isinstance(delta, dict) else delta for delta in deltas)
+        choices = [choice for event in self.events[:] for choice in event["choices"]]
+        return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
     def _said_in_events(self) -> tuple[Any, ...]:
         """The order of events, however many deltas tell of the text, and what they say."""
         types = [event["type"] for event in self.events]
         order = [kind for kind, before in zip(types, ["", *types], strict=False) if kind != before]
-        deltas = [event["delta"] for event in self.events if event["type"] == TEXT_DELTAS[self.path]]
-        text = "".join(delta["text"] if isinstance(delta, dict) else delta for delta in deltas)
+        text = self.text()
         if self.path == MESSAGES:
             end = self.events[-2]
             usage = counted(MESSAGES, end["usage"])
@@ -536,9 +545,30 @@ def long_message(system: System) -> Stream:
     """One that the model does not end soon. vLLM's server of messages has no ``ignore_eos``."""
     for number in range(LONG_TRIED_MAX):
         stream = Stream.of_events(MESSAGES, number).run(system)
-        if len(stream.events) > MIGRATED_TOKENS // 2:
+        if len(stream.events) > EVENTS_TOKENS // 2:
             return stream
     raise AssertionError("every message ends soon")
+
+
+def midway(
+    uncut: list[Stream], engine: psutil.Process, system: System, threads: ThreadPoolExecutor
+) -> tuple[list[Stream], list[Future[Stream]]]:
+    """Streams of the same requests, each with some of its answer and none near its end. Their engine is stopped."""
+    for _ in range(MIDWAY_TRIED_MAX):
+        streams = [stream.again() for stream in uncut]
+        running: list[Future[Stream]] = []
+        # What a worker must render first begins late.
+        for path in (MESSAGES, RESPONSES, "/v1/chat/completions", "/v1/completions"):
+            begun = [stream for stream in streams if stream.path == path]
+            running += [threads.submit(stream.run, system) for stream in begun]
+            until(lambda begun=begun: all(len(stream.events) > SOME for stream in begun), "each has had some", 60.0)
+        engine.suspend()
+        if all(len(now.text()) < 0.8 * len(then.text()) for now, then in zip(streams, uncut, strict=True)):
+            return streams, running
+        engine.resume()
+        for one in running:
+            one.result()
+    raise AssertionError("some end before all have begun")
 
 
 def test_greedy_streams_of_a_dead_engine_continue_on_another_unchanged_if_they_may(system: System, client: OpenAI):
@@ -547,19 +577,13 @@ def test_greedy_streams_of_a_dead_engine_continue_on_another_unchanged_if_they_m
     uncut = [*chunks, Stream.of_events(RESPONSES, 1).run(system), long_message(system)]
     undisturbed = [stream.said() for stream in uncut]
 
-    streams = [stream.again() for stream in uncut]
     worker = system.worker_pid("decode-1")
     engine = max(tree(worker)[1:], key=lambda process: process.memory_info().rss)
     options = {"resumes_max": 0, "decode_worker": "decode-1"}
     fixed = send(client, "Run!", stream=True, max_tokens=20_000, extra_body={"baton": options})
-    with ThreadPoolExecutor(len(streams)) as threads:
-        running: list[Future[Stream]] = []
-        # What a worker must render first may begin so late that the others have ended.
-        for path in (MESSAGES, RESPONSES, "/v1/chat/completions", "/v1/completions"):
-            begun = [stream for stream in streams if stream.path == path]
-            running += [threads.submit(stream.run, system) for stream in begun]
-            until(lambda begun=begun: all(len(stream.events) > SOME for stream in begun), "each has had some", 60.0)
+    with ThreadPoolExecutor(len(uncut)) as threads:
         next(iter(fixed))
+        streams, running = midway(uncut, engine, system, threads)
         received = [len(stream.events) for stream in streams]
         engine.kill()
         killed_at = time.monotonic()

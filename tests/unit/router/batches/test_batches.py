@@ -461,7 +461,7 @@ def test_files_are_read_listed_in_pages_and_deleted():
                     ),
                 )
             )
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.1)  # in one second
         assert files[2]["expires_at"] - files[2]["created_at"] == 3600
         for number, file in enumerate(files):
             assert (file["bytes"], file["filename"], file["purpose"]) == (len(content) - number, "in.jsonl", "batch")

@@ -26,6 +26,7 @@ PROMPT = PlacementRequest(model="m", prompt_tokens=1000, hashes=(1, 2, 3))
 CALLS_MAX = 60
 """Of functions, Python's and others, for one disaggregated placement; the Python form makes more than three times as many."""
 ROUNDS = 300
+TRIES = 3
 
 
 def fleet(workers: int, *roles: Role, compiled_form: bool = True) -> tuple[ClusterView, CostPlacer]:
@@ -98,22 +99,28 @@ def test_placements_leave_no_references_behind():
             assert isinstance(placement, Placement)
             assert [chosen is not None for _part, _among, chosen in placement.candidates] == [True, True, False]
 
-    place()
-    gc.collect()
-    before = counts()
+    def grown() -> tuple[int, int]:
+        """References and bytes that further placements leave."""
+        gc.collect()
+        before = counts()
+        held = tracemalloc.get_traced_memory()[0]
+        place()
+        gc.collect()
+        return (
+            max(abs(now - then) for now, then in zip(counts(), before, strict=True)),
+            tracemalloc.get_traced_memory()[0] - held,
+        )
+
     tracemalloc.start()
     try:
         place()
-        gc.collect()
-        first = tracemalloc.get_traced_memory()[0]
-        place()
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - first
+        # Other threads of this process may keep or free something meanwhile. A leak is there each time.
+        tried = [grown() for _ in range(TRIES)]
     finally:
         tracemalloc.stop()
 
-    assert all(abs(now - then) < ROUNDS // 10 for now, then in zip(counts(), before, strict=True))
-    assert grown < ROUNDS
+    # The least that one placement could leave is an object of 16 bytes.
+    assert any(references < ROUNDS // 10 and size < 8 * ROUNDS for references, size in tried), tried
 
 
 def test_a_replaced_table_is_released():
