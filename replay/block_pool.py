@@ -83,9 +83,9 @@ class BlockPool:
             return False
         plain = min(count, self.free_nameless)
         self.free_nameless -= plain
-        for _ in range(count - plain):
-            name, _none = self.free_named.popitem(last=False)
-            self._tell(KvEventKind.REMOVED, name)
+        if plain < count:
+            evicted = [self.free_named.popitem(last=False)[0] for _ in range(count - plain)]
+            tell(self.changes, KvEventKind.REMOVED, evicted)
         return True
 
     def name(self, holding: Holding, name: int, parent: int | None) -> None:
@@ -95,7 +95,7 @@ class BlockPool:
         holding.nameless -= 1
         holding.named.append(name)
         self.holders[name] = 1
-        self._tell(KvEventKind.STORED, name, parent)
+        tell(self.changes, KvEventKind.STORED, [name], parent)
 
     def release(self, holding: Holding) -> None:
         """Release all blocks. The end of a prefix is evicted before its beginning."""
@@ -119,21 +119,21 @@ class BlockPool:
         self.changes.clear()
         return changes
 
-    def _tell(self, kind: KvEventKind, name: int, parent: int | None = None) -> None:
-        tell(self.changes, Change(kind, [name], parent))
 
-
-def tell(changes: list[Change], change: Change) -> None:
-    """Append a change of one block, to the last change if it goes on with it."""
-    last = changes[-1] if changes else None
-    if (
-        last is not None
-        and (last.kind, last.tier) == (change.kind, change.tier)
-        and (change.kind is KvEventKind.REMOVED or last.names[-1] == change.parent)
-    ):
-        last.names += change.names
-    else:
-        changes.append(change)
+def tell(
+    changes: list[Change],
+    kind: KvEventKind,
+    names: list[int],
+    parent: int | None = None,
+    tier: KvTier = KvTier.DEVICE,
+) -> None:
+    """Append a change, to the last change if it goes on with it."""
+    if changes:
+        last = changes[-1]
+        if last.kind is kind and last.tier is tier and (kind is KvEventKind.REMOVED or last.names[-1] == parent):
+            last.names += names
+            return
+    changes.append(Change(kind, names, parent, tier))
 
 
 class HostTier:
@@ -167,7 +167,7 @@ class HostTier:
             self.held.move_to_end(name)
             return
         self.held[name] = None
-        tell(self._changes, Change(KvEventKind.STORED, [name], parent, KvTier.HOST))
+        tell(self._changes, KvEventKind.STORED, [name], parent, KvTier.HOST)
         if len(self.held) > self.blocks:
             evicted, _none = self.held.popitem(last=False)
-            tell(self._changes, Change(KvEventKind.REMOVED, [evicted], None, KvTier.HOST))
+            tell(self._changes, KvEventKind.REMOVED, [evicted], None, KvTier.HOST)

@@ -256,6 +256,7 @@ class Engine:
         self.speeds = Speeds()
         self.step = Step()
         self._listener = listener
+        self._block_tokens = profile.block_tokens
         self._admitted = 0
 
     @property
@@ -478,13 +479,17 @@ class Engine:
         return True
 
     def _name_full(self, job: Job, computed: int) -> None:
-        full = computed // self.profile.block_tokens
+        full = computed // self._block_tokens
+        if full <= job.filled:
+            return
+        parent = job.name_of(job.filled - 1) if job.filled else None
         for index in range(job.filled, full):
-            name, parent = job.name_of(index), job.name_of(index - 1) if index else None
+            name = job.name_of(index)
             self.pool.name(job.holding, name, parent)
             if self.host is not None:
                 self.host.store(name, parent)
-        job.filled = max(job.filled, full)
+            parent = name
+        job.filled = full
 
     def _give_up(self, job: Job) -> None:
         self.pool.release(job.holding)

@@ -93,6 +93,9 @@ ITL_GROWTH = 1.01
 """Each bucket of times between tokens is wider than the one before by this factor."""
 
 
+LOG_ITL_GROWTH = math.log(ITL_GROWTH)
+
+
 class Speeds:
     """What an engine measures, like the worker's ``Measures``: two moving averages, totals of all steps, and a
     histogram of the times between tokens.
@@ -151,7 +154,7 @@ def blend(old: float, sample: float, times: int) -> float:
 
 def bucket_of(seconds: float) -> int:
     """Of a time between tokens."""
-    return math.floor(math.log(max(seconds, 1e-9)) / math.log(ITL_GROWTH))
+    return math.floor(math.log(max(seconds, 1e-9)) / LOG_ITL_GROWTH)
 
 
 def seconds_of(bucket: int) -> float:

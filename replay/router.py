@@ -33,12 +33,15 @@ class Knowledge:
         self._speeds = WorkerSpeeds(fleet.cluster)
         self._workers: list[SimWorker] = []
         self._batches: deque[tuple[float, KvEventBatch]] = deque()
+        self._due_at = -math.inf
+        """No worker has an unread report from before."""
         for worker in workers:
             self.joined(worker, 0.0)
 
     def joined(self, worker: SimWorker, now: float) -> None:
         """A worker became ready."""
         self._workers.append(worker)
+        self._due_at = -math.inf
         self._fleet.cluster.record(worker.record, now)
         self._speeds.joined(worker.record)
         self._fleet.index.join(worker.worker_id, worker.record.epoch)
@@ -65,14 +68,18 @@ class Knowledge:
         """Apply everything that has arrived by ``now``."""
         while self._batches and self._batches[0][0] <= now:
             self._fleet.index.apply(self._batches.popleft()[1])
-        for worker in self._workers:
-            self._tell(worker, now)
+        if now - NETWORK_S >= self._due_at:
+            for worker in self._workers:
+                self._tell(worker, now)
+            self._due_at = min([worker.due_at for worker in self._workers], default=math.inf)
 
     def catch_up_with(self, worker: SimWorker, now: float) -> None:
         """Apply one worker's newest load report."""
         self._tell(worker, now)
 
     def _tell(self, worker: SimWorker, now: float) -> None:
+        if now - NETWORK_S < worker.due_at:
+            return
         report = worker.report(now - NETWORK_S)
         if report is not None:
             load, sent_at = report

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from replay.engine import Engine, Job, Listener
 from replay.profile import Profile
@@ -19,6 +22,8 @@ MODEL = "replayed"
 LEGS_MAX = 1_000_000
 """Workers never report that they are full: the policies are compared by how they distribute load."""
 PERIOD_S = 1.0 / LOAD_HZ_MAX
+CLOCK_S = 1e-6
+"""More than the rounding of an instant."""
 
 
 class SimWorker:
@@ -35,10 +40,12 @@ class SimWorker:
         self._tick_offset_s = offset_s
         self._totals = Totals()
         self._learner = SpeedLearner()
-        self._past: LoadReport | None = None
-        """Report as of the newest tick before the last change; None: unchanged since then."""
+        self._past: tuple[Any, ...] | None = None
+        """``_state`` as of the newest tick before the last change."""
         self._past_tick = self._told_tick = -1
         self._seq = 0
+        self.due_at = -math.inf
+        """No unread report was sent before."""
 
     @property
     def worker_id(self) -> WorkerId:
@@ -49,7 +56,7 @@ class SimWorker:
         """Call before any change: saves the report of the last tick."""
         tick = self._tick(now)
         if tick > self._past_tick:
-            self._past, self._past_tick = self.load_now(), tick
+            self._past, self._past_tick = self._state(), tick
 
     def report(self, sent_by: float) -> tuple[LoadReport, float] | None:
         """The newest unread load report sent by ``sent_by``, and when it was sent."""
@@ -57,8 +64,9 @@ class SimWorker:
         if tick <= self._told_tick:
             return None
         self._told_tick = tick
-        load = self._past if self._past_tick >= tick and self._past is not None else self.load_now()
-        return load, tick * PERIOD_S + self._tick_offset_s
+        self.due_at = (tick + 1) * PERIOD_S + self._tick_offset_s - CLOCK_S
+        state = self._past if self._past_tick >= tick and self._past is not None else self._state()
+        return self._report(state), tick * PERIOD_S + self._tick_offset_s
 
     def kv_events(self) -> KvEventBatch | None:
         """KV events since the last call."""
@@ -86,30 +94,67 @@ class SimWorker:
 
     def load_now(self) -> LoadReport:
         """Load report as of now."""
-        engine, totals = self.engine, self._totals
-        steps = engine.speeds.totals()
-        self._learner.observe(steps)
+        return msgspec.structs.replace(self._report(self._state()), steps=self.engine.speeds.totals())
+
+    def _state(self) -> tuple[Any, ...]:
+        """What a report of now would say. Many states are never reported, so they are no messages yet."""
+        engine, totals, pool = self.engine, self._totals, self.engine.pool
+        speeds = engine.speeds
+        if self._learner.wants(speeds.busy_s):
+            self._learner.observe(speeds.totals())
+        return (
+            self.record,
+            len(engine.running),
+            engine.queued,
+            engine.waiting_tokens,
+            self.legs,
+            pool.blocks - pool.free,
+            totals.prompt,
+            totals.cached,
+            totals.received,
+            totals.received_s,
+            speeds.prefill_tokens_per_s,
+            speeds.decode_s_per_token,
+            self._learner.speed,
+        )
+
+    def _report(self, state: tuple[Any, ...]) -> LoadReport:
+        """Of that state. It lacks the step totals, which no router reads."""
+        (
+            record,
+            running,
+            waiting,
+            waiting_tokens,
+            legs,
+            blocks_used,
+            prompt,
+            cached,
+            received,
+            received_s,
+            prefill_tokens_per_s,
+            decode_s_per_token,
+            speed,
+        ) = state
         return LoadReport(
-            worker_id=self.worker_id,
-            epoch=self.record.epoch,
-            role=self.record.role,
-            phase=self.record.phase,
-            running=len(engine.running),
-            waiting=engine.queued,
-            waiting_tokens=engine.waiting_tokens,
-            legs=self.legs,
-            kv_blocks_used=engine.pool.blocks - engine.pool.free,
-            kv_blocks_total=engine.pool.blocks,
-            prompt_tokens_total=totals.prompt,
-            computed_tokens_total=totals.prompt - totals.cached - totals.received,
-            cached_tokens_total=totals.cached,
-            received_tokens_total=totals.received,
-            received_bytes_total=totals.received * engine.profile.kv_bytes_per_token,
-            received_seconds_total=totals.received_s,
-            prefill_tokens_per_s=engine.speeds.prefill_tokens_per_s,
-            decode_s_per_token=engine.speeds.decode_s_per_token,
-            steps=steps,
-            speed=self._learner.speed,
+            worker_id=record.worker_id,
+            epoch=record.epoch,
+            role=record.role,
+            phase=record.phase,
+            running=running,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
+            legs=legs,
+            kv_blocks_used=blocks_used,
+            kv_blocks_total=self.engine.pool.blocks,
+            prompt_tokens_total=prompt,
+            computed_tokens_total=prompt - cached - received,
+            cached_tokens_total=cached,
+            received_tokens_total=received,
+            received_bytes_total=received * self.engine.profile.kv_bytes_per_token,
+            received_seconds_total=received_s,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            decode_s_per_token=decode_s_per_token,
+            speed=speed,
         )
 
     def _tick(self, now: float) -> int:

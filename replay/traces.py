@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,7 @@ import msgspec
 BLOCK_TOKENS = 512
 """Tokens in a block of a trace."""
 HASH_BYTES = 8
+NAMES_KEPT = 1 << 19
 
 
 class TraceError(ValueError):
@@ -133,16 +135,18 @@ def chains(requests: Iterable[Request]) -> list[tuple[int, ...]]:
     """For each request the chained 64-bit names of its blocks, as engines and router know them: its prompt's and then
     its answer's.
     """
-    known: dict[tuple[int, int], int] = {}
     found = []
     for request in requests:
         parent, chain = 0, []
         for block in (*request.blocks, *request.answer):
-            name = known.get((parent, block))
-            if name is None:
-                digest = blake2b(f"{parent:x} {block:x}".encode(), digest_size=HASH_BYTES).digest()
-                name = known[parent, block] = int.from_bytes(digest, "big")
-            chain.append(name)
-            parent = name
+            parent = _name(parent, block)
+            chain.append(parent)
         found.append(tuple(chain))
     return found
+
+
+@lru_cache(maxsize=NAMES_KEPT)
+def _name(parent: int, block: int) -> int:
+    """Of a block behind another. Kept, because the policies of a comparison get the same prompts."""
+    digest = blake2b(f"{parent:x} {block:x}".encode(), digest_size=HASH_BYTES).digest()
+    return int.from_bytes(digest, "big")

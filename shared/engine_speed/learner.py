@@ -57,9 +57,16 @@ class SpeedLearner:
 
     def observe(self, totals: StepTotals) -> bool:
         """Learn from the engine's totals so far; returns whether they made a sample."""
-        is_young = self._costs.settled < YOUNG_SAMPLES
-        done = self._pending.sample(totals, SAMPLE_S_MIN if is_young else LATER_SAMPLE_S)
+        done = self._pending.sample(totals, self._sample_s_min)
         return done is not None and self.learn(done)
+
+    def wants(self, seconds: float) -> bool:
+        """Whether totals of so many seconds may make a sample; if not, ``observe`` would do nothing."""
+        return self._pending.wants(seconds, self._sample_s_min)
+
+    @property
+    def _sample_s_min(self) -> float:
+        return SAMPLE_S_MIN if self._costs.settled < YOUNG_SAMPLES else LATER_SAMPLE_S
 
     def learn(self, done: Steps) -> bool:
         """Learn from some steps; returns False for impossible ones, which change nothing."""

@@ -102,6 +102,10 @@ class PendingSteps:
     def __init__(self) -> None:
         self._sampled = StepTotals()
 
+    def wants(self, seconds: float, seconds_min: float) -> bool:
+        """Whether totals of so many seconds may make a sample; if not, ``sample`` need not be called."""
+        return not 0.0 <= seconds - self._sampled.seconds < seconds_min
+
     def sample(self, totals: StepTotals, seconds_min: float) -> Steps | None:
         """All steps since the last sample, once they took ``seconds_min``. Totals that start over are no sample."""
         if not (math.isfinite(totals.seconds) and math.isfinite(totals.prefill_pairs)):
