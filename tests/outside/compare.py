@@ -12,7 +12,7 @@ from tests.outside.suite import Run
 
 KNOWN = Path(__file__).with_name("known_differences.toml")
 NOT_REACHED = "not reached"
-"""By one of the two runs. It is also the outcome of a test whose file had used its time."""
+"""By one of the two runs."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Comparison:
 
     def differences(self, known: Path = KNOWN) -> list[Difference]:
         """Tests with different outcomes, whichever target passed them. ``known``: the file of reasons. Of runs that were
-        cut off, and of files that used up their time, only tests that both reached.
+        cut off, only tests that both reached.
         """
         first = {outcome.test: outcome for outcome in self.one_engine.outcomes}
         second = {outcome.test: outcome for outcome in self.pd.outcomes}
@@ -51,7 +51,7 @@ class Comparison:
         found = []
         cut_off = self.one_engine.cut_off or self.pd.cut_off
         tests = first.keys() & second.keys() if cut_off else first.keys() | second.keys()
-        for test in sorted(tests - self.not_reached()):
+        for test in sorted(tests):
             one, pd = first.get(test), second.get(test)
             words = one.outcome if one else NOT_REACHED, pd.outcome if pd else NOT_REACHED
             if words[0] != words[1]:
@@ -59,11 +59,6 @@ class Comparison:
                 reason = next((text for pattern, text in reasons.items() if fnmatch.fnmatchcase(test, pattern)), "")
                 found.append(Difference(test, *words, why, reason))
         return found
-
-    def not_reached(self) -> set[str]:
-        """Tests that were left on one of the targets or on both when the time of their file was over."""
-        runs = (self.one_engine, self.pd)
-        return {outcome.test for run in runs for outcome in run.outcomes if outcome.outcome == NOT_REACHED}
 
     def unexplained(self) -> list[Difference]:
         return [difference for difference in self.differences() if not difference.reason]

@@ -14,7 +14,8 @@ HEAD = """# Checks that others wrote
 `make outside` runs test suites and load generators of other projects against one plain vLLM engine (`vllm serve`) and then against Baton with a prefill and a decode engine
 (`baton up`), both with `baton-tiny` on a CPU and the same vLLM arguments, and compares them test by test. Baton's default mode is `disaggregated` meanwhile: each request that
 can be split is split. What one engine passes, Baton must pass; each difference has its reason below, or is a bug. Foreign sources are fetched by each run into a scratch folder and
-are not part of this repository. `make outside ARGS="--list"` lists the suites, `ARGS="--only langchain,vllm-pd"` runs some.
+are not part of this repository. `make outside ARGS="--list"` lists the suites, `ARGS="--only langchain,vllm-pd"` runs some,
+`ARGS="--go-on"` goes on where the latest run was stopped.
 
 A test that fails on both asks for something that this model or set-up does not have: a model that follows instructions, adapters of the hub, a reasoning parser. So that
 answers end soon, control characters end them as the model's end token does.
@@ -82,7 +83,7 @@ def compared(result: Comparison, facts: str) -> Part:
         str(len(differences)),
         str(len(unexplained)),
     ]
-    blocks = [f"## {result.suite}", f"{result.what}.", facts, _figures(result), _not_reached(result), _cut_off(result)]
+    blocks = [f"## {result.suite}", f"{result.what}.", facts, _figures(result), _cut_off(result)]
     blocks += [_differences(result), _failed(result.neither()), _skipped(result)]
     return Part(f"| {' | '.join(cells)} |", "\n\n".join(block for block in blocks if block))
 
@@ -91,11 +92,6 @@ def _figures(result: Comparison) -> str:
     if not result.pd.figures:
         return ""
     return f"One engine: {result.one_engine.figures}.\nP/D: {result.pd.figures}."
-
-
-def _not_reached(result: Comparison) -> str:
-    left = len(result.not_reached())
-    return f"{left} tests are not compared: the time of their file was over before them." if left else ""
 
 
 def _cut_off(result: Comparison) -> str:

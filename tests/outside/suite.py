@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ OWN_OPTIONS = ("-c", "/dev/null", f"--rootdir={PLUGINS}", f"--confcutdir={PLUGIN
 TEST_S_MAX = 180
 """For one foreign test; engines on a busy CPU answer a thousand tokens in about half a minute."""
 END_S_MAX = 10.0
+RAN_TO_ITS_END = frozenset({0, 1, 5})
+"""Exit codes of pytest: all passed, some did not, none was left to run."""
 
 
 class CannotRun(Exception):
@@ -34,7 +37,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     test: str
     outcome: str
-    """passed, failed, skipped, or not reached within the time of its file."""
+    """passed, failed or skipped."""
     why: str = ""
     took_s: float = 0.0
 
@@ -47,6 +50,10 @@ class Target:
     url: str
     model_dir: Path
     """The model that it serves, for clients that tokenize."""
+    goes_on: bool = False
+    """A run of tests that was cut off goes on with those that it had not reached."""
+    run_s_max: float = math.inf
+    """For one suite, where that is less than the suite's own."""
 
 
 class Run(msgspec.Struct):
@@ -57,6 +64,8 @@ class Run(msgspec.Struct):
     """Measurements in words, where the suite measures."""
     cut_off: bool = False
     """The deadline or a signal ended it."""
+    served: dict[str, int] = {}
+    """Requests on P/D by mode, as Baton counts them."""
 
 
 class Suite(Protocol):
@@ -174,29 +183,26 @@ def pytest_run(
     env: Mapping[str, str],
     plugins: Sequence[str] = (),
     test_s_max: float = TEST_S_MAX,
-    file_s_max: float | None = None,
 ) -> Run:
-    """Run foreign tests under pytest, with one outcome for each that was reached. ``file_s_max``: the time of one file's
-    tests, after which the rest of them is not reached.
-    """
-    lines = folder / f"{target.name}.jsonl"
+    """Run foreign tests under pytest, with one outcome for each that was reached."""
+    lines = folder / f"{target.name}.{target.model_dir.name}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    lines.unlink(missing_ok=True)
+    if not target.goes_on:
+        lines.unlink(missing_ok=True)
     log = folder / f"{target.name}.log"
     chosen = [part for plugin in ("outcome_lines", *plugins) for part in ("-p", plugin)]
     options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", f"--timeout={test_s_max:g}"]
-    limits = {"FILE_S_MAX": f"{file_s_max:g}"} if file_s_max is not None else {}
     code = command(
         [python, "-m", "pytest", "-q", *chosen, *options, *tests],
         log,
-        s_max=s_max,
+        s_max=min(s_max, target.run_s_max),
         cwd=cwd,
-        env={"PYTHONPATH": str(PLUGINS), "OUTCOME_LINES": str(lines), **limits, **env},
+        env={"PYTHONPATH": str(PLUGINS), "OUTCOME_LINES": str(lines), **env},
     )
     if not lines.exists():
         raise CannotRun(f"pytest ended with {code} before any test: see {log}")
     outcomes = [msgspec.json.decode(line, type=Outcome) for line in lines.read_bytes().splitlines()]
-    return Run(outcomes, cut_off=code is None or code < 0)
+    return Run(list({one.test: one for one in outcomes}.values()), cut_off=code not in RAN_TO_ITS_END)
 
 
 def last_line(log: Path) -> str:

@@ -13,7 +13,7 @@ FOLDERS = (
 )
 """In the order in which they run."""
 ATTACHES = "RemoteOpenAIServer"
-TEST_S_MAX, FILE_S_MAX = 60.0, 120.0
+TEST_S_MAX = 120.0
 RESPONSES = "tests/entrypoints/openai/responses/"
 NO_ENDPOINT = ("correctness/", "test_chat_error", "test_completion_error", "test_serving_chat.py", "test_uds", "_vlm")
 """Files that start an engine in the test's own process, a model of images, or load data sets."""
@@ -29,7 +29,7 @@ class VllmApi:
         "vLLM's tests of its HTTP API (`tests/entrypoints`: messages, responses, models, tokenize, instrumentator, completions, chat "
         "completions, scoring and decisions), those that talk to a server"
     )
-    run_s_max = 1800.0
+    run_s_max = 7200.0
 
     def fetch(self, folder: Path) -> str:
         vllm_sources.sources(folder)
@@ -50,7 +50,6 @@ class VllmApi:
             target=target,
             s_max=self.run_s_max,
             test_s_max=TEST_S_MAX,
-            file_s_max=FILE_S_MAX,
             env={
                 "ATTACHED_URL": target.url,
                 "ATTACHED_MODEL": str(target.model_dir),

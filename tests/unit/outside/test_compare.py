@@ -55,14 +55,6 @@ def test_of_a_run_that_was_cut_off_only_what_both_reached_is_compared(known):
     assert differences(compared(run(a="passed", b="passed"), cut), known) == [("a", "failed", "")]
 
 
-def test_what_the_time_of_its_file_did_not_reach_on_one_target_is_counted_and_not_compared(known):
-    left = Run([*run(a="failed").outcomes, Outcome("b", compare.NOT_REACHED)])
-    result = compared(run(a="passed", b="passed"), left)
-
-    assert differences(result, known) == [("a", "failed", "")]
-    assert "1 tests are not compared" in page.compared(result, "Run once.").section
-
-
 def test_failures_on_both_are_no_differences_but_named(known):
     result = compared(run(a="failed"), run(a="failed"))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.outside.compare import NOT_REACHED
+import pytest
+
 from tests.outside.suite import Target, pytest_run
 from tests.outside.suites.llm_comply import outcomes_of
 
@@ -15,33 +16,40 @@ def test_third(): pass
 """
 
 
-def outcomes_of_files(folder, file_s_max):
-    for name in ("test_one.py", "test_two.py"):
-        (folder / name).write_text(THREE_TESTS)
-    found = pytest_run(
+def run_three(folder, *, goes_on):
+    return pytest_run(
         sys.executable,
-        ["-c", "/dev/null", f"--rootdir={folder}", "test_one.py", "test_two.py"],
+        ["-c", "/dev/null", f"--rootdir={folder}", "test_three.py"],
         cwd=folder,
         folder=folder,
-        target=Target("it", "", folder),
+        target=Target("it", "", folder, goes_on=goes_on),
         s_max=120,
         env={},
-        file_s_max=file_s_max,
     )
-    assert not found.cut_off
-    return {outcome.test: outcome.outcome for outcome in found.outcomes}
 
 
-def test_a_file_that_used_its_time_leaves_the_next_one_alone(tmp_path):
-    found = outcomes_of_files(tmp_path, file_s_max=0)
-
-    for file in ("test_one.py", "test_two.py"):
-        names = ("first", "second", "third")
-        assert [found[f"{file}::test_{name}"] for name in names] == ["passed", NOT_REACHED, NOT_REACHED]
+def found_by(run):
+    assert not run.cut_off
+    return {outcome.test.rpartition("_")[2]: outcome.outcome for outcome in run.outcomes}
 
 
-def test_without_a_limit_each_test_has_its_own_outcome(tmp_path):
-    assert sorted(outcomes_of_files(tmp_path, file_s_max=None).values()) == ["failed", "failed", *["passed"] * 4]
+def test_each_test_has_its_own_outcome(tmp_path):
+    (tmp_path / "test_three.py").write_text(THREE_TESTS)
+
+    assert found_by(run_three(tmp_path, goes_on=False)) == {"first": "passed", "second": "failed", "third": "passed"}
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_that_goes_on_keeps_what_the_earlier_one_found_and_runs_the_rest(tmp_path, goes_on):
+    (tmp_path / "test_three.py").write_text(THREE_TESTS)
+    run_three(tmp_path, goes_on=False)
+    (lines,) = tmp_path.glob("it.*.jsonl")
+    first, second, _ = lines.read_text().splitlines(keepends=True)
+    lines.write_text(first + second)
+    (tmp_path / "test_three.py").write_text(THREE_TESTS.replace('assert False, "not now"', "pass"))
+
+    again = "failed" if goes_on else "passed"
+    assert found_by(run_three(tmp_path, goes_on=goes_on)) == {"first": "passed", "second": again, "third": "passed"}
 
 
 def test_each_error_of_a_check_counts_by_itself_whatever_the_model_said():
