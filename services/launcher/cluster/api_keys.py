@@ -71,6 +71,8 @@ def add_entry(file: Path, entry: KeyEntry) -> None:
     sees the old keys or the new ones; a new file is for its owner only. Raises CannotAdd, OSError.
     """
     file = file.resolve()  # A link stays a link.
+    if file.exists() and not file.is_file():  # Replacing /dev/null, as root, would take it from the whole machine.
+        raise CannotAdd("it is no regular file")
     with _locked(file.parent):
         _replace(file, _with_entry(_text_of(file), entry))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,3 +91,15 @@ def test_a_name_and_a_budget_are_written_and_no_name_twice(tmp_path: Path):
     assert code == 1
     assert "another key in it has the name ci" in " ".join(said.split())
     assert [(key.label, key.monthly_tokens) for key in keys_in(file).values()] == [("ci", 500)]
+
+
+def test_a_device_or_pipe_is_refused_and_stays_what_it_is(tmp_path: Path):
+    """Root would replace /dev/null for the whole machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    code, printed = new(pipe)
+
+    assert (code, "no regular file" in printed) == (1, True)
+    assert "baton-" not in printed
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
