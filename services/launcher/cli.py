@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -44,6 +45,8 @@ app = typer.Typer(
 
 up_command.add_to(app)
 GROUP = "baton.commands"
+HELP = {"bench": "Replay a trace against simulated fleets in virtual time, and tune placement."}
+"""Of commands of other packages, which are imported only when called."""
 
 
 @app.command(rich_help_panel="Run a system")
@@ -83,6 +86,10 @@ def main() -> None:
         app()
     except KeyboardInterrupt:  # before the command listens for it
         sys.exit(130)
+    except OSError as error:  # A file that the user named, or a full disk; others are defects and keep their traceback.
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        fail(f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}.")
 
 
 def mount(app: typer.Typer, arguments: list[str]) -> None:
@@ -95,7 +102,8 @@ def mount(app: typer.Typer, arguments: list[str]) -> None:
         if arguments[:1] == [entry.name]:
             add(app, entry.name, entry.load())
         elif entry.name not in own:
-            app.command(name=entry.name, help=f"See: baton {entry.name} --help")(_not_called)
+            summary = HELP.get(entry.name, f"See: baton {entry.name} --help")
+            app.command(name=entry.name, help=summary, rich_help_panel="Plan it")(_not_called)
 
 
 def add(app: typer.Typer, name: str, loaded: typer.Typer) -> None:

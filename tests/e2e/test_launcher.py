@@ -154,6 +154,24 @@ def test_impossible_options_give_a_clear_error(tmp_path: Path, arguments: tuple[
     assert "Traceback" not in out + err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--state-dir", "FILE/state"), "FILE/state: Not a directory"),
+        (("--port", "99999"), "less than or equal to 65535"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_said_without_a_traceback(tmp_path: Path, arguments: tuple[str, ...], text: str):
+    file = tmp_path / "file"
+    file.touch()
+    given = [each.replace("FILE", str(file)) for each in arguments]
+    code, out, err = baton("up", *SIMULATED, *given)
+
+    assert code != 0
+    assert text.replace("FILE", str(file)) in out + err
+    assert "Traceback" not in out + err
+
+
 def test_a_misspelled_setting_stops_the_start_and_is_named(tmp_path: Path):
     with System(tmp_path, *SIMULATED, env={"ROUTER_BODY_BYTE_MAX": "1"}) as wrong:
         assert wrong.process is not None

@@ -44,6 +44,7 @@ from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.options import ModelOptions, UpOptions
 
 ROUTERS_MAX = 64
+PORTS = {"min": 1, "max": 65535, "metavar": "PORT"}
 ACCESS_VARIABLES = (KEYS_VARIABLE, "ROUTER_KEYS", "ROUTER_INSECURE")
 """With one of these set, the user has decided about client access; routers validate the values."""
 OF_ONE_MODEL = ("WORKER_SERVED_MODEL_NAME", "WORKER_ALIASES", "WORKER_REVISION")
@@ -63,14 +64,14 @@ AwakeMax = Annotated[
 ]
 Engine = Annotated[EngineKind | None, option("Workers", "Engine of the workers.", "vllm")]
 Host = Annotated[str, option("Network", "Address to listen on.")]
-Port = Annotated[int, option("Network", "Port of the OpenAI API.")]
+Port = Annotated[int, option("Network", "Port of the OpenAI API.", **PORTS)]
 Routers = Annotated[int, option("Network", "Routers that share this port.", min=1, max=ROUTERS_MAX)]
 CollectorHost = Annotated[str, option("Network", "Address of the console and the metrics.")]
-CollectorPort = Annotated[int, option("Network", "Port of the console and the metrics.")]
+CollectorPort = Annotated[int, option("Network", "Port of the console and the metrics.", **PORTS)]
 NatsHost = Annotated[
     str, option("Network", "Address of the NATS that is started, for workers on other hosts.", metavar="ADDRESS")
 ]
-NatsPort = Annotated[int, option("Network", "Port of the NATS that is started.")]
+NatsPort = Annotated[int, option("Network", "Port of the NATS that is started.", **PORTS)]
 RunningNats = Annotated[str, option("Network", "Use this running NATS instead.", False)]
 Insecure = Annotated[bool, option("Network", "Accept other machines without API keys.", True, "--insecure")]
 OpenNats = Annotated[
