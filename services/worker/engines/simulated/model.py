@@ -89,8 +89,12 @@ def models_response(names: list[str], max_model_len: int, adapters: Iterable[str
     return msgspec.json.encode({"object": "list", "data": cards})
 
 
+class NoTokenizer(Exception):
+    """The model's tokenizer cannot be had; the message says why and what to do."""
+
+
 def find_model(settings: Settings, cache_dir: Path) -> tuple[Path, str]:
-    """The directory of the model's tokenizer, and the model's revision."""
+    """The directory of the model's tokenizer, and the model's revision. Raises NoTokenizer."""
     if settings.model == TINY_MODEL:
         return ensure_tiny_tokenizer(cache_dir), tiny_revision()
     path = Path(settings.model)
@@ -98,7 +102,15 @@ def find_model(settings: Settings, cache_dir: Path) -> tuple[Path, str]:
         return path, str(path.resolve())
     from huggingface_hub import snapshot_download  # Only a model from the hub needs it.
 
-    found = Path(snapshot_download(settings.model, revision=settings.revision or None, allow_patterns=TOKENIZER_FILES))
+    try:
+        folder = snapshot_download(settings.model, revision=settings.revision or None, allow_patterns=TOKENIZER_FILES)
+    except (OSError, ValueError) as error:  # No network, no such model, no name that a model can have.
+        why = str(error).splitlines()[0].rstrip(".")
+        raise NoTokenizer(
+            f"A simulated engine needs the tokenizer of {settings.model}: no folder has this name, and Hugging Face "
+            f"does not have it or cannot be reached ({why}). {TINY_MODEL} needs no network."
+        ) from error
+    found = Path(folder)
     return found, found.name
 
 
