@@ -239,7 +239,11 @@ async def order_model(nats_url: str, order: OrderModel) -> ModelOrdered:
 
 
 async def _no_such_worker(nats_url: str, worker_id: str) -> str:
-    running = ", ".join((await read_fleet(nats_url)).worker_ids) or "none"
+    fleet = await read_fleet(nats_url)
+    for worker in fleet.state.workers:
+        if worker.record.worker_id == worker_id:
+            return f"{worker_id} is {worker.phase.value} and takes no orders now. Try again in a moment."
+    running = ", ".join(fleet.worker_ids) or "none"
     return f"No worker with the id {worker_id} is running. Running workers: {running}"
 
 

@@ -83,6 +83,12 @@ def test_the_command_submits_follows_and_fetches(simulated: System, tmp_path: Pa
     code, out, err = baton("batch", "results", newest["id"], "--to", str(target), *state)
     assert (code, err) == (0, "")
     assert len(target.read_text().splitlines()) == 8
+    source.write_bytes(lines(CHAT, 2, model="nobodys"))
+    code, out, err = baton("batch", "submit", str(source), "--wait", "--json", *state)
+    failed = json.loads(out)["id"]
+    code, out, err = baton("batch", "results", failed, *state)
+    assert (code, f"`baton batch results {failed} --errors`" in err) == (1, True)
+    assert len(baton("batch", "results", failed, "--errors", *state)[1].splitlines()) == 2
     source.write_text("nonsense")
     code, out, err = baton("batch", "submit", str(source), "--wait", *state)
     assert (code, "line 1" in out) == (1, True)

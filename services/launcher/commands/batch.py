@@ -119,7 +119,11 @@ def results(
         if not found.has_ended:
             fail(f"{batch_id} is {found.status}: {found.done} of {found.request_counts.total} lines are done.")
         if not file_id:
-            fail(f"{batch_id} has no {'errors' if errors else 'results'}; it is {found.status}.")
+            other = found.output_file_id if errors else found.error_file_id
+            hint = (
+                f" `baton batch results {batch_id}{'' if errors else ' --errors'}` writes the others." if other else ""
+            )
+            fail(f"{batch_id} is {found.status}: no line has {'failed' if errors else 'succeeded'}.{hint}")
         pieces = client.content(file_id)
         try:
             with to.open("wb") if to is not None else sys.stdout.buffer as out:

@@ -56,7 +56,7 @@ def _sections(report: DisaggregationReport) -> Iterator[RenderableType]:
 
 def _table(buckets: list[ReportBucket]) -> Table:
     """Two lines for each range of lengths: disaggregated and aggregated."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")  # fits into 80 columns
     table.add_column("prompt tokens", no_wrap=True)
     table.add_column("mode", no_wrap=True)
     for heading in ("requests", *(name for name, _field in LATENCIES)):

@@ -201,8 +201,13 @@ class Watch:
             self._note(now, "orchestrator", "no leader", bad=True)
 
     def health(self, *, connected: bool) -> str:
-        """healthy, degraded or unhealthy: unhealthy means that no request can be served."""
-        roles = {one.record.role for one in self.workers.values() if one.phase is WorkerPhase.READY}
+        """healthy, degraded or unhealthy: unhealthy means that no request can be served. A request wakes engines that
+        sleep, so they count as ready while no other is.
+        """
+        engines = [one for one in self.workers.values() if one.record.role is not Role.STORE and one.ended is None]
+        sleeps = all(one.phase is WorkerPhase.ASLEEP for one in engines)
+        able = WorkerPhase.ASLEEP if sleeps else WorkerPhase.READY
+        roles = {one.record.role for one in self.workers.values() if one.phase is able}
         has_router = any(
             name == "router" and status.phase is ServicePhase.READY
             for (name, _instance), (_at, status) in self.services.items()

@@ -59,6 +59,7 @@ def test_it_compares_both_modes_and_gives_the_reasons(columns: int):
         assert text in flat
     assert "1 to 255: no, about equal, and aggregated serving is simpler." in flat
     assert "the cost of a larger batch is not known." in flat
+    assert "…" not in flat
 
 
 def test_without_requests_there_is_advice():

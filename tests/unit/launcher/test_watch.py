@@ -174,6 +174,18 @@ def test_lost_blocks_of_a_store_are_rate_limited_events():
     assert all(one.bad for one in of.events)
 
 
+def test_engines_that_all_sleep_are_healthy_and_one_that_is_lost_beside_them_is_not():
+    of = watch()
+    of.service_status(ServiceStatus(service="router", instance="r1", pid=1, phase=ServicePhase.READY), LATER)
+    of.fleet_state(FleetState(leader="o1", term=1, workers=[]), LATER)
+    for worker, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+        join(of, worker, role, WorkerPhase.ASLEEP, LATER)
+    assert of.health(connected=True) == "healthy"
+
+    of.worker_lost(WorkerLost(worker_id=WorkerId("d1"), epoch=Epoch(1), silent_s=3.0), LATER)
+    assert of.health(connected=True) == "degraded"
+
+
 def test_health_follows_routers_roles_and_the_leader():
     of = watch()
     assert of.health(connected=True) == "unhealthy"
