@@ -21,8 +21,7 @@ import msgspec
 from tests.outside import page
 from tests.outside.compare import Comparison
 from tests.outside.suite import ROOT, CannotRun, Run, Suite, Target
-from tests.outside.suites.langchain import Langchain
-from tests.outside.suites.litellm import Litellm
+from tests.outside.suites.clients import LANGCHAIN, LITELLM
 from tests.outside.suites.llm_comply import LlmComply
 from tests.outside.suites.load_generators import Aiperf, Guidellm
 from tests.outside.suites.sdks import ANTHROPIC, OPENAI
@@ -34,11 +33,11 @@ from tests.outside.targets import ONE_ENGINE, PD, model_folder, modes, one_engin
 SUITES: Sequence[Suite] = (
     VllmPd(),
     VllmBench(),
-    Langchain(),
+    LANGCHAIN,
     OPENAI,
     ANTHROPIC,
     LlmComply(),
-    Litellm(),
+    LITELLM,
     Guidellm(),
     Aiperf(),
     VllmApi(),
