@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from shared.contracts.engine_paths import PASSED_THROUGH, TOKENIZER_INFO
+from shared.contracts.engine_paths import PASSED_THROUGH, PLACED, TOKENIZER_INFO
 from tests.support.system import System
 
 pytestmark = pytest.mark.nats
@@ -26,7 +26,11 @@ EXAMPLES = 50
 START_S_MAX = 120.0
 ANSWER_S_MAX = 60.0
 FURTHER = ("/healthcheck", "/baton/decisions", "/v1/decisions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-KEPT = ("/v1/files", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}/cancel")
+KEPT = (
+    *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
+    *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
+    *("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),
+)
 BREAKAGES = {500, 502, 504}
 """What no input alone may cause, while all workers are well."""
 
@@ -58,9 +62,8 @@ def test_fuzzed_requests_get_documented_responses(simulated: System):
             fuzz(operation, mode)
 
     assert {
-        "/v1/completions",
-        "/v1/chat/completions",
         "/v1/models",
+        *PLACED,
         *PASSED_THROUGH,
         TOKENIZER_INFO,
         *FURTHER,

@@ -38,6 +38,8 @@ PIECES_MAX = 4
 CHANGES_MAX = 4
 PIPELINED_MAX = 3
 NOT_READ_SHARE = 0.1
+FILES_BYTES_MAX = 10
+"""Full with the first upload, so that what is kept does not grow."""
 INJECTED = b"x-injected"
 ENDLESS = b"x-accel-buffering"
 """In the head of a stream that ends only when its client leaves."""
@@ -97,6 +99,12 @@ OF_ROUTER = Asked(
         b"/v1/decisions/latest",
         b"/tokenizer_info?model=m",
         b"/healthcheck",
+        b"/v1/responses/resp_1",
+        b"/v1/responses/resp_1/input_items?limit=1&order=asc&after=x",
+        b"/v1/files?limit=1",
+        b"/v1/files/file_1/content",
+        b"/v1/batches?after=batch_1",
+        b"/v1/batches/batch_1",
         b"/metrics",
         b"/health",
         b"/openapi.json",
@@ -106,6 +114,8 @@ OF_ROUTER = Asked(
     posts=(
         *(b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/models", b"/metrics", b"/ready"),
         *(b"/invocations", b"/v2/embed", b"/v1/audio/transcriptions", b"/v1/load_lora_adapter"),
+        *(b"/v1/messages", b"/v1/messages/count_tokens", b"/v1/responses", b"/v1/responses/resp_1/cancel"),
+        *(b"/v1/files", b"/v1/batches", b"/v1/batches/batch_1/cancel"),
     ),
     bodies=(
         b'{"model":"m","prompt":"hello","max_tokens":3}',
@@ -113,8 +123,16 @@ OF_ROUTER = Asked(
         b'{"model":"m","messages":[{"role":"user","content":"hello"}],"baton":{"mode":"aggregated","ttft_s":1}}',
         b'{"model":"nobody"}',
         b'{"lora_name":"sql","lora_path":"sql-v1"}',
+        b'{"model":"m","max_tokens":3,"messages":[{"role":"user","content":"hello"}],"stream":true}',
+        b'{"model":"m","input":"hello","store":true,"previous_response_id":"resp_1"}',
+        b'{"model":"m","input":"hello","background":true}',
+        b'{"input_file_id":"file_1","endpoint":"/v1/completions","completion_window":"24h"}',
         b"[",
         b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--x--\r\n',
+        (
+            b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--x--\r\n'
+        ),
     ),
 )
 OF_COLLECTOR = Asked(
@@ -301,7 +319,9 @@ async def connect(protocol: EdgeProtocol, client: Client, pieces: list[bytes], *
 @asynccontextmanager
 async def router_edge() -> AsyncIterator[Target]:
     """A router's, with one worker."""
-    async with open_world(Settings(log_requests=False, connections_per_address_max=0, decisions_max=100)) as here:
+    kept = {"response_bytes_max": 10_000, "files_bytes_max": FILES_BYTES_MAX}
+    settings = Settings(log_requests=False, connections_per_address_max=0, decisions_max=100, **kept)
+    async with open_world(settings) as here:
         await here.worker("w1", script=answer)
         edge = here.router.edge
         yield Target(
