@@ -78,8 +78,9 @@ class ChildStarter:
         return self.logs / f"{name}.log"
 
     async def start(self, plan: ProcessPlan) -> Child:
-        """Start one process. Its output is appended to ``<logs>/<name>.log``."""
+        """Start one process. Its output is appended to ``<logs>/<name>.log``. Raises OSError."""
         log = self.log_of(plan.name)
+        log.parent.mkdir(parents=True, exist_ok=True)  # A user may have removed the state directory.
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *plan.command,
@@ -149,5 +150,5 @@ def _end_of(file: Path, bytes_max: int) -> bytes:
         with file.open("rb") as opened:
             opened.seek(max(0, opened.seek(0, os.SEEK_END) - bytes_max))
             return opened.read(bytes_max)
-    except FileNotFoundError:
+    except OSError:  # It is gone, or cannot be read.
         return b""

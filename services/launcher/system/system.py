@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -222,26 +222,32 @@ class System:
         """Start the process and restart it when it dies, until the system stops or the process is given up."""
         history = RestartHistory(self._restarts)
         while not self._stopping.is_set():
-            child = await self._starter.start(process)
-            self._children[process.name] = child
-            self._screen.board.started(process.name, child.pid, self._clock.now())
-            if self._stopping.is_set():  # It started while the others were being stopped.
-                await self._stop(child)
-            exit_code = await child.process.wait()
-            del self._children[process.name]
-            self._starter.forget(child)
-            if self._stopping.is_set() or (self.rows[process.name].has_drained and exit_code == 0):
-                self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
-                return
-            if exit_code == 0 and self._ready[process.name].is_set():
-                pause_s: float | None = self._after_end(process, history)
-            else:
-                pause_s = self._after_death(process, child, exit_code, history)
+            pause_s = await self._run(process, history)
             if pause_s is None:
                 return
             await first_of(asyncio.sleep(pause_s), self._stopping.wait())
             if process.stage is Stage.NATS and not self._stopping.is_set():
                 self._tasks.create_task(self._watch_nats_return(process), name="nats-return")
+
+    async def _run(self, process: ProcessPlan, history: RestartHistory) -> float | None:
+        """From its start to its end. Returns the pause before the next start, or None for no other start."""
+        try:
+            child = await self._starter.start(process)
+        except OSError as error:  # Such as no space for its log, no memory, or a program that was removed.
+            return self._after_failure(process, f"It cannot be started: {error}.", (), 1, history)
+        self._children[process.name] = child
+        self._screen.board.started(process.name, child.pid, self._clock.now())
+        if self._stopping.is_set():  # It started while the others were being stopped.
+            await self._stop(child)
+        exit_code = await child.process.wait()
+        del self._children[process.name]
+        self._starter.forget(child)
+        if self._stopping.is_set() or (self.rows[process.name].has_drained and exit_code == 0):
+            self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
+            return None
+        if exit_code == 0 and self._ready[process.name].is_set():
+            return self._after_end(process, history)
+        return self._after_death(process, child, exit_code, history)
 
     async def _watch_nats_return(self, process: ProcessPlan) -> None:
         """NATS publishes no status: it is ready when the launcher's connection is back."""
@@ -264,15 +270,20 @@ class System:
         return history.died(self._clock.now()).pause_s
 
     def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, history: RestartHistory) -> float | None:
-        """Report the death. Returns the pause before the restart, or None for no restart."""
-        now = self._clock.now()
+        """As ``_after_failure``, with the reason from its status and log."""
         row = self._screen.board.rows[process.name]
         detail = row.detail if row.phase is ServicePhase.FAILED else ""
         lines = children.tail(child.log)
-        why = why_it_died(lines, exit_code, detail)
+        return self._after_failure(process, why_it_died(lines, exit_code, detail), lines, exit_code, history)
+
+    def _after_failure(
+        self, process: ProcessPlan, why: str, lines: Sequence[str], exit_code: int, history: RestartHistory
+    ) -> float | None:
+        """Report it. Returns the pause before the next start, or None for no restart."""
+        now = self._clock.now()
         self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
         if self._is_final(process, exit_code):
-            self._give_up(process, f"{why}\nIts log: {child.log}")
+            self._give_up(process, f"{why}\nIts log: {self._starter.log_of(process.name)}")
             return None
         restart = history.died(now)
         self._restarting.add(process.name)

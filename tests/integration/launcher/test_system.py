@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,30 @@ async def test_a_worker_that_dies_is_started_again_under_the_same_name(tmp_path:
         os.kill(first, signal.SIGKILL)
 
         await until(lambda: system.rows["w1"].pid != first and system.rows["w1"].phase is ServicePhase.READY)
+
+
+async def test_a_worker_whose_logs_were_removed_or_cannot_be_written_is_started_when_it_can(tmp_path: Path):
+    """A user removes the state directory of a system that runs; something is in the way when it is made again."""
+    logs = tmp_path / "logs"
+
+    def is_again(than: int) -> bool:
+        return system.rows["w1"].pid != than and system.rows["w1"].phase is ServicePhase.READY
+
+    async with system_of(tmp_path, w1=(), w2=()) as system:
+        await system.bring_up()
+        first, other = system.rows["w1"].pid, system.rows["w2"].pid
+        shutil.rmtree(logs)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: is_again(first))
+
+        shutil.rmtree(logs)
+        logs.touch()
+        second = system.rows["w1"].pid
+        os.kill(second, signal.SIGKILL)
+        await until(lambda: "cannot be started" in system.rows["w1"].detail)
+        logs.unlink()
+        await until(lambda: is_again(second))
+        assert system.rows["w2"].pid == other
 
 
 async def test_a_worker_that_an_upgrade_ends_is_started_again_and_no_failure_is_reported(tmp_path: Path):
