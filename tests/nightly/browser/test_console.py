@@ -293,6 +293,12 @@ def test_several_models_have_a_table(page: Page, tmp_path: Path):
             rows = page.locator("#model-table tbody tr")
             expect(rows.filter(has_text="baton-tiny")).to_contain_text("1 decode, 1 prefill")
             expect(rows.filter(has_text="second")).to_contain_text("none")
+            table = page.locator("#model-table")
+            assert table.evaluate("node => node.scrollWidth <= node.clientWidth"), "its columns are cut off"
+            assert system.complete("Who are you?").status_code == 200
+            outcome = page.locator(".row .who span").first
+            expect(outcome).to_have_text(re.compile("decode first|P/D|aggregated"))
+            assert outcome.evaluate("node => node.scrollWidth <= node.clientWidth"), "a model's name hides it"
             expect(page.locator("[data-id=b1]")).to_contain_text("asleep")
             expect(page.locator("#health-sentences")).to_contain_text("is asleep; a request wakes it")
         page.goto("about:blank")  # Before its stream ends.

@@ -121,16 +121,22 @@ function drawRow(row, one, scales) {
   button.dataset.state = failed ? "failed" : one.slow ? "slow" : "ok";
   const rest = restOf(one);
   const parts = one.parts.length || !isKnown(one.ttft_s) ? one.parts : [{ name: "time to first token", seconds: one.ttft_s }];
+  const outcome = failed ? one.reason || one.status : SHORT_MODES[one.mode] ?? modeText(one.mode);
   button.replaceChildren(
     el("span", { class: "when" }, clock(one.ended_at)),
     el("span", { class: "mark", title: failed ? "failed" : one.slow ? "slow" : "well" }),
-    el("span", { class: "who" }, el("b", {}, one.tenant || one.model), ` ${failed ? one.reason || one.status : SHORT_MODES[one.mode] ?? modeText(one.mode)}`),
+    el("span", { class: "who", title: one.tenant || one.model }, el("b", {}, one.tenant || shortName(one.model)), el("span", {}, outcome)),
     el("span", { class: "tokens" }, `${counted(one.prompt_tokens)} → ${counted(one.tokens_out)}`),
     el("span", { class: "bar-ttft" }, partsBar(parts, scales.ttft)),
     el("span", { class: "ttft" }, duration(one.ttft_s)),
     el("span", { class: "bar-rest" }, partsBar([{ name: "decode", seconds: Math.max(rest, 0) }], scales.rest)),
     el("span", { class: "rest" }, rest < 0 ? UNKNOWN : duration(rest)),
   );
+}
+
+/* Of a path or an id of Hugging Face, what tells models apart. */
+function shortName(model) {
+  return model.split("/").filter(Boolean).at(-1) ?? "";
 }
 
 function sentenceOf(one) {

@@ -55,7 +55,7 @@ function redraw(store, body, id) {
 
 function factsOf(worker) {
   return [
-    ["Model", `${worker.model || UNKNOWN}${worker.revision ? ` (${worker.revision})` : ""}`],
+    ["Model", `${worker.model || UNKNOWN}${worker.revision && worker.revision !== worker.model ? ` (${worker.revision})` : ""}`],
     ...(worker.adapters.length ? [["LoRA adapters", worker.adapters.join(", ")]] : []),
     ["Engine", `${worker.engine || UNKNOWN}${worker.host ? ` on ${worker.host}` : ""}`],
     ["Requests", `${counted(worker.legs)} assigned; ${plural(worker.waiting_tokens, "prompt token")} waiting for prefill`],
