@@ -13,7 +13,7 @@ from shared.contracts.control import DiskFolder, DiskSpace, ServicePhase
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import KvMoved
 from shared.contracts.planning import Demand, PlanAction, PlanDecision
-from shared.contracts.workers import Role, WorkerLost, WorkerPhase
+from shared.contracts.workers import FleetWorker, Role, WorkerLost, WorkerPhase
 from tests.support.fleet_builders import load, record
 from tests.unit.collector.console_world import PARTS, finished, fleet, service
 
@@ -300,6 +300,16 @@ def test_a_silent_worker_is_reported_with_an_action(shown):
     assert one.text == "p1 has sent no report for 4 s; requests go to other workers."
     assert one.action == "If it does not report again, see its log."
     assert shown.page().health.status == "degraded"
+
+
+def test_a_worker_that_loads_a_model_for_minutes_is_not_called_silent(shown):
+    shown.healthy()
+    starting = msgspec.structs.replace(P1, phase=WorkerPhase.STARTING)
+    listed = FleetWorker(record=starting, phase=starting.phase, since_s=90.0, silent_s=90.0)
+    shown.metrics.fleet.update(msgspec.structs.replace(fleet(), workers=[listed]), shown.now)
+
+    assert "p1: starting." in shown.sentences()
+    assert not [text for text in shown.sentences() if "no report" in text]
 
 
 def test_a_full_disk_is_named_once_for_all_processes_of_its_host(shown):
