@@ -109,7 +109,10 @@ def _native(*, index: bool, placement: bool) -> Finding:
 
 def _engine(facts: InstallationFacts) -> Iterator[Finding]:
     if not facts.has_vllm:
-        todo = "make setup BATON_ENGINE=cpu (or cuda) installs vLLM."
+        todo = (
+            "make setup BATON_ENGINE=cpu (or cuda) installs vLLM; without a checkout: "
+            "pip install 'baton-serve[cpu]' (or [cuda])."
+        )
         yield _finding(
             Level.NOTE, "vLLM is not installed: only simulated engines can run (--engine simulated).", "", todo
         )

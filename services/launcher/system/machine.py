@@ -132,8 +132,8 @@ def require_vllm() -> None:
     """Raises PlanRefused when vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise PlanRefused(
-            "vLLM is not installed. `make setup BATON_ENGINE=cpu` (or cuda) installs it; "
-            "`baton up --engine simulated` runs without it."
+            "vLLM is not installed. `make setup BATON_ENGINE=cpu` (or cuda) installs it, without a checkout "
+            "`pip install 'baton-serve[cpu]'` (or [cuda]); `baton up --engine simulated` runs without it."
         )
 
 

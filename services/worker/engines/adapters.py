@@ -130,7 +130,7 @@ def copy_adapter(
             digest.update(f"{name}\0".encode() + _copy(source / name, folder / name, most, within))
     except (OSError, RuntimeError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise AdapterRefused(f"{source} cannot be read as an adapter: {_reason(error)}") from None
+        raise AdapterRefused(f"{source} cannot be read as an adapter: {name}: {_reason(error)}") from None
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

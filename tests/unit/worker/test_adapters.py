@@ -87,8 +87,8 @@ def test_a_folder_without_an_adapter_is_refused_and_leaves_nothing(tmp_path, cop
     write(tmp_path / "half")
     (tmp_path / "half" / WEIGHTS[0]).unlink()
 
-    for name in ("empty", "half", "missing"):
-        with pytest.raises(AdapterRefused, match="cannot be read as an adapter"):
+    for name, file in (("empty", CONFIG), ("half", WEIGHTS[0]), ("missing", CONFIG)):
+        with pytest.raises(AdapterRefused, match=f"cannot be read as an adapter: {file}: No such file"):
             copy_adapter(tmp_path / name, copies)
     assert not list(copies.iterdir())
 
