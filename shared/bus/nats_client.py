@@ -297,7 +297,7 @@ def _unknown_key(url: str, access: Access) -> str:
     if access.nkey_file:
         return (
             f"does not know the key in {access.nkey_file}. Keys and secure.conf are made together by `baton init`; "
-            "has nats-server read this one (SIGHUP)?"
+            "has nats-server read this one (SIGHUP)? A joined host whose token was revoked needs a new one."
         )
     if urlsplit(url).username:
         return "rejects this user and password."

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from services.launcher.bus_client import CommandFailed, keys_for, use_keys
 from services.launcher.cluster.folder import FOLDER
+from services.launcher.fleet.joining import stored_names
 from services.launcher.system import state_file
 from services.launcher.system.machine import inherited_environment
 from shared.bus.nats_client import without_password
@@ -94,6 +95,9 @@ def no_nats(url: str, error: BaseException) -> NoReturn:
     shown, text = without_password(url), str(error)
     if text.startswith(f"NATS at {shown} "):  # NATS responds, but refuses the connection.
         fail(f"{text} Run `baton doctor` for details.")
+    if hosts := stored_names(Path(common_settings().state_dir)):
+        whose = f"This machine has joined as {', '.join(hosts)}: run the command on the head host, whose key it needs."
+        fail(f"NATS at {shown} does not respond. {whose}")
     fail(f"NATS at {shown} does not respond. Start a system with `baton up`, or run `baton doctor` to find the cause.")
 
 

@@ -257,7 +257,7 @@ class Session:
         is_default = self.options.state_dir == load_common(inherited_environment()).state_dir
         folder = "" if is_default else f" --state-dir {self.options.state_dir}"
         key = "" if models else " -H 'Authorization: Bearer KEY'"
-        models = models or [each.model or "MODEL" for each in self.options.models]
+        models = models or [each.model or "baton-tiny" for each in self.options.models]
         body = json.dumps({"model": models[0], "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
         return f"""
 [bold green]Baton is ready:[/] {endpoint}/v1   model [bold]{escape(", ".join(models))}[/]   {workers}

@@ -153,7 +153,7 @@ def not_allowed(message: str) -> HttpError:
 
 UNKNOWN = HttpError(
     401,
-    error_body(401, "An API key is needed: `Authorization: Bearer KEY`.", code="invalid_api_key"),
+    error_body(401, "An API key that is known here is needed: `Authorization: Bearer KEY`.", code="invalid_api_key"),
     reason="unauthorized",
     more=((b"www-authenticate", b'Bearer realm="baton"'),),
 )

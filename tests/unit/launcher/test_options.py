@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.launcher.commands.options import no_nats
+from services.launcher.fleet.joining import TOKEN, joined_folder
 from services.launcher.system.options import parse_bytes
 from shared.bus.port import BusDown
 
@@ -34,6 +37,20 @@ def test_errors_distinguish_missing_nats_from_refusal_and_hide_the_password(
     assert ended.value.code == 1
     assert text in printed
     assert "secret" not in printed
+
+
+def test_a_host_that_has_joined_sends_its_operator_to_the_head_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    token = joined_folder(tmp_path, "two") / TOKEN
+    token.parent.mkdir(parents=True)
+    token.touch()
+    monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
+
+    with pytest.raises(SystemExit):
+        no_nats("nats://127.0.0.1:4222", BusDown("refused"))
+
+    assert "joined as two: run the command on the head host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
