@@ -91,7 +91,10 @@ def compared(result: Comparison, facts: str) -> Part:
 def _figures(result: Comparison) -> str:
     if not result.pd.figures:
         return ""
-    return f"One engine: {result.one_engine.figures}.\nP/D: {result.pd.figures}."
+    return (
+        "Of one run, beside other work of the machine, and no benchmark. "
+        f"One engine: {result.one_engine.figures}.\nP/D: {result.pd.figures}."
+    )
 
 
 def _cut_off(result: Comparison) -> str:
