@@ -171,9 +171,9 @@ class BucketStream:
         try:
             present = (await self._info({})).config
         except NoBucket:
-            log.info("making the bucket %s", self.bucket)
             made = await self._api("STREAM.CREATE", wanted, _Answer)
             if made.error is None:
+                log.info("made the bucket %s", self.bucket)
                 return
             if made.error.err_code != NAME_IN_USE:
                 raise self._failed(made.error) from None
@@ -215,7 +215,8 @@ class BucketStream:
 
     def _failed(self, error: _Error) -> BusDown:
         if error.err_code == NO_STREAM:
-            return NoBucket(f"the bucket {self.bucket} does not exist yet: an orchestrator makes it")
+            why = "an orchestrator makes it when NATS has the space"
+            return NoBucket(f"the bucket {self.bucket} does not exist yet: {why}")
         return BusDown(f"JetStream: {self.bucket}: {error.description}")
 
 

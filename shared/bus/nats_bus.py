@@ -123,7 +123,7 @@ class NatsBus(Connection):
         try:
             await within(connect_s_max, self._connected(connecting), name="connect to NATS")
         except (BusDown, _TooLate, OSError, nats.errors.Error) as error:
-            why = self._nc.last_error or error
+            why = str(self._nc.last_error or error) or "no response"
             await self.close()
             if isinstance(error, BusDown):
                 raise

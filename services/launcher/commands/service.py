@@ -126,7 +126,9 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
             Path(needed).mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}. Write the files elsewhere with --out, or use --user.")
-    print(f"Written: {', '.join(sorted(map(str, places)))}. To start:")
+    systemds = {str(place_of(each, user=user)) for each in made.files} if out and kind is not Kind.SLURM else set()
+    then = f"Copy them to {' and '.join(sorted(systemds))}, then" if systemds else "To start"
+    print(f"Written: {', '.join(sorted(map(str, places)))}. {then}:")
     for line in made.then:
         print(f"  {line}")
 
@@ -261,7 +263,7 @@ def upgrade(user: User = False, state_dir: StateDir = None) -> None:
     except UpgradeStopped as stopped:
         fail(f"{stopped}. Workers that come after it were not restarted.")
     except BusError as error:
-        fail(str(error))
+        fail(f"The workers' NATS: {error}")
 
 
 def workers_in(folder: Path) -> Sequence[Mapping[str, str]]:

@@ -254,7 +254,7 @@ class Session:
 
     def _greeting(self, where: Endpoints, models: list[str], workers: str) -> str:
         endpoint = where.api
-        is_default = self.options.state_dir == load_common(inherited_environment()).state_dir
+        is_default = self.options.state_dir == load_common({}).state_dir  # Another terminal has other variables.
         folder = "" if is_default else f" --state-dir {self.options.state_dir}"
         key = "" if models else " -H 'Authorization: Bearer KEY'"
         models = models or [each.model or "baton-tiny" for each in self.options.models]

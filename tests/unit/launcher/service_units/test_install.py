@@ -81,6 +81,7 @@ def test_files_and_folders_of_containers_are_written(fleet: Path):
     assert (state / "services" / "one-both-1.env").stat().st_mode & 0o777 == 0o600
     assert (state / "containers" / "router").is_dir()
     assert "systemctl daemon-reload && systemctl enable --now baton.target" in output
+    assert "Copy them to /etc/containers/systemd and /etc/systemd/system, then:" in " ".join(output.split())
 
 
 def test_the_first_api_key_of_a_job_is_shown_here_and_not_in_its_output(fleet: Path):
