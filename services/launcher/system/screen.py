@@ -6,8 +6,11 @@ The supervisor updates the state of each process on the ``Board``, and the scree
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import IO, Any, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -18,6 +21,8 @@ from rich.text import Text
 
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.runtime.clock import Clock
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -112,11 +117,40 @@ STYLES = {
 }
 
 
+class Outlet:
+    """A text stream with a file descriptor that outlives its reader: when a closed terminal or an ended `tee` takes no
+    more text, the descriptor leads to /dev/null from then on, so that a system still stops in order.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """See TextIO."""
+        return self._kept(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        """See TextIO."""
+        self._kept(self._stream.flush, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _kept(self, attempt: Callable[[], T], otherwise: T) -> T:
+        try:
+            return attempt()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            return otherwise
+
+
 class Screen:
     """Shows the board during start and stop, and prints messages in between."""
 
     def __init__(self, board: Board, clock: Clock, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(file=cast("IO[str]", Outlet(sys.stdout)), highlight=False)
         self.board = board
         self.clock = clock
         self._since = clock.now()

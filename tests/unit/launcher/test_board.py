@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from services.launcher.system.screen import Board
+import os
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from services.launcher.system.screen import Board, Outlet, Screen
 from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.runtime.clock import SystemClock
 
 
 def board_with_a_router() -> Board:
@@ -50,3 +57,19 @@ def test_a_stopping_process_no_longer_counts_as_ready():
     board.heard(status(ServicePhase.READY), now=12.1)
 
     assert board.rows["router"].phase is ServicePhase.DRAINING
+
+
+@pytest.mark.parametrize("pair", [os.pipe, os.openpty], ids=["pipe", "terminal"])
+def test_a_system_goes_on_when_what_reads_its_screen_is_gone(pair: Callable[[], tuple[int, int]]):
+    """`baton up | tee log` ends tee on Ctrl-C, too; a closed terminal takes no more text."""
+    reading, writing = pair()
+    with os.fdopen(writing, "w") as stream:
+        board = Board()
+        screen = Screen(board, SystemClock(), Console(file=Outlet(stream)))
+        os.close(reading)
+
+        screen.show("Stopping.")
+        with screen.watching():
+            board.plan("router")
+            board.started("router", pid=7, now=10.0)
+        screen.show_error("It has stopped.")
