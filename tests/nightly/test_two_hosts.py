@@ -24,20 +24,25 @@ from tests.support.system import STOP_S_MAX, end_with_the_tests, environment, un
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
 
 START_S_MAX = 120.0
+ENGINES_START_S_MAX = 900.0
 LOST_S_MAX = 60.0
 COMMAND_S_MAX = 60.0
 ADDRESS, OTHER = "10.0.0.1", "10.0.0.2"
 BATON = ".venv/bin/baton"
-FAST = {"WORKER_SIM_TRANSFER": "tcp", "WORKER_SIM_PREFILL_BASE_S": "0", "WORKER_SIM_DECODE_BASE_S": "0.002"}
+FAST = {"WORKER_SIM_PREFILL_BASE_S": "0", "WORKER_SIM_DECODE_BASE_S": "0.002"}
+OVER_TCP = {"WORKER_SIM_TRANSFER": "tcp", "UCX_TLS": "tcp,self"}
+"""Namespaces of one machine share memory, unlike two machines: KV would go that way."""
 ASK = """
 import json, sys, urllib.request
-body = {"model": "baton-tiny", "prompt": "Once upon a time", "max_tokens": 8}
+body = {"model": "baton-tiny", "prompt": "Once upon a time " * 200, "max_tokens": 8}
 headers = {"authorization": "Bearer " + sys.argv[1], "content-type": "application/json", "x-baton-mode": "disaggregated"}
 asked = urllib.request.Request("http://10.0.0.1:8000/v1/completions", json.dumps(body).encode(), headers)
 with urllib.request.urlopen(asked, timeout=20) as answer:
     assert json.load(answer)["choices"][0]["text"]
     print(answer.headers.get("x-baton-prefill-worker"), answer.headers["x-baton-decode-worker"])
 """
+KV_BYTES_MIN = 1_000_000
+"""Of that prompt, which has 2 MB. NATS's messages for a request have some kB."""
 
 
 @dataclass
@@ -56,7 +61,7 @@ class Host:
     @property
     def environment(self) -> dict[str, str]:
         kept = {name: value for name, value in environment().items() if not name.startswith("XDG_")}
-        return {**kept, **FAST, "HOME": str(self.folder / "home"), "COLUMNS": "80"}
+        return {**kept, **FAST, **OVER_TCP, "HOME": str(self.folder / "home"), "COLUMNS": "80"}
 
     def arguments(self, line: str) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *shlex.split(line, comments=True)]
@@ -101,14 +106,23 @@ class Host:
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_said(self, text: str) -> None:
+    def wait_said(self, text: str, s_max: float = START_S_MAX) -> None:
         try:
-            until(lambda: text in self.said(), f"{self.namespace} says {text!r}", START_S_MAX)
+            until(lambda: text in self.said(), f"{self.namespace} says {text!r}", s_max)
         except AssertionError as error:
             logs = (self.folder / "home").rglob("*.log")
             raise AssertionError(
                 "\n".join([str(error), self.said(), *(f"--- {log}\n{log.read_text()[-2000:]}" for log in logs)])
             ) from error
+
+    def link_bytes(self) -> int:
+        """What has come over the cable."""
+        shown = subprocess.run(
+            ["ip", "-n", self.namespace, "-json", "-stats", "link", "show", self.device],
+            capture_output=True, check=True, timeout=COMMAND_S_MAX,
+        )  # fmt: skip
+        received: int = json.loads(shown.stdout)[0]["stats64"]["rx"]["bytes"]
+        return received
 
     def set_link(self, state: str) -> None:
         command("ip", "-n", self.namespace, "link", "set", self.device, state)
@@ -211,3 +225,24 @@ def test_the_readme_joins_two_hosts_and_a_broken_link_between_them_heals(hosts: 
         with two.running(f"{BATON} join") as refused:
             assert refused.wait(STOP_S_MAX) == 1
         assert "does not know the key" in two.said(), two.said()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(2400)
+def test_the_readme_as_it_is_moves_kv_between_two_hosts(hosts: tuple[Host, Host]):
+    """With vLLM, and the prompt's KV from one namespace to the other over TCP."""
+    one, two = hosts
+    readme = page()
+    (one.folder / "fleet.toml").write_text(readme.fleet)
+
+    with one.running(readme.up):
+        one.wait_said("one-prefill-1  ready", ENGINES_START_S_MAX)
+        one.run(readme.token)
+        (two.folder / "two.token").write_text((one.folder / "two.token").read_text())
+        with two.running(readme.join):
+            two.wait_said("two-decode-1 joined", ENGINES_START_S_MAX)
+            one.wait_said("Baton is ready")
+            [key] = re.findall(r"shown only once:\n(\S+)", one.said())
+            before = two.link_bytes()
+            until(lambda: served_by(one, key) == BOTH, "a request uses both hosts")
+            assert two.link_bytes() - before >= KV_BYTES_MIN

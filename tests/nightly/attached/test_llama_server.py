@@ -132,11 +132,16 @@ def test_requests_wait_for_a_server_that_does_one_at_a_time(client: openai.OpenA
     assert len(set(answers)) == 1
 
 
-def test_the_servers_errors_reach_the_client_and_its_missing_endpoints_are_named(client: openai.OpenAI):
+def test_the_servers_errors_reach_the_client_and_its_missing_endpoints_are_named(system: System, client: openai.OpenAI):
     with pytest.raises(openai.APIStatusError, match="embedding=True"):
         client.embeddings.create(model="chat", input="hi")
     with pytest.raises(openai.NotFoundError, match="/v1/responses"):
         client.responses.create(model="chat", input="hi")
+    message = {"model": "chat", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    refused = system.http.post("/v1/messages", json=message)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["code"]) == (404, "not_found_error", "path_not_served")
+    assert "/v1/messages" in error["message"]
 
 
 def test_a_client_that_leaves_frees_the_server(client: openai.OpenAI):
@@ -163,6 +168,7 @@ def test_a_killed_server_ends_its_stream_and_serves_again_when_it_is_back(
         client.chat.completions.create(model="chat", **ASKED)
     server.start()
     until(lambda: phase(system) == "ready", "the worker takes requests again")
+    until(lambda: system.http.get("/ready").is_success, "the router has heard of it")
 
     assert away.value.status_code == httpx.codes.SERVICE_UNAVAILABLE
     assert "retry-after" in away.value.response.headers
