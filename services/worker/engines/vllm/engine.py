@@ -115,12 +115,24 @@ def _kill_children() -> None:
 
 def _import_vllm() -> None:
     """Takes ten seconds, so it runs off the event loop. Raises EngineRefused."""
-    import vllm
-
     try:
-        check_version(vllm.__version__)
+        _import_what_is_used()
     except UnsupportedEngine as unsupported:
         raise EngineRefused(str(unsupported)) from None
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        raise EngineRefused(
+            f"vLLM cannot be imported ({error}): torchvision was built for another torch than the one that is here. "
+            "Install both from the same index, or `pip uninstall torchvision`; `make setup` does without it"
+        ) from None
+
+
+def _import_what_is_used() -> None:
+    """Raises UnsupportedEngine."""
+    import vllm
+
+    check_version(vllm.__version__)
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.app
     import vllm.v1.engine.async_llm
