@@ -337,8 +337,7 @@ def _request(request: RequestFinished, ago: str) -> Text:
         line.append(f"{request.status} {printable(request.reason)}", "red" if request.status >= 500 else "yellow")
         return line
     cached = f", {request.cached_tokens / request.prompt_tokens:.0%} cached" if request.cached_tokens > 0 else ""
-    prompt = f"{counted(max(0, request.prompt_tokens))} tok{cached}"
-    line.append(f"{prompt:<21} ")
+    line.append(f"{counted(max(0, request.prompt_tokens)):>6} tok{cached:<13} ")
     line.append(f"TTFT {duration(request.ttft_s)}" if request.ttft_s >= 0 else "", "")
     line.append(f"  ITL {duration(request.itl_s)}" if request.itl_s >= 0 else "", "dim")
     if request.resumes:

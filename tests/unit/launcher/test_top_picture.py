@@ -66,7 +66,7 @@ def test_a_frame_has_traffic_flows_requests_plans_and_events(columns: int, lines
         "planner prefill 2 at 21%   decode 3, wants 4 at 93%",
         "prefill-1 → decode-1 ━━━━━━━━━━━━     17    811 MiB KV",
         "503 overloaded",
-        "2,051 tok, 24% cached TTFT 151 ms",
+        "2,051 tok, 24% cached  TTFT 151 ms",
         "decode-2 lost: no report for 3.0 s",
         "decode-7 drained in 3.2 s, 12 requests, 44 prefixes moved",
         "planner both-1 becomes decode",
