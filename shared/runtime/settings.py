@@ -18,6 +18,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from shared.bus.nats_credentials import Access
+from shared.text.choices import choices_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -87,7 +88,7 @@ def load(settings_type: type[S], prefix: str, environ: Mapping[str, str] | None 
     try:
         return msgspec.convert(given, settings_type, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(_explain(str(error), given, prefix)) from error
+        raise SettingsError(_explain(str(error), given, prefix, settings_type)) from error
 
 
 def load_common(environ: Mapping[str, str] | None = None) -> CommonSettings:
@@ -101,11 +102,14 @@ def _unknown(name: str, known: list[str], prefix: str) -> str:
     return f"{prefix}{name.upper()} is not a setting; {advice}"
 
 
-def _explain(error: str, given: Mapping[str, str], prefix: str) -> str:
+def _explain(error: str, given: Mapping[str, str], prefix: str, kind: type) -> str:
     if missing := re.search(r"missing required field `(\w+)`", error):
         return f"{prefix}{missing[1].upper()} is not set and has no default; set it"
     if wrong := re.search(r"(.*) - at `\$\.(\w+)", error):
-        return f"{prefix}{wrong[2].upper()}={given.get(wrong[2], '')!r}: {wrong[1]}; correct it or unset it"
+        todo = "correct it"
+        if wrong[1].startswith("Invalid enum value") and (choices := choices_of(kind, wrong[2])):
+            todo = f"write {', '.join(choices)},"
+        return f"{prefix}{wrong[2].upper()}={given.get(wrong[2], '')!r}: {wrong[1]}; {todo} or unset it"
     return f"{prefix}*: {error}"
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from enum import EnumType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from services.launcher.system.options import ModelOptions, parse_bytes
 from shared.contracts.ids import is_subject_token
 from shared.contracts.workers import Role
+from shared.text.choices import choices_of
 
 FOR_SERVICES = ("ROUTER_", "COLLECTOR_", "ORCHESTRATOR_")
 FOR_WORKERS = ("BATON_", "WORKER_", "VLLM_", "HF_", "UCX_", "NIXL_", "NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
@@ -302,15 +302,9 @@ def _converted(raw: object, kind: type[S], where: str) -> S:
         if wrong := re.fullmatch(r"(.*) - at `\$\.?(.*)`", text):
             if chosen := re.fullmatch("Invalid enum value '(.*)'", wrong[1]):
                 what = f"a value of {wrong[2]}"
-                raise WrongFleetFile(f"{where}{_unknown(chosen[1], _values(kind, wrong[2]), what)}") from error
+                raise WrongFleetFile(f"{where}{_unknown(chosen[1], choices_of(kind, wrong[2]), what)}") from error
             raise WrongFleetFile(f"{where}{wrong[2].partition('[')[0]}: {wrong[1]}") from error
         raise WrongFleetFile(f"{where}{text}") from error
-
-
-def _values(kind: type, field: str) -> list[str]:
-    hint = get_type_hints(kind).get(field)
-    values: Iterable[object] = hint if isinstance(hint, EnumType) else get_args(hint)
-    return [str(value) for value in values if value]
 
 
 def _check_keys(raw: Mapping[str, Any], kind: type, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: int = 8000
     silence_s_max: float = 3.0
     verbose: bool = False
+    format: Literal["text", "json"] = "text"
 
 
 def test_variables_become_fields_of_their_types():
@@ -36,6 +38,10 @@ def test_an_empty_variable_counts_as_not_set():
         ({"X_WORKER_ID": "w1", "X_ZZZ": "1"}, "known: X_WORKER_ID, X_PORT"),
         ({}, "X_WORKER_ID is not set and has no default"),
         ({"X_WORKER_ID": "w1", "X_PORT": "http"}, "X_PORT='http': Expected `int`"),
+        (
+            {"X_WORKER_ID": "w1", "X_FORMAT": "xml"},
+            "X_FORMAT='xml': Invalid enum value 'xml'; write text, json, or unset",
+        ),
     ],
 )
 def test_a_wrong_variable_stops_the_process_and_is_named(environ, says):
