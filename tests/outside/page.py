@@ -26,6 +26,11 @@ LEFT_OUT = """## Left out
   `bun run test:compliance --base-url http://127.0.0.1:8000/v1 --api-key unused --model baton-tiny`.
 * vLLM's tests of responses with gpt-oss, of MCP tools and of budgets for thoughts: with a model that does not reason they fail after minutes of retries.
 * vLLM's `tests/tool_use`, `tests/entrypoints/multimodal`, `pooling` and `speech_to_text`: they need models that call tools, see, embed or hear.
+* Files of vLLM's folders above that send nothing to a server (tests of its classes, engines in the test's own process), or need a data set (`correctness`), a Unix socket
+  (`test_uds`) or a model of images (`_vlm`).
+* vLLM's other folders of `tests/entrypoints`: `launchers`, `rl`, `serve/dev`, `serve/middleware`, `serve/sagemaker` and `serve/lora` start servers with arguments of their own;
+  `cohere` and `scale_out` are of endpoints that `vllm serve` has with an argument only or that serve a router, as Baton is one (`/inference/v1/generate`, `.../render`,
+  `.../derender`). Baton has none of these.
 * The SDKs' tests of endpoints that vLLM does not have (files, images, fine-tuning, ...): they are for a mock that makes answers from the OpenAPI document.
 """
 TABLE = """
