@@ -315,7 +315,9 @@ def _on_signals(stopping: asyncio.Event, leave_s_max: float) -> None:
 
 
 def _first_line(error: BaseException, chars_max: int = DETAIL_CHARS_MAX) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:chars_max]
+    """All lines in one where the first only introduces a list."""
+    lines = (str(error) or type(error).__name__).splitlines()
+    return (" ".join(map(str.strip, lines)) if lines[0].rstrip().endswith(":") else lines[0])[:chars_max]
 
 
 DISTRIBUTION = "baton-serve"

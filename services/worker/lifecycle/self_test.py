@@ -115,7 +115,7 @@ def outcome_of(attempts: Sequence[Attempt]) -> Outcome:
 def as_text(results: Mapping[PartnerKind, Sequence[Attempt]]) -> str:
     """For the worker's note: why each kind of partner that was tried did not pass. Empty if all passed."""
     if not any(results.values()):
-        return "no partner for a KV self-test"
+        return "no partner for a KV self-test at its start"
     parts = []
     for attempts in results.values():
         outcome = outcome_of(attempts)

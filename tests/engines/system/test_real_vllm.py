@@ -86,7 +86,7 @@ def test_both_workers_pass_their_kv_self_test_and_are_ready(system: System):
     # Whoever was ready first had nobody to prove itself with, and answered the other one. On a busy machine an engine may
     # grant too late: that proves nothing, and no worker waits for it. The tests below show that KV is read.
     notes = {fleet[engine]["record"].get("note", "") for engine in (PREFILL, DECODE)}
-    assert {note for note in notes if not note.endswith(TOO_LATE)} <= {"", "no partner for a KV self-test"}
+    assert {note for note in notes if not note.endswith(TOO_LATE)} <= {"", "no partner for a KV self-test at its start"}
 
 
 def test_a_decode_worker_does_both_and_only_decodes_again_without_a_restart(system: System, client: OpenAI):

@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 import msgspec
+import pytest
 from opentelemetry.trace import NoOpTracer
 
 from shared.contracts.channels import SERVICE_STATUS
@@ -92,14 +93,22 @@ async def test_background_tasks_end_when_main_returns():
     assert ended == [True]
 
 
-async def test_an_unexpected_exception_is_logged_and_exits_1():
+@pytest.mark.parametrize(
+    ("message", "detail"),
+    [
+        ("a bug", "a bug"),
+        ("a bug\nmore", "a bug"),
+        ("one of these: \n(1) a bug\n(2) luck", "one of these: (1) a bug (2) luck"),
+    ],
+)
+async def test_an_unexpected_exception_is_logged_and_exits_1(message: str, detail: str):
     stage = Stage()
 
     async def main(_service):
-        raise ZeroDivisionError("a bug")
+        raise ZeroDivisionError(message)
 
     assert await stage.run(main) == 1
-    assert stage.heard[-1] == (ServicePhase.FAILED, "a bug")
+    assert stage.heard[-1] == (ServicePhase.FAILED, detail)
 
 
 async def test_a_wrong_setting_found_late_exits_with_78_and_the_whole_message():

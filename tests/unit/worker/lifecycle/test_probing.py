@@ -38,7 +38,7 @@ async def test_a_worker_without_partners_is_ready(model):
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
 
-        assert workers.records["p1"].note == "no partner for a KV self-test"
+        assert workers.records["p1"].note == "no partner for a KV self-test at its start"
         phases = [phase for _id, _role, phase in workers.said]
         assert phases[-2:] == [PROBING, READY]
 

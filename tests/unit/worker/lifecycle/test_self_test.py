@@ -120,7 +120,7 @@ def test_the_note_names_failures_and_no_passes():
         as_text({PartnerKind.PREFILL: [], PartnerKind.DECODE: tried(("d1", INCONCLUSIVE))})
         == "KV self-test with d1: no answer"
     )
-    assert as_text({PartnerKind.PREFILL: [], PartnerKind.DECODE: []}) == "no partner for a KV self-test"
+    assert as_text({PartnerKind.PREFILL: [], PartnerKind.DECODE: []}) == "no partner for a KV self-test at its start"
 
 
 @pytest.mark.parametrize(
