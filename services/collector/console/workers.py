@@ -58,7 +58,7 @@ class WorkerCards:
             view = None  # Of its engine before it slept or was restarted.
         load = view.load if view is not None else None
         silent_s = now - view.heard if view is not None else listed.silent_s if listed is not None else 0.0
-        if listed is not None and listed.phase in WITHOUT_ENGINE:
+        if listed is not None and listed.phase in {*WITHOUT_ENGINE, WorkerPhase.GONE}:
             silent_s = 0.0  # Engines report; without one, a worker only renews its record, which expires with it.
         hits, prompt = (view.cached.per_second(now), view.prompt.per_second(now)) if view is not None else (0.0, 0.0)
         return WorkerCard(

@@ -38,13 +38,14 @@ export function drawFigures(store) {
 function figures(store) {
   const workers = [...store.workers.values()];
   const ready = workers.filter((worker) => worker.phase === "ready").length;
+  const expected = workers.filter((worker) => worker.phase !== "gone").length; // Without those that left in order.
   const ttfts = store.requests.map((one) => one.ttft_s).filter(isKnown);
   const measured = store.requests.filter((one) => isKnown(one.cached_tokens) && one.prompt_tokens > 0);
   const prompts = sum(measured, "prompt_tokens");
   const moved = sum(store.flows.filter((flow) => flow.kind === "kv"), "bytes_per_s");
   const of = `Of the ${counted(store.requests.length)} recent requests`;
   return [
-    ["Workers ready", `${ready} of ${workers.length}`, "Workers that accept requests"],
+    ["Workers ready", `${ready} of ${expected}`, "Workers that accept requests"],
     ["Requests/s", rate(sum(store.tenants, "requests_per_s")), "All tenants"],
     ["Refused/s", rate(sum(store.tenants, "refused_per_s")), "All tenants"],
     ["Prompt tokens/s", rate(sum(workers, "prompt_tokens_per_s")), "Prompt tokens of all workers, cached ones included"],
