@@ -45,6 +45,9 @@ def main() -> None:
         set_up(wanted_engine(), dev=options.dev)
     except SetupFailed as failure:
         sys.exit(f"setup: {failure}")
+    except KeyboardInterrupt:
+        print("\nsetup: interrupted; the next run goes on from here", file=sys.stderr)
+        sys.exit(130)
 
 
 def set_up(engine: str, *, dev: bool) -> None:
@@ -148,11 +151,16 @@ def make_venv(engine: str) -> None:
         # The engines share import names, so one cannot be installed over the other.
         say(f"making .venv anew: it holds {before}")
         shutil.rmtree(VENV)
-    if not PYTHON.exists():
+    if not has_pip():
         say(f"making .venv with Python {sys.version.split()[0]} ({sys.executable})")
         venv.EnvBuilder(with_pip=True, clear=VENV.exists(), symlinks=True).create(VENV)
     for stamp in VENV.glob(".runtime"):
         stamp.unlink()
+
+
+def has_pip() -> bool:
+    """Whether there is an environment that was made to its end: pip comes last, its list of files after its files."""
+    return PYTHON.exists() and any(VENV.glob("lib/python*/site-packages/pip-*.dist-info/RECORD"))
 
 
 def install(lock: str) -> None:
