@@ -257,6 +257,7 @@ class Session:
         is_default = self.options.state_dir == load_common({}).state_dir  # Another terminal has other variables.
         folder = "" if is_default else f" --state-dir {self.options.state_dir}"
         key = "" if models else " -H 'Authorization: Bearer KEY'"
+        password = "" if models else " (password: a key with the permission view)"
         models = models or [each.model or "baton-tiny" for each in self.options.models]
         body = json.dumps({"model": models[0], "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
         return f"""
@@ -265,7 +266,7 @@ class Session:
   Try it    [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json'{key} \\
               -d {escape(shlex.quote(body))}[/]
   Explain   {program()} explain{folder}   shows why it went to these workers, and how long each part took
-  Watch     [bold]{where.console}[/]   in a browser, or {program()} top{folder}
+  Watch     [bold]{where.console}[/]   in a browser{password}, or {program()} top{folder}
   Metrics   {where.metrics}{routers_own(where)}
   Add       {program()} up --join{folder}   adds a worker
   Check     {program()} doctor{folder}   finds problems and says what to do

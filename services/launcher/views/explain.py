@@ -81,7 +81,7 @@ async def ask_router(url: str, query: Query) -> DecisionRecord:
         raise CommandFailed(f"No router responds at {base} ({error or type(error).__name__}).") from error
 
 
-KEY_HINT = f"Set {API_KEY_VARIABLE} to an API key with the permission admin."
+KEY_HINT = f"Set {API_KEY_VARIABLE} to an API key with the permission view or admin."
 REQUEST_HINT = (
     "The response header x-request-id has its id. Routers keep only the newest decisions (ROUTER_DECISIONS_MAX)."
 )
