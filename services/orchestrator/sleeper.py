@@ -127,10 +127,13 @@ class Sleeper:
         if not self._policy.on_request:
             return ModelWaking(asleep=True, refusal="only an operator wakes it (`baton wake MODEL`)")
         if not self._has_room(model) and (wait_s := self._room_in_s(now)) > 0.0:
-            why = f"{self._policy.awake_max} other models are awake and in use, and no more may be"
+            why = f"{self._others()} awake and in use, and no more may be"
             return ModelWaking(asleep=True, refusal=why, retry_after_s=wait_s)
         model.wanted_until, model.rests = now + WANT_S, False
         return ModelWaking(asleep=True, expected_s=model.expected_s(now))
+
+    def _others(self) -> str:
+        return "another model is" if self._policy.awake_max == 1 else f"{self._policy.awake_max} other models are"
 
     def order(self, name: str, now: float, *, asleep: bool) -> ModelOrdered:
         """An operator orders the model, by its name or an alias, to sleep or to wake."""
@@ -144,7 +147,7 @@ class Sleeper:
         if asleep:
             model.rests, model.wanted_until = True, -math.inf
         elif not model.is_awake and not self._has_room(model) and (wait_s := self._room_in_s(now)) > 0.0:
-            why = f"{self._policy.awake_max} other models are awake; the next may sleep in {wait_s:.0f} s"
+            why = f"{self._others()} awake; the next may sleep in {wait_s:.0f} s"
             return ModelOrdered(workers=[], refusal=why)
         else:
             model.rests, model.wanted_until = False, now + WANT_S

@@ -163,7 +163,7 @@ def test_models_in_use_make_no_room_and_the_refusal_says_when_one_may():
 
     answer = world.sleeper.want("b", world.now)
 
-    assert "1 other models are awake and in use" in answer.refusal
+    assert "another model is awake and in use" in answer.refusal
     assert answer.retry_after_s == AWAKE_S_MIN - 10.0
     assert world.tick() == []
     world.tick(AWAKE_S_MIN - 10.0)
@@ -205,7 +205,7 @@ def test_operators_put_a_model_to_sleep_by_any_of_its_names():
 def test_an_operators_order_to_wake_respects_the_bound():
     world = World({"a1": READY, "b1": ASLEEP}, awake_max=1)
 
-    assert "1 other models are awake" in world.sleeper.order("b", world.now, asleep=False).refusal
+    assert "another model is awake" in world.sleeper.order("b", world.now, asleep=False).refusal
 
 
 @pytest.mark.parametrize("text", ['{"a": 0}', '{"a": -1}', '{"": 5}', "5", "nonsense", '{"a": "x"}'])
