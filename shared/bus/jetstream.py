@@ -35,6 +35,8 @@ NO_STREAM = 10059
 NAME_IN_USE = 10058
 NO_MESSAGE = 10037
 WRONG_SEQUENCE = (10071, 10164)
+FULL = "maximum bytes exceeded"
+"""A description: the code of this error stands for others, too."""
 
 DELETED = {"KV-Operation": "DEL"}
 EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
@@ -46,6 +48,10 @@ class Requester(Protocol):
     async def request(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None, timeout_s: float
     ) -> bytes: ...
+
+
+class NoReply(BusDown):
+    """JetStream did not answer in time."""
 
 
 class NoBucket(BusDown):
@@ -129,12 +135,16 @@ class BucketStream:
         headers = {} if payload else dict(DELETED)
         if revision is not None:
             headers[EXPECTED_REVISION] = str(revision)
-        ack = await self._ask(written_subject(self.bucket, key), payload, headers, _Ack)
+        try:
+            ack = await self._ask(written_subject(self.bucket, key), payload, headers, _Ack)
+        except NoReply as error:
+            raise BusDown(f"{error}; after a full disk nats-server stores nothing until it is restarted") from error
         if ack.error is None:
             return ack.seq
         if ack.error.err_code in WRONG_SEQUENCE:
             raise WrongRevision(f"{self.bucket}.{key}: {ack.error.description}")
-        raise BusDown(f"JetStream refuses {self.bucket}.{key}: {ack.error.description}")
+        full = "; the bucket is full" if ack.error.description == FULL else ""
+        raise BusDown(f"JetStream refuses {self.bucket}.{key}: {ack.error.description}{full}")
 
     async def newest(self, key: str) -> StreamMessage | None:
         """What is stored under the key: a value, or a deletion, whose data is empty."""
@@ -210,7 +220,9 @@ class BucketStream:
             raise NoBucket(
                 f"{subject}: JetStream is off or starting, or an orchestrator has yet to make this"
             ) from None
-        except (AskTimedOut, msgspec.MsgspecError) as error:
+        except AskTimedOut as error:
+            raise NoReply(f"JetStream: {error}") from error
+        except msgspec.MsgspecError as error:
             raise BusDown(f"JetStream: {error}") from error
 
     def _failed(self, error: _Error) -> BusDown:

@@ -152,7 +152,7 @@ async def test_a_full_bucket_refuses_bytes_and_keeps_those_that_it_has(tmp_path)
         bus = await connect_nats(server.url, name="router")
         await make_buckets(bus, 5.0, KeptFor(files_bytes_max=MIB))
         kept: list[Segment] = []
-        with pytest.raises(StoreFailed, match="maximum bytes"):
+        with pytest.raises(StoreFailed, match="maximum bytes exceeded; the bucket is full"):
             await fill(bus, kept)
         server.kill()
         server.start()
