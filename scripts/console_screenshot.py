@@ -23,12 +23,15 @@ ROOT = Path(__file__).parents[1]
 START_S_MAX = 120.0
 TRAFFIC_S = 15.0
 CLIENTS = 6
+NEW_SHARE = 0.6
+"""Of the prompts: their KV moves from prefill to decode workers; the others are cached."""
 SIZE = {"width": 1400, "height": 900}
 
 
 def send(number: int) -> None:
     chance = random.Random(number)
-    prompt = f"Document {number % 5}. " * chance.randint(40, 300) + f"Question {number}?"
+    document = number if chance.random() < NEW_SHARE else number % 5
+    prompt = f"Document {document}. " * chance.randint(40, 300) + f"Question {number}?"
     body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": chance.randint(8, 60), "ignore_eos": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}

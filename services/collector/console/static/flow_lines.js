@@ -7,7 +7,8 @@ const THIN_PX = 1.5;
 const WIDE_PX = 8;
 const APART_PX = 6;
 /* Distance between the lines of the two directions. */
-const BEND_PX = 26;
+const BEND_PX = 14;
+/* With this, the widest line within the last column stays inside of the card. */
 const CLEAR_PX = 11;
 const STACKED = matchMedia("(max-width: 640px)");
 /* On narrow screens the columns are stacked, as in fleet.css. */
