@@ -25,6 +25,7 @@ from services.launcher.commands.options import (
     wide_console,
 )
 from services.launcher.doctor.findings import Examination, Finding, Level
+from services.launcher.fleet.joining import stored_names
 from services.launcher.system import state_file
 
 NATS_VARIABLE = "BATON_NATS_URL"
@@ -78,6 +79,7 @@ def doctor(
         is_expected=bool(nats_url or running or os.environ.get(NATS_VARIABLE)),
         launcher_pid=running.pid if running and nats_url in {"", running.nats_url} else 0,
         load_engine=not quick,
+        joined=stored_names(Path(common.state_dir)),
     )
     with Console(stderr=True).status("Checking the installation and listening to the system"):
         report = asyncio.run(examine(scope))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.launcher.doctor import bus as doctor_bus
@@ -27,6 +27,8 @@ class Scope:
     launcher_pid: int = 0
     """Process id of `baton up` on this machine; 0: none."""
     load_engine: bool = True
+    joined: Sequence[str] = ()
+    """Names under which this machine has joined systems of other hosts."""
 
 
 async def examine(scope: Scope) -> Examination:
@@ -46,7 +48,7 @@ async def examine(scope: Scope) -> Examination:
             name="listen",
         )
     system = heard.result()
-    return examination(findings(here.result(), system), is_running=system.is_running)
+    return examination(findings(here.result(), system), is_running=system.is_running, joined=scope.joined)
 
 
 def findings(here: InstallationFacts, system: SystemFacts) -> Iterator[Finding]:

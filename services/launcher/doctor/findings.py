@@ -58,7 +58,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Finding]
 
 
-def examination(findings: Iterable[Finding], *, is_running: bool) -> Examination:
+def examination(findings: Iterable[Finding], *, is_running: bool, joined: Sequence[str] = ()) -> Examination:
     """Group the findings and summarise them."""
     order = {area: number for number, area in enumerate(Area)}
     ordered = sorted(findings, key=lambda finding: order[finding.area])
@@ -66,7 +66,7 @@ def examination(findings: Iterable[Finding], *, is_running: bool) -> Examination
     warnings = sum(finding.level is Level.WARNING for finding in ordered)
     return Examination(
         status=status_of(errors, warnings),
-        summary=summary_of(errors, warnings, is_running=is_running),
+        summary=summary_of(errors, warnings, is_running=is_running, joined=joined),
         errors=errors,
         warnings=warnings,
         findings=ordered,
@@ -78,10 +78,14 @@ def status_of(errors: int, warnings: int) -> str:
     return "unhealthy" if errors else "degraded" if warnings else "healthy"
 
 
-def summary_of(errors: int, warnings: int, *, is_running: bool) -> str:
-    """The last line of the output."""
+def summary_of(errors: int, warnings: int, *, is_running: bool, joined: Sequence[str] = ()) -> str:
+    """The last line of the output. ``joined``: see ``Scope``."""
     subject = "The system" if is_running else "The installation"
     nothing_runs = "" if is_running else " No system runs; `baton up` starts one."
+    if joined and not is_running:
+        nothing_runs = (
+            f" This machine has joined as {named(joined)}: `baton doctor` on the head host examines the system."
+        )
     counts = [many(count, noun) for count, noun in ((errors, "error"), (warnings, "warning")) if count]
     found = f": {', '.join(counts)}" if counts else ""
     return f"{subject} is {status_of(errors, warnings)}{found}.{nothing_runs}"
