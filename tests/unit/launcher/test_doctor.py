@@ -353,7 +353,7 @@ def test_without_a_system_only_the_installation_is_checked():
     assert {one.area.value for one in result.findings} == {"Installation", "This machine"}
     assert result.summary == "The installation is healthy. No system runs; `baton up` starts one."
     joined = examination(found(installation(), nothing), is_running=nothing.is_running, joined=["two"])
-    assert joined.summary.endswith("has joined as two: `baton doctor` on the head host has the rest.")
+    assert joined.summary.endswith("has joined as two: `baton doctor` on the head host examines the system.")
 
 
 def test_without_a_system_a_missing_nats_server_is_a_warning():
