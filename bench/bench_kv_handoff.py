@@ -55,6 +55,9 @@ class Handoff:
     recomputed: int
     plain: PlainRead | None = None
     """A plain read of as many bytes right after it."""
+    cached_ttft_s: float = 0.0
+    """Of the same prompt and one more token right after it, with the whole prompt cached on the decode engine."""
+    cached_recomputed: int = 0
 
 
 def median_of(handoffs: Sequence[Handoff], part: Callable[[Handoff], float]) -> float:
@@ -168,17 +171,18 @@ async def measure(
     return found
 
 
-async def measure_offered(
+async def measure_alone(
     fleet: BenchFleet, lengths: Mapping[int, int], plain: PlainReader
-) -> dict[int, list[Handoff]]:
-    """Every length, offered."""
-    prompts = Prompts(3)
+) -> dict[tuple[int, str], list[Handoff]]:
+    """Every length, offered and streamed in turn."""
+    prompts, found = Prompts(3), dict[tuple[int, str], list[Handoff]]()
     for _time in range(WARM_UPS):
         await hand_off(fleet, prompts.new(WARM_UP_TOKENS), OFFERED)
-    return {
-        length: [await _one(fleet, prompts.new(length), OFFERED, plain) for _time in range(times)]
-        for length, times in lengths.items()
-    }
+    for length, times in lengths.items():
+        for _time in range(times):
+            for how in (OFFERED, STREAMED):
+                found.setdefault((length, how), []).append(await _one(fleet, prompts.new(length), how, plain))
+    return found
 
 
 async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReader) -> Handoff:
@@ -193,7 +197,19 @@ async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReade
     if how == OFFERED:
         plain.end()
         handoff = replace(handoff, plain=plain.again(handoff.bytes))
-    return handoff
+    return await with_cached(fleet, prompt, handoff)
+
+
+async def with_cached(fleet: BenchFleet, prompt: list[int], handoff: Handoff) -> Handoff:
+    """Adds the same request without a handoff. One more token, since vLLM computes a cached prompt's last block."""
+    fields = {"max_tokens": TOKENS_OUT, "stream": True, "ignore_eos": True}
+    begun_at = time.monotonic()
+    leg = await fleet.driver.start(D, LegKind.DECODE, [*prompt, prompt[0]], fields=fields, deadline_s=LEG_S_MAX)
+    answered = await answer(leg)
+    await fleet.tap.until_settled(D, s_max=LEG_S_MAX)
+    report = answered.report
+    computed = report.prompt_tokens - report.cached_tokens - report.received_tokens
+    return replace(handoff, cached_ttft_s=answered.first_at - begun_at, cached_recomputed=computed)
 
 
 def half_lost(offer: KvOffer, prompt: Sequence[int]) -> KvOffer:
