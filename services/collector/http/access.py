@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from services.collector.console.orders import OrderClient
+from shared.contracts.api_keys import Permission
 from shared.http.edge import AsgiApp
 from shared.http.errors import HttpError, error_body
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
@@ -23,7 +24,6 @@ from shared.runtime.settings import SettingsError, why_unusable
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TABLE = re.compile(r"^\[\[key\]\]", re.MULTILINE)
 """Distinguishes a file of API keys from a list of digests."""
-ADMIN, VIEW = "admin", "view"
 KEYS_MAX = 64
 KEYS_BYTES_MAX = 32 * 1024 * 1024
 BEARER, BASIC = "bearer ", "basic "
@@ -101,7 +101,7 @@ class Access:
             permitted = self.permissions().get(digest_of(key)) if 0 < len(key) <= KEY_CHARS_MAX else None
         except SettingsError:
             return UNREADABLE
-        return NEEDS_A_KEY if permitted is None or permitted.isdisjoint({VIEW, ADMIN}) else None
+        return NEEDS_A_KEY if permitted is None or permitted.isdisjoint({Permission.VIEW, Permission.ADMIN}) else None
 
     def client_of(self, headers: Mapping[str, str], *, from_page: bool = False) -> OrderClient:
         """The client that sent these headers. Raises SettingsError when the key file is no longer usable.
@@ -114,7 +114,7 @@ class Access:
             names_loopback=is_loopback(_host_of(headers.get("host", ""))),
             key_exists=self.key_needed,
             key_given=bool(key),
-            key_matches=0 < len(key) <= KEY_CHARS_MAX and ADMIN in permissions.get(digest_of(key), ()),
+            key_matches=0 < len(key) <= KEY_CHARS_MAX and Permission.ADMIN in permissions.get(digest_of(key), ()),
         )
 
 
@@ -171,7 +171,7 @@ def read_permissions(path: str) -> dict[str, frozenset[str]]:
     if not digests or len(digests) > KEYS_MAX or not all(map(DIGEST.fullmatch, digests)):
         wanted = f"1 to {KEYS_MAX} lines with the SHA-256 of a key each, 64 hexadecimal digits"
         raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({path}) must have {wanted}; `sha256sum` makes them")
-    return dict.fromkeys(digests, frozenset({ADMIN}))
+    return dict.fromkeys(digests, frozenset({Permission.ADMIN}))
 
 
 def is_loopback(host: str) -> bool:

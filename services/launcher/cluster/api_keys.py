@@ -7,13 +7,13 @@ import fcntl
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shared.contracts.api_keys import Key
 from shared.runtime.keys import new_salt
 
 OWNER_ONLY = 0o600
@@ -25,36 +25,10 @@ class CannotAdd(Exception):
     """The key was not added, and the file is unchanged; the message says what to do."""
 
 
-class Permission(StrEnum):
-    """Permissions of a key, as routers and the metrics collector read them."""
-
-    INFER = "infer"
-    VIEW = "view"
-    ADMIN = "admin"
-    FORCE_PLACEMENT = "force-placement"
-
-
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One key. Fields are written in this order; defaults are omitted."""
-
-    tenant: str
-    sha256: str
-    name: str = ""
-    note: str = ""
-    permissions: Sequence[Permission] = ()
-    priority: int | None = None
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    monthly_tokens: int = 0
-    sequences_max: int = 0
-    models: Sequence[str] = ()
-    public_cache: bool = False
-
-
-def entry_text(entry: KeyEntry) -> str:
+def entry_text(entry: Key) -> str:
     """The entry as TOML. Raises CannotAdd for text that no file can hold."""
     try:
-        return f"[[key]]\n{msgspec.toml.encode(entry).decode()}"
+        return f"[[key]]\n{msgspec.toml.encode(entry, order='deterministic').decode()}"
     except UnicodeEncodeError as error:
         raise CannotAdd(f"{error.object!r} is not valid Unicode text, so it cannot be stored: leave it out") from error
 
@@ -66,7 +40,7 @@ def salt_text(salt: str) -> str:
     )
 
 
-def add_entry(file: Path, entry: KeyEntry) -> None:
+def add_entry(file: Path, entry: Key) -> None:
     """Add an entry and keep all others, with the operator's comments. The file is replaced atomically, so that a reader
     sees the old keys or the new ones; a new file is for its owner only. Raises CannotAdd, OSError.
     """
@@ -91,7 +65,7 @@ def _replace(file: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _with_entry(before: str, entry: KeyEntry) -> str:
+def _with_entry(before: str, entry: Key) -> str:
     """The file's new text, read back: it holds exactly the old keys and the new one. Raises CannotAdd."""
     old = _parsed(before, "it is not valid TOML, so routers cannot read it either: correct it first")
     if entry.name and entry.name in {key.get("name") for key in old.get("key", []) if isinstance(key, dict)}:
@@ -99,7 +73,10 @@ def _with_entry(before: str, entry: KeyEntry) -> str:
     top = before if before.strip() else salt_text(new_salt())
     text = f"{top.rstrip()}\n\n{entry_text(entry)}"
     new = _parsed(text, "an entry cannot be appended to it: write its keys as [[key]] tables")
-    expected = {**old, "key": [*old.get("key", []), msgspec.json.decode(msgspec.json.encode(entry))]}
+    expected = {
+        **old,
+        "key": [*old.get("key", []), msgspec.json.decode(msgspec.json.encode(entry, order="deterministic"))],
+    }
     if {**new, "salt": ""} != {**expected, "salt": ""} or ("salt" in old and new["salt"] != old["salt"]):
         raise CannotAdd("the file with the new key reads back differently, so it was not written")
     return text

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from services.launcher.cluster.api_keys import KeyEntry, Permission, add_entry
+from services.launcher.cluster.api_keys import add_entry
 from services.launcher.cluster.certificates import (
     CertificateFacts,
     KeyPair,
@@ -36,6 +36,7 @@ from services.launcher.cluster.folder import (
     secure_conf,
 )
 from shared.bus.nats_credentials import new_seed, read_seed
+from shared.contracts.api_keys import Key, Permission
 from shared.runtime.keys import digest_of, new_key
 
 OWNER_ONLY = 0o600
@@ -113,10 +114,7 @@ def create_for(folder: Path, host: str, request: InitRequest, now: datetime) -> 
 
 
 def _create_server(folder: Path, plan: InitPlan, now: datetime) -> None:
-    authority = KeyPair(
-        certificate=(folder / AUTHORITY).read_bytes(),
-        key=(folder / AUTHORITY_KEY).read_bytes(),
-    )
+    authority = KeyPair(certificate=(folder / AUTHORITY).read_bytes(), key=(folder / AUTHORITY_KEY).read_bytes())
     try:
         made = new_server(authority, plan.hosts, now)
     except ValueError as error:
@@ -142,9 +140,9 @@ def _create_api_key(folder: Path) -> str:
     file = folder / API_KEYS
     file.unlink(missing_ok=True)
     key = new_key()
-    permissions = (Permission.ADMIN, Permission.FORCE_PLACEMENT, Permission.INFER)
+    permissions = frozenset({Permission.ADMIN, Permission.FORCE_PLACEMENT, Permission.INFER})
     file.parent.mkdir(exist_ok=True, mode=FOLDER_MODE)
-    add_entry(file, KeyEntry(tenant=ADMIN, sha256=digest_of(key), note="baton init", permissions=permissions))
+    add_entry(file, Key(tenant=ADMIN, sha256=digest_of(key), note="baton init", permissions=permissions))
     return key
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from services.launcher.cluster.api_keys import TENANT, CannotAdd, KeyEntry, Permission, add_entry, entry_text, salt_text
+from services.launcher.cluster.api_keys import TENANT, CannotAdd, add_entry, entry_text, salt_text
 from services.launcher.commands.options import fail
+from shared.contracts.api_keys import Key, Permission
 from shared.runtime.keys import digest_of, new_key, new_salt
 
 keys = typer.Typer(no_args_is_help=True, help="Create API keys for clients, with permissions and rate limits.")
@@ -66,7 +67,7 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
     if name and not TENANT.fullmatch(name):
         raise typer.BadParameter("up to 128 letters, digits, underscores and hyphens", param_hint="--name")
     key = new_key()
-    entry = KeyEntry(
+    entry = Key(
         tenant=tenant,
         sha256=digest_of(key),
         name=name,
@@ -77,14 +78,14 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
         tokens_per_minute=tokens_per_minute,
         monthly_tokens=monthly_tokens,
         sequences_max=sequences_max,
-        models=tuple(model or ()),
+        models=frozenset(model or ()),
         public_cache=public_cache,
     )
     _store(file, entry)
     print(key)
 
 
-def _store(file: Path | None, entry: KeyEntry) -> None:
+def _store(file: Path | None, entry: Key) -> None:
     """Into the file, or onto the screen; exits with a message if it cannot."""
     try:
         if file is None:
@@ -99,8 +100,8 @@ def _store(file: Path | None, entry: KeyEntry) -> None:
         fail(f"{file}: {error.strerror}")
 
 
-def _permissions(text: str) -> tuple[Permission, ...]:
+def _permissions(text: str) -> frozenset[Permission]:
     try:
-        return tuple(sorted({Permission(name.strip()) for name in text.split(",")}))
+        return frozenset(Permission(name.strip()) for name in text.split(","))
     except ValueError as error:
         raise typer.BadParameter(f"some of {', '.join(Permission)}", param_hint="--permissions") from error

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from services.router.placement.request_fields import Fault, RequestFacts
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, is_priority
+from shared.contracts.api_keys import Key, Permission
 from shared.contracts.engine_paths import COUNT_TOKENS, TOKENIZER_INFO
 from shared.contracts.ids import is_subject_token
 
@@ -24,7 +24,6 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 KEYS_MAX = 100_000
 SALT_CHARS_MIN = 32
 PER_MINUTE_MAX = 1 << 40
-LABEL_CHARS = 12
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/healthcheck", "/docs", "/redoc", "/openapi.json"})
 """Served without a key: health probes, and the API's documentation, which contains no secrets."""
@@ -37,58 +36,6 @@ UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize", COUNT_TOKENS, TOKENIZER_
 """Endpoints that compute no KV."""
 BAD_SALT = Fault(param="cache_salt", message=f"`cache_salt` must be a string of 1 to {OWN_CHARS_MAX} characters.")
 BAD_BODY = Fault(param="", message="The body is not a JSON object.")
-
-
-class Permission(StrEnum):
-    INFER = "infer"
-    """Inference requests."""
-    VIEW = "view"
-    """Reading what operators see: metrics, the console and the decisions of all tenants."""
-    ADMIN = "admin"
-    """The same, and orders at the console."""
-    FORCE_PLACEMENT = "force-placement"
-    """Choosing workers and KV sources in a body."""
-
-
-class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One ``[[key]]`` of the operator's file."""
-
-    sha256: str = ""
-    """SHA-256 of the key; the key itself is not stored."""
-    tenant: str = ""
-    """The tenant of its requests; overrides the header."""
-    name: str = ""
-    """Its name in the usage ledger; empty: the beginning of ``sha256``. Of one file's keys, no two have the same."""
-    note: str = ""
-    """For the operator; not used."""
-    permissions: frozenset[Permission] = frozenset({Permission.INFER})
-    priority: int | None = None
-    """The priority of its requests, and the most urgent that they may ask for; None: the router's defaults."""
-    requests_per_minute: int = 0
-    """At each router; 0: no limit."""
-    tokens_per_minute: int = 0
-    """Prompt and completion tokens together, at each router; 0: no limit."""
-    monthly_tokens: int = 0
-    """Budget for each calendar month in UTC, of prompt and completion tokens at all routers; 0: none."""
-    sequences_max: int = 0
-    """Sequences (completions, or inputs of a batch) of its requests that each router serves at once; 0: no limit."""
-    models: frozenset[str] = frozenset()
-    """Models that it may use; empty: all."""
-    public_cache: bool = False
-    """Its prompts are not secret: they share cached KV with those of all keys that have this set."""
-
-    @property
-    def label(self) -> str:
-        """Names it in the usage ledger. The key cannot be computed from it."""
-        return self.name or self.sha256[:LABEL_CHARS]
-
-    def may(self, permission: Permission) -> bool:
-        return permission in self.permissions
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether it may read what operators see."""
-        return not self.permissions.isdisjoint({Permission.VIEW, Permission.ADMIN})
 
 
 NO_KEY = Key(permissions=frozenset({Permission.INFER, Permission.ADMIN}))

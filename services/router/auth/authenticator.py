@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Key, Keyring, Permission, may_see
+from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Keyring, may_see
 from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import failed
 from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
 from services.router.usage.budgets import Budgets
+from shared.contracts.api_keys import Key, Permission
 from shared.contracts.failures import Reason
 from shared.http.errors import Header, HttpError, error_body
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from services.router.auth.api_keys import NO_KEY, Key
+from services.router.auth.api_keys import NO_KEY
 from services.router.auth.rate_limit import Bucket, RateLimit
+from shared.contracts.api_keys import Key
 from shared.http.errors import Header
 
 CLIENT_SCOPE_KEY = "baton.client"

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from services.router.auth.api_keys import Key
+from shared.contracts.api_keys import Key
 
 MINUTE_S = 60.0
 LEAST = 1.0

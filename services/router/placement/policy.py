@@ -7,11 +7,12 @@ from typing import Literal
 
 import msgspec
 
-from services.router.auth.api_keys import NO_KEY, Key, Permission
+from services.router.auth.api_keys import NO_KEY
 from services.router.placement.placement import PlacementRequest
 from services.router.placement.request_fields import Fault, ForcedWorkers, Mode, RequestFacts, requested_mode
 from services.router.placement.revisions import NO_SHARES, Shares
 from services.router.placement.slo import NO_SLOS, NO_TARGETS, PRIORITY_MAX, Slos, read_slos
+from shared.contracts.api_keys import Key, Permission
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 

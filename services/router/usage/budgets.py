@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
-from services.router.auth.api_keys import Key
 from services.router.auth.client import ApiClient
 from services.router.usage.unstored import Spender, UnstoredUsage
 from shared.bus.port import Bus, BusError, StoredValue
+from shared.contracts.api_keys import Key
 from shared.contracts.channels import USAGE
 from shared.contracts.usage import UsageMonth
 from shared.http.errors import HttpError, error_body

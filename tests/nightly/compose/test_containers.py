@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.launcher.cluster.api_keys import KeyEntry, add_entry
+from services.launcher.cluster.api_keys import add_entry
+from shared.contracts.api_keys import Key
 from shared.runtime.keys import digest_of
 from tests.nightly.compose.conftest import POLL_S, Compose, wait_until_ready
 
@@ -135,7 +136,7 @@ def test_keys_that_the_baton_service_writes_are_seen_without_a_restart(system: C
 
 def test_a_key_file_of_another_user_is_refused_with_its_remedy(system: Compose, tmp_path: Path):
     file = tmp_path / "keys.toml"
-    add_entry(file, KeyEntry(tenant="first", sha256=digest_of("key")))
+    add_entry(file, Key(tenant="first", sha256=digest_of("key")))
     mode = file.stat().st_mode & 0o777
     router = ("run", "--rm", "-T", "--no-deps", "router")
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.launcher.cluster.api_keys import CannotAdd, KeyEntry, add_entry
+from services.launcher.cluster.api_keys import CannotAdd, add_entry
 from services.router.auth.api_keys import read_keys
+from shared.contracts.api_keys import Key
 from shared.runtime.keys import digest_of
 from tests.support.examples import examples
 
@@ -27,10 +28,10 @@ ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)
 def test_any_text_is_refused_or_survives_with_every_other_key(note: str, model: str, newline: bool):
     with TemporaryDirectory() as folder:
         file = Path(folder) / "keys.toml"
-        add_entry(file, KeyEntry(tenant="first", sha256=digest_of("1")))
+        add_entry(file, Key(tenant="first", sha256=digest_of("1")))
         before = file.read_text().rstrip() + "\n# by hand: keep\n" * newline
         file.write_text(before)
-        second = KeyEntry(tenant="second", sha256=digest_of("2"), note=note, models=(model,))
+        second = Key(tenant="second", sha256=digest_of("2"), note=note, models=frozenset({model}))
         if any(0xD800 <= ord(character) < 0xE000 for character in note + model):
             with pytest.raises(CannotAdd, match="Unicode"):
                 add_entry(file, second)

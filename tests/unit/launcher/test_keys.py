@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from services.launcher.cli import app
-from services.launcher.cluster.api_keys import KeyEntry, add_entry
+from services.launcher.cluster.api_keys import add_entry
 from services.router.auth.api_keys import read_keys
+from shared.contracts.api_keys import Key
 from shared.runtime.keys import digest_of
 
 
@@ -55,11 +56,7 @@ def test_a_new_file_is_its_owners_and_a_replaced_one_keeps_mode_comments_and_lin
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [
-        (b"[[key]]\nhalf of a f", "not valid TOML"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b"key = []\n", "as [[key]] tables"),
-    ],
+    [(b"[[key]]\nhalf of a f", "not valid TOML"), (b"\xff\xfe", "not UTF-8"), (b"key = []\n", "as [[key]] tables")],
 )
 def test_a_file_that_cannot_take_a_key_is_left_as_it_is_and_no_key_is_shown(tmp_path: Path, content: bytes, says: str):
     file = tmp_path / "keys.toml"
@@ -74,7 +71,7 @@ def test_a_file_that_cannot_take_a_key_is_left_as_it_is_and_no_key_is_shown(tmp_
 
 def test_commands_at_the_same_time_lose_no_key(tmp_path: Path):
     file = tmp_path / "keys.toml"
-    entries = [KeyEntry(tenant=f"t{number}", sha256=digest_of(str(number))) for number in range(8)]
+    entries = [Key(tenant=f"t{number}", sha256=digest_of(str(number))) for number in range(8)]
 
     with ThreadPoolExecutor(len(entries)) as pool:
         list(pool.map(lambda entry: add_entry(file, entry), entries))

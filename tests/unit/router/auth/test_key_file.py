@@ -6,13 +6,13 @@ import tomllib
 
 import pytest
 
-from services.launcher.cluster.api_keys import KeyEntry, entry_text, salt_text
-from services.launcher.cluster.api_keys import Permission as WrittenPermission
-from services.router.auth.api_keys import NO_KEY, Key, Permission, may_see, read_keys
+from services.launcher.cluster.api_keys import entry_text, salt_text
+from services.router.auth.api_keys import NO_KEY, may_see, read_keys
 from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields
 from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, RequestOptions
 from services.router.placement.slo import SloRule, Slos
 from services.router.settings import Settings, check
+from shared.contracts.api_keys import Key, Permission
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.runtime.keys import digest_of, new_key
@@ -24,18 +24,15 @@ MODEL = "m"
 
 
 def test_routers_read_the_keys_that_the_command_writes():
-    entry = KeyEntry(
-        tenant="acme", sha256=DIGEST, note='a "quoted" note', permissions=tuple(WrittenPermission), priority=-5,
-        requests_per_minute=60, tokens_per_minute=9, sequences_max=8, models=("m", "n"), public_cache=True,
+    entry = Key(
+        tenant="acme", sha256=DIGEST, note='a "quoted" note', permissions=frozenset(Permission), priority=-5,
+        requests_per_minute=60, tokens_per_minute=9, sequences_max=8, models=frozenset({"m", "n"}), public_cache=True,
     )  # fmt: skip
 
     keyring = read_keys(tomllib.loads(salt_text(SALT) + entry_text(entry)))
 
     assert keyring.salt == SALT
-    assert keyring.keys[DIGEST] == Key(
-        tenant="acme", sha256=DIGEST, note='a "quoted" note', permissions=frozenset(Permission), priority=-5,
-        requests_per_minute=60, tokens_per_minute=9, sequences_max=8, models=frozenset({"m", "n"}), public_cache=True,
-    )  # fmt: skip
+    assert keyring.keys[DIGEST] == entry
 
 
 def test_a_key_without_permissions_may_only_infer():

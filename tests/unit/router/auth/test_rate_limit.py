@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.auth.api_keys import Key
 from services.router.auth.rate_limit import Bucket, RateLimit, Usage, tokens_used
+from shared.contracts.api_keys import Key
 
 
 def test_a_minutes_requests_may_burst_and_then_refill_steadily():
@@ -49,10 +49,7 @@ def test_a_key_without_limits_is_never_limited():
     assert rate_limit.left(0.0) == []
 
 
-@given(
-    st.integers(1, 1000),
-    st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500)), max_size=50),
-)
+@given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500)), max_size=50))
 def test_bursts_and_rate_stay_within_the_limit_per_minute(per_minute, takes):
     bucket, now, taken, last = Bucket(per_minute, 0.0), 0.0, 0, 0
     for after_s, amount in takes:

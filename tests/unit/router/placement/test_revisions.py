@@ -9,7 +9,6 @@ import pytest
 
 from services.router.admission.admission import Admission, AdmissionPolicy
 from services.router.admission.queues import QueueEntry
-from services.router.auth.api_keys import Key
 from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer, Fleet
@@ -19,6 +18,7 @@ from services.router.placement.revisions import ANY, means, read_shares, with_pr
 from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
+from shared.contracts.api_keys import Key
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role

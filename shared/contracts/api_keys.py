@@ -1,0 +1,63 @@
+"""Entries of the API key file: `baton keys` writes them, routers and the metrics collector read them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+LABEL_CHARS = 12
+
+
+class Permission(StrEnum):
+    """What a key permits, at routers and at the metrics collector."""
+
+    INFER = "infer"
+    """Inference requests."""
+    VIEW = "view"
+    """Reading what operators see: metrics, the console and the decisions of all tenants."""
+    ADMIN = "admin"
+    """The same, and orders at the console."""
+    FORCE_PLACEMENT = "force-placement"
+    """Choosing workers and KV sources in a body."""
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One ``[[key]]`` of the operator's file."""
+
+    sha256: str = ""
+    """SHA-256 of the key; the key itself is not stored."""
+    tenant: str = ""
+    """The tenant of its requests; overrides the header."""
+    name: str = ""
+    """Its name in the usage ledger; empty: the beginning of ``sha256``. Of one file's keys, no two have the same."""
+    note: str = ""
+    """For the operator; not used."""
+    permissions: frozenset[Permission] = frozenset({Permission.INFER})
+    priority: int | None = None
+    """The priority of its requests, and the most urgent that they may ask for; None: the router's defaults."""
+    requests_per_minute: int = 0
+    """At each router; 0: no limit."""
+    tokens_per_minute: int = 0
+    """Prompt and completion tokens together, at each router; 0: no limit."""
+    monthly_tokens: int = 0
+    """Budget for each calendar month in UTC, of prompt and completion tokens at all routers; 0: none."""
+    sequences_max: int = 0
+    """Sequences (completions, or inputs of a batch) of its requests that each router serves at once; 0: no limit."""
+    models: frozenset[str] = frozenset()
+    """Models that it may use; empty: all."""
+    public_cache: bool = False
+    """Its prompts are not secret: they share cached KV with those of all keys that have this set."""
+
+    @property
+    def label(self) -> str:
+        """Names it in the usage ledger. The key cannot be computed from it."""
+        return self.name or self.sha256[:LABEL_CHARS]
+
+    def may(self, permission: Permission) -> bool:
+        return permission in self.permissions
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it may read what operators see."""
+        return not self.permissions.isdisjoint({Permission.VIEW, Permission.ADMIN})
