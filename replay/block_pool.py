@@ -121,11 +121,7 @@ class BlockPool:
 
 
 def tell(
-    changes: list[Change],
-    kind: KvEventKind,
-    names: list[int],
-    parent: int | None = None,
-    tier: KvTier = KvTier.DEVICE,
+    changes: list[Change], kind: KvEventKind, names: list[int], parent: int | None = None, tier: KvTier = KvTier.DEVICE
 ) -> None:
     """Append a change, to the last change if it goes on with it."""
     if changes:

@@ -41,8 +41,8 @@ from replay.profile import Profile
 from replay.results import Slo
 from replay.traces import Request, chains
 from replay.world import Shape
-from services.worker.engines.simulated.core import step_laws as table
-from services.worker.engines.simulated.core.step_laws import NOISE_BEYOND
+from services.worker.engines.simulated.core import step_models as table
+from services.worker.engines.simulated.core.step_models import NOISE_BEYOND
 from shared.contracts.workers import Role
 
 BINS_PER_TARGET = 2
@@ -75,7 +75,7 @@ class Charges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Law:
+class _LinearModel:
     """A step takes at least the sum of these, so charges may split the first two among what shares them."""
 
     decode_s: float
@@ -98,29 +98,29 @@ def charges_of(profile: Profile) -> list[Charges]:
     kv_tokens = profile.kv_blocks * profile.block_tokens
     noise = exp(-profile.noise * (NOISE_BEYOND + profile.noise / 2)) if profile.noise else 1.0
     found = []
-    for law in _laws_of(profile):
+    for model in _linear_models(profile):
         for by_sequence, by_resident in ((1 / profile.max_num_seqs, 0.0), (0.0, 1 / kv_tokens)):
             found.append(
                 Charges(
-                    token_s=noise * (law.token_s + law.prefill_s / profile.max_num_batched_tokens),
-                    pair_s=noise * law.pair_s,
-                    sequence_s=noise * (law.sequence_s + law.decode_s * by_sequence),
-                    context_s=noise * law.context_s,
-                    resident_s=noise * law.decode_s * by_resident,
+                    token_s=noise * (model.token_s + model.prefill_s / profile.max_num_batched_tokens),
+                    pair_s=noise * model.pair_s,
+                    sequence_s=noise * (model.sequence_s + model.decode_s * by_sequence),
+                    context_s=noise * model.context_s,
+                    resident_s=noise * model.decode_s * by_resident,
                 )
             )
     return found
 
 
-def _laws_of(profile: Profile) -> list[_Law]:
+def _linear_models(profile: Profile) -> list[_LinearModel]:
     rate = profile.prefill_tokens_per_s
     token_s, pair_s = 1 / rate if rate else 0.0, profile.prefill_s_per_pair
-    if profile.law == "table":
-        return _table_laws()
-    if profile.law == "roofline":
+    if profile.step_model == "table":
+        return _table_models()
+    if profile.step_model == "roofline":
         # The longer of two is at least any mean of them.
         return [
-            _Law(
+            _LinearModel(
                 decode_s=(1 - compute) * profile.decode_base_s,
                 prefill_s=profile.prefill_base_s,
                 token_s=compute * token_s,
@@ -131,7 +131,7 @@ def _laws_of(profile: Profile) -> list[_Law]:
             for compute in COMPUTE_SHARES
         ]
     return [
-        _Law(
+        _LinearModel(
             decode_s=max(0.0, profile.decode_base_s - profile.decode_per_sequence_s),
             prefill_s=profile.prefill_base_s,
             token_s=token_s,
@@ -142,7 +142,7 @@ def _laws_of(profile: Profile) -> list[_Law]:
     ]
 
 
-def _table_laws() -> list[_Law]:
+def _table_models() -> list[_LinearModel]:
     """Lines below the table, which is piecewise linear: below its knots, and no steeper than where it goes on."""
     layer_s = table.LAYERS * 1e-6
     fixed_s = table.HOST_S + min(table.VOCABULARY_US) * 1e-6
@@ -161,13 +161,13 @@ def _table_laws() -> list[_Law]:
         )
         for batch, row in zip(table.BATCHES, table.DECODE_US, strict=True)
     )
-    laws = []
+    models = []
     for slope in TABLE_SLOPES_US:
         base_us = min(us - slope * tokens for tokens, us in products)
         for to_decode in (1.0, 0.0):
             base_s = fixed_s + layer_s * base_us
-            laws.append(
-                _Law(
+            models.append(
+                _LinearModel(
                     decode_s=to_decode * base_s,
                     prefill_s=(1 - to_decode) * base_s,
                     token_s=layer_s * slope,
@@ -176,7 +176,7 @@ def _table_laws() -> list[_Law]:
                     context_s=layer_s * context_us,
                 )
             )
-    return laws
+    return models
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -33,7 +33,7 @@ from replay.tuning import FROZEN, TUNED, Budget, Frozen, Tuned, write_frozen
 from replay.tuning import tune as tuned_systems
 from replay.workloads import NAMES, generate, opened
 from replay.world import Shape
-from services.worker.engines.simulated.core.step_laws import LawName
+from services.worker.engines.simulated.core.step_models import StepModelName
 
 ALL = names()
 KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
@@ -51,8 +51,8 @@ WIDTH_OF_FILES = 200
 screen = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
 ProfileName = StrEnum("ProfileName", {name: name for name in PROFILES})  # type: ignore[misc]
 DEFAULT_PROFILE = ProfileName("8b")
-LawOption = StrEnum("LawOption", {name: name for name in get_args(LawName)})  # type: ignore[misc]
-DEFAULT_LAW = LawOption("linear")
+StepModel = StrEnum("StepModel", {name: name for name in get_args(StepModelName)})  # type: ignore[misc]
+DEFAULT_STEP_MODEL = StepModel("linear")
 
 
 REPLAY_HELP = """Replay a trace of requests against a simulated fleet, in virtual time.
@@ -74,11 +74,11 @@ time after the answer before it. The load makes sessions start faster.
 
 How long the engines' steps take, as in simulated workers:
 
---law linear    the profile's times add up: the law that the router's
-                speed learner assumes
---law roofline  the longer of compute and memory, with overheads
---law table     published measurements of vLLM's kernels on an H100,
-                interpolated (8b only; named in step_laws.py)
+--step-model linear    the profile's times add up, as the router's speed
+                       learner assumes
+--step-model roofline  the longer of compute and memory, with overheads
+--step-model table     published measurements of vLLM's kernels on an H100,
+                       interpolated (8b only; see step_models.py)
 
 For example:
 
@@ -110,7 +110,7 @@ KvBlocksOption = Annotated[int, typer.Option(help="Blocks of 512 tokens in each 
 HostBlocksOption = Annotated[
     int, typer.Option(help="Further blocks in each worker's host memory, loaded at 50 GB/s; 0: none.", min=0)
 ]
-StepLawOption = Annotated[LawOption, typer.Option(help="How long engine steps take; see below.")]
+StepModelOption = Annotated[StepModel, typer.Option(help="How long engine steps take; see below.")]
 NoiseOption = Annotated[
     float, typer.Option(help="Standard deviation of the logarithm of step times, by --seed.", min=0, max=1)
 ]
@@ -164,7 +164,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     fleets: FleetsOption = "",
     kv_blocks: KvBlocksOption = 0,
     host_blocks: HostBlocksOption = 0,
-    law: StepLawOption = DEFAULT_LAW,
+    step_model: StepModelOption = DEFAULT_STEP_MODEL,
     noise: NoiseOption = 0.0,
     slow: SlowOption = None,
     policy: PolicyOption = None,
@@ -190,7 +190,11 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
             requests=requests,
             shape=shape,
             profile=profile_of(
-                profile, kv_blocks, law=cast("LawName", law.value), noise=noise, host_blocks=host_blocks
+                profile,
+                kv_blocks,
+                step_model=cast("StepModelName", step_model.value),
+                noise=noise,
+                host_blocks=host_blocks,
             ),
             slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
             seed=seed,
@@ -341,12 +345,12 @@ def speeds_of(slow: list[str], workers: int) -> dict[int, float]:
 
 
 def profile_of(
-    name: str, kv_blocks: int, *, law: LawName = "linear", noise: float = 0.0, host_blocks: int = 0
+    name: str, kv_blocks: int, *, step_model: StepModelName = "linear", noise: float = 0.0, host_blocks: int = 0
 ) -> Profile:
-    """The named profile, with another cache size if given; exits for the table's law with another model."""
-    if law == "table" and name != DEFAULT_PROFILE:
-        fail(f"--law table was measured of an 8b model, not of {name}: take linear or roofline.")
-    profile = replace(PROFILES[name], law=law, noise=noise, host_blocks=host_blocks)
+    """The named profile, with another cache size if given; exits for the table's speeds with another model."""
+    if step_model == "table" and name != DEFAULT_PROFILE:
+        fail(f"--step-model table was measured of an 8b model, not of {name}: take linear or roofline.")
+    profile = replace(PROFILES[name], step_model=step_model, noise=noise, host_blocks=host_blocks)
     return replace(profile, kv_blocks=kv_blocks) if kv_blocks > 0 else profile
 
 

@@ -5,7 +5,7 @@ waiting ones, first come, first served. Long prompts are computed in chunks that
 Without free blocks the youngest running sequence is preempted and computed again later.
 
 The bookkeeping differs. While no prompt is computed, the steps until the next finish, the next full block or the next
-knot of the step-time law differ only in the growing context, so their total duration has a closed form. An event in
+knot of the step-time model differ only in the growing context, so their total duration has a closed form. An event in
 between takes effect at the end of the current step.
 """
 

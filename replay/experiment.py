@@ -35,22 +35,14 @@ class Setting:
 
 
 def run(
-    setting: Setting,
-    policy: str,
-    load: float,
-    label: str = "",
-    progress: Callable[[int], None] = lambda _number: None,
+    setting: Setting, policy: str, load: float, label: str = "", progress: Callable[[int], None] = lambda _number: None
 ) -> Result:
     """Run one policy (see ``replay.policies.systems``)."""
     return run_with_outcomes(setting, policy, load, label, progress)[0]
 
 
 def run_with_outcomes(
-    setting: Setting,
-    policy: str,
-    load: float,
-    label: str = "",
-    progress: Callable[[int], None] = lambda _number: None,
+    setting: Setting, policy: str, load: float, label: str = "", progress: Callable[[int], None] = lambda _number: None
 ) -> tuple[Result, list[ReplayedRequest]]:
     """As ``run``, with each request's outcome."""
     requests = at_load(setting.requests, load)

@@ -47,7 +47,7 @@ class Profile(StepTiming):
         """Seconds to compute a prompt alone in an engine, in chunks, when ``cached`` of its tokens are cached."""
         computed = max(1, tokens - cached)
         size = self.max_num_batched_tokens
-        if self.law == "linear":
+        if self.step_model == "linear":
             steps = -(-computed // size)
             pairs = computed * (tokens - computed / 2)
             return (steps * self.prefill_base_s + self.compute_s(computed, pairs)) / self.speed

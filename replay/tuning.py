@@ -115,11 +115,7 @@ def score(setting: Setting, loads: Sequence[float], policy: str) -> float:
 
 
 def tune(
-    setting: Setting,
-    loads: Sequence[float],
-    policies: Sequence[str],
-    points: int,
-    jobs: int = 1,
+    setting: Setting, loads: Sequence[float], policies: Sequence[str], points: int, jobs: int = 1
 ) -> Iterator[tuple[str, Tuned]]:
     """The choice for each policy, with the points of one policy in so many processes."""
     with ProcessPoolExecutor(jobs) as pool:

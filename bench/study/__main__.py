@@ -186,7 +186,7 @@ def main() -> int:
     options = parser.parse_args()
     rows = options.page.parent / ROWS
     if options.check or options.check_marks or options.mark:
-        return look(options, rows)
+        return check_rows(options, rows)
     traces = {name: Path(file).resolve() for name, _, file in (one.partition("=") for one in options.trace)}
     plan = quick(WHOLE) if options.quick else WHOLE
     only = [one for one in options.only.split(",") if one]
@@ -231,7 +231,7 @@ def write(data: Data, options: argparse.Namespace, rows: Path, only: list[str]) 
     print(folder / options.page.name)
 
 
-def look(options: argparse.Namespace, rows: Path) -> int:
+def check_rows(options: argparse.Namespace, rows: Path) -> int:
     """--check, --check-marks and --mark."""
     drawn = [name for name in page.PICTURES if f"(replay-{name}.png)" in options.page.read_text(encoding="utf-8")]
     if options.mark and rows.exists():

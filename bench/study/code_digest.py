@@ -24,7 +24,7 @@ DEPENDS = (
     "services/router/state/*.py",
     "services/router/native/*.[ch]",
     "services/worker/engines/simulated/core/settings.py",
-    "services/worker/engines/simulated/core/step_laws.py",
+    "services/worker/engines/simulated/core/step_models.py",
     "shared/engine_speed/*.py",
 )
 IGNORED = ("replay/cli.py", "replay/tuning.py", "replay/bound.py", "replay/oracle.py")

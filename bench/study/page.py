@@ -92,7 +92,7 @@ def rendered(data: Data, pictures: Sequence[str], now: CodeOf) -> str:
     old = sorted({row.measured_at for group in data.groups for row in group.rows if row.code != now(row.policy)})
     if old:
         lines += [f"{OLDER} Measured before a later change of the code it depends on, on {' and '.join(old)}.", ""]
-    lines += verdicts(data.groups, now)
+    lines += comparisons(data.groups, now)
     lines += [f"![{PICTURES[name]}](replay-{name}.png)" for name in pictures] + [""] * bool(pictures)
     for section in dict.fromkeys(group.section for group in data.groups):
         told = WHOLE.sections.get(section)
@@ -109,7 +109,7 @@ def tuned_lines(groups: Sequence[Group]) -> list[str]:
     return ["### Tuned values", "", ", ".join(f"`{name}`" for name in tuned), ""] if tuned else []
 
 
-def verdicts(groups: Sequence[Group], now: CodeOf) -> list[str]:
+def comparisons(groups: Sequence[Group], now: CodeOf) -> list[str]:
     """One line for each of Baton's policies that has rivals."""
     lines = [
         "Each of Baton's policies less the best of the other systems' in the same measure, paired by seed and window. Room:",

@@ -11,12 +11,12 @@ from replay.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING
 from replay.results import Slo
 from replay.tuning import Frozen, read_frozen
 from replay.world import Shape
-from services.worker.engines.simulated.core.step_laws import LawName
+from services.worker.engines.simulated.core.step_models import StepModelName
 
 LOADS = {"light": 0.5, "knee": 1.0, "overload": 1.3}
 """Of the knee; see ``runs.find_knee``. A made workload's load is its requests per second, a trace's its speed."""
 QUICK_S = 30.0
-QUICK_WORKLOADS = {"factorial": 1, "laws": 1, "fleets": 1}
+QUICK_WORKLOADS = {"factorial": 1, "step-models": 1, "fleets": 1}
 KNEE_SEED = 0
 """Of the search for the knee; not among the seeds that are measured."""
 OWN = (BATON, BATON_WAITING, BATON_STRICT, BATON_DEFAULT)
@@ -40,7 +40,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     decode: int = 0
     profile: str = "8b"
     """Of ``replay.profile``."""
-    law: LawName = "linear"
+    step_model: StepModelName = "linear"
     """How long engine steps take."""
     noise: float = 0.0
     slow: tuple[tuple[int, float], ...] = ()
@@ -59,7 +59,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         parts = {"both": self.both, "prefill": self.prefill, "decode": self.decode}
         workers = " + ".join(f"{count} {role}" for role, count in parts.items() if count)
         options = [self.profile]
-        options += [self.law] if self.law != "linear" else []
+        options += [self.step_model] if self.step_model != "linear" else []
         options += [f"noise {self.noise:g}"] if self.noise else []
         options += [f"worker {number} at {speed:.0%}" for number, speed in self.slow]
         options += [f"{self.host_blocks} host blocks"] if self.host_blocks else []
@@ -155,14 +155,14 @@ WHOLE = Plan(
             loads=("knee",),
             policies=(BATON_WAITING, "dynamo-queue", "llm-d-flow", "mooncake-rejecting"),
         ),
-        "laws": Section(
+        "step-models": Section(
             title="Other engines",
             text="Step times by a roofline and by measured tables, with noise; one slow worker; host memory. At the knee of each.",
             are_tuned=True,
             workloads=(TRACES[0], MADE[1]),
             fleets=(
-                Fleet(both=8, law="roofline", noise=0.1),
-                Fleet(both=8, law="table", noise=0.1),
+                Fleet(both=8, step_model="roofline", noise=0.1),
+                Fleet(both=8, step_model="table", noise=0.1),
                 Fleet(both=8, noise=0.1, slow=((0, 0.5),)),
                 Fleet(both=8, host_blocks=3200),
             ),
@@ -184,9 +184,9 @@ WHOLE = Plan(
 
 SMALL_FLEETS = {
     "fleets": (Fleet(both=1), Fleet(prefill=1, decode=2)),
-    "laws": (
-        Fleet(both=2, law="roofline", noise=0.1),
-        Fleet(both=2, law="table", noise=0.1),
+    "step-models": (
+        Fleet(both=2, step_model="roofline", noise=0.1),
+        Fleet(both=2, step_model="table", noise=0.1),
         Fleet(both=2, slow=((0, 0.5),)),
         Fleet(both=2, host_blocks=800),
     ),

@@ -201,7 +201,7 @@ class Workshop:
 def profile_of(fleet: Fleet) -> Profile:
     """Of its engines."""
     profile = PROFILES[fleet.profile]
-    return replace(profile, law=fleet.law, noise=fleet.noise, host_blocks=fleet.host_blocks)
+    return replace(profile, step_model=fleet.step_model, noise=fleet.noise, host_blocks=fleet.host_blocks)
 
 
 @lru_cache(maxsize=4)

@@ -56,9 +56,9 @@ def _title(plan: Plan) -> str:
     gpus = plan.workers * plan.engine.gpus
     target = plan.target
     least = "" if math.isfinite(plan.best.limit.fails) else "at least "
-    verdict = f"{plan.best.split} carry {least}{plan.headroom:.2f}x this load"
+    outcome = f"{plan.best.split} carry {least}{plan.headroom:.2f}x this load"
     return (
-        f"{gpus} GPUs ({plan.engine.name}), {plan.workload}, {plan.searched.requests_per_s:.3g} requests/s: {verdict}\n"
+        f"{gpus} GPUs ({plan.engine.name}), {plan.workload}, {plan.searched.requests_per_s:.3g} requests/s: {outcome}\n"
         f"targets: {target.share:.0%} of the requests with the first token within {target.ttft_s:g} s "
         f"and {target.itl_s * 1e3:g} ms between tokens"
     )

@@ -32,11 +32,11 @@ ADVICE = {
 
 
 def draw(plan: Plan, console: Console) -> None:
-    """The verdict first, then the splits, the limit, the smallest fleet and what to know about the inputs."""
+    """The outcome first, then the splits, the limit, the smallest fleet and what to know about the inputs."""
     for label, text in (("workload", workload(plan)), ("targets", targets(plan)), ("engine", engine(plan))):
         _line(console, label, text)
     console.print()
-    console.print(verdict(plan))
+    console.print(outcome(plan))
     console.print()
     console.print(splits(plan, console.width))
     console.print()
@@ -91,7 +91,7 @@ def engine(plan: Plan) -> str:
     return f"{one.name} ({source}), {gpus}, {one.kv_tokens:,} tokens of KV; {mean}"
 
 
-def verdict(plan: Plan) -> Text:
+def outcome(plan: Plan) -> Text:
     """Whether the fleet is enough, and for how much."""
     gpus = plan.workers * plan.engine.gpus
     best = plan.best.split

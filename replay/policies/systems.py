@@ -62,10 +62,7 @@ class Rule:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
-BALANCE = {
-    "abs": Parameter(64, (0, 1, 2, 4, 8, 16, 32, 64)),
-    "rel": Parameter(1.5, (1.0, 1.1, 1.5, 2.0)),
-}
+BALANCE = {"abs": Parameter(64, (0, 1, 2, 4, 8, 16, 32, 64)), "rel": Parameter(1.5, (1.0, 1.1, 1.5, 2.0))}
 CACHE_AWARE = {"threshold": Parameter(0.3, (0.1, 0.2, 0.3, 0.5, 0.8)), **BALANCE}
 DYNAMO = {
     "scale": Parameter(1.0, (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)),
@@ -112,11 +109,7 @@ OWN_UNTOLD = {name: OWN[name] for name in ("fetch_tokens_min", "stream_tokens_mi
 QUEUE_S_MAX = {"queue_s_max": Parameter(60.0, (5.0, 15.0, 60.0))}
 """ROUTER_QUEUE_S_MAX."""
 SHIPPED: dict[str, dict[str, Parameter]] = {
-    "dynamo-queue": {
-        **DYNAMO,
-        "busy": Parameter(2.0, (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)),
-        "wspt": Parameter(0, (0, 1)),
-    },
+    "dynamo-queue": {**DYNAMO, "busy": Parameter(2.0, (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)), "wspt": Parameter(0, (0, 1))},
     "llm-d-flow": {
         **STICKY,
         "queue_depth": Parameter(5, (1, 2, 5, 10)),

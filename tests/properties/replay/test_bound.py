@@ -21,7 +21,7 @@ from replay.traces import Request, at_load
 from replay.workloads import NAMES, generate
 from replay.world import Shape
 from services.router.placement.placement import Rejection
-from services.worker.engines.simulated.core.step_laws import LawName
+from services.worker.engines.simulated.core.step_models import StepModelName
 from shared.contracts.failures import Reason
 from tests.support.examples import SEEDS, examples, seeded
 from tests.support.replay_worlds import PROFILE, context, conversations, world
@@ -52,7 +52,7 @@ def sum_of(outcomes, slo):
     return result.good_share * result.requests, result
 
 
-@pytest.mark.parametrize("law", get_args(LawName))
+@pytest.mark.parametrize("step_model", get_args(StepModelName))
 @given(
     tokens=st.integers(0, 2048),
     behind=st.integers(0, 100_000),
@@ -61,8 +61,8 @@ def sum_of(outcomes, slo):
     own=st.floats(0, 1),
 )
 @settings(max_examples=examples(200))
-def test_a_step_is_charged_for_no_more_than_it_takes(law, tokens, behind, decoding, context, own):
-    profile = replace(PROFILES["8b"], law=law)
+def test_a_step_is_charged_for_no_more_than_it_takes(step_model, tokens, behind, decoding, context, own):
+    profile = replace(PROFILES["8b"], step_model=step_model)
     pairs = tokens * (behind + tokens / 2)
     decoding = min(decoding, 2048 - tokens)
     # Several sequences may share what the cache holds.
@@ -80,19 +80,19 @@ def test_a_step_is_charged_for_no_more_than_it_takes(law, tokens, behind, decodi
         assert charged <= profile.step_s(tokens, pairs, decoding, in_sum) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("law", get_args(LawName))
-def test_an_idle_engine_is_charged_for_much_of_a_prompt_by_every_law(law):
-    profile = replace(PROFILES["8b"], law=law)
+@pytest.mark.parametrize("step_model", get_args(StepModelName))
+def test_an_idle_engine_is_charged_for_much_of_a_prompt_by_every_step_model(step_model):
+    profile = replace(PROFILES["8b"], step_model=step_model)
     charged = max(charges.token_s * 12_000 + charges.pair_s * 12_000**2 / 2 for charges in charges_of(profile))
 
     assert 0.7 * profile.prompt_s(12_000, 0) < charged <= profile.prompt_s(12_000, 0)
 
 
-@pytest.mark.parametrize("law", [law for law in get_args(LawName) if law != "linear"])
+@pytest.mark.parametrize("step_model", [step_model for step_model in get_args(StepModelName) if step_model != "linear"])
 @seeded(2)
 @given(seed=SEEDS)
-def test_with_other_laws_noise_and_a_slow_worker_no_policy_exceeds_the_bound(law, seed):
-    profile = replace(PROFILES["8b"], law=law, noise=0.1, host_blocks=100)
+def test_with_other_step_models_noise_and_a_slow_worker_no_policy_exceeds_the_bound(step_model, seed):
+    profile = replace(PROFILES["8b"], step_model=step_model, noise=0.1, host_blocks=100)
     requests = conversations(40, seed=seed, per_s=60.0)
     setting = Setting(
         requests=requests, shape=Shape(both=2), profile=profile, slo=TIGHT, seed=seed % 1000, slow={1: 0.6}

@@ -30,7 +30,7 @@ profiles = st.builds(
     decode_base_s=st.sampled_from([0.004, 0.01]),
     decode_per_sequence_s=st.sampled_from([0.0, 0.0003]),
     decode_per_context_token_s=st.sampled_from([0.0, 0.00001]),
-    law=st.sampled_from(["linear", "roofline", "table"]),
+    step_model=st.sampled_from(["linear", "roofline", "table"]),
     speed=st.sampled_from([1.0, 0.6]),
     noise=st.sampled_from([0.0, 0.2]),
     noise_seed=st.just(crc32(SimulationSettings().worker_id.encode())),
@@ -74,7 +74,7 @@ def run_core(profile, rows):
             sim_decode_base_s=profile.decode_base_s,
             sim_decode_per_sequence_s=profile.decode_per_sequence_s,
             sim_decode_per_context_token_s=profile.decode_per_context_token_s,
-            sim_law=profile.law,
+            sim_step_model=profile.step_model,
             sim_speed=profile.speed,
             sim_noise=profile.noise,
         ),
@@ -143,8 +143,8 @@ def test_every_prompt_begins_and_ends_as_in_the_simulated_engine(profile, rows):
     st.integers(1, 70_000),
     st.integers(0, 40),
 )
-def test_steps_that_are_alike_add_up_to_their_closed_form(law, noise, decoding, each, begun):
-    profile = Profile(law=law, noise=noise, noise_seed=3, speed=0.7)
+def test_steps_that_are_alike_add_up_to_their_closed_form(step_model, noise, decoding, each, begun):
+    profile = Profile(step_model=step_model, noise=noise, noise_seed=3, speed=0.7)
     context = decoding * each - (decoding - 1) // 2
     count = min(profile.steps_alike(begun, decoding, context), 2000)
     times = [

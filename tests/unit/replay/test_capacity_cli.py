@@ -29,7 +29,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_a_plan_has_a_verdict_a_picture_and_the_command_to_start_it(trace, tmp_path):
+def test_a_plan_has_an_outcome_a_picture_and_the_command_to_start_it(trace, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
 

@@ -65,7 +65,7 @@ def test_a_workload_needs_no_file(tmp_path):
 
 def test_several_fleets_have_a_table_and_a_folder_each(trace, tmp_path):
     done = run(
-        "replay", trace, "--fleets", "2,1+1", "--policy", "baton", "--law", "table", "--noise", 0.1, "--slow", "0:0.6",
+        "replay", trace, "--fleets", "2,1+1", "--policy", "baton", "--step-model", "table", "--noise", 0.1, "--slow", "0:0.6",
         "--host-blocks", 50, "--out", tmp_path,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_neither_a_file_nor_a_workload_gives_a_clear_error(tmp_path):
         (["--slow", "1"], "NUMBER:SPEED"),
         (["--slow", "8:0.5"], "no worker"),
         (["--slow", "1:0"], "no positive speed"),
-        (["--law", "table", "--profile", "70b"], "8b"),
+        (["--step-model", "table", "--profile", "70b"], "8b"),
     ],
 )
 def test_invalid_options_give_a_clear_error(trace, arguments, says):

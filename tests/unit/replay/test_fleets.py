@@ -14,12 +14,12 @@ from replay.world import Shape, World
 from shared.contracts.kv_events import KvEventKind, KvTier
 from tests.support.replay_worlds import PROFILE, conversations, with_baseline, world
 
-LAWS = ["linear", "roofline", "table"]
+STEP_MODELS = ["linear", "roofline", "table"]
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_a_slow_worker_takes_longer_by_its_factor(law):
-    profile = replace(PROFILE, law=law)
+@pytest.mark.parametrize("step_model", STEP_MODELS)
+def test_a_slow_worker_takes_longer_by_its_factor(step_model):
+    profile = replace(PROFILE, step_model=step_model)
     request = Request(0.0, (1, 2), 1400, 40)
     (usual,), (slow,) = (
         with_baseline(World(Shape(both=1), profile, slow=speeds), "random").run([request]) for speeds in ({}, {0: 0.5})
@@ -30,9 +30,9 @@ def test_a_slow_worker_takes_longer_by_its_factor(law):
     assert usual.ttft_s == pytest.approx(profile.prompt_s(1400, 0) + 2 * NETWORK_S)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_noise_is_decided_by_the_seed_and_differs_between_workers(law):
-    profile = replace(PROFILE, law=law, noise=0.2)
+@pytest.mark.parametrize("step_model", STEP_MODELS)
+def test_noise_is_decided_by_the_seed_and_differs_between_workers(step_model):
+    profile = replace(PROFILE, step_model=step_model, noise=0.2)
 
     def run(seed: int) -> list[tuple[float | None, float | None]]:
         of = with_baseline(World(Shape(both=2), profile, seed=seed), "round-robin")
@@ -138,10 +138,10 @@ def test_the_router_knows_what_host_memory_holds():
 
 
 @pytest.mark.parametrize("shape", ["3", "2+2"])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("step_model", STEP_MODELS)
 @pytest.mark.parametrize("name", ["baton", "mooncake", "oracle"])
-def test_every_request_ends_and_all_blocks_come_back_in_any_fleet(name, law, shape):
-    profile = replace(PROFILE, kv_blocks=100, law=law, noise=0.1, host_blocks=300)
+def test_every_request_ends_and_all_blocks_come_back_in_any_fleet(name, step_model, shape):
+    profile = replace(PROFILE, kv_blocks=100, step_model=step_model, noise=0.1, host_blocks=300)
     of = World(Shape.of(shape), profile, slow={1: 0.6}, seed=3)
     if name == "mooncake":
         with_baseline(of, name)

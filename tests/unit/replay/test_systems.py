@@ -10,15 +10,7 @@ from replay.experiment import Setting, install, run
 from replay.legs import ReplayedRequest
 from replay.policies import BATON, BATON_DEFAULT, BATON_WAITING
 from replay.policies.queueing import NOBODY, BusyGate, QueueContext, RoomGate, SaturationGate
-from replay.policies.systems import (
-    RULES,
-    SHIPPED,
-    UnknownPolicyError,
-    make_rule,
-    names,
-    parse,
-    sweep_of,
-)
+from replay.policies.systems import RULES, SHIPPED, UnknownPolicyError, make_rule, names, parse, sweep_of
 from replay.results import Slo
 from replay.traces import Request
 from replay.world import Shape

@@ -99,10 +99,7 @@ def test_only_what_the_decode_engine_has_not_cached_is_received():
     assert leg.stats.cached_tokens == 8 * BLOCK
     assert leg.stats.received_tokens == 6 * BLOCK
     assert leg.stats.received_bytes == 6 * BLOCK * d.core.settings.sim_kv_bytes_per_token
-    assert (leg.stats.transfer_report.local_tokens, leg.stats.transfer_report.fetched_tokens) == (
-        8 * BLOCK,
-        6 * BLOCK,
-    )
+    assert (leg.stats.transfer_report.local_tokens, leg.stats.transfer_report.fetched_tokens) == (8 * BLOCK, 6 * BLOCK)
     assert leg.stats.transfer_report.recomputed_tokens == 1
 
 

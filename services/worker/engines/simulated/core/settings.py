@@ -1,4 +1,4 @@
-"""Settings of a simulated engine: sizes, speeds, and the step-time law, which the replay uses, too."""
+"""Settings of a simulated engine: sizes, speeds, and the step-time model, which the replay uses, too."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
-from services.worker.engines.simulated.core.step_laws import (
+from services.worker.engines.simulated.core.step_models import (
     FOREVER,
     NOISE_STEPS,
-    LawName,
+    StepModelName,
     noise_factor,
     roofline_s,
     roofline_steps_alike,
@@ -33,7 +33,7 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that each further sequence adds to a decode step."""
     sim_decode_per_context_token_s: float = 0.0
     """Seconds that each token of context, of all sequences, adds to a decode step."""
-    sim_law: LawName = "linear"
+    sim_step_model: StepModelName = "linear"
     """How these times make a step's. linear: their sum; roofline: the longer of compute and memory; table: they do not
     count, a step takes what published measurements of an 8-billion-parameter model on an H100 say.
     """
@@ -82,7 +82,7 @@ class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.sim_speed > 0:
             raise ValueError(f"sim_speed must be above 0, got {self.sim_speed}")
-        sizes = (name for name in SimulatedTiming.__struct_fields__ if name not in {"sim_transfer", "sim_law"})
+        sizes = (name for name in SimulatedTiming.__struct_fields__ if name not in {"sim_transfer", "sim_step_model"})
         if any(getattr(self, name) < 0 for name in sizes):
             raise ValueError("a simulated speed, time or size cannot be negative")
         if self.max_model_len > self.kv_blocks * self.block_size:
@@ -111,8 +111,8 @@ class StepTiming:
     """Bandwidth of the one link through which KV arrives."""
     transfer_base_s: float
     """Latency of a transfer; it does not occupy the link."""
-    law: LawName = "linear"
-    """How the times above make a step's; see ``step_laws``."""
+    step_model: StepModelName = "linear"
+    """How the times above make a step's; see ``step_models``."""
     speed: float = 1.0
     """Divides all step times."""
     noise: float = 0.0
@@ -123,9 +123,9 @@ class StepTiming:
         """Seconds of one step without noise: ``prefill_tokens`` that attend to ``prefill_pairs`` earlier tokens in sum,
         and ``decoding`` sequences of ``context_tokens`` in sum.
         """
-        if self.law == "table":
+        if self.step_model == "table":
             return table_s(prefill_tokens, prefill_pairs, decoding, context_tokens) / self.speed
-        if self.law == "roofline":
+        if self.step_model == "roofline":
             return roofline_s(self, prefill_tokens, prefill_pairs, decoding, context_tokens) / self.speed
         seconds = 0.0
         if prefill_tokens:
@@ -150,9 +150,9 @@ class StepTiming:
     def steps_alike(self, step: int, decoding: int, context_tokens: int) -> int:
         """How many decode-only steps, beginning with number ``step``, share their noise and grow by equal times."""
         alike = FOREVER
-        if self.law == "table":
+        if self.step_model == "table":
             alike = table_steps_alike(decoding, context_tokens)
-        elif self.law == "roofline":
+        elif self.step_model == "roofline":
             alike = roofline_steps_alike(self, decoding, context_tokens)
         return min(alike, NOISE_STEPS - step % NOISE_STEPS) if self.noise else alike
 

@@ -1,6 +1,6 @@
-"""How long a step of a simulated engine takes, by other laws than the linear one of ``StepTiming``.
+"""How long a step of a simulated engine takes, by other models than the linear one of ``StepTiming``.
 
-Both laws are continuous and piecewise linear in the context of the decoding sequences, so a run of decode-only steps
+Both models are continuous and piecewise linear in the context of the decoding sequences, so a run of decode-only steps
 has a closed form up to the next knot (``*_steps_alike``).
 
 **Roofline**: the speeds of ``StepTiming`` in another sum. Every token of the step, of a prompt or decoded, needs the
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from services.worker.engines.simulated.core.settings import StepTiming
 
-LawName = Literal["linear", "roofline", "table"]
+StepModelName = Literal["linear", "roofline", "table"]
 FOREVER = 1 << 62
 """More steps than any run has."""
 

@@ -1,4 +1,4 @@
-"""The laws of step times: their limits, where their numbers are exact, and that no linear model is both of them."""
+"""The step-time models: their limits, where their numbers are exact, and that no linear model is both of them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ import pytest
 
 from replay.profile import PROFILES
 from services.worker.engines.simulated.core.settings import SimulationSettings, StepTiming
-from services.worker.engines.simulated.core.step_laws import HOST_S, LAYERS, NOISE_STEPS, OTHER_KERNELS_US, noise_factor
+from services.worker.engines.simulated.core.step_models import (
+    HOST_S,
+    LAYERS,
+    NOISE_STEPS,
+    OTHER_KERNELS_US,
+    noise_factor,
+)
 
 
-def timing(law: str = "linear", **settings: float) -> StepTiming:
+def timing(step_model: str = "linear", **settings: float) -> StepTiming:
     profile = PROFILES["8b"]
     speeds = {f"sim_{name}": getattr(profile, name) for name in StepTiming.__dataclass_fields__ if name != "noise_seed"}
-    return SimulationSettings(**speeds | {"sim_law": law} | settings).step_timing()
+    return SimulationSettings(**speeds | {"sim_step_model": step_model} | settings).step_timing()
 
 
-@pytest.mark.parametrize("law", ["linear", "roofline", "table"])
-def test_nothing_to_compute_takes_no_time(law):
-    assert timing(law).step_s(0, 0.0, 0, 0) == 0.0
+@pytest.mark.parametrize("step_model", ["linear", "roofline", "table"])
+def test_nothing_to_compute_takes_no_time(step_model):
+    assert timing(step_model).step_s(0, 0.0, 0, 0) == 0.0
 
 
-@pytest.mark.parametrize("law", ["linear", "roofline", "table"])
-def test_more_context_never_takes_less_time(law):
-    of = timing(law)
+@pytest.mark.parametrize("step_model", ["linear", "roofline", "table"])
+def test_more_context_never_takes_less_time(step_model):
+    of = timing(step_model)
     for decoding in (1, 3, 40, 256, 300):
         times = [of.decode_s(decoding, decoding * each) for each in range(1, 120_000, 997)]
         assert times == sorted(times)
@@ -61,9 +67,9 @@ def test_the_table_returns_its_measurements():
     assert table.decode_s(64, 64 * 3072) == pytest.approx(halfway)
 
 
-@pytest.mark.parametrize(("law", "exact"), [("linear", True), ("roofline", False), ("table", False)])
-def test_only_the_linear_law_is_what_a_learner_of_unit_costs_can_represent(law, exact):
-    of, rng = timing(law), random.Random(1)
+@pytest.mark.parametrize(("step_model", "exact"), [("linear", True), ("roofline", False), ("table", False)])
+def test_only_the_linear_model_is_what_a_learner_of_unit_costs_can_represent(step_model, exact):
+    of, rng = timing(step_model), random.Random(1)
     rows, seconds = [], []
     for _ in range(400):
         tokens = rng.choice([0, rng.randint(1, 256), rng.randint(256, 2048)])
@@ -80,9 +86,9 @@ def test_only_the_linear_law_is_what_a_learner_of_unit_costs_can_represent(law, 
     assert error < 1e-9 if exact else error > 0.04
 
 
-@pytest.mark.parametrize("law", ["linear", "roofline", "table"])
-def test_half_the_speed_takes_twice_the_time(law):
-    fast, slow = timing(law), timing(law, sim_speed=0.5)
+@pytest.mark.parametrize("step_model", ["linear", "roofline", "table"])
+def test_half_the_speed_takes_twice_the_time(step_model):
+    fast, slow = timing(step_model), timing(step_model, sim_speed=0.5)
 
     for work in [(2048, 1e7, 0, 0), (0, 0.0, 17, 30_000), (100, 5000.0, 60, 90_000)]:
         assert slow.step_s(*work) == pytest.approx(2 * fast.step_s(*work))
