@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, KvHandshake, KvLedgerState, LeaseKv, ReleaseKv
+from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvExchangeState, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.message import Message
 from shared.contracts.workers import Fingerprint, KvMemory
 
@@ -130,7 +130,7 @@ class EngineNotification(Message, frozen=True, kw_only=True):
     measured: list[ReadMeasured] = msgspec.field(default_factory=list)
     chains: list[Chain] = msgspec.field(default_factory=list)
     """Most used first; none is a prefix of another."""
-    state: KvLedgerState | None = None
+    state: KvExchangeState | None = None
     """Leases and reads after this notification."""
 
 

@@ -78,7 +78,7 @@ class HolderSettings:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCounts:
-    """As in ``KvLedgerState``."""
+    """As in ``KvExchangeState``."""
 
     leases: int
     pinned_blocks: int

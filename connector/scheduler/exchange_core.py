@@ -31,11 +31,11 @@ from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader
 from connector.reader.speed_test import SpeedTests
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvLedgerState, KvOffer, KvTransferReport, LegOrder
+from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvHandshake, KvOffer, KvTransferReport, LegOrder
 
 
 class ExchangeStats:
-    """Counters as reported in ``KvLedgerState``: counts reads and tokens; the holder counts leases."""
+    """Counters as reported in ``KvExchangeState``: counts reads and tokens; the holder counts leases."""
 
     def __init__(self) -> None:
         self._reads = 0
@@ -44,7 +44,7 @@ class ExchangeStats:
         self._read_seconds = 0.0
         self._refused = 0
         self._recomputed_tokens = 0
-        self._reported: KvLedgerState | None = None
+        self._reported: KvExchangeState | None = None
 
     def part(self, part: ReadPart) -> None:
         """Count a part of a read that has ended."""
@@ -66,10 +66,10 @@ class ExchangeStats:
                 max(0, transfer_report.recomputed_tokens - tail) + transfer_report.reprefilled_tokens
             )
 
-    def state(self, holder: Holder, *, reads: int) -> KvLedgerState:
+    def state(self, holder: Holder, *, reads: int) -> KvExchangeState:
         """The counters now; remembered for ``changed``."""
         counts = holder.counts
-        self._reported = KvLedgerState(
+        self._reported = KvExchangeState(
             leases=counts.leases,
             pinned_blocks=counts.pinned_blocks,
             next_expiry_s=counts.next_expiry_s,

@@ -238,7 +238,7 @@ class FetchedKv(Message, frozen=True, kw_only=True):
     """Why fewer blocks than requested were fetched, as text."""
 
 
-class KvLedgerState(Message, frozen=True, kw_only=True):
+class KvExchangeState(Message, frozen=True, kw_only=True):
     """An engine's current leases and reads, and totals since it started."""
 
     leases: int = 0

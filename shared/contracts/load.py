@@ -6,7 +6,7 @@ import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvDigest
-from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.message import Message, PackedMessage
 from shared.contracts.workers import Role, WorkerPhase
 
@@ -126,7 +126,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Moving average; 0 before the first sample."""
     decode_s_per_token: float = 0.0
     """Moving average of the time between tokens of one stream; 0 before the first sample."""
-    exchange: KvLedgerState | None = None
+    exchange: KvExchangeState | None = None
     """What the engine leases and reads; None where the engine's connector does not report it."""
     steps: StepTotals | None = None
     """None where the engine does not report its steps."""

@@ -11,7 +11,7 @@ from services.launcher.doctor.workers import SLOW_BYTES_PER_S
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import AskKvHandshake, KvLedgerState, KvSource
+from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvSource
 from shared.contracts.workers import KvMemory
 from tests.engines.test_handover import completion, prompt_of
 from tests.support.worker_processes import handoff
@@ -33,12 +33,12 @@ def source(worker, **more) -> KvSource:
     return KvSource(worker_id=worker.worker_id, epoch=worker.record.epoch, **more)
 
 
-async def ledger(router, worker) -> KvLedgerState:
+async def exchange_state(router, worker) -> KvExchangeState:
     """As it is now."""
     return (await router.load_where(worker, lambda load: load.exchange is not None)).exchange
 
 
-async def released(router, worker, before: KvLedgerState) -> None:
+async def released(router, worker, before: KvExchangeState) -> None:
     """Until one more lease was given back and nothing more is leased than before."""
     await router.load_where(
         worker,
@@ -61,7 +61,7 @@ async def test_engines_tell_how_fast_they_read_each_other(pair, router):
 
 
 async def test_a_handoffs_transfer_report_adds_up_and_only_the_tail_is_computed(pair, router):
-    before = await ledger(router, pair[0])
+    before = await exchange_state(router, pair[0])
 
     first, second = await router.handed_over(*pair, completion(prompt_of(300, seed=701)))
 
@@ -83,7 +83,7 @@ async def test_a_prompt_is_read_while_it_is_computed(pair, router, stream):
     body = completion(prompt_of(1500, seed=702 + stream), stream=stream)
     if stream:
         body["stream_options"] = {"include_usage": True}
-    before = await ledger(router, prefill)
+    before = await exchange_state(router, prefill)
 
     first, second = await asyncio.gather(
         router.leg(prefill, LegKind.PREFILL, body, kv_offer=False),
@@ -139,7 +139,7 @@ async def test_a_prefill_worker_reads_back_what_the_decode_worker_holds(pair, ro
     prefill, decode = pair
     body = completion(prompt_of(400, seed=704))
     await router.leg(decode, LegKind.AGGREGATED, body)
-    before = await ledger(router, decode)
+    before = await exchange_state(router, decode)
 
     first = await router.leg(prefill, LegKind.PREFILL, body, kv_sources=[source(decode)])
 
@@ -214,7 +214,7 @@ async def test_handshakes_have_the_current_clock(pair, router):
 async def test_an_unread_offer_is_released_when_its_decode_leg_ends(pair, router):
     prefill, decode = pair
     body = completion(prompt_of(300, seed=708))
-    before = await ledger(router, prefill)
+    before = await exchange_state(router, prefill)
     first = await router.leg(prefill, LegKind.PREFILL, body)
     await router.load_where(prefill, lambda load: load.exchange.leases > before.leases)
 

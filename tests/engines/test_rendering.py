@@ -78,11 +78,7 @@ async def computed(server: Front, body: bytes, *, path: str = CHAT, salt: str = 
     """The request that the engine is given for a leg."""
     CURRENT_LEG.set(
         LegRecord(
-            kind=LegKind.AGGREGATED,
-            request_id="q",
-            trace_headers={},
-            cache_salt=salt,
-            media_salt=media_salt or salt,
+            kind=LegKind.AGGREGATED, request_id="q", trace_headers={}, cache_salt=salt, media_salt=media_salt or salt
         )
     )
     server.core.prompt_tokens, server.core.asked = 0, []
@@ -108,12 +104,7 @@ async def test_a_rendered_prompt_has_the_blocks_of_the_engines(server):
         assert found.media_end == IMAGE_TOKENS
 
 
-CALL = {
-    "type": "function_call",
-    "call_id": "c1",
-    "name": "look",
-    "arguments": json.dumps({"at": "the finish"}),
-}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": json.dumps({"at": "the finish"})}
 TOOL = {
     "name": "look",
     "description": "Looks.",

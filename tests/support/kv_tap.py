@@ -11,7 +11,7 @@ from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import FRAMES, KV_GRANT, KV_LEASE, KV_RELEASE, LOAD, START_LEG
 from shared.contracts.inference import FrameBatch, FrameKind, LegKind, LegReport, StartLeg
-from shared.contracts.kv_exchange import KvGrant, KvLedgerState, KvTransferReport, LeaseKv, ReleaseKv
+from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvTransferReport, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
 
 SOON_S_MAX = 60.0
@@ -100,7 +100,7 @@ class Tap:
 
         return await self.until(ended, f"the legs of {request_id} have ended")
 
-    def ledger(self, worker_id: str) -> KvLedgerState:
+    def exchange_state(self, worker_id: str) -> KvExchangeState:
         """Leases and reads in the worker's last load report."""
         state = self.loads[worker_id].exchange
         assert state is not None, f"{worker_id} reports no KV exchange state"
@@ -125,5 +125,5 @@ class Tap:
         load = self.loads.get(worker_id)
         if load is None:
             return False
-        ledger = self.ledger(worker_id)
-        return not (load.legs or load.running or ledger.leases or ledger.pinned_blocks or ledger.reads)
+        state = self.exchange_state(worker_id)
+        return not (load.legs or load.running or state.leases or state.pinned_blocks or state.reads)

@@ -82,7 +82,7 @@ DEFAULT_ACTIONS: dict[FailureKind, tuple[RecoveryAction, ...]] = {
 }
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Recovery(msgspec.Struct, frozen=True):
     """What the router does about one failure."""
 
     actions: tuple[RecoveryAction, ...]
@@ -100,12 +100,12 @@ class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
     stream_wait_s_max: float = 30.0
     """WAIT, for a stream that has begun."""
 
-    def plan(self, kind: FailureKind, *, begun: bool) -> Plan:
+    def recovery(self, kind: FailureKind, *, begun: bool) -> Recovery:
         """``begun``: the client has received part of the response."""
         listed = self.actions[kind]
         fit = tuple(one for one in listed if (one is RecoveryAction.RESUME if begun else one in PLACING))
         wait_s = self.stream_wait_s_max if begun else self.wait_s_max
-        return Plan(fit, wait_s if RecoveryAction.WAIT in listed else 0.0)
+        return Recovery(fit, wait_s if RecoveryAction.WAIT in listed else 0.0)
 
     @property
     def guards_handoffs(self) -> bool:

@@ -17,7 +17,7 @@ from services.router.relay.failure_policy import (
     WORKER_UNUSABLE,
     FailureKind,
     FailurePolicy,
-    Plan,
+    Recovery,
     RecoveryAction,
     kind_of,
 )
@@ -93,8 +93,8 @@ class Retry:
         over = context.http_request.left or self._inbox.closed or self._now() >= context.ends_at
         if kind is None or over or not context.may_retry(self._attempts_max):
             return cannot_resume(failure, context.why_not_resumable) if begun and kind is not None else failure
-        plan = self._policy.plan(kind if self._bus_health.reachable else FailureKind.BUS_DOWN, begun=begun)
-        if not plan.actions:
+        recovery = self._policy.recovery(kind if self._bus_health.reachable else FailureKind.BUS_DOWN, begun=begun)
+        if not recovery.actions:
             return failure
         self._note(context, lost, kind)
         self._request_log.retried(failure.reason, resumed=begun)
@@ -102,21 +102,21 @@ class Retry:
         if begun:
             context.timings.broke_at = context.timings.last_at
             request = await self._rest_of_stream(context, request)
-        found = await self._find(context, request, plan)
+        found = await self._find(context, request, recovery)
         if isinstance(found[1], Rejection) and begun:
             return cannot_resume(failure, found[1].message)
         return found
 
-    async def _find(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
-        """Try the plan's actions, again and again until its wait is over if it has one."""
+    async def _find(self, context: RequestContext, request: PlacementRequest, recovery: Recovery) -> NextAttempt:
+        """Try the actions, again and again until its wait is over if it has one."""
         bus_health, http_request = self._bus_health, context.http_request
-        wait_s = self._bus_wait_s_max if not (bus_health.reachable or http_request.begun) else plan.wait_s
+        wait_s = self._bus_wait_s_max if not (bus_health.reachable or http_request.begun) else recovery.wait_s
         until = min(self._now() + wait_s, context.ends_at)
         check_s = CHECK_S_MIN
         while True:
-            if not bus_health.reachable and not (plan.wait_s and await bus_health.wait_reachable(context, until)):
+            if not bus_health.reachable and not (recovery.wait_s and await bus_health.wait_reachable(context, until)):
                 return request, BUS_UNREACHABLE
-            found = self._try(context, request, plan)
+            found = self._try(context, request, recovery)
             now = self._now()
             if isinstance(found[1], Placement) or now >= until or http_request.left:
                 return found
@@ -124,12 +124,12 @@ class Retry:
             check_s = min(2 * check_s, CHECK_S_MAX)
             context.busy_workers.clear()  # They may have room again.
 
-    def _try(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
+    def _try(self, context: RequestContext, request: PlacementRequest, recovery: Recovery) -> NextAttempt:
         """The first action that placement can carry out; else the first rejection."""
         without = excluded(context.failed_workers, self._cluster.workers, context.like)
         without |= context.busy_workers | context.not_serving
         rejected: NextAttempt | None = None
-        for action in plan.actions:
+        for action in recovery.actions:
             for wanted in requests_for(request, action, without):
                 placement = self._placing.again(context, wanted)
                 if isinstance(placement, Rejection):

@@ -21,7 +21,7 @@ from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
-from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake, KvLedgerState, ReleaseKv
+from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvHandshake, ReleaseKv
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
@@ -34,8 +34,8 @@ class WorkerExchange:
     """Construct it on a running event loop."""
 
     def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, fingerprint: str) -> None:
-        self.state = KvLedgerState()
-        """The engine's ledger, as last reported."""
+        self.state = KvExchangeState()
+        """The engine's, as last reported."""
         self._bus = bus
         self._clock = clock
         self._me = identity
@@ -150,8 +150,8 @@ class WorkerExchange:
                 await changed.wait()
 
 
-def events(state: KvLedgerState) -> int:
-    """Grows with every change of a ledger. States arrive over two connections, and the older one may arrive last."""
+def events(state: KvExchangeState) -> int:
+    """Grows with every change of the state. States arrive over two connections, and the older one may arrive last."""
     leases = state.leases_granted_total + state.leases_released_total + state.leases_expired_total
     return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total
 

@@ -34,10 +34,7 @@ ATTEMPTS = 3
 """On a busy machine a grant may come too late, and the reader computes the prompt itself."""
 TURNS: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {
     "next": lambda history: ([*history, *draw(42, 100)], whole_blocks(len(history) - 1)),
-    "edited": lambda history: (
-        [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)],
-        26 * BLOCK,
-    ),
+    "edited": lambda history: ([*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)], 26 * BLOCK),
     "shortened": lambda history: (history[: 32 * BLOCK + 3] + draw(53, 300), 32 * BLOCK),
 }
 """A prompt from the history so far, and how many of its first tokens an engine has cached."""
@@ -272,7 +269,7 @@ async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Cli
 
     offer = await client.driver.offered(PREFILL, draw(101, 2000))
     await asyncio.sleep(CACHED_SOON_S)
-    pinned = client.tap.ledger(PREFILL).pinned_blocks
+    pinned = client.tap.exchange_state(PREFILL).pinned_blocks
     used = await asyncio.to_thread(quietest_cpu, trees, enough=IDLE_CPU_MAX)
 
     print(f"\nidle CPU with {pinned} blocks pinned: {used}")
@@ -292,13 +289,13 @@ async def test_equal_prompts_that_come_together_are_read_once(client: Client):
     alone = await client.alone(prompt)
     offers = [await driver.offered(PREFILL, prompt) for _ in range(3)]
     await tap.until_settled(DECODE)
-    before = tap.ledger(DECODE).read_bytes_total
+    before = tap.exchange_state(DECODE).read_bytes_total
 
     answers = await asyncio.gather(*(driver.taken(DECODE, prompt, offer) for offer in offers))
     await tap.until_settled(PREFILL, DECODE)
 
     assert [answer.token_ids for answer in answers] == [alone] * 3
-    assert tap.ledger(DECODE).read_bytes_total - before == whole_blocks(1000) * KV_BYTES_PER_TOKEN
+    assert tap.exchange_state(DECODE).read_bytes_total - before == whole_blocks(1000) * KV_BYTES_PER_TOKEN
 
 
 async def test_a_store_copies_prompts_and_lends_them_after_its_restart(client: Client):

@@ -118,8 +118,8 @@ class Witness:
             return [f"{worker_id} was never heard"]
         found = [f"{worker_id}: {name} is {value}" for name in IDLE if (value := getattr(load, name))]
         if load.exchange is not None:
-            ledger = load.exchange
-            found += [f"{worker_id}: {name} is {value}" for name in ALSO_IDLE if (value := getattr(ledger, name))]
+            state = load.exchange
+            found += [f"{worker_id}: {name} is {value}" for name in ALSO_IDLE if (value := getattr(state, name))]
         return found
 
     async def _untrue(self, worker_id: WorkerId) -> list[str]:

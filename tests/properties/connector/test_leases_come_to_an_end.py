@@ -80,7 +80,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert len(self.leases) == len(self.leases.followed)
 
     @invariant()
-    def the_ledger_pins_what_was_touched(self):
+    def the_leases_pin_what_was_touched(self):
         assert self.leases.pinned_blocks == len(self.touched) <= PINNED_MAX
         assert len(self.leases) <= LEASES_MAX
         assert len(self.leases.followed) <= FOLLOWED_MAX

@@ -3,7 +3,7 @@
 import msgspec
 
 from shared.contracts.ids import WorkerId
-from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.workers import FleetState, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase
 from shared.telemetry import names
 from tests.support.fleet_builders import load, record
@@ -13,7 +13,7 @@ D1 = {"worker_id": "d1", "role": "decode"}
 
 
 def told(epoch: int = 1, **numbers):
-    return load("d1", epoch=epoch, role=Role.DECODE, exchange=KvLedgerState(**numbers))
+    return load("d1", epoch=epoch, role=Role.DECODE, exchange=KvExchangeState(**numbers))
 
 
 def test_a_workers_present_leases_and_reads_are_shown():

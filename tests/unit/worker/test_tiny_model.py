@@ -8,13 +8,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker.tiny_model import (
-    BOS_ID,
-    EOS_ID,
-    SPECIAL_TOKENS,
-    ensure_tiny_model,
-    ensure_tiny_tokenizer,
-)
+from services.worker.tiny_model import BOS_ID, EOS_ID, SPECIAL_TOKENS, ensure_tiny_model, ensure_tiny_tokenizer
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 

@@ -30,15 +30,7 @@ def held(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/v1/embeddings",
-        "/v1/score",
-        "/v1/rerank",
-        "/pooling",
-        "/classify",
-        "/tokenize",
-        "/v1/messages/count_tokens",
-    ],
+    ["/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify", "/tokenize", "/v1/messages/count_tokens"],
 )
 def test_inputs_count_although_the_engine_reports_no_tokens(path):
     async def scenario(world: World) -> None:

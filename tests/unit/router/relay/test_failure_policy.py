@@ -34,8 +34,8 @@ def test_every_failure_kind_has_recovery_actions_ending_in_refusal():
 def test_by_default_every_failure_is_recoverable_before_and_after_first_byte(kind):
     policy = FailurePolicy()
 
-    assert policy.plan(kind, begun=False).actions
-    assert policy.plan(kind, begun=True).actions == (RecoveryAction.RESUME,)
+    assert policy.recovery(kind, begun=False).actions
+    assert policy.recovery(kind, begun=True).actions == (RecoveryAction.RESUME,)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_an_operators_list_replaces_only_its_default():
 
     assert policy.actions[FailureKind.DECODE_LOST] == (RecoveryAction.RESUME, RecoveryAction.REFUSE)
     assert policy.actions[FailureKind.PREFILL_LOST] == DEFAULT_ACTIONS[FailureKind.PREFILL_LOST]
-    assert policy.plan(FailureKind.DECODE_LOST, begun=False).actions == ()
-    assert policy.plan(FailureKind.PREFILL_LOST, begun=False).wait_s == 1.0
+    assert policy.recovery(FailureKind.DECODE_LOST, begun=False).actions == ()
+    assert policy.recovery(FailureKind.PREFILL_LOST, begun=False).wait_s == 1.0
 
 
 def test_requests_wait_only_if_the_policy_lists_it():
     policy = read_policy({"actions": {"worker_busy": ["another_decode"]}})
 
-    assert policy.plan(FailureKind.WORKER_BUSY, begun=False).wait_s == 0.0
+    assert policy.recovery(FailureKind.WORKER_BUSY, begun=False).wait_s == 0.0
 
 
 def test_engines_compute_missing_kv_unless_the_operator_forbids_it():
@@ -112,11 +112,11 @@ def test_invalid_policies_are_rejected_with_the_valid_values(actions, message):
 )
 def test_plans_resume_streams_or_place_requests_in_the_operators_order(listed, waits, begun, kind):
     actions = [*listed, *([RecoveryAction.WAIT] if waits else [])]
-    plan = read_policy({"actions": {str(kind): [str(one) for one in actions]}}).plan(kind, begun=begun)
+    recovery = read_policy({"actions": {str(kind): [str(one) for one in actions]}}).recovery(kind, begun=begun)
 
     wanted = [RecoveryAction.RESUME] if begun else PLACING
-    assert list(plan.actions) == [one for one in listed if one in wanted]
-    assert (plan.wait_s > 0) is waits
+    assert list(recovery.actions) == [one for one in listed if one in wanted]
+    assert (recovery.wait_s > 0) is waits
 
 
 def test_errors_in_the_policy_file_are_reported_with_its_name(tmp_path):

@@ -15,7 +15,7 @@ from services.router.state.worker_speeds import RunningMedian, SpeedOf, WorkerSp
 from services.router.state.worker_view import WorkerSpeed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
-from shared.contracts.kv_exchange import KvLedgerState, KvRead, KvTransferReport
+from shared.contracts.kv_exchange import KvExchangeState, KvRead, KvTransferReport
 from shared.contracts.load import EngineSpeed
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES
 from tests.support.fleet_builders import load, record
@@ -195,7 +195,7 @@ def test_with_read_reports_the_totals_are_ignored():
     fleet = Fleet("w1")
     before = fleet.of("w1")
 
-    after = fleet.report("w1", received_tokens_total=100_000, received_seconds_total=10.0, exchange=KvLedgerState())
+    after = fleet.report("w1", received_tokens_total=100_000, received_seconds_total=10.0, exchange=KvExchangeState())
     assert after == before
 
 

@@ -14,7 +14,7 @@ from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvLedgerState, LeaseKv
+from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvHandshake, LeaseKv
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.support.fleet_builders import FINGERPRINT, record
@@ -115,5 +115,5 @@ async def exchanging(worker: OneWorker) -> AsyncIterator[OneWorker]:
         await worker.bus.close()
 
 
-def ledger(**numbers) -> KvLedgerState:
-    return KvLedgerState(**numbers)
+def exchange_state(**numbers) -> KvExchangeState:
+    return KvExchangeState(**numbers)

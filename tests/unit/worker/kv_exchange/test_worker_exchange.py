@@ -15,7 +15,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, NoGrant, ReleaseKv
 from shared.contracts.workers import WorkerLost
 from tests.support.memory_bus import MemoryHub
-from tests.unit.worker.kv_exchange.fakes import HASH, WAIT_S_MAX, OneWorker, exchanging, grant, lease, ledger
+from tests.unit.worker.kv_exchange.fakes import HASH, WAIT_S_MAX, OneWorker, exchange_state, exchanging, grant, lease
 
 
 async def test_new_workers_connect_before_any_request():
@@ -180,10 +180,10 @@ async def test_an_idle_engine_is_woken_when_its_next_lease_ends():
     async with exchanging(OneWorker(MemoryHub(), "h1")) as holder:
         await asyncio.sleep(0)
         calls = len(holder.engine.calls)
-        holder.engine.answer = lambda _call: EngineNotification(state=ledger())
+        holder.engine.answer = lambda _call: EngineNotification(state=exchange_state())
         ends_at = time.monotonic() + 0.05
 
-        holder.engine.tell(state=ledger(pinned_blocks=3, next_expiry_s=ends_at))
+        holder.engine.tell(state=exchange_state(pinned_blocks=3, next_expiry_s=ends_at))
         async with asyncio.timeout(WAIT_S_MAX):
             await holder.exchange.unpinned()
 
@@ -268,16 +268,16 @@ async def test_the_last_ledger_state_is_available():
         changes = []
         worker.exchange.on_changed(lambda: changes.append(worker.exchange.state.pinned_blocks))
 
-        worker.engine.tell(state=ledger(pinned_blocks=3))
+        worker.engine.tell(state=exchange_state(pinned_blocks=3))
         worker.engine.tell(grants=[])
-        worker.engine.tell(state=ledger(pinned_blocks=0))
+        worker.engine.tell(state=exchange_state(pinned_blocks=0))
 
     assert changes == [3, 0]
 
 
 async def test_an_older_state_that_arrives_late_is_ignored():
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
-        worker.engine.tell(state=ledger(pinned_blocks=0, leases_granted_total=1, leases_released_total=1))
-        worker.engine.tell(state=ledger(pinned_blocks=3, leases_granted_total=1))
+        worker.engine.tell(state=exchange_state(pinned_blocks=0, leases_granted_total=1, leases_released_total=1))
+        worker.engine.tell(state=exchange_state(pinned_blocks=3, leases_granted_total=1))
 
         assert worker.exchange.state.pinned_blocks == 0

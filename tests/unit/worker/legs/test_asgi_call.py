@@ -177,10 +177,7 @@ async def test_all_events_of_a_token_are_sent_with_it_and_none_without(path):
     before_the_end = list(sent.pieces)
     called.finish()
 
-    assert before_the_end == [
-        (b"created added delta ", [1], None),
-        (b"done added delta ", [2, 3, 4], [2]),
-    ]
+    assert before_the_end == [(b"created added delta ", [1], None), (b"done added delta ", [2, 3, 4], [2])]
     assert sent.pieces[2:] == [(b"stop end ", [5], None)]
 
 

@@ -130,11 +130,7 @@ def test_queue_prefill_and_decode_spans_follow_each_other():
 
     leg, *children = drawn(report, NOW - 1.0)
 
-    assert [each.name for each in children] == [
-        SpanName.ENGINE_QUEUE,
-        SpanName.ENGINE_PREFILL,
-        SpanName.ENGINE_DECODE,
-    ]
+    assert [each.name for each in children] == [SpanName.ENGINE_QUEUE, SpanName.ENGINE_PREFILL, SpanName.ENGINE_DECODE]
     assert [offsets(each) for each in children] == [(0.95, 0.85), (0.85, 0.65), (0.65, 0.05)]
     assert children[1].attributes == {Attribute.COMPUTED_TOKENS: 8, Attribute.CACHED_TOKENS: 32}
     assert leg.attributes[Attribute.FINISH_REASONS] == ("stop",)

@@ -13,7 +13,7 @@ from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, T
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
 from shared.contracts.ids import Epoch
 from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventKind, pack_hashes, unpack_hashes
-from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
@@ -89,7 +89,7 @@ class Exchange:
     """Of a worker; it says what the test tells it."""
 
     def __init__(self) -> None:
-        self.state = KvLedgerState()
+        self.state = KvExchangeState()
         self.unanswered_s = 0.0
         self.told: list = []
 
@@ -105,7 +105,7 @@ async def test_the_load_report_includes_the_exchange_ledger():
     await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
 
     await without.report(WorkerPhase.READY, 0)
-    exchange.state = KvLedgerState(leases=2, pinned_blocks=9, read_bytes_total=4096, read_seconds_total=0.5)
+    exchange.state = KvExchangeState(leases=2, pinned_blocks=9, read_bytes_total=4096, read_seconds_total=0.5)
     exchange.unanswered_s = 45.0
     await load.report(WorkerPhase.READY, 0)
 
@@ -125,7 +125,7 @@ async def test_an_idle_engine_reports_pinned_blocks_as_used():
     reports: asyncio.Queue = asyncio.Queue()
     await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
 
-    exchange.state = KvLedgerState(pinned_blocks=9)
+    exchange.state = KvExchangeState(pinned_blocks=9)
     for running in (1, 0):
         engine.now = EngineLoad(running=running, kv_blocks_used=20)
         await load.report(WorkerPhase.READY, 0)

@@ -16,7 +16,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import FetchKv, KvOffer, KvSource, KvTransferReport, LegOrder
 from tests.unit.worker.fakes import WAIT_S_MAX, running_worker
-from tests.unit.worker.kv_exchange.fakes import HASH, FakeExchange, ledger
+from tests.unit.worker.kv_exchange.fakes import HASH, FakeExchange, exchange_state
 
 OFFER = KvOffer(
     worker_id=WorkerId("p1"), epoch=Epoch(1), lease_id="l1", block_ids=bytes(4), last_hash=HASH, until_s=9.0
@@ -133,7 +133,7 @@ async def test_the_report_has_the_source_of_the_prompts_kv():
 async def test_a_draining_worker_waits_until_its_leased_blocks_are_read():
     exchange = FakeExchange("w1")
     async with running_worker(exchange) as worker:
-        exchange.tell(state=ledger(pinned_blocks=3, next_expiry_s=time.monotonic() + 60.0))
+        exchange.tell(state=exchange_state(pinned_blocks=3, next_expiry_s=time.monotonic() + 60.0))
         worker.service.stopping.set()
         while worker.service.phase != "draining":
             await asyncio.sleep(0)
@@ -145,7 +145,7 @@ async def test_a_draining_worker_waits_until_its_leased_blocks_are_read():
             await worker.bus.ask(KV_FETCH, fetch, timeout_s=WAIT_S_MAX)
         assert refused.value.failure.reason is Reason.WORKER_DRAINING
 
-        exchange.tell(state=ledger())
+        exchange.tell(state=exchange_state())
 
         assert await asyncio.wait_for(worker.exit, WAIT_S_MAX) == 0
         assert exchange.calls[-1].release_all
