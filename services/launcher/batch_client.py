@@ -86,11 +86,7 @@ class BatchClient:
         """``transport``: instead of the network."""
         self._base = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(
-            base_url=f"{self._base}/v1",
-            timeout=HTTP_S_MAX,
-            headers=key_headers(),
-            trust_env=False,
-            transport=transport,
+            base_url=f"{self._base}/v1", timeout=HTTP_S_MAX, headers=key_headers(), trust_env=False, transport=transport
         )
 
     def submit(self, path: Path, endpoint: str, window: str) -> Batch:

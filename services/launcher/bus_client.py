@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from services.launcher.cluster.folder import NKEY, folder_of, variables
@@ -130,21 +130,34 @@ async def read_loads(nats_url: str, fleet: Fleet) -> list[LoadReport]:
 
 async def next_status(nats_url: str, service: str, instance: str, within_s: float) -> ServiceStatus | None:
     """The next status that the service publishes; None if there is none in time. Raises BusError."""
+    async with open_bus(nats_url) as bus:
+        return await first_status(bus, service, instance, within_s)
+
+
+async def first_status(
+    bus: Bus,
+    service: str,
+    instance: str,
+    within_s: float,
+    wanted: Callable[[ServiceStatus], bool] = lambda _status: True,
+) -> ServiceStatus | None:
+    """The first status of the service, from now on, that is ``wanted``; None if there is none in time. ``instance``:
+    empty for any.
+    """
     received: asyncio.Future[ServiceStatus] = asyncio.get_running_loop().create_future()
 
     def on_status(status: ServiceStatus, _envelope: Envelope) -> None:
-        if not received.done():
+        if wanted(status) and not received.done():
             received.set_result(status)
 
-    async with open_bus(nats_url) as bus:
-        if instance:
-            await bus.subscribe(SERVICE_STATUS, on_status, service=service, instance=instance)
-        else:
-            await bus.subscribe(SERVICE_STATUS, on_status, service=service)
-        try:
-            return await asyncio.wait_for(received, within_s)
-        except TimeoutError:
-            return None
+    of_instance: dict[str, Any] = {"instance": instance} if instance else {}
+    subscription = await bus.subscribe(SERVICE_STATUS, on_status, service=service, **of_instance)
+    try:
+        return await asyncio.wait_for(received, within_s)
+    except TimeoutError:
+        return None
+    finally:
+        await subscription.close()
 
 
 async def drain(nats_url: str, order: DrainWorker, on_legs: Callable[[int], None]) -> WorkerDrained:

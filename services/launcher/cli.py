@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import typer
 
@@ -25,7 +24,7 @@ from services.launcher.commands import tokens as token_commands
 from services.launcher.commands import up as up_command
 from services.launcher.commands import usage as usage_command
 from services.launcher.commands import views as view_commands
-from services.launcher.commands.options import StateDir, common_settings, fail
+from services.launcher.commands.options import StateDir, fail, state_folder
 from services.launcher.system import state_file
 
 DOWN_S_MAX = 120.0
@@ -52,7 +51,7 @@ HELP = {"bench": "Replay a trace against simulated fleets in virtual time, and t
 @app.command(rich_help_panel="Run a system")
 def down(state_dir: StateDir = None) -> None:
     """Stop the system that `baton up` runs in another terminal. Running requests may finish."""
-    folder = state_dir or Path(common_settings().state_dir)
+    folder = state_folder(state_dir)
     running = state_file.find(folder)
     if running is None:
         fail(f"No system runs with the state directory {folder}.")

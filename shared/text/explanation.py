@@ -198,6 +198,17 @@ def _why_chosen(decision: DecisionRecord, chosen: CandidateRecord, other: Candid
     return f"{name} was chosen because {_advantage(decision, chosen, other)}: {compared}."
 
 
+ADVANTAGES = {
+    "queue_s": "its queue is shorter",
+    "fetch_s": "it has less KV to fetch",
+    "prefill_s": "its prefill is faster",
+    "handoff_s": "its KV handoff is faster",
+    "decode_s": "its decode is faster",
+    "others_s": "it delays other requests less",
+}
+"""By the part of the cost."""
+
+
 def _advantage(decision: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord) -> str:
     most = _largest_difference(other, chosen)
     mine, theirs = duration(counts(chosen, most)), duration(counts(other, most))
@@ -207,14 +218,7 @@ def _advantage(decision: DecisionRecord, chosen: CandidateRecord, other: Candida
         return (
             f"it has {counted(chosen.cached_tokens)} of {counted(decision.prompt_tokens)} prompt tokens cached{fetched}"
         )
-    return {
-        "queue_s": f"its queue is shorter ({mine} instead of {theirs})",
-        "fetch_s": f"it has less KV to fetch ({mine} instead of {theirs})",
-        "prefill_s": f"its prefill is faster ({mine} instead of {theirs})",
-        "handoff_s": f"its KV handoff is faster ({mine} instead of {theirs})",
-        "decode_s": f"its decode is faster ({mine} instead of {theirs})",
-        "others_s": f"it delays other requests less ({mine} instead of {theirs})",
-    }[most]
+    return f"{ADVANTAGES[most]} ({mine} instead of {theirs})"
 
 
 def _largest_difference(dearer: CandidateRecord, cheaper: CandidateRecord) -> str:

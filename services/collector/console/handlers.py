@@ -15,6 +15,7 @@ from shared.contracts.decisions import AskDecision
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.ids import DecisionId, router_of
 from shared.text import fleet_text
+from shared.text.decision_texts import NO_DECISION_ID, not_kept, router_away
 
 DECISION_S_MAX = 3.0
 ACCEPT_S_MAX = 5.0
@@ -38,18 +39,16 @@ async def find_decision(bus: Bus, recent: RecentRequests, decision_id: str) -> d
     """The decision and its request; a refusal says why there is none."""
     router_id = router_of(decision_id)
     if not router_id:
-        return Refusal(status=404, message="That is not a decision id. The header x-baton-decision carries one.")
+        return Refusal(status=404, message=NO_DECISION_ID)
     ask = AskDecision(router_id=router_id, decision_id=DecisionId(decision_id))
     try:
         decision = (await bus.ask(DECISION, ask, timeout_s=DECISION_S_MAX)).decision
     except (NoResponders, AskTimedOut, AskRefused):
-        why = f"Router {router_id}, which made that decision, does not respond. It may have stopped."
-        return Refusal(status=404, message=why)
+        return Refusal(status=404, message=router_away(router_id))
     except BusError:
         return NATS_DOWN
     if decision is None:
-        dropped = "no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_MAX)"
-        return Refusal(status=404, message=f"Router {router_id} {dropped}.")
+        return Refusal(status=404, message=not_kept(router_id))
     return detail_of(recent.find(decision_id), decision)
 
 

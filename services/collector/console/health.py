@@ -62,12 +62,7 @@ def health_of(
     if not connected:
         lost = "The collector cannot reach NATS: this page shows an old state."
         return Health(status=UNHEALTHY, sentences=[Sentence(level=ERROR, text=lost, action="Check that NATS runs.")])
-    findings = [
-        *_services(metrics),
-        *_workers(cards),
-        *_roles(cards),
-        *_requests(minute, now),
-    ]
+    findings = [*_services(metrics), *_workers(cards), *_roles(cards), *_requests(minute, now)]
     worst = min((RANK[one.level] for one in findings), default=RANK[INFO])
     if worst == RANK[INFO]:
         findings.insert(0, _all_healthy(cards, minute, now))

@@ -13,8 +13,7 @@ import typer
 
 from services.launcher.batch_client import Batch, BatchClient
 from services.launcher.bus_client import CommandFailed
-from services.launcher.commands.options import Json, StateDir, common_settings, fail, print_json, show
-from services.launcher.system import state_file
+from services.launcher.commands.options import Json, StateDir, fail, print_json, router_url, show
 
 batch = typer.Typer(
     no_args_is_help=True, help="Submit files of requests, follow their progress, and fetch the results."
@@ -135,11 +134,7 @@ def results(
 @contextmanager
 def client_of(url: str, state_dir: Path | None) -> Iterator[BatchClient]:
     """The API of the router that is named, or of the running system. Its errors end the command."""
-    folder = state_dir or Path(common_settings().state_dir)
-    running = None if url else state_file.find(folder)
-    where = url or (running.endpoint if running is not None else "")
-    if not where:
-        fail(f"No system runs with the state directory {folder}. Name a router: --url http://HOST:8000")
+    where = router_url(url, state_dir)
     try:
         yield BatchClient(where)
     except CommandFailed as error:

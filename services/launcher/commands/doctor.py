@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -22,6 +21,7 @@ from services.launcher.commands.options import (
     common_settings,
     find_nats,
     print_json,
+    state_folder,
     wide_console,
 )
 from services.launcher.doctor.findings import Examination, Finding, Level
@@ -53,10 +53,7 @@ The last line says healthy, degraded (warnings) or unhealthy (errors). The exit 
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        rich_help_panel="Observe it",
-        epilog=EPILOG,
-    )(doctor)
+    app.command(rich_help_panel="Observe it", epilog=EPILOG)(doctor)
 
 
 def doctor(
@@ -69,17 +66,16 @@ def doctor(
     from services.launcher.doctor.doctor import Scope, examine
 
     url = find_nats(nats_url, state_dir)  # Before settings are read: it may select the keys to use.
-    common = common_settings()
-    if state_dir is not None:
-        common = msgspec.structs.replace(common, state_dir=str(state_dir))
-    running = state_file.find(Path(common.state_dir))
+    folder = state_folder(state_dir)
+    common = msgspec.structs.replace(common_settings(), state_dir=str(folder))
+    running = state_file.find(folder)
     scope = Scope(
         common=common,
         nats_url=url,
         is_expected=bool(nats_url or running or os.environ.get(NATS_VARIABLE)),
         launcher_pid=running.pid if running and nats_url in {"", running.nats_url} else 0,
         load_engine=not quick,
-        joined=stored_names(Path(common.state_dir)),
+        joined=stored_names(folder),
     )
     with Console(stderr=True).status("Checking the installation and listening to the system"):
         report = asyncio.run(examine(scope))

@@ -19,7 +19,7 @@ from services.launcher.cluster.folder import (
     folder_of,
     variables,
 )
-from services.launcher.commands.options import common_settings, fail, keys_folder
+from services.launcher.commands.options import fail, keys_folder
 from shared.bus.port import BusDown
 from shared.contracts.ids import is_subject_token
 
@@ -41,10 +41,7 @@ version. Clients accept the CA's certificates for the given names only; a new --
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        rich_help_panel="Secure it",
-        epilog=EPILOG,
-    )(init)
+    app.command(rich_help_panel="Secure it", epilog=EPILOG)(init)
 
 
 def init(  # one parameter per option is how the command line is declared
@@ -61,7 +58,7 @@ def init(  # one parameter per option is how the command line is declared
     no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Create no API key file for the routers.")] = False,
 ) -> None:
     """Create keys, permissions and TLS certificates for NATS."""
-    named = folder.expanduser().absolute() if folder else Path(keys_folder(None, common_settings()))
+    named = folder.expanduser().absolute() if folder else Path(keys_folder(None))
     if wrong := [name for name in worker or () if not is_subject_token(name)]:
         fail(f"{wrong[0]!r} is not a worker id: those consist of letters, digits, '-' and '_'.")
     request = InitRequest(

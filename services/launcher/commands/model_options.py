@@ -127,30 +127,15 @@ def by_model(order: Sequence[str], given: Mapping[str, Sequence[Any] | None]) ->
 
 def model_options(given: Mapping[str, Any], *, join: bool) -> ModelOptions:
     """With the defaults for the number of workers."""
-    prefill, decode, both = (given.get(role) for role in ("prefill", "decode", "both"))
-    if prefill is decode is both is None and given.get("attach"):
-        prefill = decode = both = 0
-    if prefill is decode is both is None:
-        prefill, decode, both = (0, 0, 0 if given.get("store") else 1) if join else (1, 1, 0)
-    return ModelOptions(
-        model=given.get(MODEL, ""),
-        aliases=given.get("aliases", ()),
-        prefill=prefill or 0,
-        decode=decode or 0,
-        both=both or 0,
-        store=given.get("store", 0),
-        attach=given.get("attach", ()),
-        attach_key_file=absolute(given.get("attach_key_file", "")),
-        connector=given.get("connector", ""),
-        kv_cache_bytes=size(given.get("kv_cache", "")),
-        engine_args=given.get("engine_args", ""),
-        gpus_per_worker=given.get("gpus_per_worker", 1),
-        gpus_per_prefill=given.get("gpus_per_prefill", 0),
-        gpus_per_decode=given.get("gpus_per_decode", 0),
-        sleep_after_s=given.get("sleep_after", 0.0),
-        workers_min=given.get("workers_min", 1),
-        workers_max=given.get("workers_max", 0),
-    )
+    values = {name: value for name, value in given.items() if name in ModelOptions.__struct_fields__}
+    if not (given.keys() & {"prefill", "decode", "both", "attach"}):
+        values |= {"both": 0 if given.get("store") else 1} if join else {"prefill": 1, "decode": 1}
+    other = {
+        "attach_key_file": absolute(given.get("attach_key_file", "")),
+        "kv_cache_bytes": size(given.get("kv_cache", "")),
+        "sleep_after_s": given.get("sleep_after", 0.0),
+    }
+    return ModelOptions(**values | other)
 
 
 def absolute(path: str) -> str:

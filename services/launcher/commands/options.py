@@ -47,18 +47,33 @@ def common_settings() -> CommonSettings:
 
 def find_nats(nats_url: str, state_dir: Path | None) -> str:
     """The running system's NATS, or the one that is named. Also selects the key for it, if there is one."""
-    common = common_settings()
-    running = state_file.find(state_dir or Path(common.state_dir))
-    url = nats_url or (running.nats_url if running else common.nats_url)
-    keys = running.keys_dir if running and running.nats_url == url else keys_for(url, keys_folder(state_dir, common))
+    running = state_file.find(state_folder(state_dir))
+    url = nats_url or (running.nats_url if running else common_settings().nats_url)
+    keys = running.keys_dir if running and running.nats_url == url else keys_for(url, keys_folder(state_dir))
     if keys:
         use_keys(keys)
     return url
 
 
-def keys_folder(state_dir: Path | None, common: CommonSettings) -> str:
+def state_folder(state_dir: Path | None) -> Path:
+    """The state directory of this option, or else of the settings."""
+    return (state_dir or Path(common_settings().state_dir)).expanduser().absolute()
+
+
+def keys_folder(state_dir: Path | None) -> str:
     """The default folder of the keys for NATS."""
-    return str(((state_dir or Path(common.state_dir)) / FOLDER).expanduser().absolute())
+    return str(state_folder(state_dir) / FOLDER)
+
+
+def router_url(url: str, state_dir: Path | None) -> str:
+    """The router that is named, or the running system's; exits when there is none."""
+    running = None if url else state_file.find(state_folder(state_dir))
+    where = url or (running.endpoint if running else "")
+    if not where:
+        fail(
+            f"No system runs with the state directory {state_folder(state_dir)}. Name a router: --url http://HOST:8000"
+        )
+    return where
 
 
 def print_json(content: object) -> None:

@@ -50,9 +50,7 @@ def drain(
     deadline: Annotated[
         float | None,
         typer.Option(
-            min=0.0,
-            help="Seconds for running requests; then other workers continue them.",
-            show_default="the worker's",
+            min=0.0, help="Seconds for running requests; then other workers continue them.", show_default="the worker's"
         ),
     ] = None,
     evacuate: Annotated[

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from services.launcher.commands.options import StateDir, common_settings, fail
+from services.launcher.commands.options import StateDir, fail, state_folder
 from services.launcher.system.process_plan import PlanRefused
 from shared.bus.nats_credentials import Access
 from shared.bus.port import BusError
@@ -42,8 +42,7 @@ CONNECT_S_MAX = 10.0
 TO_FIND_PROGRAMS = ("PATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
 """Compilers and libraries that engines call, and models that were downloaded before."""
 Config = Annotated[
-    Path | None,
-    typer.Option(help="A fleet file; on a host that has joined, its token suffices.", metavar="FLEET.TOML"),
+    Path | None, typer.Option(help="A fleet file; on a host that has joined, its token suffices.", metavar="FLEET.TOML")
 ]
 Name = Annotated[str, typer.Option(help="The host in the fleet file.", show_default="this machine's name")]
 User = Annotated[bool, typer.Option("--user", help="Units of this user's own service manager.")]
@@ -105,7 +104,7 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
     state_dir: StateDir = None,
 ) -> None:
     """Write what runs this host as services, or the fleet as a Slurm job. Repeat after changes."""
-    folder = (state_dir or Path(common_settings().state_dir)).expanduser().absolute()
+    folder = state_folder(state_dir)
     check_options(kind, name=name, user=user, image=image, sbatch=sbatch)
     if not (out or only_print):
         check_program(kind)
@@ -251,7 +250,7 @@ def upgrade(user: User = False, state_dir: StateDir = None) -> None:
     """
     from services.launcher.service_files.upgrade import RunningWorkers, Systemctl, UpgradeStopped
 
-    folder = (state_dir or Path(common_settings().state_dir)).expanduser().absolute()
+    folder = state_folder(state_dir)
     running = RunningWorkers(str(folder))
     try:
         if workers := workers_in(folder / VARIABLES):

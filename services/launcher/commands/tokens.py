@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from services.launcher.commands.options import StateDir, common_settings, fail
+from services.launcher.commands.options import StateDir, fail, state_folder
 from services.launcher.system import state_file
 from services.launcher.system.options import ModelOptions
 from services.launcher.system.process_plan import PlanRefused
@@ -74,7 +74,7 @@ def token(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comm
     state_dir: StateDir = None,
 ) -> None:
     """Print a token with which another host joins. Run this on the host with NATS."""
-    folder = (state_dir or Path(common_settings().state_dir)).expanduser().absolute()
+    folder = state_folder(state_dir)
     if name and not is_subject_token(name):
         fail(f"--name {name}: write letters, digits, '-' and '_'.")
     if revoke:
@@ -167,13 +167,11 @@ def join(
     """Run this host's workers for a system on another host, until Ctrl-C."""
     from services.launcher.fleet import joining
 
-    folder = (state_dir or Path(common_settings().state_dir)).expanduser().absolute()
-    if not given:
-        found = stored(folder, only_host(folder))
-        sys.exit(run_joined(folder, found, found.part))
-    found = token_in(given)
+    folder = state_folder(state_dir)
+    found = token_in(given) if given else stored(folder, only_host(folder))
     try:
-        joining.store(folder, found)
+        if given:
+            joining.store(folder, found)
     except OSError as error:
         fail(f"{error.filename or folder}: {error.strerror}")
     sys.exit(run_joined(folder, found, found.part))

@@ -38,7 +38,7 @@ from services.launcher.commands.model_options import (
     model_options,
     option,
 )
-from services.launcher.commands.options import StateDir, common_settings, fail, keys_folder
+from services.launcher.commands.options import StateDir, fail, keys_folder, state_folder
 from services.launcher.system import state_file
 from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.options import ModelOptions, UpOptions
@@ -129,11 +129,7 @@ BATON_OTLP_ENDPOINT turns on tracing."""
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        cls=UpCommand,
-        rich_help_panel="Run a system",
-        epilog=EPILOG,
-    )(up)
+    app.command(cls=UpCommand, rich_help_panel="Run a system", epilog=EPILOG)(up)
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared; see OF_EACH_MODEL
@@ -174,30 +170,21 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     state_dir: StateDir = None,
 ) -> None:
     """Start a whole system on this machine and run it until Ctrl-C."""
-    common = common_settings()
+    folder = state_folder(state_dir)
     if config or name or address:
-        up_host(ctx, config, name, address, state_dir or Path(common.state_dir))
-    running = state_file.find(state_dir or Path(common.state_dir)) if join else None
-    nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
-    options = UpOptions(
-        models=models_of(ctx, join=join),
-        engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
-        host=host,
-        port=port,
-        routers=routers,
-        collector_host=collector_host,
-        collector_port=collector_port,
-        nats_host=nats_host,
-        nats_port=nats_port,
-        nats_url=nats_url,
-        state_dir=str((state_dir or Path(common.state_dir)).expanduser().absolute()),
-        insecure=insecure,
-        access_configured=any(os.environ.get(name) for name in ACCESS_VARIABLES),
-        keys_dir="" if open_nats else keys_for(nats_url, keys) if nats_url else keys,
-        join=join,
-        awake_max=awake_max,
-    )
-    run(options)
+        up_host(ctx, config, name, address, folder)
+    running = state_file.find(folder) if join else None
+    nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir)
+    same = {name: value for name, value in ctx.params.items() if name in UpOptions.__struct_fields__}
+    other = {
+        "models": models_of(ctx, join=join),
+        "engine": engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
+        "nats_url": nats_url,
+        "state_dir": str(folder),
+        "access_configured": any(os.environ.get(name) for name in ACCESS_VARIABLES),
+        "keys_dir": "" if open_nats else keys_for(nats_url, keys) if nats_url else keys,
+    }
+    run(UpOptions(**same | other))
 
 
 def run(options: UpOptions) -> NoReturn:
@@ -216,7 +203,7 @@ def up_host(ctx: typer.Context, config: Path | None, name: str, address: str, st
         fail(f"--{others[0].replace('_', '-')} has no effect with --config: write it into {config}.")
     from services.launcher.commands.fleet import run_host  # Imported here so that `baton --help` is quick.
 
-    sys.exit(run_host(config, name, address, state_dir.expanduser().absolute()))
+    sys.exit(run_host(config, name, address, state_dir))
 
 
 def models_of(ctx: typer.Context, *, join: bool) -> tuple[ModelOptions, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import date
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Literal
 
 import typer
 
@@ -34,10 +34,7 @@ end, a few seconds later. Budgets per month: docs/keys.md."""
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        rich_help_panel="Observe it",
-        epilog=EPILOG,
-    )(usage)
+    app.command(rich_help_panel="Observe it", epilog=EPILOG)(usage)
 
 
 def usage(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
@@ -55,27 +52,17 @@ def usage(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comm
     from services.launcher.views.usage import UsageQuery, draw, read_ledger, summed, to_csv, to_jsonl, today
 
     now = today()
-    query = UsageQuery(
-        since=_day(since, "--since", last=False) if since else now.replace(day=1),
-        until=_day(until, "--until", last=True) if until else now,
-        by=by,
-        key=key,
-        tenant=tenant,
-        model=model,
-    )
-    if query.since > query.until:
-        fail(f"--since {query.since} is after --until {query.until}.")
+    first = _day(since, "--since", last=False) if since else now.replace(day=1)
+    last = _day(until, "--until", last=True) if until else now
+    if first > last:
+        fail(f"--since {first} is after --until {last}.")
+    query = UsageQuery(since=first, until=last, by=by, key=key, tenant=tenant, model=model)
     url = find_nats(nats_url, state_dir)
     found = summed(reply_of(read_ledger(url, query.months()), url), query, now)
-    match form:
-        case "table":
-            show(found, draw, json=False)
-        case "csv":
-            sys.stdout.write(to_csv(found))
-        case "jsonl":
-            sys.stdout.write(to_jsonl(found))
-        case _:
-            assert_never(form)
+    if form == "table":
+        show(found, draw, json=False)
+    else:
+        sys.stdout.write(to_csv(found) if form == "csv" else to_jsonl(found))
 
 
 def _day(text: str, option: str, *, last: bool) -> date:

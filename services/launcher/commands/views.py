@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,13 +12,14 @@ from services.launcher.commands.options import (
     Json,
     NatsUrl,
     StateDir,
-    common_settings,
     fail,
     find_nats,
     no_nats,
     print_json,
     reply_of,
+    router_url,
     show,
+    state_folder,
     wide_console,
 )
 from services.launcher.system import state_file
@@ -90,7 +90,7 @@ def workers(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = Fal
         return
     console = wide_console()
     console.print(fleet_table(fleet, console.width))
-    running = state_file.find(state_dir or Path(common_settings().state_dir))
+    running = state_file.find(state_folder(state_dir))
     if running is not None and running.nats_url == url:
         for name, address in running.routers.items():
             console.print(f"{name} {address}", style="dim", highlight=False, soft_wrap=True)
@@ -123,14 +123,11 @@ def explain(
     from services.launcher.views.explain import ask_over_nats, ask_router, draw, query_of
 
     query = query_of(decision, request)
-    folder = state_dir or Path(common_settings().state_dir)
     if nats_url and not url:
-        found = reply_of(ask_over_nats(find_nats(nats_url, state_dir), query), nats_url)
-    elif where := url or (running.endpoint if (running := state_file.find(folder)) else ""):
-        found = reply_of(ask_router(where, query), nats_url)
+        asking = ask_over_nats(find_nats(nats_url, state_dir), query)
     else:
-        fail(f"No system runs with the state directory {folder}. Name a router: --url http://HOST:8000")
-    show(found, draw, json=json)
+        asking = ask_router(router_url(url, state_dir), query)
+    show(reply_of(asking, nats_url), draw, json=json)
 
 
 def report(

@@ -36,10 +36,7 @@ async def examine(scope: Scope) -> Examination:
     async with asyncio.TaskGroup() as probes:
         here = probes.create_task(
             doctor_machine.probe(
-                scope.common,
-                scope.nats_url,
-                load_engine=scope.load_engine,
-                is_running=scope.launcher_pid > 0,
+                scope.common, scope.nats_url, load_engine=scope.load_engine, is_running=scope.launcher_pid > 0
             ),
             name="probe-machine",
         )

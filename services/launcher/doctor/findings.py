@@ -33,6 +33,10 @@ class Area(StrEnum):
     WORKERS = "Workers"
     ACCESS = "Access"
 
+    def finding(self, level: Level, what: str, why: str = "", todo: str = "") -> Finding:
+        """A finding in this group."""
+        return Finding(area=self, level=level, what=what, why=why, todo=todo)
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check."""

@@ -37,6 +37,7 @@ PROBES = {
 """Display names of probes."""
 START_AGAIN = "Correct what it names. A successful start of a worker with this id removes this finding."
 NEEDED_PLUGIN, STORE_PLUGIN = "UCX", "POSIX"
+_finding, _machine, _access = Area.INSTALLATION.finding, Area.MACHINE.finding, Area.ACCESS.finding
 
 
 def about_installation(facts: InstallationFacts, *, is_running: bool) -> Iterator[Finding]:
@@ -65,12 +66,12 @@ def about_machine(facts: InstallationFacts) -> Iterator[Finding]:
     for one in facts.refused:
         if one.ago_s < REFUSED_S_MAX:
             what = f"The engine of {one.worker} was refused at its last start, {duration(one.ago_s)} ago."
-            yield Finding(area=Area.MACHINE, level=Level.WARNING, what=what, why=one.reason, todo=START_AGAIN)
+            yield _machine(Level.WARNING, what, one.reason, START_AGAIN)
     for nats_url, processes in facts.others.items():
         count = many(processes, "process", "processes")
         what = f"Another system runs here, on {nats_url or 'its default NATS'} ({count})."
         why = "It uses cores and memory of this machine."
-        yield Finding(area=Area.MACHINE, level=Level.NOTE, what=what, why=why)
+        yield _machine(Level.NOTE, what, why)
 
 
 def _python(facts: InstallationFacts) -> Finding:
@@ -165,19 +166,17 @@ def _certificates(facts: InstallationFacts) -> Iterator[Finding]:
         days = int(one.ends_in_s // DAY_S)
         if one.failure:
             what, why = f"The certificate {one.path} cannot be read.", one.failure
-            yield Finding(
-                area=Area.ACCESS, level=Level.ERROR, what=what, why=why, todo="baton init creates certificates."
-            )
+            yield _access(Level.ERROR, what, why, "baton init creates certificates.")
         elif one.ends_in_s <= 0:
             what, why = f"The certificate {one.path} has expired.", "No process can connect to NATS with it."
-            yield Finding(area=Area.ACCESS, level=Level.ERROR, what=what, why=why, todo="baton init --renew")
+            yield _access(Level.ERROR, what, why, "baton init --renew")
         elif one.ends_in_s < CERTIFICATE_S_MIN:
             what = f"The certificate {one.path} expires in {many(days, 'day')}."
             why = "After that no process can connect to NATS."
-            yield Finding(area=Area.ACCESS, level=Level.WARNING, what=what, why=why, todo="baton init --renew")
+            yield _access(Level.WARNING, what, why, "baton init --renew")
         else:
             what = f"The certificate {one.path} is valid for {many(days, 'day')}"
-            yield Finding(area=Area.ACCESS, level=Level.OK, what=what)
+            yield _access(Level.OK, what)
 
 
 def _exposed(facts: InstallationFacts) -> Iterator[Finding]:
@@ -187,7 +186,7 @@ def _exposed(facts: InstallationFacts) -> Iterator[Finding]:
             "Every user with these keys has their owners' permissions.",
             "chmod 600; if another user may have read them, create new keys.",
         )
-        yield Finding(area=Area.ACCESS, level=Level.WARNING, what=what, why=why, todo=todo)
+        yield _access(Level.WARNING, what, why, todo)
 
 
 def _memory(facts: InstallationFacts) -> Iterator[Finding]:
@@ -197,46 +196,46 @@ def _memory(facts: InstallationFacts) -> Iterator[Finding]:
         if facts.memory_free_bytes < WORKER_BYTES:
             why = f"A worker with vLLM on CPU needs about {in_bytes(WORKER_BYTES)}. Without it, Linux kills processes."
             todo = "Start fewer workers, use a smaller --kv-cache, or --engine simulated."
-            yield Finding(area=Area.MACHINE, level=Level.WARNING, what=what, why=why, todo=todo)
+            yield _machine(Level.WARNING, what, why, todo)
         else:
-            yield Finding(area=Area.MACHINE, level=Level.OK, what=what)
+            yield _machine(Level.OK, what)
     if 0 < facts.shm_bytes < SHM_BYTES_MIN:
         what = f"Shared memory (/dev/shm) has only {in_bytes(facts.shm_bytes)}."
         why = "Ranks of one engine, and engines on one machine, exchange data through it."
         todo = "docker run --shm-size 1g; in compose: shm_size: 1gb."
-        yield Finding(area=Area.MACHINE, level=Level.WARNING, what=what, why=why, todo=todo)
+        yield _machine(Level.WARNING, what, why, todo)
 
 
 def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
     if not facts.gpus:
-        yield Finding(area=Area.MACHINE, level=Level.OK, what="No NVIDIA GPU: engines run on CPU")
+        yield _machine(Level.OK, "No NVIDIA GPU: engines run on CPU")
         return
     names = named([f"{gpu.name} ({in_bytes(gpu.memory_bytes)})" for gpu in facts.gpus])
     what = f"{many(len(facts.gpus), 'GPU')}: {names}, driver {facts.gpus[0].driver}"
     usable = facts.engine is None or not facts.has_vllm or len(facts.engine.devices) >= len(facts.gpus)
     if usable:
-        yield Finding(area=Area.MACHINE, level=Level.OK, what=what)
+        yield _machine(Level.OK, what)
     elif facts.engine is not None and not facts.engine.torch_cuda:
         why = "The installed vLLM is the CPU build: the GPUs stay idle."
-        yield Finding(area=Area.MACHINE, level=Level.WARNING, what=what, why=why, todo="make setup BATON_ENGINE=cuda")
+        yield _machine(Level.WARNING, what, why, "make setup BATON_ENGINE=cuda")
     elif facts.engine is not None:
         why = f"PyTorch can use {len(facts.engine.devices)} of them. It was built for CUDA {facts.engine.torch_cuda}."
         todo = "nvidia-smi shows the driver's CUDA version; update the driver, or check CUDA_VISIBLE_DEVICES."
-        yield Finding(area=Area.MACHINE, level=Level.ERROR, what=what, why=why, todo=todo)
+        yield _machine(Level.ERROR, what, why, todo)
 
 
 def _disk(disk: Disk) -> Finding:
     if disk.failure:
         what, why = f"{disk.path}, for {disk.what}, is not writable.", disk.failure
         todo = "Make it writable for this user, or set BATON_STATE_DIR or BATON_CACHE_DIR."
-        return Finding(area=Area.MACHINE, level=Level.ERROR, what=what, why=why, todo=todo)
+        return _machine(Level.ERROR, what, why, todo)
     free = f"{in_bytes(disk.free_bytes)} free for {disk.what} ({disk.path})"
     if disk.free_bytes < DISK_BYTES_LOW:
         level = Level.ERROR if disk.free_bytes < DISK_BYTES_MIN else Level.WARNING
         why = "When it is full, NATS cannot store the registry and models cannot be downloaded."
         todo = "Free space, or set BATON_STATE_DIR or BATON_CACHE_DIR to another disk."
-        return Finding(area=Area.MACHINE, level=level, what=f"Only {free}.", why=why, todo=todo)
-    return Finding(area=Area.MACHINE, level=Level.OK, what=free)
+        return _machine(level, f"Only {free}.", why, todo)
+    return _machine(Level.OK, free)
 
 
 def _ports(ports: list[Port]) -> Iterator[Finding]:
@@ -245,11 +244,7 @@ def _ports(ports: list[Port]) -> Iterator[Finding]:
         what = f"Port {port.number}, for {port.purpose}, is in use{port.holder}."
         todo = f"Stop that process, or choose another port: baton up {port.option} N"
         why = "`baton up` cannot start with this port."
-        yield Finding(area=Area.MACHINE, level=Level.WARNING, what=what, why=why, todo=todo)
+        yield _machine(Level.WARNING, what, why, todo)
     if ports and not taken:
         numbers = ", ".join(str(port.number) for port in ports)
-        yield Finding(area=Area.MACHINE, level=Level.OK, what=f"Ports {numbers} are free for `baton up`")
-
-
-def _finding(level: Level, what: str, why: str = "", todo: str = "") -> Finding:
-    return Finding(area=Area.INSTALLATION, level=level, what=what, why=why, todo=todo)
+        yield _machine(Level.OK, f"Ports {numbers} are free for `baton up`")

@@ -25,6 +25,7 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 PROBES = {"registry": "The registry of workers", "fleet": "The fleet", "routers": "Routers over HTTP"}
 NEEDED = {"router": "Clients cannot send requests.", "orchestrator": "No process detects lost workers."}
 START_IT = "`baton up` starts one. Its log says why it stopped (logs/ in the state directory, or docker compose logs)."
+_bus, _service, _access = Area.BUS.finding, Area.SERVICES.finding, Area.ACCESS.finding
 
 
 def about_bus(facts: SystemFacts) -> Iterator[Finding]:
@@ -230,15 +231,3 @@ def _keys(reply: RouterReply) -> Iterator[Finding]:
 def _is_local(url: str) -> bool:
     found = HOST.match(url)
     return found is not None and found[1] in LOOPBACK
-
-
-def _bus(level: Level, what: str, why: str = "", todo: str = "") -> Finding:
-    return Finding(area=Area.BUS, level=level, what=what, why=why, todo=todo)
-
-
-def _service(level: Level, what: str, why: str = "", todo: str = "") -> Finding:
-    return Finding(area=Area.SERVICES, level=level, what=what, why=why, todo=todo)
-
-
-def _access(level: Level, what: str, why: str = "", todo: str = "") -> Finding:
-    return Finding(area=Area.ACCESS, level=level, what=what, why=why, todo=todo)

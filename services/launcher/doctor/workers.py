@@ -32,6 +32,7 @@ MEANINGS = {
     "options": "other options of the engine",
 }
 """Descriptions of fingerprint fields."""
+_finding = Area.WORKERS.finding
 
 
 def about_workers(facts: SystemFacts) -> Iterator[Finding]:
@@ -304,10 +305,6 @@ def _names(records: list[WorkerRecord]) -> str:
     return named(sorted(record.worker_id for record in records))
 
 
-def _finding(level: Level, what: str, why: str = "", todo: str = "") -> Finding:
-    return Finding(area=Area.WORKERS, level=level, what=what, why=why, todo=todo)
-
-
 DIGEST_CHARS = 12
 
 
@@ -327,12 +324,12 @@ def about_adapters(model: str, records: list[WorkerRecord]) -> Iterator[Finding]
             what = f"Workers have different files of the adapter {name} ({groups})."
             why = "They exchange no KV of it, and their answers differ."
             todo = f"`baton lora load {name} PATH` loads one version on all."
-            yield Finding(area=Area.WORKERS, level=Level.WARNING, what=what, why=why, todo=todo)
+            yield _finding(Level.WARNING, what, why, todo)
         elif lacking:
             what = f"The adapter {name} of {model} is not loaded on {', '.join(sorted(lacking))}."
             why = "Requests for it go to the others, and are disaggregated only among those."
             todo = f"`baton lora load {name} PATH` loads it on all."
-            yield Finding(area=Area.WORKERS, level=Level.NOTE, what=what, why=why, todo=todo)
+            yield _finding(Level.NOTE, what, why, todo)
 
 
 SLOW_BYTES_PER_S = {KvMemory.CUDA: 5_000_000_000, KvMemory.CPU: 200_000_000}
@@ -369,7 +366,7 @@ def about_kv_reads(records: list[WorkerRecord]) -> Iterator[Finding]:
         f"{record.worker_id} from {read.source_id} at {bytes_per_second(read.bytes_per_s)}" for record, read in pairs
     ]
     if fast and len(fast) == len(pairs):
-        yield Finding(area=Area.WORKERS, level=Level.OK, what=f"KV self-tests read {named(names)}")
+        yield _finding(Level.OK, f"KV self-tests read {named(names)}")
 
 
 def _slow(record: WorkerRecord, read: KvReadSpeed) -> Finding:
@@ -377,4 +374,4 @@ def _slow(record: WorkerRecord, read: KvReadSpeed) -> Finding:
     speed = bytes_per_second(read.bytes_per_s)
     what = f"{record.worker_id} reads KV from {read.source_id} at {speed}, slow for {memory} memory."
     why, todo = (CUDA_WHY, CUDA_TODO) if read.memory is KvMemory.CUDA else (CPU_WHY, CPU_TODO)
-    return Finding(area=Area.WORKERS, level=Level.WARNING, what=what, why=why, todo=todo)
+    return _finding(Level.WARNING, what, why, todo)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
+from services.launcher.bus_client import first_status
 from services.launcher.service_files.systemd import worker_unit
 from services.launcher.system.machine import WORKER_MODULE
-from shared.bus.port import Bus, Envelope
-from shared.contracts.channels import SERVICE_STATUS
-from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.bus.port import Bus
+from shared.contracts.control import ServicePhase
 
 READY_S_MAX = 3600.0
 """For a worker, which may have to download a model."""
@@ -96,19 +96,9 @@ async def restart_workers(
 
 async def _until_ready(bus: Bus, worker_id: str, ready_s_max: float) -> None:
     """Of the new process: the old one has ended, and statuses are repeated every two seconds."""
-    ended: asyncio.Future[ServiceStatus] = asyncio.get_running_loop().create_future()
-
-    def on_status(status: ServiceStatus, _envelope: Envelope) -> None:
-        if status.phase in {ServicePhase.READY, ServicePhase.FAILED} and not ended.done():
-            ended.set_result(status)
-
-    subscription = await bus.subscribe(SERVICE_STATUS, on_status, service="worker", instance=worker_id)
-    try:
-        async with asyncio.timeout(ready_s_max):
-            status = await ended
-    except TimeoutError:
-        raise UpgradeStopped(f"{worker_id} is not ready after {ready_s_max:.0f} s") from None
-    finally:
-        await subscription.close()
+    ended = {ServicePhase.READY, ServicePhase.FAILED}
+    status = await first_status(bus, "worker", worker_id, ready_s_max, lambda status: status.phase in ended)
+    if status is None:
+        raise UpgradeStopped(f"{worker_id} is not ready after {ready_s_max:.0f} s")
     if status.phase is ServicePhase.FAILED:
         raise UpgradeStopped(f"{worker_id} failed: {status.detail}")

@@ -31,27 +31,27 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     workers, notes = plan_workers(options, machine, base[Party.WORKER], names_taken)
     if options.join and (given := for_new_systems(options)):
         raise PlanRefused(f"{given} is for a new system: --join adds workers only.")
-    if options.join:
-        return SystemPlan(processes=tuple(workers), ports=(), nats_url=nats_url, notes=tuple(notes))
-    check_access(options)
-    ports = [
-        RequiredPort(host=options.host, port=options.port, option="--port", purpose="the OpenAI API"),
-        RequiredPort(
-            host=options.collector_host, port=options.collector_port, option="--collector-port", purpose="metrics"
-        ),
-    ]
-    services = [
-        plan_orchestrator(options, machine, base[Party.ORCHESTRATOR]),
-        plan_collector(options, machine, base[Party.COLLECTOR]),
-        *plan_routers(options, machine, base[Party.ROUTER]),
-    ]
-    if options.nats_url:
-        return SystemPlan(processes=(*services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
-    ports.append(RequiredPort(host=options.nats_host, port=options.nats_port, option="--nats-port", purpose="NATS"))
-    nats = plan_nats(options, machine)
-    if not options.keys_dir:
-        notes.append(OPEN)
-    return SystemPlan(processes=(nats, *services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
+    processes: list[ProcessPlan] = []
+    if not options.join:
+        check_access(options)
+        if not options.nats_url:
+            processes.append(plan_nats(options, machine))
+            notes += [] if options.keys_dir else [OPEN]
+        processes.append(plan_orchestrator(options, machine, base[Party.ORCHESTRATOR]))
+        processes.append(plan_collector(options, machine, base[Party.COLLECTOR]))
+        processes += plan_routers(options, machine, base[Party.ROUTER])
+    ports = () if options.join else required_ports(options)
+    return SystemPlan(processes=(*processes, *workers), ports=ports, nats_url=nats_url, notes=tuple(notes))
+
+
+def required_ports(options: UpOptions) -> tuple[RequiredPort, ...]:
+    """Ports of a new system that must be free. NATS has one unless another one is used."""
+    api = RequiredPort(host=options.host, port=options.port, option="--port", purpose="the OpenAI API")
+    metrics = RequiredPort(
+        host=options.collector_host, port=options.collector_port, option="--collector-port", purpose="metrics"
+    )
+    nats = RequiredPort(host=options.nats_host, port=options.nats_port, option="--nats-port", purpose="NATS")
+    return (api, metrics) if options.nats_url else (api, metrics, nats)
 
 
 def in_url(host: str) -> str:

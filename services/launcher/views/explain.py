@@ -5,7 +5,6 @@ Legible without colour, in 80 columns, and in a pipe.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.bus_client import CommandFailed, ask_service, open_bus
+from services.launcher.bus_client import CommandFailed, ask_service, first_status, open_bus
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
-from shared.bus.port import Envelope
-from shared.contracts.channels import DECISION, SERVICE_STATUS
-from shared.contracts.control import ServiceStatus
+from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, CandidateRecord, DecisionRecord, Part
 from shared.contracts.ids import DecisionId, router_of
 from shared.text import explanation
+from shared.text.decision_texts import NO_DECISION_ID, not_kept, router_away
 from shared.text.quantities import counted, duration
 
 T = TypeVar("T")
@@ -95,33 +93,21 @@ async def ask_over_nats(nats_url: str, query: Query) -> DecisionRecord:
         return await ask_router(await any_router(nats_url), query)
     router_id = router_of(query.decision_id)
     if not router_id:
-        raise CommandFailed(f"{query.decision_id} is not a decision id. The response header x-baton-decision has one.")
+        raise CommandFailed(f"{query.decision_id}: {NO_DECISION_ID}")
     ask = AskDecision(router_id=router_id, decision_id=DecisionId(query.decision_id))
-    missing = f"Router {router_id}, which made that decision, does not respond. It may have stopped."
-    found = (await ask_service(nats_url, DECISION, ask, s_max=ASK_S_MAX, missing=missing)).decision
+    found = (await ask_service(nats_url, DECISION, ask, s_max=ASK_S_MAX, missing=router_away(router_id))).decision
     if found is None:
-        raise CommandFailed(
-            f"Router {router_id} no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_MAX)."
-        )
+        raise CommandFailed(not_kept(router_id))
     return found
 
 
 async def any_router(nats_url: str) -> str:
     """The HTTP address of some router. Raises CommandFailed, BusError."""
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def on_status(status: ServiceStatus, _envelope: Envelope) -> None:
-        if status.url and not url.done():
-            url.set_result(status.url)
-
     async with open_bus(nats_url) as bus:
-        await bus.subscribe(SERVICE_STATUS, on_status, service="router")
-        try:
-            return await asyncio.wait_for(url, ROUTER_STATUS_S_MAX)
-        except TimeoutError as error:
-            raise CommandFailed(
-                f"No router on {nats_url} has published its status within {ROUTER_STATUS_S_MAX:g} s."
-            ) from error
+        status = await first_status(bus, "router", "", ROUTER_STATUS_S_MAX, lambda status: bool(status.url))
+    if status is None:
+        raise CommandFailed(f"No router on {nats_url} has published its status within {ROUTER_STATUS_S_MAX:g} s.")
+    return status.url
 
 
 def read(response: httpx.Response, kind: type[T], base: str) -> T:

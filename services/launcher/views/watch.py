@@ -208,11 +208,10 @@ class Watch:
         sleeps = all(one.phase is WorkerPhase.ASLEEP for one in engines)
         able = WorkerPhase.ASLEEP if sleeps else WorkerPhase.READY
         roles = {one.record.role for one in self.workers.values() if one.phase is able}
-        has_router = any(
-            name == "router" and status.phase is ServicePhase.READY
-            for (name, _instance), (_at, status) in self.services.items()
-        )
-        if not connected or not has_router or not roles - {Role.STORE}:
+        ready = {
+            name for (name, _instance), (_at, status) in self.services.items() if status.phase is ServicePhase.READY
+        }
+        if not connected or "router" not in ready or not roles - {Role.STORE}:
             return "unhealthy"
         both_phases = roles & {Role.PREFILL, Role.BOTH} and roles & {Role.DECODE, Role.BOTH}
         has_lost = any(one.phase is WorkerPhase.LOST for one in self.workers.values())

@@ -17,6 +17,7 @@ from shared.contracts.decisions import DecisionRecord
 from shared.contracts.ids import router_of
 from shared.contracts.message import in_full
 from shared.http.errors import error_body
+from shared.text.decision_texts import NO_DECISION_ID
 
 JSON = "application/json"
 LATEST = "latest"
@@ -127,7 +128,7 @@ def _not_found(decisions: DecisionService, asked: str) -> Response:
     if asked == LATEST:
         why = "No router has placed a request of yours yet."
     elif not router_id:
-        why = "That is not a decision id: each response has one in its header x-baton-decision."
+        why = NO_DECISION_ID
     elif router_id == decisions.router_id or router_id in set(decisions.others()):
         why = f"Router {router_id} does not store it. It keeps only the newest (ROUTER_DECISIONS_MAX)."
     else:

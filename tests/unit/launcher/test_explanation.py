@@ -22,12 +22,7 @@ def one(
 ) -> CandidateRecord:
     cost_s = sum(value for name, value in numbers.items() if name.endswith("_s"))
     return CandidateRecord(
-        worker_id=WorkerId(worker_id),
-        part=part,
-        chosen=chosen,
-        meets_targets=meets_targets,
-        cost_s=cost_s,
-        **numbers,
+        worker_id=WorkerId(worker_id), part=part, chosen=chosen, meets_targets=meets_targets, cost_s=cost_s, **numbers
     )
 
 

@@ -54,8 +54,7 @@ def test_a_host_that_has_joined_sends_its_operator_to_the_head_host(
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("1024", 1024), ("512M", 512 * 2**20), ("2GiB", 2**31), ("1.5 g", 3 * 2**29), ("4kb", 4096)],
+    ("text", "expected"), [("1024", 1024), ("512M", 512 * 2**20), ("2GiB", 2**31), ("1.5 g", 3 * 2**29), ("4kb", 4096)]
 )
 def test_sizes_are_powers_of_1024(text: str, expected: int):
     assert parse_bytes(text) == expected

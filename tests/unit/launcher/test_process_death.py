@@ -30,10 +30,7 @@ def test_out_of_memory_is_named():
     assert why_it_died(lines, 1).startswith("Out of memory: OutOfMemoryError: CUDA out of memory.")
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "text"),
-    [(-9, "memory ran out"), (-11, "signal 11"), (3, "code 3")],
-)
+@pytest.mark.parametrize(("exit_code", "text"), [(-9, "memory ran out"), (-11, "signal 11"), (3, "code 3")])
 def test_without_a_log_line_the_exit_status_is_reported(exit_code: int, text: str):
     assert text in why_it_died(["all is well"], exit_code)
 
