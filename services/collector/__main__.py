@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 import sys
+from functools import partial
 
 from services.collector.http.app import LIMITS
 from services.collector.service import run_collector
 from services.collector.settings import Settings, check
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen
-from shared.runtime.service import Service, refuse, run_service
+from shared.runtime.service import refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
 
@@ -24,10 +25,7 @@ def main() -> None:
         refuse("collector", error)
     except PortTaken as error:  # A restart may help: an earlier collector may still hold the port.
         sys.exit(f"collector: {error}")
-
-    async def serve(service: Service) -> None:
-        await run_collector(service, settings, listener, common.otlp_endpoint)
-
+    serve = partial(run_collector, settings=settings, listener=listener, otlp_endpoint=common.otlp_endpoint)
     instance = settings.instance or f"collector-{secrets.token_hex(3)}"
     url = f"http://{settings.host}:{settings.port}"
     run_service("collector", instance, common, serve, url=url, listener=listener)

@@ -252,18 +252,10 @@ def compare(mine: Latencies, other: Latencies, margin: float) -> tuple[str, str]
     """E2E latency decides. When it is about equal, TTFT and ITL must agree."""
     whole, first, between = (
         better(one, two, margin)
-        for one, two in (
-            (mine.e2e_s, other.e2e_s),
-            (mine.ttft_s, other.ttft_s),
-            (mine.itl_s, other.itl_s),
-        )
+        for one, two in ((mine.e2e_s, other.e2e_s), (mine.ttft_s, other.ttft_s), (mine.itl_s, other.itl_s))
     )
     if whole:
-        return (
-            (YES, "responses complete sooner disaggregated")
-            if whole > 0
-            else (NO, "responses complete later disaggregated")
-        )
+        return (YES if whole > 0 else NO), f"responses complete {'sooner' if whole > 0 else 'later'} disaggregated"
     if first * between < 0:
         lower, higher = ("TTFT", "ITL") if first > 0 else ("ITL", "TTFT")
         return UNSURE, f"disaggregated, {lower} is lower and {higher} is higher: it depends on which matters more"

@@ -24,13 +24,7 @@ from shared.contracts.adapters import (
     OrderAdapter,
     WantedAdapter,
 )
-from shared.contracts.channels import (
-    ADAPTER_ORDERED,
-    CHANGE_ADAPTER,
-    DESCRIBE_ADAPTERS,
-    ORDER_ADAPTER,
-    WANTED_ADAPTERS,
-)
+from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ADAPTER, DESCRIBE_ADAPTERS, ORDER_ADAPTER, WANTED_ADAPTERS
 from shared.contracts.ids import Epoch, WorkerId, is_subject_token
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 from shared.runtime.clock import Clock

@@ -15,18 +15,11 @@ from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
 from services.orchestrator.sleeping import Sleeping
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, StoredValue, Subscription
-from shared.contracts.channels import (
-    DESCRIBE_FLEET,
-    FLEET_STATE,
-    LEADERSHIP,
-    LOAD,
-    WORKER_LOST,
-    WORKER_RECORDS,
-)
+from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.control import Leadership
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
+from shared.contracts.workers import DescribeFleet, FleetState, FleetWorker, WorkerLost, WorkerRecord
 from shared.deadline import unless
 from shared.runtime.clock import Clock
 from shared.runtime.waiting import REGISTRY, Waits
@@ -58,15 +51,11 @@ class Orchestrator:
         self._waits = waits or Waits(clock.now)
         self._fleet = Fleet(Limits())
         self._candidate = Candidate(ROLE, name, settings.lease_s)
-        self._kept = settings.kept_for()
+        self._kept_for = settings.kept_for()
         self._planning = Planning(bus, clock, settings, rules or settings.rules(), leading=lambda: self.leading)
-        self._adapters = AdapterOrders(bus, clock, lambda: self.describe().workers, leading=lambda: self.leading)
+        self._adapters = AdapterOrders(bus, clock, self._workers, leading=lambda: self.leading)
         self._sleeping = Sleeping(
-            bus,
-            clock,
-            settings.sleep_policy(),
-            leading=lambda: self.leading,
-            fleet=lambda: self.describe().workers,
+            bus, clock, settings.sleep_policy(), leading=lambda: self.leading, fleet=self._workers
         )
         self._unpublished: list[WorkerLost] = []
         """Losses to publish. A standby drops them: its fleet still has them when it takes over."""
@@ -83,8 +72,10 @@ class Orchestrator:
 
     def describe(self) -> FleetState:
         """The state of the fleet."""
-        workers = self._fleet.described(self._clock.now())
-        return FleetState(leader=self._candidate.name, term=self._candidate.term, workers=workers)
+        return FleetState(leader=self._candidate.name, term=self._candidate.term, workers=self._workers())
+
+    def _workers(self) -> list[FleetWorker]:
+        return self._fleet.described(self._clock.now())
 
     async def run(self, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until ``stopping``; calls ``on_ready`` when all records have been read. Waits for JetStream."""
@@ -98,26 +89,26 @@ class Orchestrator:
             await self._bus.subscribe(FLEET_STATE, self._state_published)
             await self._planning.listen()
             await self._sleeping.listen()
-            buckets = keep_buckets(self._bus, self._candidate.lease_s, self._kept)
-            keeping = tasks.create_task(buckets, name="keep-buckets")
-            following = tasks.create_task(self._follow(records.watch()), name="follow-records")
+            buckets = keep_buckets(self._bus, self._candidate.lease_s, self._kept_for)
+            running = [
+                tasks.create_task(buckets, name="keep-buckets"),
+                tasks.create_task(self._follow(records.watch()), name="follow-records"),
+            ]
             await unless(stopping, self._waits.until(REGISTRY, self._fleet_known.wait))
-            publishing = tasks.create_task(self._publish(), name="publish")
-            planning = tasks.create_task(self._planning.run(lambda: self.describe().workers), name="plan")
-            adapting = tasks.create_task(self._adapters.run(), name="look-after-adapters")
-            sleeping = tasks.create_task(self._sleeping.run(), name="sleep")
+            running += [
+                tasks.create_task(self._publish(), name="publish"),
+                tasks.create_task(self._planning.run(self._workers), name="plan"),
+                tasks.create_task(self._adapters.run(), name="order-adapters"),
+                tasks.create_task(self._sleeping.run(), name="sleep"),
+            ]
             on_ready()
             await stand_for_leadership(self._candidate, leadership, self._clock, stopping)
-            keeping.cancel()
-            following.cancel()
-            publishing.cancel()
-            planning.cancel()
-            adapting.cancel()
-            sleeping.cancel()
+            for task in running:
+                task.cancel()
 
     async def _open_stores(self) -> tuple[KeyValueStore[WorkerRecord], KeyValueStore[Leadership]]:
         bus, until = self._bus, self._waits.until
-        await until(REGISTRY, lambda: make_buckets(bus, self._candidate.lease_s, self._kept))
+        await until(REGISTRY, lambda: make_buckets(bus, self._candidate.lease_s, self._kept_for))
         return (
             await until(REGISTRY, lambda: bus.key_value_store(WORKER_RECORDS)),
             await until(LEADER_ENTRY, lambda: bus.key_value_store(LEADERSHIP)),

@@ -18,6 +18,7 @@ from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import BusHealth, Placing, Waker
 from services.router.auth.authenticator import Authenticator
 from services.router.batches.batches import Batches
+from services.router.batches.line_server import LineServer
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.lora_routes import OrderAdapters
@@ -101,9 +102,7 @@ class Router:
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
         self.prompts = Prompts(settings, bus, clock, fleet, media_hosts)
         self.queue = AdmissionQueue(
-            Admission(admission_policy(settings), fleet.place),
-            clock,
-            QueueMetrics(self.registry, settings.queue_max),
+            Admission(admission_policy(settings), fleet.place), clock, QueueMetrics(self.registry, settings.queue_max)
         )
         self.quarantine = Quarantine(settings.quarantine_s)
         self.reservations = ReservationFeed(router_id, bus, clock, fleet.cluster, self.quarantine)
@@ -126,12 +125,7 @@ class Router:
         self.relay = self._make_relay(policy, tracing)
         self.authenticator = Authenticator(settings, clock.now, self.budgets)
         self.responses = Responses(
-            settings=settings,
-            router_id=router_id,
-            bus=bus,
-            clock=clock,
-            relay=self.relay,
-            request_log=self.request_log,
+            settings=settings, router_id=router_id, bus=bus, clock=clock, relay=self.relay, request_log=self.request_log
         )
         self.batches = self._make_batches()
         self.edge = self._make_edge(policy)
@@ -172,10 +166,8 @@ class Router:
         return self.responses.serve if self.responses.enabled else self.relay.serve
 
     def _make_batches(self) -> Batches:
-        return Batches(
+        lines = LineServer(
             settings=self.settings,
-            router_id=self.router_id,
-            bus=self.bus,
             clock=self.clock,
             queue=self.queue,
             in_flight=self.relay.in_flight,
@@ -183,6 +175,7 @@ class Router:
             authenticator=self.authenticator,
             serve=self._serving(),
         )
+        return Batches(self.router_id, self.bus, self.clock, lines, self.settings.files_bytes_max)
 
     def _make_relay(self, policy: RequestPolicy, tracing: Tracing) -> Relay:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster

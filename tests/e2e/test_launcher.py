@@ -22,7 +22,7 @@ from services.launcher.cluster.folder import variables
 from shared.bus.nats_credentials import new_seed
 from shared.contracts.channels import Party
 from tests.e2e.conftest import START_S_MAX
-from tests.support.nats_server import free_port
+from tests.support.nats_server import free_port, is_free
 from tests.support.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
 
 pytestmark = pytest.mark.nats
@@ -295,16 +295,6 @@ def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path):
         _gone, left = psutil.wait_procs(others, GUARD_S_MAX)
         assert left == []
         assert all(is_free(port) for port in (system.port, system.collector_port, system.nats_port))
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def test_no_process_was_refused_anything_on_nats(system: System):

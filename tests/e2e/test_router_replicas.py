@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from services.launcher.system import state_file
 from tests.e2e.conftest import START_S_MAX
+from tests.support.nats_server import is_free
 from tests.support.system import GUARD_S_MAX, System, baton, until
 
 pytestmark = pytest.mark.nats
@@ -110,13 +110,3 @@ def test_down_leaves_nothing(system: System):
     assert system.endpoint in out
     until(lambda: not system.processes(), "no process is left", GUARD_S_MAX)
     assert all(is_free(port) for port in ports)
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -42,6 +42,17 @@ _offset = random.SystemRandom().randrange(PORTS_EACH)
 _ports = cycle([PORTS_FROM + (_offset + number) % PORTS_EACH for number in range(PORTS_EACH)])
 
 
+def is_free(port: int) -> bool:
+    """Whether a process could listen on this port of loopback."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def free_port() -> int:
     """A port that nobody takes until the test's process binds it: the system gives such ports to no connection, other
     processes of xdist have others, and this process gets it again only after all of its own.

@@ -13,7 +13,7 @@ from services.collector.metrics.windows import Histogram
 from shared.bus.port import BusCounts
 from shared.contracts.adapters import NAME_CHARS_MAX
 from shared.contracts.kv_events import KvTier
-from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.workers import ADAPTERS_MAX, FleetWorker, Role, WorkerRecord
 from shared.telemetry import names
@@ -51,7 +51,7 @@ WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
     names.WORKER_TOKENS_OUT: lambda view, now: view.tokens_out.per_second(now),
 }
 """Metrics with one value per worker."""
-EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvLedgerState], float]] = {
+EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvExchangeState], float]] = {
     names.WORKER_LEASES_HELD: lambda exchange: exchange.leases,
     names.WORKER_PINNED: lambda exchange: exchange.pinned_blocks,
     names.WORKER_READS_RUNNING: lambda exchange: exchange.reads,
@@ -226,8 +226,7 @@ def _requests(requests: Requests, now: float) -> Iterator[Family]:
     yield Family(names.FLEET_REQUESTS, [Sample(labels, count) for labels, count in requests.finished.items()])
     yield Family(names.FLEET_FAILURES, [Sample(labels, count) for labels, count in requests.failed.items()])
     yield Family(
-        names.FLEET_REQUEST_TOKENS,
-        [Sample(labels, float(count)) for labels, count in requests.tokens.items()],
+        names.FLEET_REQUEST_TOKENS, [Sample(labels, float(count)) for labels, count in requests.tokens.items()]
     )
     for metric, pick in FLEET_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])

@@ -9,7 +9,7 @@ from services.collector.metrics.windows import Rate, Totals
 from shared.contracts.control import ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RequestFinished
-from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetState, WorkerLost, WorkerRecord
@@ -125,7 +125,7 @@ class WorkerView:
     def grow(self, load: LoadReport, now: float) -> dict[str, float]:
         """Take a newer report; returns the increase of each total."""
         self.load, self.heard = load, now
-        exchange, store = load.exchange or KvLedgerState(), load.store or StoreState()
+        exchange, store = load.exchange or KvExchangeState(), load.store or StoreState()
         totals = {name: float(getattr(load, f"{name}_total")) for name in TOTALS}
         totals |= {name: float(getattr(exchange, f"{name}_total")) for name in EXCHANGE_TOTALS}
         totals |= {name: float(getattr(store, f"{name}_total")) for name in STORE_TOTALS}

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
-from services.router.admission.admission_queue import AdmissionQueue
-from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ApiClient
 from services.router.batches.files import PURPOSE, FileRefused, Files, new_id
 from services.router.batches.line_server import LineServer
 from services.router.batches.lines import ENDPOINTS
 from services.router.batches.runner import Runner
 from services.router.batches.store import Records, StoreFailed
-from services.router.http.request import HttpRequest, UploadTotals
-from services.router.relay.request_context import RequestContext
-from services.router.settings import Settings
 from shared.bus.port import Bus, WrongRevision
-from shared.contracts.batches import (
-    BATCH_ID,
-    CANCELLING,
-    IN_PROGRESS,
-    VALIDATING,
-    LineFault,
-    StoredBatch,
-    record_key,
-)
+from shared.contracts.batches import BATCH_ID, CANCELLING, IN_PROGRESS, VALIDATING, LineFault, StoredBatch, record_key
 from shared.contracts.ids import RouterId
 from shared.runtime.clock import Clock
 
@@ -56,39 +42,20 @@ class _Wanted(msgspec.Struct, kw_only=True):
 class Batches:
     """Files and batches. Methods raise StoreFailed; those that a client asks for something also FileRefused."""
 
-    def __init__(  # noqa: PLR0913  # wiring
-        self,
-        *,
-        settings: Settings,
-        router_id: RouterId,
-        bus: Bus,
-        clock: Clock,
-        queue: AdmissionQueue,
-        in_flight: set[RequestContext],
-        totals: Callable[[], UploadTotals],
-        authenticator: Authenticator,
-        serve: Callable[[HttpRequest], Awaitable[None]],
-    ) -> None:
-        self.enabled = settings.files_bytes_max > 0
+    def __init__(self, router_id: RouterId, bus: Bus, clock: Clock, lines: LineServer, files_bytes_max: int) -> None:
+        """``files_bytes_max``: of one tenant; 0: no files and no batches."""
+        self.enabled = files_bytes_max > 0
         self._clock = clock
         self._records = Records(bus)
-        self.files = Files(self._records, clock, settings.files_bytes_max)
-        self.lines = LineServer(
-            settings=settings,
-            clock=clock,
-            queue=queue,
-            in_flight=in_flight,
-            totals=totals,
-            authenticator=authenticator,
-            serve=serve,
-        )
+        self.files = Files(self._records, clock, files_bytes_max)
+        self.lines = lines
         self.runner = Runner(
             router_id=router_id,
             bus=bus,
             clock=clock,
             records=self._records,
-            server=self.lines,
-            output_bytes_max=settings.files_bytes_max,
+            server=lines,
+            output_bytes_max=files_bytes_max,
         )
 
     def start(self, tasks: asyncio.TaskGroup) -> None:

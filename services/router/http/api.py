@@ -154,8 +154,7 @@ MESSAGE_SCHEMA = {
     "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}},
 }
 CHAT_BODY = _body_schema(
-    ["model", "messages"],
-    {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}},
+    ["model", "messages"], {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}}
 )
 ANY_BODY = _body_schema([], {})
 FORM_BODY: dict[str, Any] = {
@@ -182,6 +181,7 @@ MODEL_PARAMETER = {
     "description": "The model whose tokenizer is asked for; any, when it is left out.",
     "schema": {"type": "string"},
 }
+TOKENIZER_INFO_SUMMARY = "The model's tokenizer, where engines run with --enable-tokenizer-info-endpoint"
 ANSWER = "The response, whole or as a stream of events."
 HEADERS = [
     {
@@ -263,32 +263,27 @@ def _add_inference(app: FastAPI) -> None:
         return _error(request, 400, "The path must be spelled as in the OpenAPI document.")
 
     others = [path for path in (*PLACED, *PASSED_THROUGH) if path not in (COMPLETIONS, CHAT)]
-    for path, body, summary in (
+    posts = (
         (COMPLETIONS, COMPLETIONS_BODY, "Complete a prompt"),
         (CHAT, CHAT_BODY, "Continue a conversation"),
         *((path, FORM_BODY if path in FORMS else ANY_BODY, f"Served by vLLM's server: {path}") for path in others),
-    ):
+    )
+    routes: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+        *(("POST", path, {"requestBody": body, "parameters": HEADERS}, summary) for path, body, summary in posts),
+        ("GET", TOKENIZER_INFO, {"parameters": [MODEL_PARAMETER, *HEADERS]}, TOKENIZER_INFO_SUMMARY),
+    )
+    for method, path, extra, summary in routes:
         app.add_api_route(
             path,
             relayed,
-            methods=["POST"],
+            methods=[method],
             summary=summary,
             tags=["inference"],
             operation_id=path.strip("/").replace("/", "_"),
             response_class=Response,
             responses=_responses(path),
-            openapi_extra={"requestBody": body, "parameters": HEADERS},
+            openapi_extra=extra,
         )
-    app.add_api_route(
-        TOKENIZER_INFO,
-        relayed,
-        methods=["GET"],
-        summary="The model's tokenizer, where engines run with --enable-tokenizer-info-endpoint",
-        tags=["inference"],
-        response_class=Response,
-        responses=_responses(TOKENIZER_INFO),
-        openapi_extra={"parameters": [MODEL_PARAMETER, *HEADERS]},
-    )
 
 
 def _add_models(app: FastAPI, fleet: Fleet, shares: Shares, clock: Clock) -> None:

@@ -87,14 +87,7 @@ class Edge(HttpEdge[HttpRequest]):
         return error_for(scope["path"], refusal)
 
     def admit(
-        self,
-        connection: Connection,
-        path: str,
-        headers: list[Header],
-        *,
-        http11: bool,
-        keep: bool,
-        query: bytes = b"",
+        self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool, query: bytes = b""
     ) -> HttpRequest:
         """A request's head is complete. Its ``refusal`` is set if it is refused before its body is read."""
         head = Head(path, headers, self._new_id)

@@ -39,8 +39,7 @@ UPLOADS_MAX = 16
 PIECE_S_MAX, UPLOAD_S_MAX = 30.0, 900.0
 """For the next piece of an upload, and for all of it."""
 NOT_ENABLED = HttpError(
-    404,
-    error_body(404, "This system keeps no files: ROUTER_FILES_BYTES_MAX is 0.", code="files_not_kept"),
+    404, error_body(404, "This system keeps no files: ROUTER_FILES_BYTES_MAX is 0.", code="files_not_kept")
 )
 FULL = HttpError(
     503, error_body(503, "The router is receiving too many files. Try again shortly.", code="too_many_uploads"), 5.0
@@ -189,10 +188,7 @@ class Routes:
         return await self._answered(request, answer)
 
     async def list_batches(
-        self,
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=BATCHES_MAX)] = BATCHES_DEFAULT,
-        after: str = "",
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=BATCHES_MAX)] = BATCHES_DEFAULT, after: str = ""
     ) -> Response:
         """The tenant's batches, the newest first."""
 

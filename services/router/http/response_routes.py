@@ -10,10 +10,10 @@ from fastapi import FastAPI, Query, Request, Response
 
 from services.router.auth.authenticator import refusal_of
 from services.router.auth.client import CLIENT_SCOPE_KEY, ApiClient
-from services.router.http.errors import bad_request, error_response
+from services.router.http.errors import error_response
 from services.router.responses.history import BadRequest, fields_of
 from services.router.responses.response_store import NotKept
-from services.router.responses.responses import Responses, not_found, unavailable
+from services.router.responses.responses import Responses, not_found, refusal_for
 from shared.contracts.engine_paths import RESPONSES
 from shared.http.errors import HttpError, error_body
 
@@ -21,8 +21,7 @@ JSON = "application/json"
 ITEMS_MAX, ITEMS_DEFAULT = 100, 20
 PATH = RESPONSES + "/{response_id}"
 NOT_ENABLED = HttpError(
-    404,
-    error_body(404, "This system keeps no responses: ROUTER_RESPONSE_BYTES_MAX is 0.", code="responses_not_kept"),
+    404, error_body(404, "This system keeps no responses: ROUTER_RESPONSE_BYTES_MAX is 0.", code="responses_not_kept")
 )
 STATUSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A parameter is invalid; the message says which. Only a response in the background can be "
@@ -38,60 +37,55 @@ STATUSES: dict[int | str, dict[str, Any]] = {
 
 def add_responses(app: FastAPI, responses: Responses, now: Callable[[], float]) -> None:
     """Add the routes to ``app``."""
-    routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]]], ...] = (
-        ("GET", PATH, _retrieve(responses, now)),
-        ("DELETE", PATH, _delete(responses, now)),
-        ("POST", f"{PATH}/cancel", _cancel(responses, now)),
-        ("GET", f"{PATH}/input_items", _input_items(responses, now)),
-    )
-    for method, path, handler in routes:
+    routes = Routes(responses, now)
+    for method, path, handler in (
+        ("GET", PATH, routes.retrieve),
+        ("DELETE", PATH, routes.delete),
+        ("POST", f"{PATH}/cancel", routes.cancel),
+        ("GET", f"{PATH}/input_items", routes.input_items),
+    ):
         app.add_api_route(path, handler, methods=[method], tags=["inference"], responses=STATUSES)
 
 
-def _retrieve(responses: Responses, now: Callable[[], float]) -> Callable[..., Awaitable[Response]]:
-    async def retrieve(response_id: str, request: Request, stream: bool = False) -> Response:
+class Routes:
+    """The handlers; their docstrings are in the OpenAPI document."""
+
+    def __init__(self, responses: Responses, now: Callable[[], float]) -> None:
+        self._responses = responses
+        self._now = now
+
+    async def retrieve(self, response_id: str, request: Request, stream: bool = False) -> Response:
         """A response, as its client got it; one in the background as it is now."""
 
         async def answer(client: ApiClient) -> bytes | None:
             if stream:
                 raise BadRequest("A stored response cannot be streamed.", "stream")
-            entry = await responses.find(client, response_id)
+            entry = await self._responses.find(client, response_id)
             return bytes(entry.response) if entry is not None else None
 
-        return await _answered(responses, request, response_id, now(), answer)
+        return await self._answered(request, response_id, answer)
 
-    return retrieve
-
-
-def _delete(responses: Responses, now: Callable[[], float]) -> Callable[..., Awaitable[Response]]:
-    async def delete(response_id: str, request: Request) -> Response:
+    async def delete(self, response_id: str, request: Request) -> Response:
         """Forget a response; one in the background is cancelled first."""
 
         async def answer(client: ApiClient) -> bytes | None:
-            if not await responses.delete(client, response_id):
+            if not await self._responses.delete(client, response_id):
                 return None
             return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
-        return await _answered(responses, request, response_id, now(), answer)
+        return await self._answered(request, response_id, answer)
 
-    return delete
-
-
-def _cancel(responses: Responses, now: Callable[[], float]) -> Callable[..., Awaitable[Response]]:
-    async def cancel(response_id: str, request: Request) -> Response:
+    async def cancel(self, response_id: str, request: Request) -> Response:
         """Cancel a response in the background, wherever it runs."""
 
         async def answer(client: ApiClient) -> bytes | None:
-            entry = await responses.cancel(client, response_id)
+            entry = await self._responses.cancel(client, response_id)
             return bytes(entry.response) if entry is not None else None
 
-        return await _answered(responses, request, response_id, now(), answer)
+        return await self._answered(request, response_id, answer)
 
-    return cancel
-
-
-def _input_items(responses: Responses, now: Callable[[], float]) -> Callable[..., Awaitable[Response]]:
     async def input_items(
+        self,
         response_id: str,
         request: Request,
         limit: Annotated[int, Query(ge=1, le=ITEMS_MAX)] = ITEMS_DEFAULT,
@@ -101,32 +95,23 @@ def _input_items(responses: Responses, now: Callable[[], float]) -> Callable[...
         """The whole input of a response: of all earlier turns, and its own."""
 
         async def answer(client: ApiClient) -> bytes | None:
-            entry = await responses.find(client, response_id)
+            entry = await self._responses.find(client, response_id)
             return None if entry is None else page_of(entry.items, limit, after, is_newest_first=order == "desc")
 
-        return await _answered(responses, request, response_id, now(), answer)
+        return await self._answered(request, response_id, answer)
 
-    return input_items
-
-
-async def _answered(
-    responses: Responses,
-    request: Request,
-    response_id: str,
-    now: float,
-    answer: Callable[[ApiClient], Awaitable[bytes | None]],
-) -> Response:
-    client: ApiClient = request.scope[CLIENT_SCOPE_KEY]
-    refusal = refusal_of(client, now) if responses.enabled else NOT_ENABLED
-    if refusal is not None:
-        return error_response(refusal)
-    try:
-        body = await answer(client)
-    except BadRequest as error:
-        return error_response(bad_request(str(error), error.param))
-    except NotKept as error:
-        return error_response(unavailable(error))
-    return Response(body, media_type=JSON) if body is not None else error_response(not_found(response_id))
+    async def _answered(
+        self, request: Request, response_id: str, answer: Callable[[ApiClient], Awaitable[bytes | None]]
+    ) -> Response:
+        client: ApiClient = request.scope[CLIENT_SCOPE_KEY]
+        refusal = refusal_of(client, self._now()) if self._responses.enabled else NOT_ENABLED
+        if refusal is not None:
+            return error_response(refusal)
+        try:
+            body = await answer(client)
+        except (BadRequest, NotKept) as error:
+            return error_response(refusal_for(error))
+        return Response(body, media_type=JSON) if body is not None else error_response(not_found(response_id))
 
 
 def page_of(items: list[msgspec.Raw], limit: int, after: str, *, is_newest_first: bool) -> bytes:

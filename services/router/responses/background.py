@@ -75,11 +75,7 @@ class Background:
     """The responses that this router makes in the background, and the questions of others about them."""
 
     def __init__(
-        self,
-        router_id: RouterId,
-        bus: Bus,
-        store: ResponseStore,
-        relay: Callable[[HttpRequest], Awaitable[None]],
+        self, router_id: RouterId, bus: Bus, store: ResponseStore, relay: Callable[[HttpRequest], Awaitable[None]]
     ) -> None:
         self._router_id = router_id
         self._bus = bus

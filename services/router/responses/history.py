@@ -102,11 +102,7 @@ def read_wanted(body: bytes) -> Wanted | None:
     if not (store or background or previous):
         return None
     return Wanted(
-        fields=fields,
-        store=store,
-        stream=_is_true(fields, "stream"),
-        background=background,
-        previous_id=previous,
+        fields=fields, store=store, stream=_is_true(fields, "stream"), background=background, previous_id=previous
     )
 
 

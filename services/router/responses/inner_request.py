@@ -36,11 +36,7 @@ class InnerRequest(HttpRequest):
     __slots__ = ("_begun_event", "_client", "_tell", "before", "last", "rest", "whole")
 
     def __init__(
-        self,
-        like: HttpRequest,
-        body: bytes,
-        tell: Callable[[bytes], bytes],
-        client: HttpRequest | None,
+        self, like: HttpRequest, body: bytes, tell: Callable[[bytes], bytes], client: HttpRequest | None
     ) -> None:
         """``tell`` makes the response object that the client gets from the engine's."""
         upload = like.upload.replaced(body)

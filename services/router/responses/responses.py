@@ -64,14 +64,7 @@ class Responses:
     """``serve`` is for every request; those that need no state go to the relay as they are."""
 
     def __init__(
-        self,
-        *,
-        settings: Settings,
-        router_id: RouterId,
-        bus: Bus,
-        clock: Clock,
-        relay: Relay,
-        request_log: RequestLog,
+        self, *, settings: Settings, router_id: RouterId, bus: Bus, clock: Clock, relay: Relay, request_log: RequestLog
     ) -> None:
         self.enabled = settings.response_bytes_max > 0
         self._settings = settings
@@ -111,12 +104,8 @@ class Responses:
                 await self._relay.serve(http_request)
             else:
                 await self._serve(http_request, wanted)
-        except BadRequest as error:
-            self._refuse(http_request, bad_request(str(error), error.param))
-        except ResponseRefused as error:
-            self._refuse(http_request, error.error)
-        except NotKept as error:
-            self._refuse(http_request, unavailable(error))
+        except (BadRequest, NotKept, ResponseRefused) as error:
+            self._refuse(http_request, refusal_for(error))
 
     async def find(self, client: ApiClient, response_id: str) -> StoredResponse | None:
         """The client's response. Raises NotKept."""
@@ -261,11 +250,7 @@ class Responses:
     def _refuse(self, http_request: HttpRequest, error: HttpError) -> None:
         head = http_request.head
         self._request_log.refused(
-            error.status,
-            error.reason,
-            request_id=head.request_id,
-            path=head.path,
-            trace_id=trace_named(head.trace),
+            error.status, error.reason, request_id=head.request_id, path=head.path, trace_id=trace_named(head.trace)
         )
         if not http_request.left:
             http_request.refuse(error)
@@ -284,8 +269,12 @@ def previous_not_found(response_id: str) -> HttpError:
     return HttpError(404, body, None, "not_found")
 
 
-def unavailable(error: NotKept) -> HttpError:
-    """503: the bucket cannot be read or written now."""
+def refusal_for(error: BadRequest | NotKept | ResponseRefused) -> HttpError:
+    """The client's error. 503 for NotKept: the bucket cannot be read or written now."""
+    if isinstance(error, BadRequest):
+        return bad_request(str(error), error.param)
+    if isinstance(error, ResponseRefused):
+        return error.error
     return failed(Reason.BUS_DOWN, f"Kept responses cannot be used now: {error}.")
 
 

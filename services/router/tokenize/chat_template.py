@@ -245,10 +245,9 @@ class ChatTemplate:
         stopped: Callable[[], bool] = lambda: False,
     ) -> str:
         """The prompt's text. ``stopped`` is asked in each round of a loop. Raises TemplateFailed, TooManyRounds."""
-        rounds = Rounds(rounds_max, stopped)
-        given = {"tools": None, "documents": None, **variables, **self._special_tokens}
+        given = {"tools": None, "documents": None, **variables, **self._special_tokens, "messages": messages}
         try:
-            return self._template.render({**given, "messages": messages, ROUNDS_KEY: rounds})
+            return self._template.render({**given, ROUNDS_KEY: Rounds(rounds_max, stopped)})
         except TooManyRounds:
             raise
         except Exception as error:  # A template is a program of the model's author: it may raise anything.

@@ -116,12 +116,7 @@ class PromptTokenizer:
     """
 
     def __init__(
-        self,
-        asset: TokenizerAsset,
-        scheme: HashScheme,
-        *,
-        cache_bytes_max: int,
-        chars_max: int = PROMPT_CHARS_MIN,
+        self, asset: TokenizerAsset, scheme: HashScheme, *, cache_bytes_max: int, chars_max: int = PROMPT_CHARS_MIN
     ) -> None:
         if not asset.tokenizer_json:
             raise ValueError(asset.note or "the model has no tokenizer.json")

@@ -128,11 +128,10 @@ def copy_adapter(
     try:
         for name, most in zip(names, (CONFIG_BYTES_MAX, bytes_max), strict=True):
             digest.update(f"{name}\0".encode() + _copy(source / name, folder / name, most, within))
-    except (OSError, RuntimeError) as error:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise AdapterRefused(f"{source} cannot be read as an adapter: {name}: {_reason(error)}") from None
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, (OSError, RuntimeError)):
+            raise AdapterRefused(f"{source} cannot be read as an adapter: {name}: {_reason(error)}") from None
         raise
     return AdapterFiles(folder, digest.hexdigest())
 

@@ -305,7 +305,7 @@ class EngineHealth(Protocol):
 
 
 class Engine(Protocol):
-    """One running engine."""
+    """One running engine. Engines inherit this; what they do not have remains None."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -318,18 +318,22 @@ class Engine(Protocol):
     @property
     def exchange(self) -> EngineExchange | None:
         """None if the engine's connector moves KV in its own way, or not at all."""
+        return None
 
     @property
     def adapters(self) -> EngineAdapters | None:
         """None if the engine was started without LoRA."""
+        return None
 
     @property
     def renderer(self) -> EngineRenderer | None:
         """None if it cannot say what its prompts would be."""
+        return None
 
     @property
     def health(self) -> EngineHealth | None:
         """None for an engine that serves as long as it lives."""
+        return None
 
     def load(self) -> EngineLoad:
         """Now. Cheap: called at most ``LOAD_HZ_MAX`` times a second."""

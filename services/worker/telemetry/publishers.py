@@ -121,8 +121,8 @@ class LoadPublisher:
         if exchange is not None:
             numbers["received_bytes_total"] = exchange.read_bytes_total
             numbers["received_seconds_total"] = exchange.read_seconds_total
-            is_idle = not load.running and not load.waiting and self.role is not Role.STORE
-            if is_idle:  # An idle engine takes no step, so its own count does not include leases.
+            if not (load.running or load.waiting or self.role is Role.STORE):
+                # An idle engine takes no step, so its own count does not include leases.
                 numbers["kv_blocks_used"] = exchange.pinned_blocks
         report = LoadReport(
             worker_id=self._worker_id,

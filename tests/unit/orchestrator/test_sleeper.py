@@ -9,12 +9,7 @@ from services.orchestrator.sleeper import AWAKE_S_MIN, REPEAT_S, WANT_S, Sleeper
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 from tests.support.fleet_builders import record
 
-READY, ASLEEP, STARTING, DRAINING = (
-    WorkerPhase.READY,
-    WorkerPhase.ASLEEP,
-    WorkerPhase.STARTING,
-    WorkerPhase.DRAINING,
-)
+READY, ASLEEP, STARTING, DRAINING = (WorkerPhase.READY, WorkerPhase.ASLEEP, WorkerPhase.STARTING, WorkerPhase.DRAINING)
 AFTER_S = 100.0
 
 

@@ -27,12 +27,7 @@ def worker(name: str, *adapters: LoraAdapter, model: str = "m", phase=WorkerPhas
     return FleetWorker(record=named, phase=phase, since_s=1.0, silent_s=0.0)
 
 
-FLEET = [
-    worker("w1"),
-    worker("w2", SQL),
-    worker("w3", phase=WorkerPhase.STARTING),
-    worker("s1", role=Role.STORE),
-]
+FLEET = [worker("w1"), worker("w2", SQL), worker("w3", phase=WorkerPhase.STARTING), worker("s1", role=Role.STORE)]
 
 
 def load(*workers: str, path: str = "sql-v1", **fields: object) -> OrderAdapter:

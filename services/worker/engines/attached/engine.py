@@ -47,8 +47,8 @@ class Found(NamedTuple):
     paths: frozenset[str]
 
 
-class AttachedEngine:
-    """An ``Engine``. Construct it on a running event loop."""
+class AttachedEngine(Engine):
+    """The server keeps its KV and its adapters to itself, and renders prompts. Construct it on a running event loop."""
 
     def __init__(self, server: Server, found: Found, facts: EngineFacts, key: FollowedFile[str] | None) -> None:
         loop = asyncio.get_running_loop()
@@ -78,18 +78,6 @@ class AttachedEngine:
     def app(self) -> AttachedApp:
         """Passes requests on."""
         return self._app
-
-    @property
-    def exchange(self) -> None:
-        """The server keeps its KV to itself."""
-
-    @property
-    def adapters(self) -> None:
-        """Those of the server, if it has some, are models of their own."""
-
-    @property
-    def renderer(self) -> None:
-        """None: the server renders prompts itself."""
 
     @property
     def health(self) -> ServerHealth:

@@ -52,7 +52,7 @@ class SimulatedApp:
         self._tokenizer = tokenizer
         self._texts = tokenizer.texts
         self._text_json = {token: encode(text) for token, text in tokenizer.texts.items()}
-        self._models = models
+        self._gets = {"/v1/models": models, "/health": bytes, "/ping": bytes}
         self._posts: dict[str, Callable[[bytes, LegRecord], Awaitable[Job]]] = {
             COMPLETIONS: jobs.completion,
             CHAT: jobs.chat,
@@ -65,18 +65,14 @@ class SimulatedApp:
             await _live(receive, send)
             return
         path, method = scope["path"], scope["method"]
-        make = self._posts.get(path)
-        if make is not None and method == "POST":
-            await self._serve(make, await _read_body(receive), send)
-        elif path == "/v1/models" and method == "GET":
-            await _respond(send, 200, self._models())
-        elif path in ("/health", "/ping") and method == "GET":
-            await _respond(send, 200, b"")
+        if method == "POST" and path in self._posts:
+            await self._serve(self._posts[path], await _read_body(receive), send)
+        elif method == "GET" and path in self._gets:
+            await _respond(send, 200, self._gets[path]())
+        elif path in self._posts or path in self._gets:
+            await _respond(send, 405, b'{"detail":"Method Not Allowed"}')
         else:
-            known = make is not None or path in ("/v1/models", "/health", "/ping")
-            await _respond(
-                send, *((405, b'{"detail":"Method Not Allowed"}') if known else (404, b'{"detail":"Not Found"}'))
-            )
+            await _respond(send, 404, b'{"detail":"Not Found"}')
 
     async def _serve(self, make: Callable[[bytes, LegRecord], Awaitable[Job]], raw: bytes, send: Send) -> None:
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})

@@ -90,8 +90,8 @@ def simulation_settings(settings: Settings) -> SimulationSettings:
     )
 
 
-class SimulatedEngine:
-    """An ``Engine``. Construct it on a running event loop."""
+class SimulatedEngine(Engine):
+    """Construct it on a running event loop."""
 
     def __init__(
         self, settings: SimulationSettings, model: SimulatedModel, tokenizer: SimulatedTokenizer, legs_max: int
@@ -108,10 +108,7 @@ class SimulatedEngine:
         self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len, adapters.by_name)
         self._renderer = SimulatedRenderer(self._jobs, tokenizer, settings.block_size)
         self._app = SimulatedApp(
-            self,
-            tokenizer,
-            self._jobs,
-            lambda: models_response(model.names, settings.max_model_len, adapters.by_name),
+            self, tokenizer, self._jobs, lambda: models_response(model.names, settings.max_model_len, adapters.by_name)
         )
         self._load_listeners: list[Callable[[], None]] = []
         self._wake: asyncio.Future[None] = loop.create_future()
@@ -144,10 +141,6 @@ class SimulatedEngine:
     def adapters(self) -> LoadedAdapters:
         """See the port."""
         return self._adapters
-
-    @property
-    def health(self) -> None:
-        """It serves as long as it lives."""
 
     def load(self) -> EngineLoad:
         """See the port."""

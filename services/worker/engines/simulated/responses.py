@@ -69,22 +69,49 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> 
     }
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
-
-
-class CompletionResponses:
-    """/v1/completions."""
+class _ChoiceResponses:
+    """What completions and chats have in common: choices, and an event for each piece of one."""
 
     done = DONE
 
+    def __init__(self, model: str, identifier: str, kind: str, chunk_kind: str) -> None:
+        rest = {"created": int(time.time()), "model": model}
+        self._head = {"id": identifier, "object": chunk_kind, **rest}
+        self._whole_head = {"id": identifier, "object": kind, **rest}
+
+    def whole(
+        self, choices: list[Choice], texts: list[str], logprobs: list[Any], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        made = [
+            {
+                "index": choice.index,
+                **self._content(text),
+                "logprobs": logprob,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for choice, text, logprob in zip(choices, texts, logprobs, strict=True)
+        ]
+        return {**self._whole_head, "choices": made, "usage": usage}
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event after the last choice."""
+        return self._event([], usage)
+
+    def _content(self, text: str) -> dict[str, Any]:
+        """Of a whole choice."""
+        raise NotImplementedError
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        rest = {} if usage is None else {"usage": usage}
+        return b"data: " + encode({**self._head, "choices": choices, **rest}) + b"\n\n"
+
+
+class CompletionResponses(_ChoiceResponses):
+    """/v1/completions."""
+
     def __init__(self, model: str, request_id: str) -> None:
-        self._head = {
-            "id": f"cmpl-{request_id or uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+        super().__init__(model, f"cmpl-{request_id or uuid.uuid4().hex}", "text_completion", "text_completion")
 
     def opening(self, _index: int) -> bytes:
         """b"": the stream begins with text."""
@@ -98,44 +125,24 @@ class CompletionResponses:
             "finish_reason": ending.finish_reason,
             "stop_reason": ending.stop_reason,
         }
-        rest = {} if ending.usage is None else {"usage": ending.usage}
-        return _event({**self._head, "choices": [choice], **rest})
+        return self._event([choice], ending.usage)
 
-    def whole(
-        self, choices: list[Choice], texts: list[str], logprobs: list[Any], usage: dict[str, Any]
-    ) -> dict[str, Any]:
-        made = [
-            {
-                "index": choice.index,
-                "text": text,
-                "logprobs": logprob,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for choice, text, logprob in zip(choices, texts, logprobs, strict=True)
-        ]
-        return {**self._head, "choices": made, "usage": usage}
-
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event after the last choice."""
-        return _event({**self._head, "choices": [], "usage": usage})
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
 
-class ChatResponses:
+class ChatResponses(_ChoiceResponses):
     """/v1/chat/completions."""
 
-    done = DONE
-
     def __init__(self, model: str, request_id: str) -> None:
-        self._id = f"chatcmpl-{request_id or uuid.uuid4().hex}"
-        self._rest = {"created": int(time.time()), "model": model}
-        self._head = {"id": self._id, "object": "chat.completion.chunk", **self._rest}
+        identifier = f"chatcmpl-{request_id or uuid.uuid4().hex}"
+        super().__init__(model, identifier, "chat.completion", "chat.completion.chunk")
 
     def opening(self, index: int) -> bytes:
         """An event with the role."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return _event({**self._head, "choices": [choice]})
+        return self._event([choice])
 
     def chunk(self, index: int, text: str, ending: Ending) -> bytes:
         choice: dict[str, Any] = {
@@ -146,27 +153,10 @@ class ChatResponses:
         }
         if ending.finish_reason is not None:
             choice["stop_reason"] = ending.stop_reason
-        rest = {} if ending.usage is None else {"usage": ending.usage}
-        return _event({**self._head, "choices": [choice], **rest})
+        return self._event([choice], ending.usage)
 
-    def whole(
-        self, choices: list[Choice], texts: list[str], logprobs: list[Any], usage: dict[str, Any]
-    ) -> dict[str, Any]:
-        made = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": []},
-                "logprobs": logprob,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for choice, text, logprob in zip(choices, texts, logprobs, strict=True)
-        ]
-        return {"id": self._id, "object": "chat.completion", **self._rest, "choices": made, "usage": usage}
-
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event after the last choice."""
-        return _event({**self._head, "choices": [], "usage": usage})
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}}
 
 
 class ResponseObjects:

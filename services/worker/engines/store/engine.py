@@ -22,6 +22,7 @@ from services.worker.engines.port import (
     AsgiMessage,
     Engine,
     EngineDead,
+    EngineExchange,
     EngineFacts,
     EngineLoad,
     EngineTokens,
@@ -57,8 +58,8 @@ NO_LEGS = b'{"error":{"message":"a store serves no requests","type":"invalid_req
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The configuration of a store."""
+class StoreOptions:
+    """What a store is made of."""
 
     partner: Partner
     model: str
@@ -70,11 +71,13 @@ class Plan:
     lease_s_max: float = 30.0
 
 
-class StoreEngine:
-    """An ``Engine`` and an ``EngineExchange``. Construct it on a running event loop."""
+class StoreEngine(Engine, EngineExchange):
+    """Its own KV exchange; computes nothing. Construct it on a running event loop."""
 
-    def __init__(self, plan: Plan, shape: BlockShape, blocks: int, storage: Storage, make_mover: MoverOf) -> None:
-        self._facts = facts_of(plan, blocks, storage.as_text(blocks))
+    def __init__(
+        self, options: StoreOptions, shape: BlockShape, blocks: int, storage: Storage, make_mover: MoverOf
+    ) -> None:
+        self._facts = facts_of(options, blocks, storage.as_text(blocks))
         tiers = Tiers(
             BlockCache(blocks),
             FileTier(storage.files.slots if storage.files else 0),
@@ -83,14 +86,14 @@ class StoreEngine:
         if storage.files is not None:
             tiers.files.restore(storage.files.restored)
         holding = HolderSettings(
-            worker_id=plan.identity.worker_id,
-            epoch=plan.identity.epoch,
-            lease_s_max=plan.lease_s_max,
+            worker_id=options.identity.worker_id,
+            epoch=options.identity.epoch,
+            lease_s_max=options.lease_s_max,
             lease_share_max=LEASE_SHARE_MAX,
         )
         self._shape = shape
         self._core = StoreExchange(holding, shape.block_tokens, tiers, time.monotonic)
-        self._mover, handshake = make_mover(plan.identity, shape, storage.arena.address, blocks, self._wake_loop)
+        self._mover, handshake = make_mover(options.identity, shape, storage.arena.address, blocks, self._wake_loop)
         self._core.describe(handshake)
         self._listeners: list[Callable[[EngineNotification], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
@@ -113,18 +116,9 @@ class StoreEngine:
         return no_app
 
     @property
-    def renderer(self) -> None:
-        """It takes text only."""
-
-    @property
     def exchange(self) -> StoreEngine:
         """See the port."""
         return self
-
-    @property
-    def adapters(self) -> None:
-        """A store computes nothing."""
-        return
 
     async def call(self, call: EngineCall) -> EngineNotification:
         """Returns immediate results; later ones arrive as notifications. Raises EngineDead."""
@@ -137,10 +131,6 @@ class StoreEngine:
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
         """See the port."""
         self._listeners.append(listener)
-
-    @property
-    def health(self) -> None:
-        """It lends as long as it lives."""
 
     def load(self) -> EngineLoad:
         """``kv_blocks_used`` counts the blocks of memory that hold named content."""
@@ -238,12 +228,12 @@ class StoreEngine:
             self._died.set_result(why)
 
 
-def facts_of(plan: Plan, blocks: int, note: str) -> EngineFacts:
+def facts_of(options: StoreOptions, blocks: int, note: str) -> EngineFacts:
     """The partner's facts, with ``legs_max`` 0 because a store serves no legs."""
-    record = plan.partner.record
+    record = options.partner.record
     return EngineFacts(
         engine="store",
-        models=[plan.model],
+        models=[options.model],
         max_model_len=record.max_model_len,
         fingerprint=record.fingerprint,
         hashing=record.hashing,
@@ -269,7 +259,7 @@ async def start_store(
     report(f"waiting for a worker of {model}")
     partner = await find_partner(bus, identity.worker_id, model)
     folder = folder_of(settings, common, identity)
-    plan = Plan(
+    options = StoreOptions(
         partner=partner,
         model=partner.record.models[0] if partner.record.models else model,
         identity=identity,
@@ -278,37 +268,37 @@ async def start_store(
         folder=folder,
         lease_s_max=settings.kv_lease_s,
     )
-    report(f"opening {folder}" if plan.files_bytes else "allocating memory")
-    store = await open_store(plan, mover_of(settings, partner.record.engine))
+    report(f"opening {folder}" if options.files_bytes else "allocating memory")
+    store = await open_store(options, mover_of(settings, partner.record.engine))
     store.end_after(wait_until_orphaned(bus, partner.record.fingerprint.key(), model))
     return store
 
 
-async def open_store(plan: Plan, make_mover: MoverOf) -> StoreEngine:
+async def open_store(options: StoreOptions, make_mover: MoverOf) -> StoreEngine:
     """A running store; ``close`` ends it. Raises ValueError, FolderTaken, OSError."""
-    shape = plan.partner.shape
-    blocks = shape.blocks_in(plan.memory_bytes)
+    shape = options.partner.shape
+    blocks = shape.blocks_in(options.memory_bytes)
     if blocks < BLOCKS_MIN:
         raise ValueError(
-            f"WORKER_STORE_MEMORY_BYTES={plan.memory_bytes}: a block of {plan.model} takes {shape.block_bytes} bytes, "
-            f"and a store needs {BLOCKS_MIN} blocks; set it to {BLOCKS_MIN * shape.block_bytes} or more"
+            f"WORKER_STORE_MEMORY_BYTES={options.memory_bytes}: a block of {options.model} takes {shape.block_bytes} "
+            f"bytes, and a store needs {BLOCKS_MIN} blocks; set it to {BLOCKS_MIN * shape.block_bytes} or more"
         )
     arena = Arena(blocks * shape.block_bytes)
     thread = ThreadPoolExecutor(1, thread_name_prefix="store-files")
-    slots, files = shape.blocks_in(plan.files_bytes), None
+    slots, files = shape.blocks_in(options.files_bytes), None
     if slots:
         files = await asyncio.get_running_loop().run_in_executor(
             thread,
             lambda: StoreFiles(
-                plan.folder,
+                options.folder,
                 identity=shape.identity(),
                 block_bytes=shape.block_bytes,
                 slots=slots,
                 memory=(arena.address, arena.size),
-                io=plan.io,
+                io=options.io,
             ),
         )
-    return StoreEngine(plan, shape, blocks, Storage(arena, files, thread), make_mover)
+    return StoreEngine(options, shape, blocks, Storage(arena, files, thread), make_mover)
 
 
 def folder_of(settings: Settings, common: CommonSettings, identity: Identity) -> Path:

@@ -160,12 +160,7 @@ class FileJobs:
     """Runs the jobs of ``core``. Calls ``wake`` after each job, and ``fail`` with a reason when the files fail."""
 
     def __init__(
-        self,
-        core: StoreExchange,
-        storage: Storage,
-        *,
-        wake: Callable[[], None],
-        fail: Callable[[str], None],
+        self, core: StoreExchange, storage: Storage, *, wake: Callable[[], None], fail: Callable[[str], None]
     ) -> None:
         self._core = core
         self._storage = storage

@@ -61,8 +61,9 @@ def _chosen(
     settings: Settings, model: str, *, on_cpu: bool, events: tuple[str, str], otlp_endpoint: str
 ) -> dict[str, str]:
     """Options with a value; those with an empty one are left out."""
-    events_endpoint, replay_endpoint = events
-    chosen = {
+    (events_endpoint, replay_endpoint), ranks = events, settings.tensor_parallel_size
+    own_executor = "services.worker.engines.vllm.engine_process.CpuExecutor"
+    return {
         "--model": model,
         "--block-size": str(settings.block_tokens if on_cpu else settings.block_size or ""),
         "--prefix-caching-hash-algo": "sha256_cbor",
@@ -79,15 +80,10 @@ def _chosen(
         "--max-model-len": str(settings.max_model_len or "auto"),
         "--kv-cache-memory-bytes": str(settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else "")),
         "--otlp-traces-endpoint": f"{otlp_endpoint.rstrip('/')}/v1/traces" if otlp_endpoint else "",
+        "--tensor-parallel-size": str(ranks) if ranks > 1 else "",
+        "--distributed-executor-backend": ("mp" if ranks > 1 else own_executor) if on_cpu else "",
+        "--dtype": "float32" if on_cpu else "",
     }
-    ranks = settings.tensor_parallel_size
-    if ranks > 1:
-        chosen["--tensor-parallel-size"] = str(ranks)
-    if on_cpu:
-        own = "services.worker.engines.vllm.engine_process.CpuExecutor"
-        chosen["--distributed-executor-backend"] = own if ranks == 1 else "mp"
-        chosen["--dtype"] = "float32"
-    return chosen
 
 
 def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:

@@ -326,8 +326,8 @@ async def _adapters(launch: Launch, llm: LegEngine, app: VllmServer, modules: Se
     return adapters
 
 
-class VllmEngine:
-    """See ``engines.port.Engine``."""
+class VllmEngine(Engine):
+    """VLLM in this process and EngineCore in another."""
 
     def __init__(  # noqa: PLR0913  # wiring
         self,
@@ -377,10 +377,6 @@ class VllmEngine:
     def renderer(self) -> VllmRenderer | None:
         """None for a model that generates nothing."""
         return self._renderer
-
-    @property
-    def health(self) -> None:
-        """It serves as long as it lives."""
 
     def load(self) -> EngineLoad:
         """See the port."""

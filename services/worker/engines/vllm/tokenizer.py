@@ -104,13 +104,7 @@ def block_hashes(
         return []
     hasher = _hasher(cache_config)
     request = Request(
-        "",
-        tokens,
-        SamplingParams(max_tokens=1),
-        None,
-        cache_salt=salt,
-        lora_request=adapter,
-        block_hasher=hasher,
+        "", tokens, SamplingParams(max_tokens=1), None, cache_salt=salt, lora_request=adapter, block_hasher=hasher
     )
     return [block_hash64(bytes(full)) for full in request.block_hashes]
 

@@ -144,9 +144,7 @@ def test_a_disaggregated_decision_has_the_measured_times():
 def test_streamed_handoff_time_beside_the_prefill_is_counted_once():
     async def scenario(world: World) -> None:
         await world.pair(
-            timed(queue_s=0.25, prefill_s=1.0),
-            timed(queue_s=1.3, fetch_s=1.3, prefill_s=0.03, follows=True),
-            **OURS,
+            timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=1.3, fetch_s=1.3, prefill_s=0.03, follows=True), **OURS
         )
 
         response = await world.ask(prompt(stream=True))

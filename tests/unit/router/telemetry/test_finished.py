@@ -41,12 +41,7 @@ def decoded(prefill_cached_tokens: int) -> LegReport:
 
 @pytest.mark.parametrize(
     ("prefill", "answering", "expected"),
-    [
-        (PREFILL, decoded(48), 64),
-        (None, decoded(48), 48),
-        (None, decoded(0), 0),
-        (None, decoded(-1), 32),
-    ],
+    [(PREFILL, decoded(48), 64), (None, decoded(48), 48), (None, decoded(0), 0), (None, decoded(-1), 32)],
     ids=["the prefill leg has reported", "the decode worker was told", "of nothing cached", "nobody told it"],
 )
 def test_cached_tokens_are_those_of_the_worker_that_computed_the_prompt(prefill, answering, expected):
