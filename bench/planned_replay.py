@@ -106,8 +106,7 @@ class PlannedWorld(World):
         if leg.kind is not LegKind.DECODE:
             began_s = leg.job.scheduled_at if leg.job.scheduled_at is not None else now
             self._parts[leg.replayed.number] = TtftParts(
-                admission_s=leg.sent.at - leg.replayed.request.at_s,
-                queue_s=max(0.0, began_s - leg.sent.at - NETWORK_S),
+                admission_s=leg.sent.at - leg.replayed.request.at_s, queue_s=max(0.0, began_s - leg.sent.at - NETWORK_S)
             )
 
     def _ended(self, now: float, leg: Leg) -> None:

@@ -103,7 +103,7 @@ class TransferAgent(Protocol):
 CUDA_DEFAULTS = {
     # Baton reads (GET). Without NVLink UCX allows cuda_ipc for writes only, because reads over PCIe are slower than
     # writes, and falls back to TCP through host memory, which is slower by far (openucx/ucx, cuda_ipc_iface.c).
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"
 }
 
 

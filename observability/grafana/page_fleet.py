@@ -167,12 +167,7 @@ SERVICES = (
         {"{{instance}}": rate(names.BUS_DROPPED, "instance")},
         "Good: 0. A process drops messages when it is too slow; give it more CPU.",
     ),
-    graph(
-        "Reconnections to NATS/s",
-        "short",
-        {"{{instance}}": rate(names.BUS_RECONNECTS, "instance")},
-        "Good: 0.",
-    ),
+    graph("Reconnections to NATS/s", "short", {"{{instance}}": rate(names.BUS_RECONNECTS, "instance")}, "Good: 0."),
     graph(
         "Free disk space",
         "bytes",

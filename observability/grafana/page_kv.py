@@ -79,10 +79,7 @@ PROMPTS = (
 
 MOVING = (
     graph(
-        "KV received",
-        "Bps",
-        {WORKER: rate(names.WORKER_RECEIVED_BYTES, BY_WORKER)},
-        "Bytes/s read from other workers.",
+        "KV received", "Bps", {WORKER: rate(names.WORKER_RECEIVED_BYTES, BY_WORKER)}, "Bytes/s read from other workers."
     ),
     graph(
         "Bandwidth while receiving",

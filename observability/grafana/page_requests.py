@@ -223,12 +223,7 @@ TENANTS = (
         {TENANT + " {{kind}}": increase(names.ROUTER_TENANT_TOKENS, "tenant, kind")},
         "Prompt tokens computed and tokens generated.",
     ),
-    graph(
-        "Requests in 1 h",
-        "short",
-        {TENANT: increase(names.ROUTER_TENANT_REQUESTS, BY_TENANT)},
-        "With any outcome.",
-    ),
+    graph("Requests in 1 h", "short", {TENANT: increase(names.ROUTER_TENANT_REQUESTS, BY_TENANT)}, "With any outcome."),
     graph(
         "Requests/s refused in the queue",
         "reqps",

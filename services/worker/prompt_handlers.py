@@ -98,12 +98,7 @@ class RenderHandler:
     """``open`` does nothing for an engine without a renderer. ``s_max``: for one prompt, its wait included."""
 
     def __init__(
-        self,
-        renderer: EngineRenderer | None,
-        worker_id: WorkerId,
-        epoch: Epoch,
-        bus: Bus,
-        s_max: float = RENDER_S_MAX,
+        self, renderer: EngineRenderer | None, worker_id: WorkerId, epoch: Epoch, bus: Bus, s_max: float = RENDER_S_MAX
     ) -> None:
         self._renderer = renderer
         self._worker_id = worker_id

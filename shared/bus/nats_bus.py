@@ -181,12 +181,7 @@ class NatsBus(Connection):
         )
 
     async def ask(
-        self,
-        channel: AskChannel[M, A],
-        message: M,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        self, channel: AskChannel[M, A], message: M, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> A:
         subject = channel.address(message)
         if not can_be_sent_to(subject):

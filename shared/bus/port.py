@@ -202,12 +202,7 @@ class Bus(Protocol):
         """Handle each message. ``ids`` fix placeholders of the subject; the others match any value."""
 
     async def ask(
-        self,
-        channel: AskChannel[M, A],
-        message: M,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        self, channel: AskChannel[M, A], message: M, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> A:
         """One reply. Raises NoResponders (at once), AskTimedOut, AskRefused, MessageTooLarge, BusDown."""
 

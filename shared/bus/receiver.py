@@ -35,11 +35,7 @@ class Receiver(Generic[M]):
     __slots__ = ("_address", "_counts", "_fail", "_handler", "_subject", "_unpack", "is_async")
 
     def __init__(
-        self,
-        channel: Channel[M],
-        handler: Handler[M],
-        counts: BusCounts,
-        fail: Callable[[BaseException], None],
+        self, channel: Channel[M], handler: Handler[M], counts: BusCounts, fail: Callable[[BaseException], None]
     ) -> None:
         self._subject = channel.subject
         self._address = channel.address

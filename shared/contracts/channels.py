@@ -192,13 +192,7 @@ KV_RELEASE = Channel(
     "kv.{worker_id}.release.{reader_id}", ReleaseKv, Delivery.COMMAND, WORKERS, WORKERS, sent_by="reader_id"
 )
 KV_FETCH = AskChannel(
-    "kv.{worker_id}.fetch.{sender_id}",
-    FetchKv,
-    Delivery.ASK,
-    WORKERS,
-    WORKERS,
-    answer=FetchedKv,
-    sent_by="sender_id",
+    "kv.{worker_id}.fetch.{sender_id}", FetchKv, Delivery.ASK, WORKERS, WORKERS, answer=FetchedKv, sent_by="sender_id"
 )
 TOKENIZER = AskChannel(
     "worker.{worker_id}.tokenizer", AskTokenizer, Delivery.ASK, ROUTERS, WORKERS, answer=TokenizerAsset
@@ -319,11 +313,7 @@ REPORT_USAGE = AskChannel(
 )
 # Routers read the ledger for the budgets of their keys.
 USAGE = Channel(
-    "usage.{entry}",
-    UsageMonth,
-    Delivery.KEY_VALUE,
-    (Party.COLLECTOR,),
-    (Party.ROUTER, Party.COLLECTOR, Party.LAUNCHER),
+    "usage.{entry}", UsageMonth, Delivery.KEY_VALUE, (Party.COLLECTOR,), (Party.ROUTER, Party.COLLECTOR, Party.LAUNCHER)
 )
 # Prompts and answers of all tenants: no other party may read them.
 RESPONSES = Channel("responses.{key}", ResponsePart, Delivery.KEY_VALUE, ROUTERS, ROUTERS)

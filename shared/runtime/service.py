@@ -218,11 +218,7 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener
 
 
 async def _connect(
-    facts: ServiceFacts,
-    common: CommonSettings,
-    stopping: asyncio.Event,
-    waits: Waits,
-    listener: socket.socket | None,
+    facts: ServiceFacts, common: CommonSettings, stopping: asyncio.Event, waits: Waits, listener: socket.socket | None
 ) -> Bus | None:
     """The bus, as soon as NATS responds; None if a signal arrives first. Raises BusRefused."""
 

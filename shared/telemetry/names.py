@@ -154,10 +154,7 @@ WORKER_WAITING_TOKENS = gauge(
 WORKER_LEGS = gauge("baton_worker_legs", "legs", "Legs in progress.", *OF_WORKER)
 WORKER_LEGS_MAX = gauge("baton_worker_legs_max", "legs", "Maximum number of concurrent legs.", *OF_WORKER)
 WORKER_STEP_SECONDS = counter(
-    "baton_worker_step_seconds_total",
-    "seconds",
-    "Time that the engine spent in steps; 0 while idle.",
-    *OF_WORKER,
+    "baton_worker_step_seconds_total", "seconds", "Time that the engine spent in steps; 0 while idle.", *OF_WORKER
 )
 WORKER_KV_USED = gauge("baton_worker_kv_used_ratio", "ratio", "Fraction of KV blocks in use, 0 to 1.", *OF_WORKER)
 WORKER_PROMPT_TOKENS = counter(
@@ -194,11 +191,7 @@ WORKER_TOKENS_IN = gauge(
 )
 WORKER_TOKENS_OUT = gauge("baton_worker_tokens_out_per_second", "tokens/s", "Tokens generated, 10 s mean.", *OF_WORKER)
 WORKER_REQUESTS = counter(
-    "baton_worker_requests_total",
-    "requests",
-    "Finished requests that this worker decoded.",
-    *OF_WORKER,
-    "mode",
+    "baton_worker_requests_total", "requests", "Finished requests that this worker decoded.", *OF_WORKER, "mode"
 )
 WORKER_FAILURES = counter(
     "baton_worker_failures_total",
@@ -326,10 +319,7 @@ FLEET_TTFT = seconds(
     "baton_fleet_time_to_first_token_seconds", "Time from the request to the first token.", "model", "mode"
 )
 FLEET_ITL = token_seconds(
-    "baton_fleet_inter_token_latency_seconds",
-    "Mean time between tokens after the first, per request.",
-    "model",
-    "mode",
+    "baton_fleet_inter_token_latency_seconds", "Mean time between tokens after the first, per request.", "model", "mode"
 )
 FLEET_E2E = seconds(
     "baton_fleet_request_seconds", "Time from the request to the last byte of the response.", "model", "mode"

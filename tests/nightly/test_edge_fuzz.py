@@ -61,14 +61,9 @@ def test_fuzzed_requests_get_documented_responses(simulated: System):
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             fuzz(operation, mode)
 
-    assert {
-        "/v1/models",
-        *PLACED,
-        *PASSED_THROUGH,
-        TOKENIZER_INFO,
-        *FURTHER,
-        *KEPT,
-    } <= {operation.path for operation in operations}
+    assert {"/v1/models", *PLACED, *PASSED_THROUGH, TOKENIZER_INFO, *FURTHER, *KEPT} <= {
+        operation.path for operation in operations
+    }
 
 
 def fuzz(operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode) -> None:

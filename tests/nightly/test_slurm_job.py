@@ -18,11 +18,7 @@ from tests.support.processes import ROOT
 from tests.support.slurm_cluster import SlurmCluster, why_not
 from tests.support.system import baton, until
 
-pytestmark = [
-    pytest.mark.nats,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(900), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 START_S_MAX = 240.0
 UPGRADE_S_MAX = 400.0

@@ -91,12 +91,7 @@ class Suite(Protocol):
 
 
 def command(
-    arguments: Sequence[str | Path],
-    log: Path,
-    *,
-    s_max: float,
-    cwd: Path,
-    env: Mapping[str, str] | None = None,
+    arguments: Sequence[str | Path], log: Path, *, s_max: float, cwd: Path, env: Mapping[str, str] | None = None
 ) -> int | None:
     """Run it with its output in ``log``: the exit code, or None when the deadline ended it with all that it started."""
     log.parent.mkdir(parents=True, exist_ok=True)

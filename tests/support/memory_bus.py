@@ -122,11 +122,7 @@ class MemoryBus(Connection):
     """One process's end of a hub. ``lose`` and ``restore`` play a lost connection."""
 
     def __init__(
-        self,
-        hub: MemoryHub,
-        *,
-        max_payload: int = MAX_PAYLOAD_BYTES,
-        frame_budget_bytes: int = FRAME_BUDGET_BYTES,
+        self, hub: MemoryHub, *, max_payload: int = MAX_PAYLOAD_BYTES, frame_budget_bytes: int = FRAME_BUDGET_BYTES
     ) -> None:
         super().__init__()
         self.hub = hub
@@ -190,12 +186,7 @@ class MemoryBus(Connection):
         return _MemorySubscription(self, channel.filter(**ids), take, queue_max, on_dropped)
 
     async def ask(
-        self,
-        channel: AskChannel[M, A],
-        message: M,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        self, channel: AskChannel[M, A], message: M, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> A:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         if not self.hub.deliver(channel.address(message), self._pack(message), headers or {}, answer):

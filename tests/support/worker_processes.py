@@ -202,14 +202,7 @@ class Router:
             **options,
         }
         return await self.inbox.start(
-            StartLeg(
-                worker_id=worker.worker_id,
-                router_id=self.router_id,
-                kind=kind,
-                body=raw,
-                **fields,
-            ),
-            headers,
+            StartLeg(worker_id=worker.worker_id, router_id=self.router_id, kind=kind, body=raw, **fields), headers
         )
 
     async def leg(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, **options) -> Answer:

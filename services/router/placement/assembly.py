@@ -153,8 +153,5 @@ def _prompt_parts(computing: Candidate) -> TtftParts:
     """The parts until the prompt's KV is on this worker."""
     prefill = computing.prefill
     return TtftParts(
-        queue_s=prefill.queue_s,
-        fetch_s=prefill.fetch_s,
-        prefill_s=prefill.prefill_s,
-        transit_s=computing.transit_s,
+        queue_s=prefill.queue_s, fetch_s=prefill.fetch_s, prefill_s=prefill.prefill_s, transit_s=computing.transit_s
     )

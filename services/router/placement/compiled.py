@@ -11,14 +11,7 @@ from struct import Struct
 
 import numpy as np
 
-from services.router.placement.assembly import (
-    APART,
-    ASKED_FOR,
-    BEST_FOR_BOTH,
-    ROLE_MISSING,
-    Selected,
-    further_sources,
-)
+from services.router.placement.assembly import APART, ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, Selected, further_sources
 from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate, tokens_out_expected
 from services.router.placement.evaluation import fit_rows, source_rows
 from services.router.placement.kv_sources import source_of

@@ -58,12 +58,7 @@ class Evaluation:
     __slots__ = ("candidates", "count", "depths", "full", "groups", "holders", "policy", "request", "sources")
 
     def __init__(
-        self,
-        request: PlacementRequest,
-        cluster: ClusterView,
-        depths: PrefixDepths,
-        policy: PlacementPolicy,
-        now: float,
+        self, request: PlacementRequest, cluster: ClusterView, depths: PrefixDepths, policy: PlacementPolicy, now: float
     ) -> None:
         self.request, self.policy = request, policy
         table, fit = cluster.table, fit_rows(request, cluster, policy, now)

@@ -53,8 +53,7 @@ class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """For a request of this model and class; ``ttft_s`` and ``itl_s`` are its own and override them."""
         rules = self._by_precedence(model, name)
         return Targets(
-            ttft_s=_target(ttft_s, *(one.ttft_s for one in rules)),
-            itl_s=_target(itl_s, *(one.itl_s for one in rules)),
+            ttft_s=_target(ttft_s, *(one.ttft_s for one in rules)), itl_s=_target(itl_s, *(one.itl_s for one in rules))
         )
 
     def priority(self, model: str, name: str) -> int:

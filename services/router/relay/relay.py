@@ -129,11 +129,7 @@ class Relay:
         key = head.client.key
         mode = default_or_requested(facts, head.mode or Mode.AUTO, self._default_mode.mode)
         headers = RequestHeaders(
-            mode=mode,
-            class_name=head.class_name,
-            tenant=key.tenant or head.tenant,
-            key=key,
-            is_batch=head.is_batch,
+            mode=mode, class_name=head.class_name, tenant=key.tenant or head.tenant, key=key, is_batch=head.is_batch
         )
         if (fault := self._policy.fault(facts, headers, self._cluster.workers)) is not None:
             self._refuse(context, refused_field(fault))

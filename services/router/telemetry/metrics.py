@@ -242,13 +242,7 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
     """Metrics read from the router's state on each scrape: requests in flight, the prefix index, the bus."""
 
     def __init__(
-        self,
-        in_flight: set[RequestContext],
-        fleet: Fleet,
-        kv: KvFeed,
-        parity: ParityBook,
-        bus: Bus,
-        orphans: Orphans,
+        self, in_flight: set[RequestContext], fleet: Fleet, kv: KvFeed, parity: ParityBook, bus: Bus, orphans: Orphans
     ) -> None:
         self._in_flight = in_flight
         self._fleet = fleet

@@ -235,11 +235,7 @@ def first_token(context: RequestContext, finished: RequestFinished, trace: Trace
             at += part_s
     if last_at > first_at:
         yield below(
-            trace.span_id,
-            SpanName.DECODE,
-            first_at,
-            last_at,
-            {Attribute.OUTPUT_TOKENS: finished.completion_tokens},
+            trace.span_id, SpanName.DECODE, first_at, last_at, {Attribute.OUTPUT_TOKENS: finished.completion_tokens}
         )
 
 

@@ -87,8 +87,7 @@ def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: PartnerKind, *
     able = [record for record in records if KIND_OF.get(record.role) is kind and (lends or record.prefix_caching)]
     serving = [record for record in able if record.phase in {WorkerPhase.READY, WorkerPhase.PROBING}]
     return sorted(
-        serving,
-        key=lambda it: (not it.prefix_caching, it.phase is not WorkerPhase.READY, _affinity(me, it.worker_id)),
+        serving, key=lambda it: (not it.prefix_caching, it.phase is not WorkerPhase.READY, _affinity(me, it.worker_id))
     )
 
 

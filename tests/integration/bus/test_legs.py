@@ -100,10 +100,7 @@ async def test_two_routers_get_their_own_frames(world):
     _, one = await open_inbox(world, "r1")
     _, two = await open_inbox(world, "r2")
     worker = await open_worker(world)
-    legs = [
-        await one.start(start_leg("a", router_id="r1")),
-        await two.start(start_leg("b", router_id="r2")),
-    ]
+    legs = [await one.start(start_leg("a", router_id="r1")), await two.start(start_leg("b", router_id="r2"))]
     for _ in legs:
         answer = await worker.next_leg()
         answer.data(answer.leg_id.encode())

@@ -37,13 +37,7 @@ async def bus(nats_server):
 
 
 def collector(nats_server, directory, port, **settings):
-    return service_process(
-        "collector",
-        directory,
-        BATON_NATS_URL=nats_server.url,
-        COLLECTOR_PORT=str(port),
-        **settings,
-    )
+    return service_process("collector", directory, BATON_NATS_URL=nats_server.url, COLLECTOR_PORT=str(port), **settings)
 
 
 async def until_scraped(port, wanted):
@@ -86,10 +80,7 @@ async def test_reports_are_scraped_and_the_process_stops_cleanly(nats_server, tm
 
 async def test_the_same_metrics_are_pushed_as_otlp(nats_server, tmp_path, bus):
     port = free_port()
-    with (
-        OtlpReceiver() as receiver,
-        collector(nats_server, tmp_path, port, BATON_OTLP_ENDPOINT=receiver.endpoint),
-    ):
+    with OtlpReceiver() as receiver, collector(nats_server, tmp_path, port, BATON_OTLP_ENDPOINT=receiver.endpoint):
         await until_scraped(port, names.FLEET_WORKERS_LOST.name)
         await bus.publish(LOAD, load("w1", running=2, kv_blocks_used=1, kv_blocks_total=4))
         await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id="r1", requests=[finished(ttft_s=0.02)]))

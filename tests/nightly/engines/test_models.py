@@ -88,12 +88,7 @@ def pair(
 ) -> Iterator[tuple[str, list[WorkerProcess]]]:
     """NATS and a prefill and a decode worker; ``more``: of their settings."""
     with NatsServer(folder, has_buckets=True) as nats:
-        settings = {
-            "model": str(model),
-            "served_model_name": MODEL,
-            "max_model_len": "2000",
-            **more,
-        }
+        settings = {"model": str(model), "served_model_name": MODEL, "max_model_len": "2000", **more}
         prefill = {"role": "prefill", "cpu_cores": "0", "engine_args": engine_args}
         decode = {"role": "decode", "cpu_cores": "1", "engine_args": f"{engine_args} {decode_args}"}
         workers = [

@@ -185,12 +185,7 @@ def test_json_schema(openai_provider, check_same):
 
 def test_logprobs_and_stop(openai_provider, check_same):
     answer = litellm.completion(
-        **openai_provider,
-        messages=asked("Which ones?"),
-        logprobs=True,
-        top_logprobs=2,
-        stop=["e"],
-        max_tokens=12,
+        **openai_provider, messages=asked("Which ones?"), logprobs=True, top_logprobs=2, stop=["e"], max_tokens=12
     )
 
     (choice,) = answer.choices
@@ -274,10 +269,7 @@ def responses_provider() -> dict[str, Any]:
 
 
 def without_model(provider: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "custom_llm_provider": "openai",
-        **{name: provider[name] for name in ("api_base", "api_key", "timeout")},
-    }
+    return {"custom_llm_provider": "openai", **{name: provider[name] for name in ("api_base", "api_key", "timeout")}}
 
 
 def text_of(response: Any) -> str:

@@ -52,11 +52,7 @@ def _download(folder: Path, wanted: str) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
     log = folder / "download.log"
     command(
-        [*pip, "--no-clean", f"vllm=={wanted}"],
-        log,
-        s_max=DOWNLOAD_S_MAX,
-        cwd=download,
-        env={"TMPDIR": str(download)},
+        [*pip, "--no-clean", f"vllm=={wanted}"], log, s_max=DOWNLOAD_S_MAX, cwd=download, env={"TMPDIR": str(download)}
     )
     unpacked = next(download.glob("pip-*/vllm_*/tests"), None)
     if unpacked is None:

@@ -41,10 +41,7 @@ ARRIVALS = st.lists(
 
 
 def fleet(**policy) -> Engines:
-    engines = (
-        Engine("w1", legs_max=3, decode_s=0.7, models=("m", "other")),
-        Engine("w2", legs_max=4, decode_s=0.2),
-    )
+    engines = (Engine("w1", legs_max=3, decode_s=0.7, models=("m", "other")), Engine("w2", legs_max=4, decode_s=0.2))
     limits = {"queue_max": QUEUE_MAX, "tenant_queue_max": TENANT_QUEUE_MAX, "queue_s_max": QUEUE_S_MAX}
     return Engines(*engines, **{**limits, **policy})
 

@@ -62,8 +62,7 @@ def test_kept_exact_disaggregated_decisions_pass():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"outcome": "timeout"}, {"outcome": ""}, {"mode": "aggregated"}, {"mode": ""}, {"prefill_worker": ""}],
+    "wrong", [{"outcome": "timeout"}, {"outcome": ""}, {"mode": "aggregated"}, {"mode": ""}, {"prefill_worker": ""}]
 )
 @pytest.mark.parametrize("next_turns", [True, False])
 def test_another_placement_fails_the_run(wrong, next_turns):

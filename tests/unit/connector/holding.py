@@ -8,14 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector.holder.holder import Holder, HolderSettings
-from shared.contracts.kv_exchange import (
-    KvGrant,
-    KvOffer,
-    LeaseKv,
-    ReleaseKv,
-    pack_full_hashes,
-    unpack_block_ids,
-)
+from shared.contracts.kv_exchange import KvGrant, KvOffer, LeaseKv, ReleaseKv, pack_full_hashes, unpack_block_ids
 
 BLOCK_TOKENS = 16
 ME = {"worker_id": "prefill-1", "epoch": 7}

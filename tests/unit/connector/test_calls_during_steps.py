@@ -17,9 +17,7 @@ class Core:
 
     def __init__(self) -> None:
         self.kinds = pytest.importorskip("vllm.v1.engine").EngineCoreRequestType
-        from connector.scheduler.engine_loop import (
-            CallsDuringSteps,
-        )  # imports vLLM: only for the tests that run it
+        from connector.scheduler.engine_loop import CallsDuringSteps  # imports vLLM: only for the tests that run it
 
         self.input_queue: queue.Queue = queue.Queue()
         self.calls = CallsDuringSteps()

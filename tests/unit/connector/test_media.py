@@ -97,8 +97,7 @@ class Decode:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize(
-    ("tokens", "media_end"),
-    [(84, 56), (84, 80), (84, 81), (84, 84), (80, 64), (80, 79), (80, 80)],
+    ("tokens", "media_end"), [(84, 56), (84, 80), (84, 81), (84, 84), (80, 64), (80, 79), (80, 80)]
 )
 def test_the_encoder_runs_exactly_where_the_router_does_not_split(tmp_path, asynchronous, tokens, media_end):
     decode = Decode(tmp_path, asynchronous=asynchronous, tokens=tokens, media_end=media_end)

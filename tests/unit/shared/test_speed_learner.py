@@ -27,12 +27,7 @@ def decode(running: int, context_tokens: int, seconds: float) -> Steps:
     return Steps(seconds=seconds, decode_steps=1, decode_requests=running, decode_context_tokens=context_tokens)
 
 
-SIMULATED = StepTimeModel(
-    prefill_step_s=0.002,
-    prefill_token_s=1 / 8000,
-    decode_step_s=0.004,
-    decode_request_s=0.0001,
-)
+SIMULATED = StepTimeModel(prefill_step_s=0.002, prefill_token_s=1 / 8000, decode_step_s=0.004, decode_request_s=0.0001)
 BIG_GPU = StepTimeModel(
     prefill_step_s=0.004,
     prefill_token_s=1 / 20_000,
