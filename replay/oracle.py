@@ -100,20 +100,14 @@ class Projection:
         self._context = engine.decoders.context_tokens
         self._free = engine.pool.free
         self._over = 0
-        self._running: deque[Prompt] = deque()
-        self.prompts: deque[Prompt] = deque()
-        for job in engine.running:
-            if job.since_step < 0:
-                self._running.append(self._prompt(job))
-        for job in engine.received_jobs:
-            self.prompts.append(self._prompt(job))
+        self._running = deque(self._prompt(job) for job in engine.running if job.since_step < 0)
+        self.prompts = deque(map(self._prompt, engine.received_jobs))
         for job in engine.receiving:
             job_prompt = self._prompt(job)
             job_prompt.computed = max(job.computed, min(job.granted or 0, job.tokens - 1))
             job_prompt.ready_at = worker.link.free_at
             self.prompts.append(job_prompt)
-        for job in engine.waiting:
-            self.prompts.append(self._waiting(worker, job))
+        self.prompts.extend(self._waiting(worker, job) for job in engine.waiting)
 
     def until_computed(self, new: Prompt) -> None:
         """Advance to the new prompt's first token."""

@@ -67,7 +67,6 @@ class StoreOptions:
     memory_bytes: int
     files_bytes: int
     folder: Path
-    io: str = "auto"
     lease_s_max: float = 30.0
 
 
@@ -295,7 +294,6 @@ async def open_store(options: StoreOptions, make_mover: MoverOf) -> StoreEngine:
                 block_bytes=shape.block_bytes,
                 slots=slots,
                 memory=(arena.address, arena.size),
-                io=options.io,
             ),
         )
     return StoreEngine(options, shape, blocks, Storage(arena, files, thread), make_mover)
