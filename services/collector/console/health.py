@@ -61,7 +61,7 @@ def health_of(
     """Status and findings, the worst first."""
     if not connected:
         lost = "The collector cannot reach NATS: this page shows an old state."
-        return Health(status=UNHEALTHY, sentences=[Sentence(level=ERROR, text=lost, action="Check that NATS runs.")])
+        return Health(status=UNHEALTHY, sentences=[Sentence(ERROR, lost, "Check that NATS runs.")])
     findings = [*_services(metrics), *_workers(cards), *_roles(cards), *_requests(minute, now)]
     worst = min((RANK[one.level] for one in findings), default=RANK[INFO])
     if worst == RANK[INFO]:
@@ -74,7 +74,7 @@ def health_of(
 def _all_healthy(cards: list[WorkerCard], minute: LastMinute, now: float) -> Sentence:
     ready = sum(card.phase == READY for card in cards)
     text = f"{many(ready, 'worker')} ready, {minute.per_s(now):.1f} requests per second."
-    return Sentence(level=INFO, text=text)
+    return Sentence(INFO, text)
 
 
 def _services(metrics: FleetMetrics) -> Iterator[Sentence]:
@@ -83,19 +83,15 @@ def _services(metrics: FleetMetrics) -> Iterator[Sentence]:
     for status in statuses:
         if status.phase is ServicePhase.FAILED:
             text = f"{status.service} {status.instance} has failed: {status.detail or 'see its log'}."
-            yield Sentence(level=ERROR, text=text, action="See its log, and start it again.")
+            yield Sentence(ERROR, text, "See its log, and start it again.")
         elif status.warning:
             text = f"{status.service} {status.instance} is degraded: {status.warning}."
-            yield Sentence(level=WARNING, text=text, action="`baton doctor` checks the usual causes.")
+            yield Sentence(WARNING, text, "`baton doctor` checks the usual causes.")
     if not any(status.service == "router" and status.phase is ServicePhase.READY for status in statuses):
-        yield Sentence(
-            level=ERROR, text="No router is ready: clients get no replies.", action="Start one, or see its log."
-        )
+        yield Sentence(ERROR, "No router is ready: clients get no replies.", "Start one, or see its log.")
     if metrics.fleet.state is None:
-        text = (
-            f"No orchestrator has reported for {STALE_S_MAX:g} s: requests are served, but lost workers go unnoticed."
-        )
-        yield Sentence(level=WARNING, text=text, action="Start one, or see its log.")
+        text = f"No orchestrator for {STALE_S_MAX:g} s: requests are served, but no process detects lost workers."
+        yield Sentence(WARNING, text, "Start one, or see its log.")
 
 
 def _disks(statuses: list[ServiceStatus]) -> Iterator[Sentence]:
@@ -104,7 +100,7 @@ def _disks(statuses: list[ServiceStatus]) -> Iterator[Sentence]:
     for (host, folder), disk in full.items():
         free, size = in_bytes(disk.free_bytes), in_bytes(disk.size_bytes)
         text = f"The disk of {folder.value} on {host} is full: {free} of {size} are free. Requests are still served."
-        yield Sentence(level=WARNING, text=text, action="Free space there: logs are lost, and nothing can be started.")
+        yield Sentence(WARNING, text, "Free space there: logs are lost, and nothing can be started.")
 
 
 def _workers(cards: list[WorkerCard]) -> Iterator[Sentence]:
@@ -112,17 +108,17 @@ def _workers(cards: list[WorkerCard]) -> Iterator[Sentence]:
     for card in living:
         if card.heard_s_ago >= SILENT_S_MIN:
             text = f"{card.id} has sent no report for {card.heard_s_ago} s; requests go to other workers."
-            yield Sentence(level=WARNING, text=text, action="If it does not report again, see its log.")
+            yield Sentence(WARNING, text, "If it does not report again, see its log.")
     if lost := [card.id for card in cards if card.phase == WorkerPhase.LOST.value]:
         text = f"Lost within the last minute: {_named(lost)}."
-        yield Sentence(level=WARNING, text=text, action="Its log says why; `baton up --join` adds a worker.")
+        yield Sentence(WARNING, text, "Its log says why; `baton up --join` adds a worker.")
     if full := [card.id for card in living if card.kv_used >= FULL and card.waiting]:
         text = f"The KV memory of {_named(full)} is full, and requests wait for free blocks there."
-        yield Sentence(level=WARNING, text=text, action=MORE)
+        yield Sentence(WARNING, text, MORE)
     for phase in (WorkerPhase.STARTING, WorkerPhase.PROBING, WorkerPhase.DRAINING):
         if some := [card for card in living if card.phase == phase.value]:
             note = f" ({some[0].note})" if len(some) == 1 and some[0].note else ""
-            yield Sentence(level=INFO, text=f"{_named([card.id for card in some])}: {phase.value}{note}.")
+            yield Sentence(INFO, f"{_named([card.id for card in some])}: {phase.value}{note}.")
 
 
 def _roles(cards: list[WorkerCard]) -> Iterator[Sentence]:
@@ -130,12 +126,12 @@ def _roles(cards: list[WorkerCard]) -> Iterator[Sentence]:
     engines = [card for card in cards if card.phase not in ENDED and card.role != Role.STORE.value]
     if not engines:
         action = "Start one: `baton up --join --both 1`."
-        yield Sentence(level=ERROR, text="There are no workers: nothing can be served.", action=action)
+        yield Sentence(ERROR, "There are no workers: nothing can be served.", action)
     by_model = _by_model(engines)
     for model, workers in sorted(by_model.items()):
         if all(card.phase == ASLEEP for card in workers):
             text = f"{model or 'The model'} is asleep; a request wakes it."
-            yield Sentence(level=INFO, text=text)
+            yield Sentence(INFO, text)
             continue
         yield from _roles_of(f" of {model}" if len(by_model) > 1 else "", workers)
 
@@ -155,37 +151,31 @@ def _roles_of(model: str, workers: list[WorkerCard]) -> Iterator[Sentence]:
     prefilling, decoding = sum(ready[role] for role in PREFILL), sum(ready[role] for role in DECODE)
     if not prefilling and not decoding:
         what = "requests for it get 503" if model else "nothing can be served yet"
-        yield Sentence(level=ERROR, text=f"No worker{model} is ready: {what}.", action="See their phases below.")
+        yield Sentence(ERROR, f"No worker{model} is ready: {what}.", "See their phases below.")
     elif not prefilling or not decoding:
         missing, there = ("prefill", "decode") if not prefilling else ("decode", "prefill")
         text = f"No {missing} worker{model} is ready: {there} workers compute both phases until one is."
         yield Sentence(
-            level=WARNING,
-            text=text,
-            action=f"`baton role ID {missing}` changes a worker's role, `baton up --join` adds a worker.",
+            WARNING, text, f"`baton role ID {missing}` changes a worker's role, `baton up --join` adds a worker."
         )
 
 
 def _requests(minute: LastMinute, now: float) -> Iterator[Sentence]:
-    requests, failed = minute.requests(now), minute.failed(now)
+    requests, failed, late = minute.requests(now), minute.failed(now), minute.late(now)
+    of_all = f"of {many(requests, 'request')}"
     if failed:
         reason = minute.most_frequent_reason(now)
         share = failed / max(1, requests)
         unhealthy = share > FAILED_SHARE_UNHEALTHY and requests >= REQUESTS_MIN
         level = ERROR if unhealthy else WARNING if share > FAILED_SHARE_DEGRADED else INFO
-        text = f"In the last minute {failed} of {many(requests, 'request')} failed, most often with {reason}."
-        yield Sentence(level=level, text=text, action=REMEDIES.get(reason, OPEN_ONE))
+        text = f"In the last minute {failed} {of_all} failed, most often with {reason}."
+        yield Sentence(level, text, REMEDIES.get(reason, OPEN_ONE))
     if refused := minute.refused(now):
-        text = (
-            f"In the last minute {refused} of {many(requests, 'request')} were refused because all workers were busy."
-        )
-        yield Sentence(level=WARNING, text=text, action=MORE)
-    late = minute.late(now)
+        text = f"In the last minute {refused} {of_all} were refused because all workers were busy."
+        yield Sentence(WARNING, text, MORE)
     if requests >= REQUESTS_MIN and late > LATE_SHARE_MAX * requests:
-        text = f"In the last minute {late} of {many(requests, 'request')} missed their targets."
-        yield Sentence(
-            level=WARNING, text=text, action=f"The timings of a slow request, below, show where the time goes. {MORE}"
-        )
+        text = f"In the last minute {late} {of_all} missed their targets."
+        yield Sentence(WARNING, text, f"The timings of a slow request, below, show where the time goes. {MORE}")
 
 
 def _named(ids: Iterable[str]) -> str:

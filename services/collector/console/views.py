@@ -15,7 +15,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Base class."""
 
 
-class Sentence(View, frozen=True, kw_only=True):
+class Sentence(View, frozen=True):
     """One finding about the system's health."""
 
     level: str

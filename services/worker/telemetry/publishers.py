@@ -122,8 +122,7 @@ class LoadPublisher:
             numbers["received_bytes_total"] = exchange.read_bytes_total
             numbers["received_seconds_total"] = exchange.read_seconds_total
             if not (load.running or load.waiting or self.role is Role.STORE):
-                # An idle engine takes no step, so its own count does not include leases.
-                numbers["kv_blocks_used"] = exchange.pinned_blocks
+                numbers["kv_blocks_used"] = exchange.pinned_blocks  # An idle engine takes no step to count leases.
         report = LoadReport(
             worker_id=self._worker_id,
             epoch=self._epoch,
