@@ -32,11 +32,18 @@ class Knowledge:
         self._fleet = fleet
         self._speeds = WorkerSpeeds(fleet.cluster)
         self._workers: list[SimWorker] = []
+        self._learns = True
         self._batches: deque[tuple[float, KvEventBatch]] = deque()
         self._due_at = -math.inf
         """No worker has an unread report from before."""
         for worker in workers:
             self.joined(worker, 0.0)
+
+    def ignore_speeds(self) -> None:
+        """Neither the workers nor the router learn how fast engines are, because no policy reads it."""
+        self._learns = False
+        for worker in self._workers:
+            worker.learns = False
 
     def joined(self, worker: SimWorker, now: float) -> None:
         """A worker became ready."""
@@ -68,9 +75,11 @@ class Knowledge:
         """Apply everything that has arrived by ``now``."""
         while self._batches and self._batches[0][0] <= now:
             self._fleet.index.apply(self._batches.popleft()[1])
-        if now - NETWORK_S >= self._due_at:
+        sent_by = now - NETWORK_S
+        if sent_by >= self._due_at:
             for worker in self._workers:
-                self._tell(worker, now)
+                if sent_by >= worker.due_at:
+                    self._tell(worker, now)
             self._due_at = min([worker.due_at for worker in self._workers], default=math.inf)
 
     def catch_up_with(self, worker: SimWorker, now: float) -> None:
@@ -84,7 +93,8 @@ class Knowledge:
         if report is not None:
             load, sent_at = report
             self._fleet.cluster.report(load, sent_at + NETWORK_S)
-            self._speeds.load(load)
+            if self._learns:
+                self._speeds.load(load)
 
 
 PASS_S_MIN = 0.02

@@ -40,6 +40,7 @@ class SimWorker:
         self._tick_offset_s = offset_s
         self._totals = Totals()
         self._learner = SpeedLearner()
+        self.learns = True
         self._past: tuple[Any, ...] | None = None
         """``_state`` as of the newest tick before the last change."""
         self._past_tick = self._told_tick = -1
@@ -100,7 +101,7 @@ class SimWorker:
         """What a report of now would say. Many states are never reported, so they are no messages yet."""
         engine, totals, pool = self.engine, self._totals, self.engine.pool
         speeds = engine.speeds
-        if self._learner.wants(speeds.busy_s):
+        if self.learns and self._learner.wants(speeds.busy_s):
             self._learner.observe(speeds.totals())
         return (
             self.record,

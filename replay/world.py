@@ -153,6 +153,10 @@ class World:
         del self.workers[worker.worker_id]
         self._knowledge.left(worker, self.now)
 
+    def ignore_speeds(self) -> None:
+        """The policy does not read the learned speeds of engines: nobody learns them, which saves time."""
+        self._knowledge.ignore_speeds()
+
     def admit(self, policy: AdmissionPolicy) -> None:
         """Turn admission on: requests may wait in the router or be rejected."""
         self.queue(lambda at, decided: VirtualAdmission(self.fleet, policy, at, decided))

@@ -1,8 +1,10 @@
 """The placement study: runs what is missing, and writes the measured part of docs/benchmarks/replay.md.
 
-    make bench-replay TRACES="mooncake-conversations=FILE azure-conversations=FILE"       hours
+    make bench-replay TRACES="mooncake-conversations=FILE azure-conversations=FILE"       half an hour on two free cores
     make bench-replay ARGS=--quick                                                        minutes, into the runs' folder
     make bench-replay ARGS="--only fleets"
+    make bench-replay ARGS="--seeds 3"   no more than three seeds in any section
+    make bench-replay ARGS=--whole       more workloads, an hour long, ten seeds everywhere: ten hours of a core
     make bench-replay ARGS=--check       is every row of the page as new as the code?
     make bench-replay ARGS=--mark        after a change of the code: mark the rows that are older
 
@@ -26,9 +28,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.kv_bench_page import machine
 from bench.study import page, pictures
 from bench.study.code_digest import ROOT
-from bench.study.plan import LOADS, WHOLE, Fleet, Plan, Section, Workload, chosen, quick
+from bench.study.plan import LOADS, PLAN, WHOLE_SEEDS, Fleet, Plan, Section, Workload, chosen, quick, sized, whole
 from bench.study.rows import Data, Group, group_of
-from bench.study.runs import TRACE_REQUESTS, Case, Failed, Store, Workshop, in_parallel
+from bench.study.runs import Case, Failed, Store, Workshop, in_parallel
 from replay.bound import Bound
 from replay.results import NoPlots
 
@@ -37,7 +39,7 @@ FOLDER = ROOT / "study-runs"
 LINE_S = 60.0
 """Between two lines of progress where there is no terminal."""
 ROWS = "replay.json"
-RUN_S_PER_REQUEST, BOUND_S_PER_REQUEST = 0.001, 0.001
+RUN_S_PER_REQUEST, BOUND_S_PER_REQUEST = 0.0006, 0.0003
 KNEE_RUNS = 20
 """Guesses, until some runs have ended."""
 
@@ -89,7 +91,7 @@ def study(plan: Plan, workshop: Workshop, jobs: int) -> list[Group]:
         for fleet in section.fleets
     }
     knees: dict[str, float] = {}
-    search_s = len(pairs) * KNEE_RUNS * RUN_S_PER_REQUEST * TRACE_REQUESTS / jobs
+    search_s = sum(KNEE_RUNS * RUN_S_PER_REQUEST * workload.count(fleet) for workload, fleet in pairs.values()) / jobs
     with Bar("knees", len(pairs), left_s=search_s, jobs=jobs) as bar:
         for name, found in in_parallel(jobs, pairs, workshop.knee):
             assert isinstance(found, float)
@@ -102,7 +104,7 @@ def study(plan: Plan, workshop: Workshop, jobs: int) -> list[Group]:
         for name, section in plan.sections.items()
         for workload, fleet, label in each_of(section)
         for policy in section.policies
-        for seed in plan.seeds
+        for seed in range(1, section.seeds + 1)
     }
     run_all(list(cases.values()), workshop, jobs)
     bounds = bound_all({(case.workload, case.fleet, case.load, case.seed) for case in cases.values()}, workshop, jobs)
@@ -133,16 +135,19 @@ def each_of(section: Section) -> list[tuple[Workload, Fleet, str]]:
 
 
 def run_all(cases: list[Case], workshop: Workshop, jobs: int) -> None:
-    """Run what is not kept; the long ones first, so that none is alone at the end."""
+    """Run what is not kept, those of the same requests together; all of the first seed first, so that a study that is
+    stopped has whole seeds.
+    """
     store = Store(workshop.folder)
     missing = {case.key: case for case in cases if not store.has(case)}
     screen.print(f"{len({case.key for case in cases}) - len(missing)} runs are kept from before")
-    by_length = sorted(missing.items(), key=lambda item: -workshop.count(item[1].workload, item[1].load))
-    left_s = sum(RUN_S_PER_REQUEST * workshop.count(case.workload, case.load) for case in missing.values()) / jobs
-    with Bar("runs", len(missing), left_s=left_s, jobs=jobs) as bar:
-        for key, _run in in_parallel(jobs, {key: (case,) for key, case in by_length}, workshop.run_kept):
-            case = missing[key]
-            bar.ended(f"{case.policy}, {case.workload.name}, load {case.load:g}, seed {case.seed}")
+    batches: dict[str, list[Case]] = defaultdict(list)
+    for case in sorted(missing.values(), key=lambda case: case.seed):
+        batches[f"{case.workload.name}, {case.fleet.name}, load {case.load:g}, seed {case.seed}"].append(case)
+    left_s = sum(RUN_S_PER_REQUEST * case.workload.count(case.fleet) for case in missing.values()) / jobs
+    with Bar("runs with the same requests", len(batches), left_s=left_s, jobs=jobs) as bar:
+        for name, _none in in_parallel(jobs, batches, workshop.run_kept):
+            bar.ended(name)
 
 
 def bound_all(
@@ -154,7 +159,7 @@ def bound_all(
     with Bar(
         "bounds",
         len(works),
-        left_s=sum(BOUND_S_PER_REQUEST * workshop.count(one[0], one[2]) for one in wanted) / jobs,
+        left_s=sum(BOUND_S_PER_REQUEST * workload.count(fleet) for workload, fleet, _load, _seed in wanted) / jobs,
         jobs=jobs,
     ) as bar:
         for name, bound in in_parallel(jobs, works, workshop.bound):
@@ -175,7 +180,11 @@ def commit_now() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="append", default=[], metavar="WORKLOAD=FILE", help="again for each trace")
-    parser.add_argument("--only", default="", help=f"sections, with commas between: {', '.join(WHOLE.sections)}")
+    parser.add_argument("--only", default="", help=f"sections, with commas between: {', '.join(PLAN.sections)}")
+    parser.add_argument("--seeds", type=int, default=WHOLE_SEEDS, help="no more than so many in any section")
+    parser.add_argument(
+        "--whole", action="store_true", help="more workloads, an hour long, ten seeds: ten hours of a core"
+    )
     parser.add_argument("--quick", action="store_true", help="small workloads and few seeds; writes into the folder")
     parser.add_argument("--runs", type=Path, default=FOLDER, help="the folder of runs")
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -188,19 +197,20 @@ def main() -> int:
     if options.check or options.check_marks or options.mark:
         return check_rows(options, rows)
     traces = {name: Path(file).resolve() for name, _, file in (one.partition("=") for one in options.trace)}
-    plan = quick(WHOLE) if options.quick else WHOLE
+    plan = sized(quick(PLAN) if options.quick else whole(PLAN) if options.whole else PLAN, seeds_max=options.seeds)
     only = [one for one in options.only.split(",") if one]
     if unknown := [one for one in only if one not in plan.sections]:
         parser.error(f"there are no sections {', '.join(unknown)}")
     plan, missing = chosen(plan, only, list(traces))
-    workshop = Workshop(options.runs, traces, plan.slo, plan.seconds)
+    workshop = Workshop(options.runs, traces, plan.slo)
     try:
         groups = study(plan, workshop, options.jobs)
     except Failed as error:
         screen.print(f"{error}\nNothing was written; what has ended is kept.", style="red", markup=False)
         return 1
+    size = "quick" if options.quick else "whole" if options.whole else ""
     data = Data(
-        command=" ".join(["make bench-replay", *(["ARGS=--quick"] if options.quick else [])]),
+        command=" ".join(["make bench-replay", *([f"ARGS=--{size}"] if size else [])]),
         machine=machine(),
         is_quick=options.quick,
         ttft_s=plan.slo.ttft_s,
@@ -217,7 +227,7 @@ def write(data: Data, options: argparse.Namespace, rows: Path, only: list[str]) 
     folder = options.runs if options.quick else options.page.parent
     if only and not options.quick and rows.exists():
         kept = [group for group in page.read(rows).groups if group.section not in only]
-        order = list(WHOLE.sections)
+        order = list(PLAN.sections)
         groups = sorted([*kept, *data.groups], key=lambda group: order.index(group.section))
         data = Data(**{name: getattr(data, name) for name in data.__struct_fields__ if name != "groups"}, groups=groups)
     try:

@@ -14,13 +14,15 @@ from pathlib import Path
 import msgspec
 
 from bench.study.code_digest import analysis_digest, code_of
-from bench.study.plan import WHOLE
+from bench.study.plan import PLAN
 from bench.study.rows import COMPARED, Data, Group, Number, Range, Row, Versus, value_of
 
 BEGIN, END = "<!-- measured -->", "<!-- end of what is measured -->"
 OLDER = "†"
 ROOM_MIN = 0.01
 """Of the bound: less than that is no room."""
+LEAD, EARLIER, ROOM_TAKEN = 0.10, -0.25, 0.5
+"""At the knee: goodput above the best rival's, TTFT p95 below it, or the share of the room below the bound."""
 NEVER_MEASURED = "*Older than the code*"
 """A page without rows must say so."""
 PICTURES = {
@@ -77,11 +79,10 @@ def write(data: Data, rows: Path) -> None:
 
 def rendered(data: Data, pictures: Sequence[str], now: CodeOf) -> str:
     """Markdown."""
-    seeds = max((len(group.seeds) for group in data.groups), default=0)
     lines = [
         "## Results",
         "",
-        f"`{data.command}`, {data.machine}; {seeds} seeds; targets {data.ttft_s:g} s to the first token and",
+        f"`{data.command}`, {data.machine}; targets {data.ttft_s:g} s to the first token and",
         f"{data.itl_s * 1e3:g} ms between tokens. Ranges are 95 % intervals.",
         "",
     ]
@@ -95,11 +96,18 @@ def rendered(data: Data, pictures: Sequence[str], now: CodeOf) -> str:
     lines += comparisons(data.groups, now)
     lines += [f"![{PICTURES[name]}](replay-{name}.png)" for name in pictures] + [""] * bool(pictures)
     for section in dict.fromkeys(group.section for group in data.groups):
-        told = WHOLE.sections.get(section)
+        told = PLAN.sections.get(section)
         lines += [f"### {told.title if told else section}", "", *([told.text, ""] if told else [])]
+        seeds = sorted({len(group.seeds) for group in data.groups if group.section == section})
+        lines += [f"Seeds: {' to '.join(map(str, seeds))}.", ""]
+        for group in data.groups:
+            if group.section == section and is_factorial(group):
+                lines += [*matrix_lines(group), ""]
+        lines += ["<details><summary>All policies</summary>", ""]
         for group in data.groups:
             if group.section == section:
                 lines += [*group_lines(group, now), ""]
+        lines += ["</details>", ""]
     return "\n".join([*lines, *tuned_lines(data.groups)])
 
 
@@ -114,16 +122,19 @@ def comparisons(groups: Sequence[Group], now: CodeOf) -> list[str]:
     lines = [
         "Each of Baton's policies less the best of the other systems' in the same measure, paired by seed and window. Room:",
         "how much of what the best rival leaves below the clairvoyant bound Baton takes. A p95 is infinite (inf) where more than",
-        "5 % were refused.",
+        "5 % were refused. The goal: neither goodput is below the best rival's (by the interval), and at the knee goodput is at least",
+        f"{LEAD * 100:g} % above it, or TTFT p95 {-EARLIER * 100:g} % below, or {ROOM_TAKEN * 100:g} % of the room is taken.",
         "",
         *table_head(
             ["section", "workload", "fleet", "load", "policy"],
-            ["goodput", "goodput by tokens", "TTFT p95", "room taken"],
+            ["goodput", "goodput by tokens", "TTFT p95", "room taken", "goal"],
         ),
     ]
     count = len(lines)
     for group in groups:
         rows = {row.policy: row for row in group.rows}
+        if is_factorial(group):
+            continue  # Each cell against all cells of others says nothing; see ``matrix_lines``.
         for versus in group.versus:
             if not versus.rivals:
                 continue
@@ -131,18 +142,60 @@ def comparisons(groups: Sequence[Group], now: CodeOf) -> list[str]:
             cells = [f"{relative(versus.differences[name])} ({versus.rivals[name]})" for name in COMPARED]
             name = group.workload + (" (tuned on)" if group.is_tuned else "")
             cells = [group.section, name, group.fleet, group.label, versus.policy + mark, *cells, room(group, versus)]
+            cells.append(goal(group, versus))
             lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""] if len(lines) > count else []
 
 
 def room(group: Group, versus: Versus) -> str:
     """Of goodput by requests."""
+    taken, left = room_taken(group, versus)
+    return "none left" if taken is None else f"{taken:.0%} of {left:.3g}/s"
+
+
+def room_taken(group: Group, versus: Versus) -> tuple[float | None, float]:
+    """Share that Baton takes of the room that the best rival leaves, and the room; None where there is none."""
     rows = {row.policy: value_of(row.goodput[0]) for row in group.rows}
     best = rows[versus.rivals["good_share"]]
     left = group.bound_per_s - best
-    if left < ROOM_MIN * group.bound_per_s:
-        return "none left"
-    return f"{(rows[versus.policy] - best) / left:.0%} of {left:.3g}/s"
+    return None if left < ROOM_MIN * group.bound_per_s else (rows[versus.policy] - best) / left, left
+
+
+def goal(group: Group, versus: Versus) -> str:
+    """Whether it is met, and what is missed."""
+    names = {"good_share": "goodput", "good_tokens_share": "tokens"}
+    missed = [name for measure, name in names.items() if value_of(versus.differences[measure][2]) < 0.0]
+    taken, _left = room_taken(group, versus)
+    ahead = (
+        value_of(versus.differences["good_share"][0]) >= LEAD
+        or value_of(versus.differences["ttft_p95"][0]) <= EARLIER
+        or taken is None
+        or taken >= ROOM_TAKEN
+    )
+    if group.label == "knee" and not ahead:
+        missed.append("lead")
+    return f"missed: {', '.join(missed)}" if missed else "met"
+
+
+def is_factorial(group: Group) -> bool:
+    """Whether its policies are combinations of a rule, a queue and refusal."""
+    return any("+" in row.policy for row in group.rows)
+
+
+def matrix_lines(group: Group) -> list[str]:
+    """Rules by queue and refusal."""
+    good = {
+        row.policy: f"{value_of(row.good_share[0]) * 100:.1f} / {value_of(row.good_tokens_share[0]) * 100:.1f}"
+        for row in group.rows
+    }
+    rules = list(dict.fromkeys(policy.partition("+")[0] for policy in good))
+    ways = list(dict.fromkeys(policy.removeprefix(policy.partition("+")[0]) for policy in good))
+    lines = [
+        f"#### {group.workload}, {group.fleet}, {group.label}: good % of requests / of tokens",
+        "",
+        *table_head(["rule"], [way.removeprefix("+").replace("+", ", ") or "at once" for way in ways]),
+    ]
+    return lines + ["| " + " | ".join([rule, *(good.get(rule + way, "") for way in ways)]) + " |" for rule in rules]
 
 
 def group_lines(group: Group, now: CodeOf) -> list[str]:

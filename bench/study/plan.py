@@ -10,12 +10,18 @@ import msgspec
 from replay.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING
 from replay.results import Slo
 from replay.tuning import Frozen, read_frozen
+from replay.workloads import NAMES
 from replay.world import Shape
 from services.worker.engines.simulated.core.step_models import StepModelName
 
 LOADS = {"light": 0.5, "knee": 1.0, "overload": 1.3}
 """Of the knee; see ``runs.find_knee``. A made workload's load is its requests per second, a trace's its speed."""
-QUICK_S = 30.0
+QUICK_REQUESTS = 400
+"""Of a workload in a quick study."""
+QUICK_SEEDS = 3
+WHOLE_REQUESTS, WHOLE_SEEDS = 12_000, 10
+"""Of the whole study: an hour of the conversation trace."""
+WORKERS = 8
 QUICK_WORKLOADS = {"factorial": 1, "step-models": 1, "fleets": 1}
 KNEE_SEED = 0
 """Of the search for the knee; not among the seeds that are measured."""
@@ -30,6 +36,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     is_trace: bool = False
     is_tuned: bool = False
     """Parameters were chosen on it: what it shows is no evidence for others."""
+    requests: int = 1000
+    """For ``WORKERS`` workers; larger fleets get more. A trace is cut to them."""
+
+    def count(self, fleet: Fleet) -> int:
+        """Requests for this fleet."""
+        return max(1, self.requests * len(fleet.shape.roles()) // WORKERS)
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +87,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     fleets: tuple[Fleet, ...]
     loads: tuple[str, ...]
     policies: tuple[str, ...]
+    seeds: int = 10
+    """Seeds 1, 2, ...: so many."""
     are_tuned: bool = False
     """Policies run with the values of ``replay/tuned.json``, which all got with the same budget; otherwise with defaults."""
 
@@ -93,48 +107,45 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All sections, by short names."""
 
     sections: dict[str, Section]
-    seeds: tuple[int, ...]
-    seconds: float
-    """How long a made workload is at any load; a trace is as long as it is."""
     slo: Slo = Slo()
 
 
 TRACES = (
     Workload(name="mooncake-conversations", is_trace=True, is_tuned=True),
-    Workload(name="azure-conversations", is_trace=True),
+    Workload(name="azure-conversations", is_trace=True, requests=3000),
 )
-MADE = tuple(Workload(name=name) for name in ("conversations", "agents", "code", "reasoning", "tenants"))
+AGENTS, CODE = Workload(name="agents", requests=2000), Workload(name="code", requests=4000)
+TENANTS = Workload(name="tenants", requests=2000)
+MAIN = (*TRACES, AGENTS, CODE)
 EIGHT = Fleet(both=8)
-RIVALS = ("sglang", "vllm-router", "dynamo", "dynamo-queue", "llm-d", "llm-d-flow", "mooncake", "mooncake-rejecting")
-UNTOLD_RIVALS = ("least-loaded", "sglang", "vllm-router", "dynamo", "dynamo-queue", "llm-d", "llm-d-flow", "mooncake")
+RIVALS = ("sglang", "dynamo-queue", "llm-d-flow", "mooncake", "mooncake-rejecting")
+UNTOLD_RIVALS = ("least-loaded", "sglang", "dynamo-queue", "llm-d", "llm-d-flow", "mooncake")
 """None of them refuses by a target."""
 KNEE_OF = ("mooncake-rejecting", "llm-d-flow", "dynamo-queue", "mooncake")
 """The knee is where the best of these no longer keeps the targets; the likeliest first, which saves runs."""
 ORDERS, REFUSALS = ("", "+fcfs", "+sjf", "+edf"), ("", "+refuse")
 FACTORIAL = tuple(
     f"{rule}{order}{refusal}"
-    for rule in (BATON, "dynamo", "llm-d", "llm-d-sticky", "mooncake", "sglang")
+    for rule in (BATON, "dynamo", "llm-d-sticky", "mooncake", "sglang")
     for order in ORDERS
     for refusal in REFUSALS
 )
 
-WHOLE = Plan(
-    seeds=tuple(range(1, 11)),
-    seconds=300.0,
+PLAN = Plan(
     sections={
         "targets": Section(
             title="With targets",
             text="Every router knows the targets, and all are tuned with one budget on one trace (`replay/tuned.json`).",
             are_tuned=True,
-            workloads=TRACES + MADE,
+            workloads=MAIN,
             fleets=(EIGHT,),
             loads=tuple(LOADS),
             policies=(BATON_WAITING, BATON_STRICT, *RIVALS),
         ),
         "default": Section(
             title="Default settings, without targets",
-            text="No router knows the targets; they are measured all the same. Baton has its default settings, rivals are tuned.",
-            workloads=TRACES + MADE,
+            text="No router knows the targets; they are measured all the same. All systems have their default settings.",
+            workloads=MAIN,
             fleets=(EIGHT,),
             loads=tuple(LOADS),
             policies=(BATON_DEFAULT, *UNTOLD_RIVALS),
@@ -143,11 +154,11 @@ WHOLE = Plan(
             title="Other fleets",
             text="At the knee of each fleet, with the same values.",
             are_tuned=True,
-            workloads=(TRACES[0], MADE[1], MADE[4]),
+            seeds=3,
+            workloads=(TRACES[0], AGENTS, TENANTS),
             fleets=(
                 Fleet(both=4),
                 Fleet(both=16),
-                Fleet(both=64),
                 Fleet(prefill=2, decode=2),
                 Fleet(prefill=6, decode=10),
                 Fleet(both=8, profile="70b"),
@@ -159,7 +170,8 @@ WHOLE = Plan(
             title="Other engines",
             text="Step times by a roofline and by measured tables, with noise; one slow worker; host memory. At the knee of each.",
             are_tuned=True,
-            workloads=(TRACES[0], MADE[1]),
+            seeds=3,
+            workloads=(TRACES[0], AGENTS),
             fleets=(
                 Fleet(both=8, step_model="roofline", noise=0.1),
                 Fleet(both=8, step_model="table", noise=0.1),
@@ -173,12 +185,13 @@ WHOLE = Plan(
             title="Placement x queue x refusal",
             text="Each placement rule at once and with each order of waiting, serving all or refusing what would be late.",
             are_tuned=True,
-            workloads=(TRACES[0], MADE[1]),
+            seeds=3,
+            workloads=(TRACES[0], AGENTS),
             fleets=(EIGHT,),
             loads=("knee", "overload"),
             policies=FACTORIAL,
         ),
-    },
+    }
 )
 
 
@@ -205,7 +218,34 @@ def quick(plan: Plan) -> Plan:
             fleets=SMALL_FLEETS.get(name, (Fleet(both=2),)),
             policies=(*(one for one in section.policies if one in OWN), *_some(section.policies)),
         )
-    return msgspec.structs.replace(plan, sections=sections, seeds=plan.seeds[:3], seconds=QUICK_S)
+    return sized(msgspec.structs.replace(plan, sections=sections), QUICK_REQUESTS, seeds_max=QUICK_SEEDS)
+
+
+def whole(plan: Plan) -> Plan:
+    """All workloads, an hour long, and ten seeds in the sections that have the fewest workloads: ten hours of a core."""
+    made = tuple(Workload(name=name) for name in NAMES)
+    sections = {
+        name: msgspec.structs.replace(
+            section, workloads=(*TRACES, *made) if section.workloads == MAIN else section.workloads, seeds=WHOLE_SEEDS
+        )
+        for name, section in plan.sections.items()
+    }
+    return sized(msgspec.structs.replace(plan, sections=sections), WHOLE_REQUESTS)
+
+
+def sized(plan: Plan, requests: int = 0, *, seeds_max: int = WHOLE_SEEDS) -> Plan:
+    """With so many requests in each workload (0: as planned), and no more seeds than that."""
+    sections = {
+        name: msgspec.structs.replace(
+            section,
+            workloads=tuple(
+                msgspec.structs.replace(one, requests=requests or one.requests) for one in section.workloads
+            ),
+            seeds=min(section.seeds, seeds_max),
+        )
+        for name, section in plan.sections.items()
+    }
+    return msgspec.structs.replace(plan, sections=sections)
 
 
 def _some(policies: Sequence[str]) -> list[str]:

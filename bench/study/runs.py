@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.study.code_digest import digest_of, is_own
+from bench.study.code_digest import analysis_digest, digest_of, is_own
 from bench.study.plan import KNEE_OF, KNEE_SEED, Fleet, Workload, frozen
 from bench.study.samples import samples_of
 from replay.bound import Bound, feasible_share, upper_bound
@@ -37,8 +37,6 @@ SAMPLE = 300
 """Requests of a made workload from which the first load of the search is estimated."""
 BATCH = 16
 """Sequences that share a decode step, in that estimate."""
-TRACE_REQUESTS = 12_000
-"""About as many as an hour of conversations has, to estimate times."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +45,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     trace: str = ""
     """Digest of the trace file."""
-    seconds: float
-    """Of a made workload."""
     fleet: Fleet
     profile: str
     """All values of the fleet's profile."""
@@ -96,9 +92,23 @@ class Store:
 
     def put(self, run: Run) -> None:
         """Keep a run."""
-        path = self._path(run.case)
+        self._write(self._path(run.case), run)
+
+    def bound(self, case: Case) -> Bound | None:
+        """The kept bound of these requests."""
+        try:
+            return msgspec.msgpack.decode(self._path(case).read_bytes(), type=Bound)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def put_bound(self, case: Case, bound: Bound) -> None:
+        """Keep a bound."""
+        self._write(self._path(case), bound)
+
+    @staticmethod
+    def _write(path: Path, what: Run | Bound) -> None:
         part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(msgspec.msgpack.encode(run))
+        part.write_bytes(msgspec.msgpack.encode(what))
         part.replace(path)
 
     def _path(self, case: Case) -> Path:
@@ -113,8 +123,6 @@ class Workshop:
     traces: Mapping[str, Path]
     """Files by workload."""
     slo: Slo
-    seconds: float
-    """Of a made workload."""
     codes: Mapping[bool, str] = field(default_factory=lambda: {own: digest_of(own=own) for own in (False, True)})
     """Digests of the code, of Baton's runs and of others, when the study began: it may change while hours of runs go
     on, which use what was imported then.
@@ -125,7 +133,6 @@ class Workshop:
         return Case(
             workload=workload,
             trace=file_digest(self.traces[workload.name]) if workload.is_trace else "",
-            seconds=0.0 if workload.is_trace else self.seconds,
             fleet=fleet,
             profile=repr(profile_of(fleet)),
             load=load,
@@ -135,15 +142,10 @@ class Workshop:
             code=self.codes[is_own(policy)],
         )
 
-    def requests(self, workload: Workload, load: float, seed: int) -> list[Request]:
+    def requests(self, workload: Workload, fleet: Fleet, load: float, seed: int) -> list[Request]:
         """At that load."""
-        if workload.is_trace:
-            return at_load(read(self.traces[workload.name], seed), load)
-        return generate(workload.name, max(1, round(self.seconds * load)), seed=seed, per_s=load)
-
-    def count(self, workload: Workload, load: float) -> int:
-        """About how many requests there are."""
-        return TRACE_REQUESTS if workload.is_trace else round(self.seconds * load)
+        trace = self.traces[workload.name] if workload.is_trace else None
+        return made(trace or workload.name, workload.count(fleet), load, seed)
 
     def run(self, case: Case) -> Run:
         """The kept run, or a new one."""
@@ -152,7 +154,7 @@ class Workshop:
         if kept is not None:
             return kept
         began_s = time.monotonic()
-        requests = self.requests(case.workload, case.load, case.seed)
+        requests = self.requests(case.workload, case.fleet, case.load, case.seed)
         setting = Setting(
             requests=requests,
             shape=case.fleet.shape,
@@ -162,29 +164,37 @@ class Workshop:
             slow=dict(case.fleet.slow),
         )
         result, outcomes = run_with_outcomes(setting, case.policy, 1.0)
-        made = Run(
+        run = Run(
             case=case,
             ended_at=time.time(),
             took_s=time.monotonic() - began_s,
             result=result,
             samples=samples_of(requests, outcomes).encode(),
         )
-        store.put(made)
-        return made
+        store.put(run)
+        return run
 
-    def run_kept(self, case: Case) -> None:
-        """Run a case where only its file is wanted: a result is not sent between processes."""
-        self.run(case)
+    def run_kept(self, *cases: Case) -> None:
+        """Run cases of the same requests where only their files are wanted: results are not sent between processes."""
+        for case in cases:
+            if not Store(self.folder).has(case):
+                self.run(case)
 
     def bound(self, workload: Workload, fleet: Fleet, load: float, seed: int) -> Bound:
-        """The clairvoyant bound of these requests."""
-        requests = self.requests(workload, load, seed)
-        return upper_bound(requests, fleet.shape, profile_of(fleet), self.slo, slow=dict(fleet.slow))
+        """The clairvoyant bound of these requests; the kept one, or a new one."""
+        case = msgspec.structs.replace(self.case(workload, fleet, load, "bound", seed), code=analysis_digest())
+        store = Store(self.folder)
+        kept = store.bound(case)
+        if kept is None:
+            requests = self.requests(workload, fleet, load, seed)
+            kept = upper_bound(requests, fleet.shape, profile_of(fleet), self.slo, slow=dict(fleet.slow))
+            store.put_bound(case, kept)
+        return kept
 
     def knee(self, workload: Workload, fleet: Fleet) -> float:
         """The largest load at which the best of ``KNEE_OF`` serves ``KNEE_SHARE`` of what an idle fleet could."""
-        one = self.traces.get(workload.name)
-        sample = read(one, KNEE_SEED) if one else generate(workload.name, SAMPLE, seed=KNEE_SEED)
+        is_trace = workload.is_trace
+        sample = self.requests(workload, fleet, 1.0, KNEE_SEED)[: None if is_trace else SAMPLE]
         wanted = KNEE_SHARE * feasible_share(sample, profile_of(fleet), self.slo)
 
         policies = [frozen().name(policy) for policy in KNEE_OF]
@@ -204,10 +214,12 @@ def profile_of(fleet: Fleet) -> Profile:
     return replace(profile, step_model=fleet.step_model, noise=fleet.noise, host_blocks=fleet.host_blocks)
 
 
-@lru_cache(maxsize=4)
-def read(trace: Path, seed: int) -> list[Request]:
-    """A trace at its own speed."""
-    return read_trace(trace, seed=seed)
+@lru_cache(maxsize=2)
+def made(source: Path | str, count: int, load: float, seed: int) -> list[Request]:
+    """The first ``count`` requests of a trace, or of a workload by its name; kept, because all policies get them."""
+    if isinstance(source, Path):
+        return at_load(read_trace(source, seed=seed)[:count], load)
+    return generate(source, count, seed=seed, per_s=load)
 
 
 @cache

@@ -232,6 +232,7 @@ def install(world: World, name: str, context: PolicyContext) -> None:
         world.fleet.placer = Oracle(world)
     else:
         world.fleet.placer = _rule(system, context)
+        world.ignore_speeds()
     around = QueueContext(fleet=world.fleet, counts=world.counts, profile=context.profile, targets=targets)
     queueing = _queueing(system, around)
     if queueing is not None:

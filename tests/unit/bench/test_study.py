@@ -12,7 +12,7 @@ import pytest
 from bench.study import code_digest, page
 from bench.study.__main__ import study
 from bench.study.code_digest import BATON_ONLY, DEPENDS, ROOT, files_of
-from bench.study.plan import LOADS, WHOLE, Fleet, Plan, Section, Workload, chosen, frozen, quick
+from bench.study.plan import LOADS, PLAN, Fleet, Plan, Section, Workload, chosen, frozen, quick, whole
 from bench.study.rows import Data, Group, finite, group_of, value_of
 from bench.study.runs import KNEE_RATIO, Failed, Store, Workshop, find_knee, in_parallel
 from replay.experiment import Setting, run
@@ -32,7 +32,7 @@ PAGE = f"# Head\n\n{page.BEGIN}\n{page.NEVER_MEASURED}.\n{page.END}\n\nThe end.\
 def workshop(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     trace = write_mooncake(folder / "trace.jsonl", conversations(40))
-    return Workshop(folder / "runs", {"tiny": trace}, Slo(), 1.0)
+    return Workshop(folder / "runs", {"tiny": trace}, Slo())
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def data(group) -> Data:
 
 
 def test_every_policy_of_the_plan_exists_and_every_profile():
-    for section in (*WHOLE.sections.values(), *quick(WHOLE).sections.values()):
+    for section in (one for plan in (PLAN, quick(PLAN), whole(PLAN)) for one in plan.sections.values()):
         for policy in section.policies:
             parse(policy)
         assert all(fleet.profile in PROFILES and fleet.shape.roles() for fleet in section.fleets)
@@ -68,7 +68,7 @@ def test_every_policy_of_the_plan_exists_and_every_profile():
 
 
 def test_sections_with_targets_run_with_tuned_values_and_the_default_one_with_defaults():
-    targets, default, cells = (WHOLE.sections[name] for name in ("targets", "default", "factorial"))
+    targets, default, cells = (PLAN.sections[name] for name in ("targets", "default", "factorial"))
 
     assert targets.run_as("dynamo-queue") == frozen().name("dynamo-queue") != "dynamo-queue"
     assert [default.run_as(policy) for policy in default.policies] == list(default.policies)
@@ -76,7 +76,7 @@ def test_sections_with_targets_run_with_tuned_values_and_the_default_one_with_de
 
 
 def test_what_has_no_trace_is_left_out_and_named():
-    plan, missing = chosen(WHOLE, ["targets"], ["azure-conversations"])
+    plan, missing = chosen(PLAN, ["targets"], ["azure-conversations"])
 
     assert list(plan.sections) == ["targets"]
     assert missing == ["mooncake-conversations"]
@@ -101,7 +101,7 @@ def executed_by(policy: str) -> set[str]:
 
 
 def test_only_batons_runs_execute_what_only_their_digest_covers():
-    policies = {one.partition("+")[0] for section in WHOLE.sections.values() for one in section.policies}
+    policies = {one.partition("+")[0] for section in PLAN.sections.values() for one in section.policies}
     others = {one for one in policies if not code_digest.is_own(one)} | {"mooncake+edf+refuse"}
 
     assert executed_by(BATON_WAITING) & set(BATON_ONLY)
@@ -158,8 +158,9 @@ def test_the_study_runs_a_whole_plan_in_processes(workshop):
         fleets=(Fleet(both=1),),
         loads=("light",),
         policies=("mooncake", "random"),
+        seeds=2,
     )
-    plan = Plan(sections={"targets": section}, seeds=(1, 2), seconds=1.0)
+    plan = Plan(sections={"targets": section})
     (found,) = study(plan, workshop, 2)
 
     assert [row.policy for row in found.rows] == ["mooncake", "random"]
