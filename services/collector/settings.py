@@ -21,7 +21,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Let other machines read the console and metrics without keys."""
     allowed_hosts: str = ""
     """Pages of other sites may not use the console, and on loopback without keys it answers only to addresses,
-    ``localhost`` and names that nobody else can register. Names of a proxy in front of it, with commas.
+    ``localhost`` and names that no other party can register. Names of a proxy in front of it, with commas.
     """
     admin_key_file: str = ""
     """Holders of one of its keys may read, and with the permission admin also act: drain workers, change roles, set the

@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The address at which clients reach this port, where it is not ``host``: for a container's published port."""
     allowed_hosts: str = ""
     """Without API keys, pages of other sites may not use the router, and on loopback it answers only to addresses,
-    ``localhost`` and names that nobody else can register. Names of a proxy in front of it, and hosts of sites whose
+    ``localhost`` and names that no other party can register. Names of a proxy in front of it, and hosts of sites whose
     pages may use it, with commas: ``ai.example,app.example:3000``.
     """
     metrics: Literal["auto", "open", "admin"] = "auto"

@@ -2,8 +2,8 @@
 
 JetStream's own ways to follow a bucket need a consumer, which delivers stored bytes to any subject its maker names (see
 ``permissions``). Instead the server republishes each value that it has stored, with its revision; a watch subscribes to
-that, then reads what is stored, and merges both by revision. Nobody announces that a value has expired: the watch knows
-when it should have, and then asks the server.
+that, then reads what is stored, and merges both by revision. NATS does not announce that a value has expired: the
+watch knows when it should have, and then asks the server.
 """
 
 from __future__ import annotations

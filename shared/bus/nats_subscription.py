@@ -134,7 +134,7 @@ def is_reply_subject(subject: str) -> bool:
 class Inbox:
     """Reply subjects below one prefix: ``a.{token}`` for asks, ``u.{key}`` for messages published with a key.
 
-    Many parties may publish below ``a``, so the token is known only to those that receive the ask. Nobody may publish
+    Many parties may publish below ``a``, so the token is known only to those that receive the ask. No party may publish
     below ``u``: what arrives there is from the server.
     """
 

@@ -16,7 +16,7 @@ LegId = NewType("LegId", str)
 NO_LEG = LegId("")
 """Says that a message names no leg."""
 DecisionId = NewType("DecisionId", str)
-"""One placement: the id of the router that made it, ``-d`` and 128 random bits. Nobody can guess another tenant's."""
+"""One placement: the id of the router that made it, ``-d`` and 128 random bits. Another tenant's cannot be guessed."""
 Epoch = NewType("Epoch", int)
 """One life of a worker process: milliseconds since 1970 at its start, so a later life has a larger epoch."""
 

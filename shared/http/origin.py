@@ -3,7 +3,7 @@
 A browser sends requests wherever a page asks it to, also to servers that only its own machine can reach. It names the
 page's site in ``Origin`` and ``Sec-Fetch-Site``, which no page can change. A site can also let its own name resolve to
 this machine (DNS rebinding): then the browser takes the server for the page's own site, but names it in ``Host``. So a
-server that trusts whoever can connect accepts only names that no stranger controls. Other clients than browsers send
+server that trusts every client accepts only names that no stranger controls. Other clients than browsers send
 neither ``Origin`` nor ``Sec-Fetch-Site``, and are not affected.
 """
 

@@ -40,7 +40,7 @@ TELEMETRY_S_MAX = 2.0
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 78
-"""EX_CONFIG of sysexits.h: a restart is useless until somebody corrects the configuration."""
+"""EX_CONFIG of sysexits.h: a restart is useless until an operator corrects the configuration."""
 
 DETAIL_CHARS_MAX, REFUSAL_CHARS_MAX = 200, 600
 """Of the last status: why the process failed, and what an operator must correct."""
@@ -51,7 +51,7 @@ class DrainTooSlow(Exception):
 
 
 class WrongConfiguration(Exception):
-    """The process cannot do its work until somebody corrects its configuration; the text says how."""
+    """The process cannot do its work until an operator corrects its configuration; the text says how."""
 
 
 class _Finished(Exception):

@@ -62,7 +62,7 @@ FOLDERS = {DiskFolder.STATE: "", DiskFolder.LOGS: "logs", DiskFolder.NATS: "nats
 
 
 class DiskWatch:
-    """Measures every ``MEASURE_S`` in a thread: a network file system that does not respond delays nobody."""
+    """Measures every ``MEASURE_S`` in a thread: a network file system that does not respond delays nothing else."""
 
     def __init__(self, state_dir: str) -> None:
         self.spaces: list[DiskSpace] = []

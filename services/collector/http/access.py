@@ -1,4 +1,4 @@
-"""Keys: without one, nobody reads or gives orders, unless only this machine can connect and no keys are configured."""
+"""Who may read the console and give orders: holders of a key, or local clients where no keys are configured."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _user(host: HostServices, containers: Containers) -> str:
 
 
 def _devices(host: HostServices, process: ProcessPlan) -> str:
-    """GPUs and RDMA of a worker that computes on GPUs. Without root, nobody may lift the limit of locked memory."""
+    """GPUs and RDMA of a worker that computes on GPUs. Without root, the limit of locked memory cannot be lifted."""
     if "CUDA_VISIBLE_DEVICES" not in process.env:
         return ""
     locked = "PodmanArgs=--ulimit=memlock=-1:-1\n" if host.user else ""

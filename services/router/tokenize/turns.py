@@ -116,7 +116,7 @@ class Work:
         self._client = client
         self._held = 0
         self.stopped = False
-        """Nobody waits for the result any more."""
+        """No request waits for the result any more."""
 
     def is_stopped(self) -> bool:
         """For a step to ask that runs in a thread."""

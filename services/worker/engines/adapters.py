@@ -1,7 +1,7 @@
 """LoRA adapters of an engine: what may be loaded, and which files an adapter's name stands for.
 
 Each adapter that is loaded gets a copy of its files and a digest of that copy. So what is hashed into KV blocks is what
-the engine computes with, even if somebody changes the files, and the engine reads them again, while it is loaded.
+the engine computes with, even if the files are changed, and the engine reads them again, while it is loaded.
 """
 
 from __future__ import annotations
