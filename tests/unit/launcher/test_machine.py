@@ -78,11 +78,13 @@ def test_without_nvidia_smi_there_are_no_gpus(tmp_path: Path, monkeypatch: pytes
 
 
 def test_running_workers_show_which_gpus_they_use():
-    waits = [sys.executable, "-c", "input()", "services.worker"]
+    waits = [sys.executable, "-c", "print(flush=True); input()", "services.worker"]
     ours = f"{os.getpid()}"  # The same test may run elsewhere on this machine.
     with subprocess.Popen(
-        waits, stdin=subprocess.PIPE, env={**os.environ, "CUDA_VISIBLE_DEVICES": f"5,{ours}"}
+        waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "CUDA_VISIBLE_DEVICES": f"5,{ours}"}
     ) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()  # While it replaces Python by the command, its command line is empty.
         assert psutil.Process(worker.pid).cmdline() == waits
         assert {"5", ours} <= set(gpus_of_workers())
         worker.communicate(b"end\n")
