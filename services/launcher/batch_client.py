@@ -31,6 +31,13 @@ class Counts(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
+class Tokens(msgspec.Struct, frozen=True):
+    """Of all lines that were answered."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
 class Fault(msgspec.Struct, frozen=True):
     """What is wrong with the input."""
 
@@ -58,6 +65,8 @@ class Batch(msgspec.Struct, frozen=True):
     error_file_id: str | None = None
     errors: Faults | None = None
     request_counts: Counts = Counts()
+    model: str | None = None
+    usage: Tokens | None = None
 
     @property
     def has_ended(self) -> bool:

@@ -26,6 +26,8 @@ FILES_BYTES_MAX = 1024 * 1024 * 1024
 """Of the bytes of all files, of all tenants."""
 RECORDS_BYTES_MAX = 64 * 1024 * 1024
 TENANT_CHARS = 24
+UPLOAD = "upload"
+"""The purpose of a record that is no file yet: its segment arrives, and its size is not known."""
 
 FILE_ID, BATCH_ID = re.compile(r"file-[0-9a-f]{32}"), re.compile(r"batch_[0-9a-f]{32}")
 
@@ -77,6 +79,23 @@ class LineFault(Message, frozen=True, kw_only=True):
     param: str | None = None
 
 
+class BatchUsage(Message, frozen=True, kw_only=True):
+    """Tokens of the lines that were answered, as their answers tell."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def __add__(self, other: BatchUsage) -> BatchUsage:
+        return BatchUsage(
+            input_tokens=self.input_tokens + other.input_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+
 class BatchProgress(Message, frozen=True, kw_only=True):
     """What of a batch is done for good. Lines count from 0."""
 
@@ -90,6 +109,7 @@ class BatchProgress(Message, frozen=True, kw_only=True):
     failed: int = 0
     output: list[Segment] = msgspec.field(default_factory=list)
     errors: list[Segment] = msgspec.field(default_factory=list)
+    usage: BatchUsage = BatchUsage()
 
 
 class StoredBatch(Message, frozen=True, kw_only=True):
@@ -113,6 +133,8 @@ class StoredBatch(Message, frozen=True, kw_only=True):
     """When it came to each other status."""
     total: int = 0
     """Lines, when they have been validated."""
+    model: str = ""
+    """Of all lines, when they have been validated; empty: they name several."""
     faults: list[LineFault] = msgspec.field(default_factory=list)
     output_file_id: str = ""
     error_file_id: str = ""
@@ -138,6 +160,11 @@ def record_key(tenant: str, record_id: str) -> str:
 def tenant_prefix(tenant: str) -> str:
     """With which the keys of a tenant's records begin."""
     return hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:TENANT_CHARS] + "-"
+
+
+def upload_key(token: str) -> str:
+    """The key of the record of a file that arrives in the segment with this token. It is no tenant's."""
+    return f"{UPLOAD}-{token}"
 
 
 def part_key(token: str, number: int) -> str:

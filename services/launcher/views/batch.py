@@ -57,7 +57,11 @@ def draw(batch: Batch, console: Console) -> None:
     table.add_row("batch", batch.id)
     table.add_row("status", _status(batch))
     table.add_row("lines", f"{done_of(batch)} done, {counts.failed} failed")
+    if batch.model:
+        table.add_row("model", Text(batch.model))
     table.add_row("endpoint", batch.endpoint)
+    if batch.usage is not None and counts.completed:
+        table.add_row("tokens", f"{batch.usage.input_tokens:,} of prompts, {batch.usage.output_tokens:,} generated")
     table.add_row("created", _at(batch.created_at))
     if not batch.has_ended:
         table.add_row("expires", _at(batch.expires_at))

@@ -41,6 +41,7 @@ from shared.contracts.batches import (
     IN_PROGRESS,
     VALIDATING,
     BatchProgress,
+    BatchUsage,
     LineFault,
     Segment,
     StoredBatch,
@@ -170,7 +171,7 @@ class BatchRun:
         if self._halted is None and validation.faults:
             self._fail(*validation.faults)
         elif self._halted is None:
-            self.batch = msgspec.structs.replace(self.batch, total=validation.total)
+            self.batch = msgspec.structs.replace(self.batch, total=validation.total, model=validation.model)
             self._become(IN_PROGRESS)
             await self._commit()
 
@@ -272,7 +273,8 @@ class BatchRun:
                 await self._retried(writer.store)
             self._done.update(one.result.number for one in finished)
             completed = sum(one.result.is_output for one in finished)
-            progress = self._progress(completed, len(finished) - completed)
+            usage = sum((one.result.usage for one in finished), self.batch.progress.usage)
+            progress = self._progress(completed, len(finished) - completed, usage)
             self.batch = msgspec.structs.replace(self.batch, progress=progress)
             if finished:
                 await self._commit()
@@ -286,7 +288,7 @@ class BatchRun:
                 LineFault(code="output_too_large", message="The results are larger than a tenant's files may be.")
             )
 
-    def _progress(self, completed: int, failed: int) -> BatchProgress:
+    def _progress(self, completed: int, failed: int, usage: BatchUsage) -> BatchProgress:
         progress = self.batch.progress
         line, offset = progress.line, progress.offset
         while line in self._done and line in self._ends:
@@ -301,6 +303,7 @@ class BatchRun:
             failed=progress.failed + failed,
             output=_joined(self._before.output, self._output.segment),
             errors=_joined(self._before.errors, self._errors.segment),
+            usage=usage,
         )
 
     def _give_back(self, finished: Sequence[Finished]) -> None:

@@ -15,7 +15,16 @@ from services.router.batches.lines import ENDPOINTS
 from services.router.batches.runner import Runner
 from services.router.batches.store import Records, StoreFailed
 from shared.bus.port import Bus, WrongRevision
-from shared.contracts.batches import BATCH_ID, CANCELLING, IN_PROGRESS, VALIDATING, LineFault, StoredBatch, record_key
+from shared.contracts.batches import (
+    BATCH_ID,
+    CANCELLING,
+    IN_PROGRESS,
+    VALIDATING,
+    BatchUsage,
+    LineFault,
+    StoredBatch,
+    record_key,
+)
 from shared.contracts.ids import RouterId
 from shared.runtime.clock import Clock
 
@@ -211,6 +220,7 @@ def batch_object(batch: StoredBatch) -> dict[str, Any]:
         "errors": faults,
         "input_file_id": batch.input_file_id,
         "completion_window": batch.completion_window,
+        "model": batch.model or None,
         "status": batch.status,
         "output_file_id": batch.output_file_id or None,
         "error_file_id": batch.error_file_id or None,
@@ -218,11 +228,22 @@ def batch_object(batch: StoredBatch) -> dict[str, Any]:
         "expires_at": batch.expires_at,
         **{f"{status}_at": batch.times.get(status) for status in TIMES},
         "request_counts": {"total": batch.total, "completed": done.completed, "failed": done.failed},
+        "usage": _usage(done.usage),
         "metadata": batch.metadata,
     }
 
 
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+def _usage(usage: BatchUsage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+    }
 
 
 def _fault(fault: LineFault) -> dict[str, Any]:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
-from services.router.batches.store import Records, SegmentWriter, StoreFailed, read, remove
-from shared.contracts.batches import FILE_ID, FILE_S_MAX, Segment, StoredFile, record_key
+import msgspec
+
+from services.router.batches.store import Records, SegmentWriter, StoreFailed, parts_of, read, remove
+from shared.contracts.batches import (
+    FILE_ID,
+    FILE_S_MAX,
+    PART_BYTES,
+    UPLOAD,
+    Segment,
+    StoredFile,
+    record_key,
+    upload_key,
+)
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
@@ -24,6 +36,8 @@ FILENAME_CHARS_MAX = 255
 RANDOM_BYTES = 10
 """Of an id."""
 SWEEP_S = 600.0
+UPLOAD_KEPT_S = 3600
+"""Longer than any upload takes: then its router was lost, and its parts can go."""
 
 
 class FileRefused(Exception):
@@ -55,7 +69,7 @@ class Files:
         files = await self.of_tenant(tenant)
         if len(files) >= FILES_MAX:
             raise FileRefused(403, f"A tenant may have {FILES_MAX} files. Delete some first.", "too_many_files")
-        return IncomingFile(self._records, self._bytes_left(files))
+        return IncomingFile(self._records, self._clock, self._bytes_left(files))
 
     async def keep(
         self, tenant: str, incoming: IncomingFile, *, filename: str, purpose: str, expires_s: int
@@ -75,6 +89,7 @@ class Files:
             segments=[incoming.segment],
         )
         await self._records.put_file(file)
+        await incoming.forget()
         return file
 
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
@@ -107,15 +122,23 @@ class Files:
         return read(self._records.bus, file.segments)
 
     async def sweep(self) -> None:
-        """Remove expired files, until cancelled."""
+        """Remove expired files, and what lost routers have left of uploads, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                for file in await self._records.files():
+                files = await self._records.files()
+                kept = {one.token for file in files if file.purpose != UPLOAD for one in file.segments}
+                for file in files:
                     if file.expires_at <= self._now():
-                        await self._remove(file)
+                        await self._remove(await self._whole(file, kept) if file.purpose == UPLOAD else file)
             except StoreFailed as error:
                 log.info("expired files cannot be removed, trying again: %s", error)
+
+    async def _whole(self, upload: StoredFile, kept: set[str]) -> StoredFile:
+        """The record of an upload, with all parts that no file has."""
+        tokens = [one.token for one in upload.segments if one.token not in kept]
+        parts = [Segment(token=one, size=await parts_of(self._records.bus, one) * PART_BYTES) for one in tokens]
+        return msgspec.structs.replace(upload, segments=parts)
 
     def _bytes_left(self, files: list[StoredFile]) -> int:
         return max(0, self._bytes_max - sum(one.size for one in files))
@@ -131,9 +154,11 @@ class Files:
 class IncomingFile:
     """The bytes of a file while they arrive."""
 
-    def __init__(self, records: Records, bytes_left: int) -> None:
+    def __init__(self, records: Records, clock: Clock, bytes_left: int) -> None:
         """``bytes_left``: that the tenant's files may still have."""
-        self._bus = records.bus
+        self._records = records
+        self._clock = clock
+        self._is_recorded = False
         self.bytes_left = bytes_left
         self._writer = SegmentWriter(records.bus)
 
@@ -151,15 +176,39 @@ class IncomingFile:
             message = f"The tenant's files may have {self.bytes_left} bytes more. Delete some first."
             raise FileRefused(413, message, "storage_full", "file")
         self._writer.add(data)
+        if self.segment.size >= PART_BYTES and not self._is_recorded:
+            await self._record()
         await self._writer.store(whole=False)
 
     async def close(self) -> None:
         """Store the rest."""
         await self._writer.store()
 
+    async def forget(self) -> None:
+        """The upload has ended: its parts belong to a file, or are gone."""
+        if self._is_recorded:
+            with contextlib.suppress(StoreFailed):  # Then the record expires.
+                await self._records.delete_file(upload_key(self.segment.token))
+
+    async def _record(self) -> None:
+        """By the record another router finds the parts if this one is lost. A file of less than a part has none."""
+        token, now = self.segment.token, self._clock.wall_ms() // 1000
+        upload = StoredFile(
+            key=upload_key(token),
+            id="",
+            filename="",
+            purpose=UPLOAD,
+            created_at=now,
+            expires_at=now + UPLOAD_KEPT_S,
+            segments=[Segment(token=token, size=0)],
+        )
+        await self._records.put_file(upload)
+        self._is_recorded = True
+
     async def discard(self) -> None:
         """Remove what is stored."""
-        await remove(self._bus, [self.segment])
+        await remove(self._records.bus, [self.segment])
+        await self.forget()
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:

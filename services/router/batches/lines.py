@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shared.contracts.batches import LineFault
+from shared.contracts.batches import BatchUsage, LineFault
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
 
 ENDPOINTS = (CHAT, COMPLETIONS, "/v1/embeddings", RESPONSES)
@@ -20,6 +20,9 @@ FAULTS_MAX = 30
 """Of a batch that is refused; the client corrects these first."""
 OK = 200
 DIGEST_BYTES = 16
+SEVERAL = 2
+COUNT_MAX = 1 << 40
+"""Tokens of one line; fifty thousand times as many still fit."""
 METHOD = "POST"
 
 
@@ -41,6 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What a line asks for."""
 
     custom_id: str
+    model: str
     body: msgspec.Raw
 
 
@@ -118,6 +122,7 @@ class Validation:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._seen: set[bytes] = set()
+        self._models: set[str] = set()
         self._is_too_long = False
         self.total = 0
         self.faults: list[LineFault] = []
@@ -126,6 +131,11 @@ class Validation:
     def is_over(self) -> bool:
         """Further lines change nothing."""
         return len(self.faults) >= FAULTS_MAX or self._is_too_long
+
+    @property
+    def model(self) -> str:
+        """Of all lines; empty if they name several."""
+        return next(iter(self._models)) if len(self._models) == 1 else ""
 
     def add(self, line: Line) -> None:
         """Look at one line."""
@@ -137,7 +147,10 @@ class Validation:
             return
         self.total += 1
         try:
-            self._add_id(read_request(line.text, self._endpoint).custom_id)
+            request = read_request(line.text, self._endpoint)
+            self._add_id(request.custom_id)
+            if len(self._models) < SEVERAL:
+                self._models.add(request.model)
         except BadLine as bad:
             self.faults.append(bad.fault(line.number))
 
@@ -167,11 +180,10 @@ def read_request(text: bytes, endpoint: str) -> Request:
         raise BadLine("invalid_method", f"method must be {METHOD}.", "method")
     if written.url != endpoint:
         raise BadLine("invalid_url", f"url must be the endpoint of the batch, {endpoint}.", "url")
-    _check_body(written.body)
-    return Request(custom_id=custom_id, body=written.body)
+    return Request(custom_id=custom_id, model=_model_of(written.body), body=written.body)
 
 
-def _check_body(raw: msgspec.Raw) -> None:
+def _model_of(raw: msgspec.Raw) -> str:
     try:
         body = _body.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -181,6 +193,7 @@ def _check_body(raw: msgspec.Raw) -> None:
     for name in ("stream", "background"):
         if getattr(body, name) not in (None, False):
             raise BadLine("unsupported_parameter", f"A line of a batch cannot use {name}.", f"body.{name}")
+    return body.model
 
 
 class Result(NamedTuple):
@@ -189,12 +202,14 @@ class Result(NamedTuple):
     number: int
     is_output: bool
     text: bytes
+    usage: BatchUsage = BatchUsage()
 
 
 def answered(number: int, batch_id: str, custom_id: str, request_id: str, status: int, body: bytes) -> Result:
     """What an engine, or the router, has answered to a line."""
     response = {"status_code": status, "request_id": request_id, "body": _json_or_text(body)}
-    return _result(number, batch_id, custom_id, response, None, is_output=status == OK)
+    result = _result(number, batch_id, custom_id, response, None, is_output=status == OK)
+    return result._replace(usage=usage_in(body)) if result.is_output else result
 
 
 def unanswered(number: int, batch_id: str, custom_id: str, code: str, message: str) -> Result:
@@ -210,6 +225,52 @@ def _result(number: int, batch_id: str, custom_id: str, response: Any, error: An
         "error": error,
     }
     return Result(number, is_output, msgspec.json.encode(made) + b"\n")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: Any = None
+    reasoning_tokens: Any = None
+
+
+class _Usage(msgspec.Struct):
+    """Chat completions, completions and embeddings count the prompt and the completion, responses input and output."""
+
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
+    input_tokens: Any = None
+    output_tokens: Any = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def usage_in(body: bytes) -> BatchUsage:
+    """What an answer counts; nothing where it counts nothing that can be read."""
+    try:
+        usage = _answer.decode(body).usage or _Usage()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return BatchUsage()
+    of_input = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+    of_output = usage.completion_tokens_details or usage.output_tokens_details or _Details()
+    return BatchUsage(
+        input_tokens=_count(usage.prompt_tokens) or _count(usage.input_tokens),
+        cached_tokens=_count(of_input.cached_tokens),
+        output_tokens=_count(usage.completion_tokens) or _count(usage.output_tokens),
+        reasoning_tokens=_count(of_output.reasoning_tokens),
+    )
+
+
+def _count(value: Any) -> int:
+    """Servers outside of Baton may tell anything."""
+    return value if type(value) is int and 0 < value <= COUNT_MAX else 0
 
 
 def _json_or_text(body: bytes) -> Any:

@@ -90,12 +90,30 @@ async def read(bus: Bus, segments: Sequence[Segment], offset: int = 0) -> AsyncG
 
 
 async def remove(bus: Bus, segments: Sequence[Segment]) -> None:
-    """Remove all parts. Raises StoreFailed."""
+    """Remove all parts, the last ones first: see ``parts_of``. Raises StoreFailed."""
     async with _errors():
         store = await bus.key_value_store(FILE_PARTS)
         for segment in segments:
-            for number in range(-(-segment.size // PART_BYTES)):
+            for number in reversed(range(-(-segment.size // PART_BYTES))):
                 await store.delete(part_key(segment.token, number))
+
+
+async def parts_of(bus: Bus, token: str) -> int:
+    """How many parts a segment of unknown size has: they were written in order. Raises StoreFailed."""
+    async with _errors():
+        store = await bus.key_value_store(FILE_PARTS)
+
+        async def is_there(number: int) -> bool:
+            return await store.get(part_key(token, number)) is not None
+
+        beyond = 1
+        while await is_there(beyond - 1):
+            beyond *= 2
+        least, most = beyond // 2, beyond - 1
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if await is_there(middle - 1) else (least, middle - 1)
+        return least
 
 
 class ClaimLost(Exception):

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from services.router.batches.batches import BATCHES_MAX
-from services.router.batches.files import SWEEP_S, Files
-from services.router.batches.lines import LINES_MAX
+from services.router.batches.files import SWEEP_S, UPLOAD_KEPT_S, Files
+from services.router.batches.lines import LINES_MAX, usage_in
 from services.router.batches.store import Records
 from services.router.service import Router
 from services.router.settings import Settings
@@ -22,7 +22,7 @@ from services.router.telemetry.tracing import Tracing
 from shared.bus.frame_sender import LegFrames
 from shared.bus.port import Envelope
 from shared.bus.receiver import read_entry
-from shared.contracts.batches import StoredBatch, record_key
+from shared.contracts.batches import PART_BYTES, BatchUsage, StoredBatch, record_key
 from shared.contracts.channels import FILES, REQUESTS_FINISHED
 from shared.contracts.inference import LegReport, RequestsFinished, StartLeg
 from shared.runtime.keys import digest_of
@@ -45,6 +45,7 @@ class Engine:
     def __init__(self) -> None:
         self.prompts: list[str] = []
         self.stays: Callable[[str], bool] = lambda _prompt: False
+        self.usage: dict[str, Any] | None = None
 
     def __call__(self, _worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         text = msgspec.json.decode(start.body)["prompt"]
@@ -52,7 +53,7 @@ class Engine:
         if self.stays(text):
             return
         frames.head(400 if text.startswith("bad") else 200, JSON)
-        frames.data(msgspec.json.encode({"choices": [{"text": text}]}))
+        frames.data(msgspec.json.encode({"choices": [{"text": text}], "usage": self.usage}))
         frames.end(LegReport(prompt_tokens=9, completion_tokens=3))
 
 
@@ -162,6 +163,56 @@ def test_a_batch_answers_each_line_once():
         assert sorted(purposes) == ["batch", "batch_output"]
 
     with_engine(scenario)
+
+
+def test_a_batch_counts_the_tokens_of_its_answers_and_names_their_model():
+    async def scenario(_world: World, engine: Engine, client: Client) -> None:
+        engine.usage = {
+            "prompt_tokens": 9,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 8},
+            "completion_tokens_details": None,
+        }
+        made = await client.batch(jsonl(line(0), line(1), line(2, "bad")))
+        batch = await client.until(made["id"], *ENDED)
+        assert made["model"] is None
+        assert made["usage"]["total_tokens"] == 0
+        assert batch["model"] == "m"
+        assert batch["usage"] == {
+            "input_tokens": 18,
+            "input_tokens_details": {"cached_tokens": 16},
+            "output_tokens": 6,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 24,
+        }
+        several = await client.batch(jsonl(line(0), line(1, body={"model": "other", "prompt": "p"})))
+        assert (await client.until(several["id"], *ENDED))["model"] is None
+
+    with_engine(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "usage"),
+    [
+        (
+            (
+                b'{"usage": {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 4}, "output_tokens": 5, '
+                b'"output_tokens_details": {"reasoning_tokens": 2}}}'
+            ),
+            BatchUsage(input_tokens=7, cached_tokens=4, output_tokens=5, reasoning_tokens=2),
+        ),
+        (b'{"usage": {"prompt_tokens": 7, "total_tokens": 7}}', BatchUsage(input_tokens=7)),
+        (b'{"usage": {"prompt_tokens": -7, "completion_tokens": "x"}}', BatchUsage()),
+        (b'{"usage": {"prompt_tokens": true, "completion_tokens": 1e99}}', BatchUsage()),
+        (b'{"usage": {"prompt_tokens": 99999999999999999999}}', BatchUsage()),
+        (b'{"usage": []}', BatchUsage()),
+        (b'{"usage": null}', BatchUsage()),
+        (b"[]", BatchUsage()),
+        (b"\xff", BatchUsage()),
+    ],
+)
+def test_only_numbers_that_can_be_counts_are_counted(body: bytes, usage: BatchUsage):
+    assert usage_in(body) == usage
 
 
 def test_lines_that_engines_refuse_are_errors_and_lines_that_come_too_early_wait():
@@ -496,6 +547,45 @@ def test_expired_files_are_unknown_and_then_removed():
         await asyncio.sleep(SWEEP_S)
         assert list(hub.buckets["files"].values) == [kept[1].key]
         assert len(hub.buckets["file_parts"].values) == 4
+        sweeping.cancel()
+
+    run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7, 8, 33])
+def test_what_a_lost_router_has_left_of_an_upload_is_removed(parts: int):
+    async def scenario() -> None:
+        hub = MemoryHub()
+        lost = await Files(Records(MemoryBus(hub)), LoopClock(), 2_000_000).incoming("acme")
+        await lost.add(b"x" * (parts * PART_BYTES + 1))
+        assert len(hub.buckets["file_parts"].values) == parts
+        files = Files(Records(MemoryBus(hub)), LoopClock(), 2_000_000)
+        assert await files.of_tenant("acme") == []
+        sweeping = asyncio.create_task(files.sweep())
+        await asyncio.sleep(UPLOAD_KEPT_S - SWEEP_S)
+        assert len(hub.buckets["file_parts"].values) == parts
+        await asyncio.sleep(3 * SWEEP_S)
+        assert not hub.buckets["file_parts"].values
+        assert not hub.buckets["files"].values
+        sweeping.cancel()
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_file_outlives_the_record_of_its_upload():
+    async def scenario() -> None:
+        hub = MemoryHub()
+        files = Files(Records(MemoryBus(hub)), LoopClock(), 1_000_000)
+        incoming = await files.incoming("acme")
+        await incoming.add(b"x" * 100_000)
+        (upload,) = await Records(MemoryBus(hub)).files()
+        kept = await files.keep("acme", incoming, filename="f", purpose="batch", expires_s=0)
+        assert list(hub.buckets["files"].values) == [kept.key]
+        await Records(MemoryBus(hub)).put_file(upload)  # As if its router had been lost in between.
+        sweeping = asyncio.create_task(files.sweep())
+        await asyncio.sleep(UPLOAD_KEPT_S + 2 * SWEEP_S)
+        assert list(hub.buckets["files"].values) == [kept.key]
+        assert b"".join([piece async for piece in files.content(kept)]) == b"x" * 100_000
         sweeping.cancel()
 
     run_in_virtual_time(scenario())
