@@ -14,7 +14,9 @@ from services.worker.engines.attached.server import MODELS, NOT_THERE, REFUSES_K
 
 log = logging.getLogger("baton.worker")
 
-HEALTH, METRICS = "/health", "/metrics"
+HEALTH = "/health"
+METRICS = ("/metrics", "/prometheus/metrics")
+"""The second one is TensorRT-LLM's, whose first one has statistics in JSON."""
 PROBE_PERIOD_S = 2.0
 LIST_PERIOD_S = 10.0
 """For a server without /health, whose list of models may count against a limit."""
@@ -45,6 +47,8 @@ class ServerHealth:
         self._model = model
         self._now = now
         self._path = HEALTH
+        self._metrics_path = ""
+        """Where the server has metrics that are known; empty: not found yet."""
         self._failures = 0
         self._bad_key: str | None = None
         self._bad_key_until = 0.0
@@ -86,8 +90,16 @@ class ServerHealth:
             await asyncio.sleep(GAUGES_PERIOD_S if gauges is not None or self.fault else METRICS_RETRY_S)
 
     async def _gauges(self) -> Gauges | None:
+        for path in (self._metrics_path,) if self._metrics_path else METRICS:
+            if (gauges := await self._gauges_at(path)) is not None:
+                self._metrics_path = path
+                return gauges
+        self._metrics_path = ""
+        return None
+
+    async def _gauges_at(self, path: str) -> Gauges | None:
         try:
-            status, body = await self._server.ask("GET", METRICS, bytes_max=GAUGES_BYTES_MAX, s_max=GAUGES_S_MAX)
+            status, body = await self._server.ask("GET", path, bytes_max=GAUGES_BYTES_MAX, s_max=GAUGES_S_MAX)
         except (ServerAway, BadAnswer) as error:
             log.debug("the server's metrics cannot be read: %s", error)
             return None

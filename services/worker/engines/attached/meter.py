@@ -1,5 +1,5 @@
 """What a worker can tell of a server's load and speed from the requests that it passes on itself, and from the server's
-Prometheus metrics: vLLM's, SGLang's, llama.cpp's and TGI's names.
+Prometheus metrics: the names of vLLM, SGLang, llama.cpp, TGI and TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -21,13 +21,21 @@ RUNNING = (
     "sglang:num_running_reqs",
     "llamacpp:requests_processing",
     "tgi_batch_current_size",
+    "trtllm_num_requests_running",
 )
-WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred", "tgi_queue_size")
+WAITING = (
+    "vllm:num_requests_waiting",
+    "sglang:num_queue_reqs",
+    "llamacpp:requests_deferred",
+    "tgi_queue_size",
+    "trtllm_num_requests_waiting",
+)
 KV_USED = (
     "vllm:kv_cache_usage_perc",
     "vllm:gpu_cache_usage_perc",
     "sglang:token_usage",
     "llamacpp:kv_cache_usage_ratio",
+    "trtllm_kv_cache_utilization",
 )
 """Shares, 0.0 to 1.0."""
 WANTED = frozenset((*RUNNING, *WAITING, *KV_USED))

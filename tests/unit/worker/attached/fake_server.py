@@ -41,7 +41,9 @@ def head(status: int = 200, content_type: str = "application/json", **headers: s
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def says(body: bytes | dict, status: int = 200, content_type: str = "application/json", **headers: str) -> Answer:
+def says(
+    body: bytes | dict | list, status: int = 200, content_type: str = "application/json", **headers: str
+) -> Answer:
     """A whole answer, which ends with the connection."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
@@ -137,10 +139,11 @@ class AttachedWorker(RunningWorker):
 
 @asynccontextmanager
 async def server_and_worker(
-    metrics: bytes | None = None, **settings: Any
+    metrics: bytes | None = None, answers: dict[str, Answer] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[FakeServer, AttachedWorker]]:
     """A ready worker, attached to a server that answers its probes. Ends both."""
     server = FakeServer()
+    server.answers |= answers or {}
     if metrics is not None:
         server.answers["/metrics"] = says(metrics, content_type="text/plain")
     await server.open()

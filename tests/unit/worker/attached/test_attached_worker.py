@@ -282,6 +282,21 @@ async def test_the_servers_metrics_count_as_load_where_they_can_be_read(metrics,
                 found = await reports.get()
 
 
+async def test_metrics_are_found_where_tensorrt_llm_has_them():
+    metrics = b'trtllm_num_requests_running{model_name="m"} 3\ntrtllm_num_requests_waiting{model_name="m"} 2\n'
+    more = {"/metrics": says([{"iter": 1}]), "/prometheus/metrics": says(metrics, content_type="text/plain")}
+    async with server_and_worker(answers=more) as (server, worker):
+        reports: asyncio.Queue = asyncio.Queue()
+        await worker.bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
+        async with asyncio.timeout(WAIT_S_MAX):
+            while [one.path for one in server.asked].count("/prometheus/metrics") < 2:
+                found = await reports.get()
+            while (found.running, found.waiting) != (3, 2):
+                found = await reports.get()
+
+    assert [one.path for one in server.asked].count("/metrics") == 1
+
+
 async def test_legs_beyond_the_limit_are_refused_before_the_server_hears_of_them():
     async with server_and_worker(legs_max=1) as (server, worker):
         held = asyncio.Event()

@@ -121,6 +121,13 @@ def test_impossible_counts_are_ignored(usage, found):
             Gauges(3, 2, 0.25),
         ),
         ("llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n", Gauges(1, 0, 0.0)),
+        (
+            (
+                'trtllm_num_requests_running{model_name="m",engine_type="trtllm"} 5.0\n'
+                'trtllm_num_requests_waiting{model_name="m"} 1.0\ntrtllm_kv_cache_utilization{model_name="m"} 0.6\n'
+            ),
+            Gauges(5, 1, 0.6),
+        ),
         ("llamacpp:requests_processing NaN\nllamacpp:requests_deferred -5\n", None),
         ("vllm:num_requests_running 1e300\n", Gauges(1_000_000, 0, 0.0)),
         ("process_cpu_seconds_total 3\n", None),
