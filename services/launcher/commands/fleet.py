@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from services.launcher.system.options import UpOptions
 
 fleet = typer.Typer(no_args_is_help=True, help="Read a fleet file: hosts, and the workers of each.")
+DEFAULT_MODEL = "baton-tiny"
 SERVICES = "NATS, routers, orchestrator, collector"
 
 
@@ -82,10 +83,11 @@ def show_workers(console: Console, found: Fleet, host: HostTable) -> None:
     if devices:
         console.print(f"  {devices}")
     names = worker_names(part.models, part.name)
-    rows = [(each, len(each.roles)) for each in part.models] + [(each, each.store) for each in part.models]
-    for model, count in rows:
-        for _ in range(count):
-            console.print(f"  {next(names)}  {escape(model.model or 'baton-tiny')}")
+    rows = [(each, "") for each in part.models for _ in each.roles]
+    rows += [(each, "") for each in part.models for _ in range(each.store)]
+    rows += [(each, f" at {server}") for each in part.models for server in each.attach]
+    for model, where in rows:
+        console.print(f"  {next(names)}  {escape(f'{model.model or DEFAULT_MODEL}{where}')}")
     if not part.models:
         console.print("  no workers")
 

@@ -104,7 +104,12 @@ class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[[host.workers]]``"""
 
-    role: Role
+    role: Role | None = None
+    """None: a worker without an engine, for the server of ``attach``."""
+    attach: str = ""
+    """A server outside of Baton: ``URL`` or ``URL=MODEL``, the model's name there."""
+    attach_key_file: str = ""
+    """On this host, with the API key for that server."""
     model: str = ""
     """Empty: the only model of the fleet."""
     count: Some = 1
@@ -190,7 +195,8 @@ def part_of(fleet: Fleet, name: str) -> HostPart:
 def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
     where = _title("host", 0, {"name": host.name})
     table = next((each for each in fleet.model if each.name == model), ModelTable(name=model))
-    rows = {row.role: row for row in host.workers if _model_of(fleet, row, where) == model}
+    of_model = [row for row in host.workers if _model_of(fleet, row, where) == model]
+    rows = {row.role: row for row in of_model if row.role is not None}
     count = {role: rows[role].count if role in rows else 0 for role in Role}
     gpus = {role: rows[role].gpus_per_worker if role in rows else 1 for role in WHOLE_ENGINES}
     return ModelOptions(
@@ -200,6 +206,8 @@ def _model_options(fleet: Fleet, host: HostTable, model: str) -> ModelOptions:
         decode=count[Role.DECODE],
         both=count[Role.BOTH],
         store=count[Role.STORE],
+        attach=tuple(row.attach for row in of_model if row.attach for _ in range(row.count)),
+        attach_key_file=next((row.attach_key_file for row in of_model if row.attach_key_file), ""),
         connector=table.connector,
         kv_cache_bytes=parse_bytes(table.kv_cache) if table.kv_cache else 0,
         engine_args=table.engine_args,
@@ -246,18 +254,46 @@ def _check_models(fleet: Fleet) -> None:
     for host in fleet.host:
         where = _title("host", 0, {"name": host.name})
         here = [(_model_of(fleet, row, where), row.role) for row in host.workers]
+        for row in host.workers:
+            _check_row(row, _model_of(fleet, row, where), f"{where} workers: ")
+        _check_key_files(fleet, host, where)
         for model, role in here:
             if known and model not in known:
                 raise WrongFleetFile(f"{where} workers: {_unknown(model, known, 'a model of this file')}")
-            if here.count((model, role)) > 1:
+            if role is not None and here.count((model, role)) > 1:
                 raise WrongFleetFile(f"{where} workers: role {role.value!r} occurs twice for one model; use count")
-            roles.setdefault(model, set()).add(role)
+            roles.setdefault(model, set()).add(role or Role.BOTH)
     if not roles:
         raise WrongFleetFile("[[host]] workers: no host has workers")
     for model, found in roles.items():
         if Role.BOTH not in found and not {Role.PREFILL, Role.DECODE} <= found:
             missing = Role.DECODE if Role.PREFILL in found else Role.PREFILL
             raise WrongFleetFile(f"workers of {model or 'the model'}: none of the fleet would {missing.value}")
+
+
+def _check_row(row: WorkersTable, model: str, where: str) -> None:
+    if (row.role is None) == (not row.attach):
+        raise WrongFleetFile(f"{where}write either role, or attach with the URL of a server outside of Baton")
+    if not row.attach:
+        if row.attach_key_file:
+            raise WrongFleetFile(f"{where}attach_key_file has the key for a server; attach is missing")
+        return
+    if not row.attach.startswith(("http://", "https://")):
+        raise WrongFleetFile(f"{where}attach: write it as http://HOST:PORT or http://HOST:PORT=MODEL")
+    if not model:
+        raise WrongFleetFile(f"{where}model is missing: clients ask for the server's model by this name")
+    if row.attach_key_file and not row.attach_key_file.startswith("/"):
+        raise WrongFleetFile(f"{where}attach_key_file: write an absolute path, on that host")
+
+
+def _check_key_files(fleet: Fleet, host: HostTable, where: str) -> None:
+    """The workers of one model and host share the setting."""
+    of_model: dict[str, set[str]] = {}
+    for row in host.workers:
+        if row.attach:
+            of_model.setdefault(_model_of(fleet, row, where), set()).add(row.attach_key_file)
+    if more := next((model for model, files in of_model.items() if len(files) > 1), None):
+        raise WrongFleetFile(f"{where} workers: all servers of {more!r} on one host have one attach_key_file, or none")
 
 
 def _check_unique(tables: Sequence[HostTable] | Sequence[ModelTable], key: str) -> None:

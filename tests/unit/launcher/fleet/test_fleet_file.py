@@ -12,7 +12,7 @@ from rich.console import Console
 from services.launcher.commands.fleet import show_fleet
 from services.launcher.fleet.fleet_file import Fleet, HostPart, WrongFleetFile, part_of, read_fleet_file
 from services.launcher.fleet.head import head_options
-from services.launcher.system.plan import plan_system
+from services.launcher.system.plan import plan_system, worker_names
 from services.launcher.system.process_plan import Machine, SystemPlan
 from shared.contracts.workers import Role
 from tests.support.processes import ROOT
@@ -88,6 +88,56 @@ def test_another_host_has_its_models_devices_and_variables(fleet: Fleet):
     assert part.gpus == ("2", "3")
     assert part.env == {"ROUTER_WAKE_S_MAX": "30", "WORKER_LEGS_MAX": "9"}
     assert part.of_workers.env == {"WORKER_LEGS_MAX": "9"}
+
+
+def with_servers(fleet_text: str = FILE) -> str:
+    servers = (
+        '{ model = "B", attach = "http://h:1=theirs", attach_key_file = "/key", count = 2 }, '
+        '{ model = "B", attach = "https://cloud/v1", attach_key_file = "/key" }, '
+    )
+    return fleet_text.replace('{ model = "B", role = "both" },', servers)
+
+
+def test_a_host_has_workers_for_servers_outside_of_baton():
+    fleet = read_fleet_file(with_servers())
+
+    part = part_of(fleet, "two")
+    [_a, b] = part.models
+    assert b.attach == ("http://h:1=theirs", "http://h:1=theirs", "https://cloud/v1")
+    assert (b.attach_key_file, b.roles) == ("/key", [])
+    assert [*worker_names(part.models, "two")][-3:] == ["two-attached-1", "two-attached-2", "two-attached-3"]
+    screen = io.StringIO()
+    show_fleet(Console(file=screen, width=80, highlight=False, soft_wrap=True), fleet)
+    assert screen.getvalue().splitlines()[-2:] == [
+        "  two-attached-2  B at http://h:1=theirs",
+        "  two-attached-3  B at https://cloud/v1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"https://cloud/v1"', '"cloud"', "[[host]] 'two' workers: attach: write it as http://HOST:PORT"),
+        ('"https://cloud/v1"', '"https://c", role = "both"', "[[host]] 'two' workers: write either role, or attach"),
+        ('attach = "https://cloud/v1", ', "", "[[host]] 'two' workers: write either role, or attach"),
+        ('attach_key_file = "/key" }', 'attach_key_file = "key" }', "attach_key_file: write an absolute path"),
+        ('attach_key_file = "/key" }', 'attach_key_file = "/k" }', "[[host]] 'two' workers: all servers of 'B' on one"),
+        ('"store" }', '"store", attach_key_file = "/k" }', "attach_key_file has the key for a server"),
+        ('[[model]]\nname = "B"\n', "", "[[host]] 'two' workers: 'B' is not a model of this file; known: A"),
+    ],
+)
+def test_an_error_about_a_server_says_what_to_write(before: str, after: str, message: str):
+    text = with_servers()
+    assert before in text
+    with pytest.raises(WrongFleetFile) as wrong:
+        read_fleet_file(text.replace(before, after, 1))
+
+    assert message in str(wrong.value)
+
+
+def test_a_server_needs_a_name_by_which_clients_ask():
+    with pytest.raises(WrongFleetFile, match="model is missing: clients ask for the server's model by this name"):
+        read_fleet_file('[[host]]\nname = "one"\nworkers = [{ attach = "http://h:1" }]')
 
 
 def test_a_file_with_one_host_needs_no_address():
