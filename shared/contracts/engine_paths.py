@@ -11,11 +11,15 @@ TOKENIZER_INFO = "/tokenizer_info"
 """Asked with GET, without a body."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CHAT_BATCH = "/v1/chat/completions/batch"
+"""Several conversations in one body, with a choice for each."""
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 PLACED = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 """Placed by prefix."""
 PASSED_THROUGH = (
     COUNT_TOKENS,
+    CHAT_BATCH,
+    "/generative_scoring",
     "/v1/embeddings",
     "/v2/embed",
     "/v1/score",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shared.contracts.engine_paths import FORMS, INVOCATIONS, PLACED, TOKENIZER_INFO
+from shared.contracts.engine_paths import CHAT_BATCH, FORMS, INVOCATIONS, PLACED, TOKENIZER_INFO
 from shared.contracts.inference import LegKind
 from tests.engines.test_handover import completion, prompt_of
 
@@ -111,6 +111,31 @@ async def test_several_choices_come_from_one_engine(pair, router):
     assert answer.report.completion_tokens == 72
 
 
+async def test_conversations_in_one_body_are_answered_as_each_alone(pair, router):
+    _prefill, decode = pair
+    chats = [chat(f"conversation {number}") for number in range(3)]
+    together = {**chats[0], "messages": [each["messages"] for each in chats]}
+
+    alone = [(await router.leg(decode, LegKind.AGGREGATED, each, **CHAT)).json() for each in chats]
+    answer = await router.leg(decode, LegKind.AGGREGATED, together, path=CHAT_BATCH)
+
+    assert answer.status == 200, answer.body
+    texts = [each["message"]["content"] for each in sorted(answer.json()["choices"], key=lambda each: each["index"])]
+    assert texts == [each["choices"][0]["message"]["content"] for each in alone]
+    assert answer.report.completion_tokens == sum(each["usage"]["completion_tokens"] for each in alone)
+    assert answer.report.prompt_tokens == sum(each["usage"]["prompt_tokens"] for each in alone)
+
+
+async def test_items_are_scored_by_what_the_model_would_generate(pair, router):
+    _prefill, decode = pair
+    body = {"model": "baton-tiny", "query": "Is it fast?", "items": ["a hare", "a snail"], "label_token_ids": [5, 6]}
+
+    answer = await router.leg(decode, LegKind.AGGREGATED, body, path="/generative_scoring")
+
+    assert answer.status == 200, answer.body
+    assert len(answer.json()["data"]) == 2
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -147,7 +172,7 @@ async def test_what_the_models_engine_does_not_serve_is_refused_by_name(pair, ro
 async def test_the_registry_has_the_paths_of_vllms_server(pair):
     served = set(pair[0].record.paths)
 
-    assert {*PLACED, INVOCATIONS, "/tokenize", "/detokenize"} <= served
+    assert {*PLACED, CHAT_BATCH, INVOCATIONS, "/generative_scoring", "/tokenize", "/detokenize"} <= served
     assert not served & {"/v1/embeddings", "/v2/embed", *FORMS, TOKENIZER_INFO}
 
 

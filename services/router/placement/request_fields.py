@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from services.router.placement.media import foreign_media
-from services.router.placement.sequences import GENERATING, batch_size, completions, is_one_input, lax_count
+from services.router.placement.sequences import GENERATING, batch_size, completions, elements, is_one_input, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES, SERVER_TOOLS
+from shared.contracts.engine_paths import CHAT, CHAT_BATCH, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES, SERVER_TOOLS
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
@@ -336,6 +336,8 @@ def _sequences(path: str, parsed: Body, body: bytes) -> int:
         return lax_count(parsed.n)
     if path == COMPLETIONS:
         return completions(parsed.prompt, parsed.prompt_embeds, parsed.n, parsed.best_of)
+    if path == CHAT_BATCH:
+        return lax_count(parsed.n) * elements(parsed.messages)
     if path == INVOCATIONS:
         return max(completions(parsed.prompt, parsed.prompt_embeds, parsed.n, parsed.best_of), batch_size(body))
     return 1 if path in GENERATING else batch_size(body)

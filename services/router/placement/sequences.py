@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.engine_paths import FORMS, INVOCATIONS, PLACED
+from shared.contracts.engine_paths import CHAT_BATCH, FORMS, INVOCATIONS, PLACED
 
 NO_RAW = msgspec.Raw(b"")
 QUOTE = ord('"')
 LIST = re.compile(rb"[ \t\r\n]*\[")
 ONE_INPUT = re.compile(rb'[ \t\r\n]*("|\[[ \t\r\n]*[-0-9])')
 """A text, or a list of tokens."""
-GENERATING = (*PLACED, INVOCATIONS, *sorted(FORMS))
+GENERATING = (*PLACED, CHAT_BATCH, INVOCATIONS, *sorted(FORMS))
 """Endpoints that generate tokens. Of all others only the inputs cost something."""
 
 

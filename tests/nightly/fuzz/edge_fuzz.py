@@ -113,7 +113,8 @@ OF_ROUTER = Asked(
     ),
     posts=(
         *(b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/models", b"/metrics", b"/ready"),
-        *(b"/invocations", b"/v2/embed", b"/v1/audio/transcriptions", b"/v1/load_lora_adapter"),
+        *(b"/invocations", b"/v2/embed", b"/v2/rerank", b"/v1/audio/transcriptions", b"/v1/load_lora_adapter"),
+        *(b"/v1/chat/completions/batch", b"/generative_scoring"),
         *(b"/v1/messages", b"/v1/messages/count_tokens", b"/v1/responses", b"/v1/responses/resp_1/cancel"),
         *(b"/v1/files", b"/v1/batches", b"/v1/batches/batch_1/cancel"),
     ),

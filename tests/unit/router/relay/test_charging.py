@@ -10,6 +10,7 @@ import pytest
 from services.router.placement.request_fields import read_request
 from services.router.placement.sequences import batch_size
 from shared.bus.frame_sender import LegFrames
+from shared.contracts.engine_paths import CHAT_BATCH
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegReport, StartLeg
@@ -111,6 +112,8 @@ def test_a_request_that_reached_no_worker_costs_nothing():
         (COMPLETIONS, {"prompt": ["p"] * 4, "n": 2}),
         (COMPLETIONS, {"prompt": [[1, 2], [3]] * 4}),
         (CHAT, {"messages": [{"role": "user", "content": "p"}], "n": 8}),
+        (CHAT_BATCH, {"messages": [[{"role": "user", "content": "p"}]] * 4, "n": 2}),
+        ("/generative_scoring", {"query": "q", "items": ["d"] * 8}),
         ("/v1/embeddings", {"input": ["p"] * 8}),
         ("/v1/score", {"text_1": "q", "text_2": ["d"] * 8}),
         ("/v1/rerank", {"query": "q", "documents": ["d"] * 8}),
