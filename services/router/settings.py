@@ -164,6 +164,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A response of ``/v1/responses`` that is kept for its client, with its whole history, as JSON: for
     ``previous_response_id``, ``GET`` and ``background``. Larger ones are not kept. 0: none are.
     """
+    responses_tenant_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024 * 1024
+    """Of all responses that this router keeps for a tenant, compressed; beyond, the tenant's oldest go. 0, or where no
+    keys are needed: as much as there is room (``ORCHESTRATOR_RESPONSES_BYTES_MAX``).
+    """
 
     files_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Files of one tenant together (``/v1/files``), its batches' results included; ``/v1/batches`` needs them. 0: there

@@ -96,7 +96,7 @@ class Background:
         """Make the response, once it is stored that this router does. Raises NotKept."""
         self._runs[key] = run
         try:
-            await self._store.put(key, run.entry)
+            await self._store.put(run.tenant, key, run.entry)
         except BaseException:
             del self._runs[key]
             raise
@@ -149,7 +149,7 @@ class Background:
         """Store how it ended. If that fails for good, a later request for it finds it lost."""
         for left in reversed(range(WRITES_MAX)):
             try:
-                await self._store.put(key, entry)
+                await self._store.put(run.tenant, key, entry)
             except NotKept as error:
                 if not left:
                     log.warning("a response that was made in the background cannot be stored: %s", error)

@@ -1,8 +1,11 @@
-"""The bucket of kept responses: an entry is compressed, and stored in parts that are small enough for NATS."""
+"""The bucket of kept responses: an entry is compressed, and stored in parts that are small enough for NATS. Each tenant
+has a share of the room, of which its oldest responses go first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +19,8 @@ from shared.bus.port import Bus, BusError, KeyValueStore
 from shared.contracts.channels import RESPONSES
 from shared.contracts.routers import PART_BYTES, PARTS_MAX, ResponsePart, part_key
 
+log = logging.getLogger("baton.router")
+
 STORE_S_MAX = 3.0
 """For one entry to be read or written. The last event of a response waits for it."""
 PARTS_AT_ONCE = 8
@@ -23,6 +28,8 @@ LEVEL = 1
 ON_LOOP_BYTES_MAX = 128 * 1024
 """What is larger is read, compressed and unpacked in a thread."""
 VERSION_BYTES = 8
+TENANT_RESPONSES_MAX = 50_000
+"""Of one tenant, that a router stores. It remembers 150 bytes of each."""
 
 R = TypeVar("R")
 
@@ -37,16 +44,47 @@ class NotKept(Exception):
         self.passes = passes
 
 
+class TenantShares:
+    """What this router has stored for each tenant, the oldest first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """``bytes_max``: of a tenant, compressed; 0: unbounded, as the only tenant of a system without keys is."""
+        self._bytes_max = bytes_max
+        self._sizes: dict[str, dict[str, int]] = {}
+        self._totals: dict[str, int] = {}
+
+    def stored(self, tenant: str, key: str, size: int) -> list[str]:
+        """An entry of this size is stored: the keys of those that must go."""
+        if not self._bytes_max or not tenant:
+            return []
+        self.removed(tenant, key)
+        sizes = self._sizes.setdefault(tenant, {})
+        sizes[key] = size
+        self._totals[tenant] = self._totals.get(tenant, 0) + size
+        oldest: list[str] = []
+        while len(sizes) > 1 and (self._totals[tenant] > self._bytes_max or len(sizes) > TENANT_RESPONSES_MAX):
+            oldest.append(next(iter(sizes)))
+            self.removed(tenant, oldest[-1])
+        return oldest
+
+    def removed(self, tenant: str, key: str) -> None:
+        """The entry is gone."""
+        size = self._sizes.get(tenant, {}).pop(key, None)
+        if size is not None:
+            self._totals[tenant] -= size
+
+
 class ResponseStore:
     """Reads and writes entries. All methods raise NotKept."""
 
-    def __init__(self, bus: Bus, bytes_max: int) -> None:
-        """``bytes_max``: of an entry, as JSON."""
+    def __init__(self, bus: Bus, bytes_max: int, tenant_bytes_max: int = 0) -> None:
+        """``bytes_max``: of an entry, as JSON; ``tenant_bytes_max``: see ``TenantShares``."""
         self._bus = bus
         self._bytes_max = bytes_max
+        self._shares = TenantShares(tenant_bytes_max)
         self._parts = asyncio.Semaphore(PARTS_AT_ONCE)
 
-    async def put(self, key: str, entry: StoredResponse) -> None:
+    async def put(self, tenant: str, key: str, entry: StoredResponse) -> None:
         """Write the entry, over an earlier version. Its first part comes last: where it is, all others are."""
         data = msgspec.json.encode(entry)
         if len(data) > self._bytes_max:
@@ -64,6 +102,11 @@ class ResponseStore:
             store = await self._bus.key_value_store(RESPONSES)
             await asyncio.gather(*(self._put(store, part) for part in others))
             await store.put(first)
+        for old in self._shares.stored(tenant, key, len(packed)):
+            try:
+                await self._remove(old)
+            except NotKept as error:
+                log.info("a tenant's oldest response cannot be removed, it will expire: %s", error)
 
     async def get(self, key: str) -> StoredResponse | None:
         """None: nothing is stored under the key, or not all of it any more."""
@@ -82,8 +125,12 @@ class ResponseStore:
         except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise NotKept(f"what is stored cannot be read: {error}") from error
 
-    async def delete(self, key: str) -> bool:
+    async def delete(self, tenant: str, key: str) -> bool:
         """Remove the entry. Returns whether there was one."""
+        self._shares.removed(tenant, key)
+        return await self._remove(key)
+
+    async def _remove(self, key: str) -> bool:
         async with _in_time():
             store = await self._bus.key_value_store(RESPONSES)
             first = await self._get(store, key)

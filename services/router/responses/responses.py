@@ -72,7 +72,7 @@ class Responses:
         self._clock = clock
         self._relay = relay
         self._request_log = request_log
-        self._store = ResponseStore(bus, settings.response_bytes_max)
+        self._store = ResponseStore(bus, settings.response_bytes_max, settings.responses_tenant_bytes_max)
         self._background = Background(router_id, bus, self._store, relay.serve)
         self.counts: dict[str, int] = {KEPT: 0, NOT_KEPT: 0}
         """For metrics."""
@@ -117,7 +117,7 @@ class Responses:
         if entry is None or not entry.router_id:
             return entry
         lost = StoredResponse(response=msgspec.Raw(ended(entry.response, FAILED, LOST)), items=entry.items)
-        await self._store.put(key, lost)
+        await self._store.put(client.key.tenant, key, lost)
         return lost
 
     async def cancel(self, client: ApiClient, response_id: str) -> StoredResponse | None:
@@ -141,7 +141,7 @@ class Responses:
         key = entry_key(client.key.tenant, response_id)
         if entry is not None and entry.router_id and await self._background.runs(entry.router_id, key, cancel=True):
             raise NotKept("the response does not end")
-        return await self._store.delete(key)
+        return await self._store.delete(client.key.tenant, key)
 
     async def _serve(self, http_request: HttpRequest, wanted: Wanted) -> None:
         size = http_request.upload.size
@@ -207,9 +207,9 @@ class Responses:
             kept = read_kept(said)
             if kept is None:
                 raise NotKept("the engine's response has no id")
-            await self._store.put(
-                entry_key(client.key.tenant, kept.id), StoredResponse(response=msgspec.Raw(said), items=items)
-            )
+            tenant = client.key.tenant
+            entry = StoredResponse(response=msgspec.Raw(said), items=items)
+            await self._store.put(tenant, entry_key(tenant, kept.id), entry)
         except NotKept as error:
             self._note(str(error))
             return told(said, store=False) or said

@@ -47,7 +47,7 @@ async def test_entries_are_kept_through_a_restart_and_the_oldest_make_room(tmp_p
         store = ResponseStore(bus, BYTES_MAX)
         entries = {entry_key("", str(number)): entry(number) for number in range(15)}
         for key, one in entries.items():
-            await store.put(key, one)
+            await store.put("", key, one)
         kept = [key for key in entries if await store.get(key) is not None]
 
         server.kill()
@@ -59,7 +59,7 @@ async def test_entries_are_kept_through_a_restart_and_the_oldest_make_room(tmp_p
         assert 5 <= len(kept) <= 10
         assert again is not None
         assert msgspec.json.encode(again) == msgspec.json.encode(entries[newest])
-        assert await store.delete(newest)
+        assert await store.delete("", newest)
         assert await store.get(newest) is None
         await bus.close()
 
@@ -69,7 +69,7 @@ async def test_an_entry_expires(tmp_path):
         bus = await connect_nats(server.url, name="router")
         await make_buckets(bus, 5.0, KeptFor(responses_s=1.0))
         store, key = ResponseStore(bus, BYTES_MAX), entry_key("", "1")
-        await store.put(key, entry(1))
+        await store.put("", key, entry(1))
         assert await store.get(key) is not None
         async with asyncio.timeout(WAIT_S_MAX):
             while await store.get(key) is not None:
