@@ -11,6 +11,7 @@ from observability.grafana.panels import (
     Panel,
     average,
     failing,
+    from_any,
     gauge,
     graph,
     increase,
@@ -179,6 +180,7 @@ REQUESTS = (
 
 TENANT = "{{tenant}}"
 BY_TENANT = "tenant"
+KEY = "{{tenant}}/{{key}}"
 ENDED = rate(names.ROUTER_TENANT_REQUESTS, BY_TENANT)
 REFUSED = 'outcome=~"overloaded|over_share"'
 TOKENS = rate(names.ROUTER_TENANT_TOKENS, BY_TENANT)
@@ -235,6 +237,33 @@ TENANTS = (
         "short",
         {"{{instance}}": gauge(names.ROUTER_QUEUE, "instance")},
         "Queued requests of all tenants, by router.",
+    ),
+    graph(
+        "Tokens this month by key and kind",
+        "short",
+        {f"{KEY} {{{{kind}}}}": from_any(names.USAGE_TOKENS, "tenant, key, kind")},
+        "From the usage ledger, since the first of the month in UTC: the 50 keys and models with the most tokens. "
+        "Cached tokens are prompt tokens, too. `baton usage` has all keys and other months.",
+    ),
+    graph(
+        "Engine time this month by model",
+        "s",
+        {"{{model}}": from_any(names.USAGE_ENGINE_SECONDS, "model")},
+        "From the usage ledger: what the engines' learned step times give for the tokens, an estimate.",
+    ),
+    graph(
+        "Requests this month by key",
+        "short",
+        {KEY: from_any(names.USAGE_REQUESTS, "tenant, key")},
+        "From the usage ledger, failed ones included.",
+    ),
+    Panel(
+        title="Budget used",
+        unit="percentunit",
+        queries={KEY: from_any(names.USAGE_BUDGET, "tenant, key")},
+        meaning="Share of `monthly_tokens` of each API key that has a budget. From 100% on its requests get 429.",
+        warn=0.8,
+        bad=1.0,
     ),
 )
 

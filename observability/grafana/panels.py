@@ -94,6 +94,11 @@ def gauge(metric: Metric, by: str = "", where: str = "") -> str:
     return f"{_sum(by)} ({series(metric, where)})"
 
 
+def from_any(metric: Metric, by: str, where: str = "") -> str:
+    """Current value, summed by labels, of a metric that every collector has from one source: each counts once."""
+    return f"{_sum(by)} (max by ({', '.join(metric.labels)}) ({series(metric, where)}))"
+
+
 def average(metric: Metric, by: str) -> str:
     """Current value, averaged by labels."""
     return f"avg by ({by}) ({series(metric)})"

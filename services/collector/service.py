@@ -17,7 +17,7 @@ from services.collector.console.views import Page
 from services.collector.disaggregation_report import ReportBuilder
 from services.collector.http.access import Access, guarded, is_loopback
 from services.collector.http.app import LIMITS, CollectorEdge, ConsoleContext, add_console, make_app
-from services.collector.metrics.exposition import BOUNDS, families, vllm_families
+from services.collector.metrics.exposition import BOUNDS, families, usage_families, vllm_families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.settings import Settings
 from services.collector.usage_ledger import LedgerStore
@@ -102,7 +102,8 @@ class Collector:
         """All metrics of Baton's own at this moment."""
         now = self._clock.now()
         self._metrics.expire(now)
-        return families(self._metrics, self._bus.counts, now)
+        used = usage_families(self._console.usage.largest(self._month()))
+        return [*families(self._metrics, self._bus.counts, now), *used]
 
     def prometheus(self) -> bytes:
         """The page for Prometheus. Metrics under vLLM's names are here alone: OTLP's names have no colon."""
@@ -111,7 +112,7 @@ class Collector:
 
     def page(self) -> Page:
         """The console's page at this moment."""
-        self._console.month = datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC).strftime("%Y-%m")
+        self._console.month = self._month()
         return self._console.page(self._moment(), connected=self._bus.connected)
 
     async def follow_mode(self) -> None:
@@ -127,6 +128,9 @@ class Collector:
             except BusError as error:
                 log.debug("the default mode could not be read: %s", error)
             await asyncio.sleep(MODE_RETRY_S)
+
+    def _month(self) -> str:
+        return datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC).strftime("%Y-%m")
 
     def _moment(self) -> Moment:
         return Moment(self._clock.now(), self._clock.wall_ms() / 1000)

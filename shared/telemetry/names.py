@@ -354,6 +354,26 @@ FLEET_READBACK = counter(
     "baton_fleet_readback_tokens_total", "tokens", "Prompt tokens that prefill workers fetched from other workers."
 )
 
+# Usage of this month, in UTC (exposed by the metrics collector, from the usage ledger): the 50 keys and models with the
+# most tokens. `baton usage` has all of it.
+OF_USAGE = ("tenant", "key", "model")
+USAGE_TOKENS = gauge(
+    "baton_usage_month_tokens",
+    "tokens",
+    "Tokens of this month in the usage ledger: prompt, those of it that were cached, and completion.",
+    *OF_USAGE,
+    "kind",
+)
+USAGE_REQUESTS = gauge(
+    "baton_usage_month_requests", "requests", "Requests of this month in the usage ledger.", *OF_USAGE
+)
+USAGE_ENGINE_SECONDS = gauge(
+    "baton_usage_month_engine_seconds", "seconds", "Estimated engine time of this month in the usage ledger.", *OF_USAGE
+)
+USAGE_BUDGET = gauge(
+    "baton_usage_budget_used_ratio", "ratio", "Share of its monthly budget that an API key has used.", "tenant", "key"
+)
+
 # vLLM's own names, for tools that read vLLM's metrics (exposed by the metrics collector).
 OF_VLLM = ("model_name", "engine", "worker_id", "role")
 VLLM_RUNNING = gauge("vllm:num_requests_running", "requests", "Requests in the engine's batch.", *OF_VLLM)

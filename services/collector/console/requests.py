@@ -130,6 +130,7 @@ def row_of(request: RequestFinished, at: float, *, slow: bool) -> RequestRow:
         decode_worker=request.decode_worker,
         attempts=request.attempts,
         resumes=request.resumes,
+        is_batch=request.is_batch,
         slow=slow,
         parts=parts_of(request.ttft_parts),
     )

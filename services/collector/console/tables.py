@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from heapq import nlargest
+from typing import NamedTuple
 
 from services.collector.console.views import BatchRow, BatchTable, KeyUsage, UsageTable
-from shared.contracts.batches import StoredBatch
+from shared.contracts.batches import LineFault, StoredBatch
 from shared.contracts.usage import UsageCounts, UsageMonth
 
 KEYS_SHOWN_MAX = 50
 """Those with the most tokens are shown."""
 ENTRIES_MAX = 50_000
+
+
+class KeyMonth(NamedTuple):
+    """What one key used of one model in one month."""
+
+    entry: UsageMonth
+    total: UsageCounts
+    key_tokens: int
+    """Of the key, with all models."""
 
 
 class MonthUsage:
@@ -20,36 +30,47 @@ class MonthUsage:
         self._month = ""
         self._entries: dict[str, tuple[UsageMonth, UsageCounts]] = {}
         """Of the month and later ones, with their sums."""
+        self._largest: list[KeyMonth] | None = None
+        """None: must be found anew."""
+        self._more = 0
+        """Entries of the month that are not among the largest."""
         self._table: UsageTable | None = None
-        """None: must be made anew."""
+        """Of the largest."""
 
     def heard(self, name: str, entry: UsageMonth | None) -> None:
         """An entry of the ledger has changed; None: it is gone."""
         if entry is None:
             if self._entries.pop(name, None) is not None:
-                self._table = None
+                self._largest = None
         elif entry.month >= self._month and (name in self._entries or len(self._entries) < ENTRIES_MAX):
             self._entries[name] = (entry, entry.total)
-            self._table = None
+            self._largest = None
 
     def table(self, month: str) -> UsageTable:
         """Of this month in UTC; earlier ones are forgotten."""
-        if month != self._month:
-            self._month, self._table = month, None
-            self._entries = {name: known for name, known in self._entries.items() if known[0].month >= month}
+        largest = self.largest(month)
         if self._table is None:
-            self._table = self._made()
+            self._table = UsageTable(month=month, rows=[_key_usage(*each) for each in largest], more=self._more)
         return self._table
 
-    def _made(self) -> UsageTable:
+    def largest(self, month: str) -> list[KeyMonth]:
+        """The keys and models of this month in UTC with the most tokens; earlier months are forgotten."""
+        if month != self._month:
+            self._month, self._largest = month, None
+            self._entries = {name: known for name, known in self._entries.items() if known[0].month >= month}
+        if self._largest is None:
+            self._largest, self._table = self._found(), None
+        return self._largest
+
+    def _found(self) -> list[KeyMonth]:
         present = [known for known in self._entries.values() if known[0].month == self._month]
         used: dict[tuple[str, str], int] = {}
         for entry, total in present:
             who = (entry.tenant, entry.key)
             used[who] = used.get(who, 0) + total.tokens
         largest = nlargest(KEYS_SHOWN_MAX, present, key=lambda known: known[1].tokens)
-        rows = [_key_usage(entry, total, used[entry.tenant, entry.key]) for entry, total in largest]
-        return UsageTable(month=self._month, rows=rows, more=len(present) - len(rows))
+        self._more = len(present) - len(largest)
+        return [KeyMonth(entry, total, used[entry.tenant, entry.key]) for entry, total in largest]
 
 
 def _key_usage(entry: UsageMonth, total: UsageCounts, used: int) -> KeyUsage:
@@ -63,7 +84,7 @@ def _key_usage(entry: UsageMonth, total: UsageCounts, used: int) -> KeyUsage:
         prompt_tokens=prompt,
         cached_ratio=round(total.cached_tokens / prompt, 3) if prompt else None,
         completion_tokens=total.completion_tokens,
-        engine_s=round(total.prefill_s + total.decode_s, 1),
+        engine_s=round(total.prefill_s + total.decode_s, 3),
         budget_tokens=budget or None,
         budget_used=round(used / budget, 3) if budget else None,
     )
@@ -116,5 +137,9 @@ def _batch_row(batch: StoredBatch) -> BatchRow:
         completed=batch.progress.completed,
         failed=batch.progress.failed,
         router="" if batch.has_ended else batch.router_id,
-        fault=batch.faults[0].message if batch.faults else "",
+        fault=_text(batch.faults[0]) if batch.faults else "",
     )
+
+
+def _text(fault: LineFault) -> str:
+    return f"line {fault.line}: {fault.message}" if fault.line is not None else fault.message

@@ -102,6 +102,8 @@ class RequestRow(View, frozen=True, kw_only=True):
     decode_worker: str
     attempts: int
     resumes: int
+    is_batch: bool
+    """A line of a batch, for which no user waits."""
     slow: bool
     parts: list[PartTime]
     """Of the time to the first token, in order; they add up to it. Empty when not known."""

@@ -114,7 +114,7 @@ class ModelTraffic:
     def __init__(self, now: float) -> None:
         self.requests, self.failed, self.tokens_in, self.tokens_out = (Rate(now, MINUTE_S) for _ in range(4))
         self.ttft_s, self.ttfts = (Rate(now, MINUTE_S) for _ in range(2))
-        """Sum and number of the known times to the first token."""
+        """Sum and number of the known times to the first token; without lines of batches, for which no user waits."""
 
     def add(self, request: RequestFinished, now: float) -> None:
         """Add a finished request."""
@@ -123,7 +123,7 @@ class ModelTraffic:
         self.tokens_out.add(max(0, request.completion_tokens), now)
         if counts_as_failure(request):
             self.failed.add(1, now)
-        if request.ttft_s >= 0.0:
+        if request.ttft_s >= 0.0 and not request.is_batch:
             self.ttft_s.add(request.ttft_s, now)
             self.ttfts.add(1, now)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from services.collector.console.tables import KeyMonth
 from services.collector.metrics.fleet_metrics import FleetMetrics, PlanView, WorkerView
 from services.collector.metrics.requests import Bounds, Handoffs, Latencies, Requests
 from services.collector.metrics.windows import Histogram
@@ -15,6 +16,7 @@ from shared.contracts.adapters import NAME_CHARS_MAX
 from shared.contracts.kv_events import KvTier
 from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import LoadReport, StoreState
+from shared.contracts.usage import UsageCounts
 from shared.contracts.workers import ADAPTERS_MAX, FleetWorker, Role, WorkerRecord
 from shared.telemetry import names
 from shared.telemetry.metrics import Metric
@@ -55,6 +57,11 @@ EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvExchangeState], float]] = {
     names.WORKER_LEASES_HELD: lambda exchange: exchange.leases,
     names.WORKER_PINNED: lambda exchange: exchange.pinned_blocks,
     names.WORKER_READS_RUNNING: lambda exchange: exchange.reads,
+}
+USAGE_KINDS: Mapping[str, Callable[[UsageCounts], int]] = {
+    "prompt": lambda total: total.prompt_tokens,
+    "cached": lambda total: total.cached_tokens,
+    "completion": lambda total: total.completion_tokens,
 }
 LEASE_OUTCOMES = ("granted", "refused", "released", "expired")
 HOST, DISK = KvTier.HOST.value, KvTier.DISK.value
@@ -102,6 +109,25 @@ def families(metrics: FleetMetrics, bus: BusCounts, now: float) -> list[Family]:
         *_requests(metrics.requests, now),
         *_services(metrics),
         *_bus(bus),
+    ]
+
+
+def usage_families(largest: Sequence[KeyMonth]) -> list[Family]:
+    """Usage of the month by these keys and models."""
+    of = [((entry.tenant, entry.key, entry.model), total) for entry, total, _tokens in largest]
+    budgets = {
+        (entry.tenant, entry.key): used / entry.monthly_tokens
+        for entry, _total, used in largest
+        if entry.monthly_tokens
+    }
+    return [
+        Family(
+            names.USAGE_TOKENS,
+            [Sample((*labels, kind), float(pick(total))) for labels, total in of for kind, pick in USAGE_KINDS.items()],
+        ),
+        Family(names.USAGE_REQUESTS, [Sample(labels, float(total.requests)) for labels, total in of]),
+        Family(names.USAGE_ENGINE_SECONDS, [Sample(labels, total.prefill_s + total.decode_s) for labels, total in of]),
+        Family(names.USAGE_BUDGET, [Sample(labels, ratio) for labels, ratio in budgets.items()]),
     ]
 
 

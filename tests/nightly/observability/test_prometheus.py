@@ -40,6 +40,7 @@ ROUNDS_PER_BURST = 8
 """Rounds between bursts. Bursts repeat because Prometheus sees no increase in counts before its first scrape."""
 WITHOUT_DATA = {
     "fleet: Planner changes/s": "the planner has nothing to change",
+    "tenants: Budget used": "no key has a budget",
     "alert ErrorRatioHigh": "no request gets a 5xx: requests of the lost worker continue on others",
     "alert ModelWithoutWorker": "no model loses its last worker",
     "alert ProcessFailed": "no process fails with an error",

@@ -129,7 +129,12 @@ def test_each_model_has_a_row_with_its_workers_and_its_last_minute(shown):
     shown.now = 100.0
     workers = (P1, D1, record("b1", models=("n",)), record("b2", WorkerPhase.STARTING, models=("n",)))
     shown.fleet(*workers)
-    shown.finish(finished(ttft_s=0.2), finished(ttft_s=0.4), finished(status=502, reason="worker_lost", ttft_s=-1.0))
+    shown.finish(
+        finished(ttft_s=0.2),
+        finished(ttft_s=0.4),
+        finished(ttft_s=9.0, is_batch=True),
+        finished(status=502, reason="worker_lost", ttft_s=-1.0),
+    )
     shown.finish(finished(model="never heard of"), finished(model="n", status=429, reason="over_share"))
     shown.now = 159.0
     shown.fleet(*workers)

@@ -45,7 +45,7 @@ def test_a_row_tells_how_far_a_batch_is_and_why_it_failed():
         batches.heard(one.key, one)
     first, second = batches.table().rows
     assert (first.total, first.completed, first.failed, first.router, first.fault) == (10, 3, 2, "r1", "")
-    assert (second.router, second.fault) == ("", "not JSON")
+    assert (second.router, second.fault) == ("", "line 7: not JSON")
 
 
 def test_the_table_is_bounded():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.collector.console.tables import KEYS_SHOWN_MAX, MonthUsage
+from services.collector.metrics.exposition import usage_families
 from services.collector.usage_ledger import ROUTERS_MAX, LedgerStore, by_entry, is_valid, with_report
 from shared.bus.jetstream import VALUE_BYTES_MAX
 from shared.bus.port import AskRefused
@@ -17,6 +18,7 @@ from shared.bus.wire import pack
 from shared.contracts.channels import REPORT_USAGE, USAGE
 from shared.contracts.ids import RouterId
 from shared.contracts.usage import COUNT_MAX, ReportUsage, UsageCounts, UsageRow
+from shared.telemetry.prometheus import to_prometheus
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -245,3 +247,34 @@ def test_the_console_shows_the_largest_rows_and_counts_the_others():
 
 def budgeted(one: UsageRow) -> UsageRow:
     return msgspec.structs.replace(one, monthly_tokens=1000)
+
+
+def test_metrics_have_this_months_usage_and_the_share_of_budgets():
+    usage = MonthUsage()
+    for entry in (
+        with_report(None, R1, 1, [budgeted(row(prompt_tokens=300, cached_tokens=150, prefill_s=1.5))]),
+        with_report(None, R1, 1, [budgeted(row(model="other", completion_tokens=400))]),
+        with_report(None, R1, 1, [row(key="free", prompt_tokens=500)]),
+    ):
+        usage.heard(entry.entry, entry)
+
+    page = to_prometheus(usage_families(usage.largest("2026-11"))).decode()
+
+    shown = {line for line in page.splitlines() if line and not line.startswith("#") and not line.endswith(" 0.0")}
+    k, free, other = (
+        {"key": key, "model": model, "tenant": "acme"} for key, model in (("k", "m"), ("free", "m"), ("k", "other"))
+    )
+
+    def sample(name: str, value: float, **labels: str) -> str:
+        pairs = ",".join(f'{each}="{labels[each]}"' for each in sorted(labels))
+        return f"{name}{{{pairs}}} {value}"
+
+    assert shown == {
+        sample("baton_usage_month_tokens", 300.0, **k, kind="prompt"),
+        sample("baton_usage_month_tokens", 150.0, **k, kind="cached"),
+        sample("baton_usage_month_tokens", 400.0, **other, kind="completion"),
+        sample("baton_usage_month_tokens", 500.0, **free, kind="prompt"),
+        *(sample("baton_usage_month_requests", 1.0, **each) for each in (k, free, other)),
+        sample("baton_usage_month_engine_seconds", 1.5, **k),
+        sample("baton_usage_budget_used_ratio", 0.7, tenant="acme", key="k"),
+    }

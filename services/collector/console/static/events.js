@@ -44,7 +44,7 @@ const BATCH_COLUMNS = [
   ["Fault", (one) => one.fault],
 ];
 const FAILED_COLUMN = 4;
-const BATCH_ID_CHARS = 14;
+const BATCH_ID_CHARS = 12;
 
 /* A larger share of a budget is highlighted. */
 const BUDGET_NEAR = 0.8;
@@ -109,7 +109,7 @@ export function drawBatches(store) {
 }
 
 function shortened(id) {
-  return id.length > BATCH_ID_CHARS ? `${id.slice(0, BATCH_ID_CHARS)}…` : id;
+  return id.length > BATCH_ID_CHARS ? `…${id.slice(-BATCH_ID_CHARS)}` : id; // Ids begin with their time: ends differ.
 }
 
 function budgetLevel(used) {

@@ -121,7 +121,8 @@ function drawRow(row, one, scales) {
   button.dataset.state = failed ? "failed" : one.slow ? "slow" : "ok";
   const rest = restOf(one);
   const parts = one.parts.length || !isKnown(one.ttft_s) ? one.parts : [{ name: "time to first token", seconds: one.ttft_s }];
-  const outcome = failed ? one.reason || one.status : SHORT_MODES[one.mode] ?? modeText(one.mode);
+  const mode = SHORT_MODES[one.mode] ?? modeText(one.mode);
+  const outcome = failed ? one.reason || one.status : one.is_batch ? `${mode}, batch` : mode;
   button.replaceChildren(
     el("span", { class: "when" }, clock(one.ended_at)),
     el("span", { class: "mark", title: failed ? "failed" : one.slow ? "slow" : "well" }),
@@ -142,7 +143,7 @@ function shortName(model) {
 function sentenceOf(one) {
   const state = hasFailed(one) ? `failed, ${one.reason || one.status}` : one.slow ? "slow" : "completed";
   const first = isKnown(one.ttft_s) ? `first token after ${duration(one.ttft_s)}, ` : "";
-  const source = `${one.tenant ? `tenant ${one.tenant}, ` : ""}${one.model}, ${modeText(one.mode)}`;
+  const source = `${one.tenant ? `tenant ${one.tenant}, ` : ""}${one.model}, ${modeText(one.mode)}${one.is_batch ? ", line of a batch" : ""}`;
   return `${clock(one.ended_at)}, ${state}, ${source}, ${first}${plural(one.prompt_tokens, "prompt token")}, finished after ${duration(one.total_s)}`;
 }
 
