@@ -76,7 +76,7 @@ def running_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
     with OtlpReceiver() as receiver, NatsServer(folder, max_payload=NATS_PAYLOAD_BYTES_MAX, has_buckets=True) as nats:
         tracing = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_TRACE_SAMPLE_RATIO": "0"}
         no_copies = {"WORKER_KV_COPY_USES_MIN": "0"}  # The store copies only what a test orders.
-        keeps = {"ROUTER_RESPONSE_BYTES_MAX": "1000000"}
+        keeps = {"ROUTER_RESPONSE_BYTES_MAX": "1000000", "ROUTER_FILES_BYTES_MAX": "1000000"}
         env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **no_copies, **keeps, **tracing, **variables}
         with (
             System(folder / "state", *PAIR, nats_url=nats.url, env=env) as system,
