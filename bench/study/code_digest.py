@@ -6,6 +6,7 @@ not on how Baton places and admits (``BATON_ONLY``); a test runs them and looks 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Iterable
 from functools import cache
@@ -27,26 +28,35 @@ DEPENDS = (
     "services/worker/engines/simulated/core/step_models.py",
     "shared/engine_speed/*.py",
 )
-IGNORED = ("replay/cli.py", "replay/tuning.py", "replay/bound.py", "replay/oracle.py")
-"""The command line, what no row of the study runs, and the analysis of runs."""
-PLANNING = "replay/capacity/*"
-ANALYSIS = ("replay/bound.py", "bench/study/statistics.py", "bench/study/rows.py")
-BATON_ONLY = (
-    "services/router/admission/admission.py",
+IGNORED = (
+    "replay/bound.py",
+    "replay/cli.py",
+    "replay/oracle.py",
+    "replay/tuning.py",
     "services/router/admission/admission_queue.py",
-    "services/router/admission/fair_share.py",
     "services/router/admission/placing.py",
-    "services/router/admission/queues.py",
-    "services/router/placement/assembly.py",
-    "services/router/placement/cost.py",
     "services/router/placement/decision.py",
     "services/router/placement/decision_service.py",
     "services/router/placement/evaluation.py",
     "services/router/placement/form.py",
-    "services/router/placement/kv_sources.py",
     "services/router/placement/media.py",
-    "services/router/placement/revisions.py",
+    "services/router/placement/request_fields.py",
     "services/router/placement/sequences.py",
+    "services/router/state/feeds.py",
+    "services/router/state/quarantine.py",
+    "services/router/state/reservations.py",
+)
+"""What no run of the study executes: the command line, the analysis of runs, and what reads requests and messages."""
+PLANNING = "replay/capacity/*"
+ANALYSIS = ("replay/bound.py", "bench/study/statistics.py", "bench/study/rows.py")
+BATON_ONLY = (
+    "services/router/admission/admission.py",
+    "services/router/admission/fair_share.py",
+    "services/router/admission/queues.py",
+    "services/router/placement/assembly.py",
+    "services/router/placement/cost.py",
+    "services/router/placement/kv_sources.py",
+    "services/router/placement/revisions.py",
     "services/router/native/placement.c",
     "services/router/native/placement.h",
     "services/router/native/placement_module.c",
@@ -83,9 +93,21 @@ def files_of(*, own: bool) -> list[Path]:
     return sorted(path for path in found if str(path.relative_to(ROOT)) not in left_out)
 
 
+class _WithoutTexts(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """Drop docstrings."""
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
+
+
+def _code(path: Path) -> bytes:
+    """Of a Python file without comments, docstrings and layout, which change no result."""
+    whole = path.read_bytes()
+    return ast.dump(_WithoutTexts().visit(ast.parse(whole))).encode() if path.suffix == ".py" else whole
+
+
 def _of(paths: Iterable[Path]) -> str:
     whole = hashlib.blake2b(digest_size=8)
     for path in paths:
         whole.update(f"{path.relative_to(ROOT)}\n".encode())
-        whole.update(hashlib.blake2b(path.read_bytes()).digest())
+        whole.update(hashlib.blake2b(_code(path)).digest())
     return whole.hexdigest()

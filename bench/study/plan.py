@@ -90,11 +90,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 10
     """Seeds 1, 2, ...: so many."""
     are_tuned: bool = False
-    """Policies run with the values of ``replay/tuned.json``, which all got with the same budget; otherwise with defaults."""
+    """Policies run with the values of ``replay/tuned.json``, which all got with the same budget; otherwise with defaults.
+    Baton's own admission has its defaults in any case.
+    """
 
     def run_as(self, policy: str) -> str:
         """The policy with the values that it runs with."""
-        return frozen().name(policy) if self.are_tuned else policy
+        return frozen().name(policy) if self.are_tuned and policy not in OWN[1:] else policy
 
 
 @cache
@@ -118,11 +120,11 @@ AGENTS, CODE = Workload(name="agents", requests=2000), Workload(name="code", req
 TENANTS = Workload(name="tenants", requests=2000)
 MAIN = (*TRACES, AGENTS, CODE)
 EIGHT = Fleet(both=8)
-RIVALS = ("sglang", "dynamo-queue", "llm-d-flow", "mooncake", "mooncake-rejecting")
-UNTOLD_RIVALS = ("least-loaded", "sglang", "dynamo-queue", "llm-d", "llm-d-flow", "mooncake")
+RIVALS = ("sglang", "dynamo-queue", "llm-d-flow", "mooncake-rejecting")
+UNTOLD_RIVALS = ("sglang", "dynamo-queue", "llm-d", "llm-d-flow", "mooncake")
 """None of them refuses by a target."""
-KNEE_OF = ("mooncake-rejecting", "llm-d-flow", "dynamo-queue", "mooncake")
-"""The knee is where the best of these no longer keeps the targets; the likeliest first, which saves runs."""
+KNEE_OF = ("mooncake-rejecting", "dynamo-queue")
+"""The knee is where the better of these no longer keeps the targets; the likelier first, which saves runs."""
 ORDERS, REFUSALS = ("", "+fcfs", "+sjf", "+edf"), ("", "+refuse")
 FACTORIAL = tuple(
     f"{rule}{order}{refusal}"
@@ -135,12 +137,12 @@ PLAN = Plan(
     sections={
         "targets": Section(
             title="With targets",
-            text="Every router knows the targets, and all are tuned with one budget on one trace (`replay/tuned.json`).",
+            text="Every router knows the targets. Rivals are tuned on one trace (`replay/tuned.json`), Baton has its defaults.",
             are_tuned=True,
             workloads=MAIN,
             fleets=(EIGHT,),
             loads=tuple(LOADS),
-            policies=(BATON_WAITING, BATON_STRICT, *RIVALS),
+            policies=(BATON_WAITING, *RIVALS),
         ),
         "default": Section(
             title="Default settings, without targets",

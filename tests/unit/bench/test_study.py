@@ -11,7 +11,7 @@ import pytest
 
 from bench.study import code_digest, page
 from bench.study.__main__ import study
-from bench.study.code_digest import BATON_ONLY, DEPENDS, ROOT, files_of
+from bench.study.code_digest import BATON_ONLY, DEPENDS, IGNORED, ROOT, files_of
 from bench.study.plan import LOADS, PLAN, Fleet, Plan, Section, Workload, chosen, frozen, quick, whole
 from bench.study.rows import Data, Group, finite, group_of, value_of
 from bench.study.runs import KNEE_RATIO, Failed, Store, Workshop, find_knee, in_parallel
@@ -67,10 +67,11 @@ def test_every_policy_of_the_plan_exists_and_every_profile():
         assert set(section.loads) <= LOADS.keys()
 
 
-def test_sections_with_targets_run_with_tuned_values_and_the_default_one_with_defaults():
+def test_rivals_run_with_tuned_values_where_there_are_targets_and_baton_with_defaults():
     targets, default, cells = (PLAN.sections[name] for name in ("targets", "default", "factorial"))
 
     assert targets.run_as("dynamo-queue") == frozen().name("dynamo-queue") != "dynamo-queue"
+    assert targets.run_as(BATON_WAITING) == BATON_WAITING != frozen().name(BATON_WAITING)
     assert [default.run_as(policy) for policy in default.policies] == list(default.policies)
     assert all(parse(cells.run_as(policy)).named({}) == policy for policy in cells.policies)
 
@@ -120,7 +121,7 @@ def test_all_that_a_run_of_a_policy_executes_is_in_its_digest():
 
 
 def test_every_file_of_the_digest_exists():
-    assert all((ROOT / name).is_file() for name in BATON_ONLY)
+    assert all((ROOT / name).is_file() for name in (*BATON_ONLY, *IGNORED))
     assert all(any(ROOT.glob(pattern)) for pattern in DEPENDS)
 
 
@@ -204,6 +205,32 @@ def test_the_page_has_its_rows_and_says_what_was_not_measured(data):
     assert all(f"\n| {policy} | " in text for policy in (*POLICIES, "*bound*"))
     assert "tiny (tuned on)" in text
     assert page.OLDER not in text
+
+
+def test_the_goal_is_missed_where_baton_is_surely_below_or_does_not_lead_at_the_knee(group):
+    (versus,) = group.versus
+
+    def goal(good, tokens, p95, *, label="knee", bound=100.0) -> str:
+        differences = {"good_share": good, "good_tokens_share": tokens, "ttft_p95": p95}
+        changed = msgspec.structs.replace(group, label=label, bound_per_s=bound)
+        return page.goal(changed, msgspec.structs.replace(versus, differences=differences))
+
+    even, ahead, behind = (0.0, -0.01, 0.01), (0.12, 0.1, 0.14), (-0.1, -0.12, -0.08)
+    assert goal(ahead, even, even) == goal(even, even, (-0.3, -0.4, -0.2)) == "met"
+    assert goal(even, even, even) == "missed: lead"
+    assert goal(even, even, even, label="light") == "met"
+    assert goal(even, even, even, bound=0.0) == "met"
+    assert goal(behind, even, even, label="light") == "missed: goodput"
+    assert goal(ahead, behind, even) == "missed: tokens"
+
+
+def test_the_factorial_is_a_table_of_rules_by_queue_and_refusal(group):
+    row = group.rows[0]
+    cells = [msgspec.structs.replace(row, policy=name) for name in ("sglang", "sglang+edf+refuse", "dynamo")]
+    lines = page.matrix_lines(msgspec.structs.replace(group, rows=cells))
+
+    assert lines[2:4] == ["| rule | at once | edf, refuse |", "|---|---:|---:|"]
+    assert [line.split(" | ")[0] for line in lines[4:]] == ["| sglang", "| dynamo"]
 
 
 def test_rows_survive_being_kept(data, tmp_path):
