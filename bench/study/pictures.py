@@ -16,6 +16,8 @@ PANELS_ACROSS = 3
 OWN_COLORS = ("black", "crimson", "darkorange")
 OTHER_COLORS = ("tab:blue", "tab:green", "tab:purple", "tab:cyan", "tab:olive", "tab:brown", "tab:pink", "tab:grey")
 DIFFERENCES = {"good_share": "goodput", "good_tokens_share": "goodput by tokens", "ttft_p95": "TTFT p95"}
+SLOWEST_SHOWN = 4.0
+"""Times the quickest p95 of a panel: beyond that is the edge, with the p95 as a number."""
 SHOWN_MAX = 1.0
 """Differences beyond that are drawn at the edge, as arrows: 1 is 100 %, also where too many were refused."""
 
@@ -115,14 +117,14 @@ def draw_ttft(plt: Any, groups: Sequence[Group]) -> Any:
     figure, axes = grid(plt, len(groups), height=0.9 + 0.27 * max(len(group.rows) for group in groups))
     for axis, group in zip(axes, groups, strict=False):
         finite = [value_of(row.ttft_p95[0]) for row in group.rows if row.ttft_p95[0] is not None]
-        edge = 1.3 * max([*finite, 1.0])
+        edge = min(1.3 * max(finite, default=1.0), SLOWEST_SHOWN * min(finite, default=1.0))
         for at, row in enumerate(group.rows):
             p50, (p95, low, high) = value_of(row.ttft_p50[0]), (value_of(each) for each in row.ttft_p95)
             color = OWN_COLORS[0] if is_own(row.policy) else OTHER_COLORS[0]
             axis.barh(at, min(p95, edge), color=color, alpha=0.25)
             axis.barh(at, min(p50, edge), color=color, alpha=0.8)
-            if math.isinf(p95):
-                axis.text(edge, at, "never ", ha="right", va="center", fontsize="small")
+            if p95 > edge:
+                axis.text(edge, at, f"p95 {p95:.1f} s ", ha="right", va="center", fontsize="small")
             else:
                 axis.plot([low, min(high, edge)], [at, at], color=color, linewidth=1.5)
         axis.set_yticks(range(len(group.rows)), [row.policy for row in group.rows], fontsize="small")
