@@ -100,14 +100,11 @@ def rendered(data: Data, pictures: Sequence[str], now: CodeOf) -> str:
         lines += [f"### {told.title if told else section}", "", *([told.text, ""] if told else [])]
         seeds = sorted({len(group.seeds) for group in data.groups if group.section == section})
         lines += [f"Seeds: {' to '.join(map(str, seeds))}.", ""]
-        for group in data.groups:
-            if group.section == section and is_factorial(group):
-                lines += [*matrix_lines(group), ""]
-        lines += ["<details><summary>All policies</summary>", ""]
-        for group in data.groups:
-            if group.section == section:
-                lines += [*group_lines(group, now), ""]
-        lines += ["</details>", ""]
+        groups = [group for group in data.groups if group.section == section]
+        for group in filter(is_factorial, groups):
+            lines += [*matrix_lines(group, now), ""]
+        if tables := [line for group in groups if not is_factorial(group) for line in (*group_lines(group, now), "")]:
+            lines += ["<details><summary>All policies</summary>", "", *tables, "</details>", ""]
     return "\n".join([*lines, *tuned_lines(data.groups)])
 
 
@@ -182,8 +179,8 @@ def is_factorial(group: Group) -> bool:
     return any("+" in row.policy for row in group.rows)
 
 
-def matrix_lines(group: Group) -> list[str]:
-    """Rules by queue and refusal."""
+def matrix_lines(group: Group, now: CodeOf) -> list[str]:
+    """Rules by queue and refusal; all else is in the rows beside the page."""
     good = {
         row.policy: f"{value_of(row.good_share[0]) * 100:.1f} / {value_of(row.good_tokens_share[0]) * 100:.1f}"
         for row in group.rows
@@ -191,7 +188,7 @@ def matrix_lines(group: Group) -> list[str]:
     rules = list(dict.fromkeys(policy.partition("+")[0] for policy in good))
     ways = list(dict.fromkeys(policy.removeprefix(policy.partition("+")[0]) for policy in good))
     lines = [
-        f"#### {group.workload}, {group.fleet}, {group.label}: good % of requests / of tokens",
+        f"#### {group.workload}, {group.fleet}, {group.label}: good % of requests / of tokens{mark_of(group.rows, now)}",
         "",
         *table_head(["rule"], [way.removeprefix("+").replace("+", ", ") or "at once" for way in ways]),
     ]

@@ -227,7 +227,7 @@ def test_the_goal_is_missed_where_baton_is_surely_below_or_does_not_lead_at_the_
 def test_the_factorial_is_a_table_of_rules_by_queue_and_refusal(group):
     row = group.rows[0]
     cells = [msgspec.structs.replace(row, policy=name) for name in ("sglang", "sglang+edf+refuse", "dynamo")]
-    lines = page.matrix_lines(msgspec.structs.replace(group, rows=cells))
+    lines = page.matrix_lines(msgspec.structs.replace(group, rows=cells), code_digest.code_of)
 
     assert lines[2:4] == ["| rule | at once | edf, refuse |", "|---|---:|---:|"]
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| sglang", "| dynamo"]
