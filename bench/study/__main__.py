@@ -104,7 +104,7 @@ def study(plan: Plan, workshop: Workshop, jobs: int) -> list[Group]:
         for name, section in plan.sections.items()
         for workload, fleet, label in each_of(section)
         for policy in section.policies
-        for seed in range(1, section.seeds + 1)
+        for seed in section.seeds_of(workload)
     }
     run_all(list(cases.values()), workshop, jobs)
     bounds = bound_all({(case.workload, case.fleet, case.load, case.seed) for case in cases.values()}, workshop, jobs)

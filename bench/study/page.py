@@ -99,7 +99,7 @@ def rendered(data: Data, pictures: Sequence[str], now: CodeOf) -> str:
         told = PLAN.sections.get(section)
         lines += [f"### {told.title if told else section}", "", *([told.text, ""] if told else [])]
         seeds = sorted({len(group.seeds) for group in data.groups if group.section == section})
-        lines += [f"Seeds: {' to '.join(map(str, seeds))}.", ""]
+        lines += [f"Seeds: {' or '.join(map(str, seeds))}.", ""]
         groups = [group for group in data.groups if group.section == section]
         for group in filter(is_factorial, groups):
             lines += [*matrix_lines(group, now), ""]
@@ -200,7 +200,7 @@ def group_lines(group: Group, now: CodeOf) -> list[str]:
     title = f"{group.workload}, {group.fleet}, {group.label}: {group.offered_per_s:.2f} requests/s"
     numbers = ["goodput/s", "tokens/s", "good %", "TTFT p50 s", "p95", "p99", "ITL p50 ms", "p95", "p99"]
     lines = [
-        f"#### {title} (load {group.load:g}, {group.requests} requests with {len(group.seeds)} seeds)",
+        f"#### {title} (load {group.load:g}, {group.requests} requests, seeds: {len(group.seeds)})",
         "",
         *table_head(["policy"], [*numbers, "hit %", "+fetched %", "refused %", "preempted"]),
     ]

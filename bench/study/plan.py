@@ -94,6 +94,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     Baton's own admission has its defaults in any case.
     """
 
+    def seeds_of(self, workload: Workload) -> range:
+        """Seeds of this workload."""
+        return range(1, 1 + (1 if workload.name in SAME_BY_SEED else self.seeds))
+
     def run_as(self, policy: str) -> str:
         """The policy with the values that it runs with."""
         return frozen().name(policy) if self.are_tuned and policy not in OWN[1:] else policy
@@ -116,6 +120,8 @@ TRACES = (
     Workload(name="mooncake-conversations", is_trace=True, is_tuned=True),
     Workload(name="azure-conversations", is_trace=True, requests=3000),
 )
+SAME_BY_SEED = ("azure-conversations",)
+"""Their arrivals are exact and their prompts share nothing: every seed has the same requests, so there is one seed."""
 AGENTS, CODE = Workload(name="agents", requests=2000), Workload(name="code", requests=4000)
 TENANTS = Workload(name="tenants", requests=2000)
 MAIN = (*TRACES, AGENTS, CODE)

@@ -20,6 +20,7 @@ from replay.policies import BATON_WAITING
 from replay.policies.systems import parse
 from replay.profile import PROFILES
 from replay.results import Slo
+from replay.traces import read_trace
 from replay.world import Shape
 from tests.support.replay_worlds import PROFILE, conversations, write_mooncake
 
@@ -74,6 +75,17 @@ def test_rivals_run_with_tuned_values_where_there_are_targets_and_baton_with_def
     assert targets.run_as(BATON_WAITING) == BATON_WAITING != frozen().name(BATON_WAITING)
     assert [default.run_as(policy) for policy in default.policies] == list(default.policies)
     assert all(parse(cells.run_as(policy)).named({}) == policy for policy in cells.policies)
+
+
+def test_a_trace_that_no_seed_changes_has_one_seed(tmp_path):
+    targets = PLAN.sections["targets"]
+    azure = next(one for one in targets.workloads if one.name == "azure-conversations")
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+
+    assert read_trace(path, seed=1) == read_trace(path, seed=2)
+    assert list(targets.seeds_of(azure)) == [1]
+    assert len(targets.seeds_of(targets.workloads[0])) == targets.seeds == 10
 
 
 def test_what_has_no_trace_is_left_out_and_named():
