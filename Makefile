@@ -84,7 +84,7 @@ compose-test: setup-dev ## Containers with simulated engines: up, requests, lose
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts; PEERS=1: beside sglang-router and vllm-router
 	@$(PYTHON) -m $(if $(PEERS),bench.bench_peers,bench.bench_router) $(ARGS)
 
-bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; about ten minutes
+bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; a quarter of an hour
 	@$(PYTHON) -m bench.bench_kv $(ARGS)
 
 bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares

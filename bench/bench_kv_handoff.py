@@ -181,8 +181,46 @@ async def measure_alone(
     for length, times in lengths.items():
         for _time in range(times):
             for how in (OFFERED, STREAMED):
-                found.setdefault((length, how), []).append(await _one(fleet, prompts.new(length), how, plain))
+                prompt = prompts.new(length)
+                handoff = await with_cached(fleet, prompt, await _one(fleet, prompt, how, plain))
+                found.setdefault((length, how), []).append(handoff)
     return found
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """Of a request whose prompt is cached, on an engine without Baton's connector. Seconds."""
+
+    ttft_s: float
+    step_s: float
+    """In the engine, from scheduling to the first token."""
+
+
+async def measure_first_steps(fleet: BenchFleet, lengths: Mapping[int, int]) -> dict[int, list[FirstStep]]:
+    """Every length: a new prompt, and then the prompt and one more token."""
+    prompts, found = Prompts(4), dict[int, list[FirstStep]]()
+    for length, times in lengths.items():
+        for _time in range(times + 1):
+            prompt = prompts.new(length)
+            await _ask(fleet, prompt)
+            begun_at, answered = await _ask(fleet, [*prompt, prompt[0]])
+            one = FirstStep(answered.first_at - begun_at, answered.report.prefill_s)
+            found.setdefault(length, []).append(one)
+        del found[length][0]  # It warms up.
+    return found
+
+
+async def _ask(fleet: BenchFleet, prompt: list[int]) -> tuple[float, Answered]:
+    """One request to the decode worker alone, and when it began."""
+    fields = {"max_tokens": TOKENS_OUT, "stream": True, "ignore_eos": True}
+    begun_at = time.monotonic()
+    leg = await fleet.driver.start(D, LegKind.AGGREGATED, prompt, fields=fields, deadline_s=LEG_S_MAX)
+    answered = await answer(leg)
+    if fleet.tap.loads[D].exchange is None:
+        await fleet.until_idle()
+    else:
+        await fleet.tap.until_settled(D, s_max=LEG_S_MAX)
+    return begun_at, answered
 
 
 async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReader) -> Handoff:
@@ -197,16 +235,12 @@ async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReade
     if how == OFFERED:
         plain.end()
         handoff = replace(handoff, plain=plain.again(handoff.bytes))
-    return await with_cached(fleet, prompt, handoff)
+    return handoff
 
 
 async def with_cached(fleet: BenchFleet, prompt: list[int], handoff: Handoff) -> Handoff:
     """Adds the same request without a handoff. One more token, since vLLM computes a cached prompt's last block."""
-    fields = {"max_tokens": TOKENS_OUT, "stream": True, "ignore_eos": True}
-    begun_at = time.monotonic()
-    leg = await fleet.driver.start(D, LegKind.DECODE, [*prompt, prompt[0]], fields=fields, deadline_s=LEG_S_MAX)
-    answered = await answer(leg)
-    await fleet.tap.until_settled(D, s_max=LEG_S_MAX)
+    begun_at, answered = await _ask(fleet, [*prompt, prompt[0]])
     report = answered.report
     computed = report.prompt_tokens - report.cached_tokens - report.received_tokens
     return replace(handoff, cached_ttft_s=answered.first_at - begun_at, cached_recomputed=computed)

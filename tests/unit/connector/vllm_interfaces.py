@@ -87,7 +87,10 @@ INTERFACES = {
     "vllm/v1/utils.py": "IterationDetails",
     "vllm/v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin._get_kv_connector_output",
     "vllm/v1/worker/utils.py": "allocate_kv_cache AttentionGroup.map_kv_cache_to_kernel_blocks",
-    "vllm/v1/attention/backends/cpu_attn.py": "_get_attn_isa CPUAttentionBackend.supported_kv_cache_layouts",
+    "vllm/v1/attention/backends/cpu_attn.py": (
+        "_get_attn_isa CPUAttentionBackend.supported_kv_cache_layouts CPUAttentionBackend.supported_kv_cache_dtypes"
+    ),
+    "vllm/v1/attention/backends/mla/cpu_mla.py": "CPUMLABackend.supported_kv_cache_dtypes",
     "vllm/v1/attention/backends/utils.py": "resolve_kv_cache_layout get_supported_kv_cache_layouts",
     "vllm/outputs.py": "RequestOutput PoolingRequestOutput",
     "vllm/pooling_params.py": "PoolingParams",
@@ -113,6 +116,7 @@ INTERFACES = {
     "vllm/utils/__init__.py": "random_uuid",
     "vllm/utils/argparse_utils.py": "FlexibleArgumentParser",
     "vllm/utils/gc_utils.py": "freeze_gc_heap",
+    "vllm/utils/torch_utils.py": "is_quantized_kv_cache",
     "vllm/utils/hashing.py": "get_hash_fn_by_name sha256_cbor",
     "nixl_cu12/_api.py": "nixl_agent.__init__ nixl_agent_config",
 }

@@ -114,6 +114,8 @@ def refuse_unsupported(config: Any) -> None:
         raise UnsupportedEngine(f"data_parallel_size is {ranks}: {why}; set it to 1 and start {ranks} workers.")
     if config.lora_config is not None:
         _refuse_adapters(config)
+    if config.device_config.device_type == "cpu":
+        _refuse_on_cpu(config.model_config, config.cache_config)
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
         refuse(config_refusals(config))
 
@@ -128,6 +130,31 @@ def _refuse_adapters(config: Any) -> None:
             f"{config.model_config.architecture} has experts, whose kernels for adapters need Triton, which needs a GPU"
         )
         raise UnsupportedEngine(f"enable_lora is set, but {why}; serve this model without adapters on a CPU.")
+
+
+def _refuse_on_cpu(model: Any, cache: Any) -> None:
+    """What vLLM's CPU backend lacks, which it would tell late, or never, from another process. Raises
+    UnsupportedEngine.
+    """
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    if hasattr(model.hf_text_config, "index_topk"):
+        why = "has sparse attention, which vLLM does not compute on a CPU"
+        raise UnsupportedEngine(f"{model.architecture} {why}; run this model on a GPU.")
+    kv_type = str(cache.cache_dtype)
+    if not is_quantized_kv_cache(kv_type):
+        return
+    known = (CPUMLABackend if model.use_mla else CPUAttentionBackend).supported_kv_cache_dtypes
+    if kv_type not in known:
+        why = f"which vLLM does not have on a CPU for {model.architecture}"
+        raise UnsupportedEngine(f"kv_cache_dtype is {kv_type}, {why}; set --kv-cache-dtype to {' or '.join(known)}.")
+    try:
+        _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), kv_type)
+    except NotImplementedError as refused:
+        why = str(refused).rstrip(".")
+        raise UnsupportedEngine(f"kv_cache_dtype is {kv_type}, but {why}; set --kv-cache-dtype to auto.") from None
 
 
 def configure_connector(

@@ -219,11 +219,16 @@ def _construct(
     args = _parsed(typed, launch.settings)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     with _threads(launch.settings):
-        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         try:
+            config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
             refuse_unsupported(config)
         except UnsupportedEngine as unsupported:
             raise EngineRefused(str(unsupported)) from None
+        except (ValueError, NotImplementedError) as error:
+            if has_failed_to_read(error):
+                raise
+            about = f"the model {launch.model} or its options, with WORKER_ENGINE_ARGS={launch.settings.engine_args!r}"
+            raise EngineRefused(f"vLLM refuses {about}: {refusal_of(error)}") from error
         fingerprinted = fingerprint(config)
         configure_connector(
             config,
@@ -243,6 +248,31 @@ def _construct(
             raise
     # vLLM has chosen the block size while the engine started, unless it was given.
     return args, llm, msgspec.structs.replace(fingerprinted, block_size=llm.vllm_config.cache_config.block_size)
+
+
+def refusal_of(error: Exception) -> str:
+    """What vLLM says; it checks most of its configuration with pydantic, which adds the values and an address."""
+    if found := validations_of(error):
+        return "; ".join(str(one["msg"]).removeprefix("Value error, ") for one in found)
+    return str(error)
+
+
+def has_failed_to_read(error: Exception) -> bool:
+    """Whether a file or the model hub could not be read, which another start may do."""
+    causes: list[BaseException | None] = [error, *(one.get("ctx", {}).get("error") for one in validations_of(error))]
+    while causes:
+        cause = causes.pop()
+        if isinstance(cause, OSError):
+            return True
+        if cause is not None:
+            causes.append(cause.__cause__ or cause.__context__)
+    return False
+
+
+def validations_of(error: Exception) -> list[dict[str, Any]]:
+    """Of pydantic's exception; none of another one."""
+    errors: Callable[[], list[dict[str, Any]]] | None = getattr(error, "errors", None)
+    return errors() if errors is not None else []
 
 
 def _parsed(typed: list[str], settings: Settings) -> Any:

@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -93,7 +94,26 @@ def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
             kv_connector=transfer(settings)["kv_connector"], kv_connector_extra_config={}
         ),
         scheduler_config=SimpleNamespace(async_scheduling=async_scheduling, scheduler_cls=None),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        lora_config=None,
+        device_config=SimpleNamespace(device_type="cuda"),
     )
+
+
+def on_cpu(kv_type: str = "auto", *, use_mla: bool = False, **text: Any) -> SimpleNamespace:
+    """What vLLM's configuration says of a model on a CPU."""
+    config = resolved(Settings(connector="upstream"), async_scheduling=False)
+    config.device_config = SimpleNamespace(device_type="cpu")
+    config.cache_config = SimpleNamespace(cache_dtype=kv_type, block_size=32)
+    config.model_config = SimpleNamespace(
+        architecture="SomeForCausalLM",
+        is_moe=False,
+        use_mla=use_mla,
+        hf_text_config=SimpleNamespace(**text),
+        dtype="float32",
+        get_head_size=lambda: 48,
+    )
+    return config
 
 
 def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
@@ -142,17 +162,38 @@ def test_data_parallel_is_refused_by_name(connector):
 
 @pytest.mark.parametrize(("device", "is_moe"), [("cpu", True), ("cpu", False), ("cuda", True)])
 def test_adapters_of_a_model_with_experts_are_refused_on_a_cpu(device, is_moe):
-    config = resolved(Settings(connector="upstream"), async_scheduling=False)
-    config.parallel_config = SimpleNamespace(data_parallel_size=1)
+    config = on_cpu()
     config.lora_config = SimpleNamespace(default_mm_loras=None)
     config.device_config = SimpleNamespace(device_type=device)
-    config.model_config = SimpleNamespace(architecture="Qwen3MoeForCausalLM", is_moe=is_moe)
+    config.model_config.architecture, config.model_config.is_moe = "Qwen3MoeForCausalLM", is_moe
 
     if device == "cpu" and is_moe:
         with pytest.raises(UnsupportedEngine, match=r"Qwen3MoeForCausalLM has experts.* without adapters on a CPU"):
             refuse_unsupported(config)
     else:
         refuse_unsupported(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (on_cpu(index_topk=2048), "SomeForCausalLM has sparse attention, .* run this model on a GPU"),
+        (
+            on_cpu("int8_per_token_head"),
+            "kv_cache_dtype is int8_per_token_head, .* set --kv-cache-dtype to auto or fp8",
+        ),
+        (on_cpu("fp8", use_mla=True), "kv_cache_dtype is fp8, .* set --kv-cache-dtype to auto"),
+        (on_cpu("fp8"), "kv_cache_dtype is fp8, but FP8 KV cache requires head_size divisible by 32"),
+    ],
+    ids=["sparse", "per-token-head", "mla-fp8", "fp8-heads"],
+)
+def test_what_vllm_cannot_compute_on_a_cpu_is_refused_by_name(config, why):
+    pytest.importorskip("vllm")
+    with pytest.raises(UnsupportedEngine, match=why):
+        refuse_unsupported(config)
+
+    config.device_config.device_type = "cuda"
+    refuse_unsupported(config)
 
 
 def test_a_threshold_above_1_stops_the_start():
