@@ -15,9 +15,9 @@ from tests.nightly.fuzz.body_fuzz import fuzz_bodies
 from tests.nightly.fuzz.bus_fuzz import Plan, fuzz_bus
 from tests.nightly.fuzz.edge_fuzz import fuzz_edges
 from tests.nightly.fuzz.mutation import Mutator
+from tests.support.examples import PROFILE
 
-CONNECTIONS = 300
-BODIES = 500
+CONNECTIONS, BODIES = (100, 170) if PROFILE == "check" else (300, 500)
 PAYLOADS = 50
 """Of each kind."""
 

@@ -1,4 +1,4 @@
-"""How many examples property tests draw: few in every run, many in `make nightly`."""
+"""How many examples property tests draw: a third in `make check`, many times as many in `make nightly`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 PROFILE = os.environ.get("TEST_PROFILE", "ci")
-NIGHTLY_FACTOR = 20
+FACTORS = {"check": 1 / 3, "ci": 1, "nightly": 20}
 
 # No deadline: how long one example takes depends on what else the machine does.
+settings.register_profile("check", deadline=None, max_examples=17)
 settings.register_profile("ci", deadline=None, max_examples=50)
-settings.register_profile("nightly", deadline=None, max_examples=100 * NIGHTLY_FACTOR, print_blob=True)
+settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
 
 
 def examples(count: int) -> int:
-    """``count``, or many times as many in the nightly profile."""
-    return count * NIGHTLY_FACTOR if PROFILE == "nightly" else count
+    """``count`` in `make test`, fewer in `make check`, more in `make nightly`; at least one."""
+    return max(1, round(count * FACTORS[PROFILE]))
 
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -25,5 +26,5 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def seeded(count: int) -> settings:
-    """``count`` runs with SEEDS, or many times as many in the nightly profile. Another seed is not simpler: no shrinking."""
+    """``examples(count)`` runs with SEEDS. Another seed is not simpler: no shrinking."""
     return settings(max_examples=examples(count), phases=[Phase.explicit, Phase.reuse, Phase.generate])
