@@ -187,7 +187,7 @@ PLAN = Plan(
                 Fleet(both=8, host_blocks=3200),
             ),
             loads=("knee",),
-            policies=(BATON_WAITING, BATON_DEFAULT, "dynamo-queue", "llm-d-flow", "mooncake-rejecting"),
+            policies=(BATON_WAITING, "dynamo-queue", "llm-d-flow", "mooncake-rejecting"),
         ),
         "factorial": Section(
             title="Placement x queue x refusal",
