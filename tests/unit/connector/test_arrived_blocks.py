@@ -14,14 +14,7 @@ import pytest
 
 from connector.messages import EngineCall, EngineNotification, Orders, Peer, ReadPart, Results
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import (
-    KvOffer,
-    LeaseKv,
-    LegOrder,
-    pack_block_ids,
-    pack_full_hashes,
-    unpack_block_ids,
-)
+from shared.contracts.kv_exchange import KvOffer, LeaseKv, LegOrder, pack_block_ids, pack_full_hashes, unpack_block_ids
 from tests.support.kv_engines import RankMemory, Shape, handshake
 from tests.unit.connector.real_scheduler import BLOCK_TOKENS, make_scheduler
 
