@@ -21,6 +21,7 @@ from services.worker.settings import Settings
 from services.worker.tiny_model import _config, ensure_tiny_tokenizer
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
+from shared.contracts.kv_exchange import LegOrder
 
 MODEL = "m"
 CHAT = "/v1/chat/completions"
@@ -85,6 +86,8 @@ class Core:
         """The engine's requests."""
         self.joined: Collection[int] = ()
         """Which tokens the server hears of together with the one before."""
+        self.first: dict[str, Any] = {}
+        """What comes with the first token."""
         self.prompt_tokens = 0
         """Of the first request; what others have beyond them has been said before."""
         self._engine = engine
@@ -123,7 +126,10 @@ class Core:
         processor, name = self._engine.output_processor, request.request_id
         queue = processor.request_states[name].queue
         for index in range(len(relayed), len(self.answer)):
-            processor.process_outputs([_output(name, self.answer[index], 0, request.sampling_params)])
+            output = _output(name, self.answer[index], 0, request.sampling_params)
+            for field, value in self.first.items() if index == 0 else ():
+                setattr(output, field, value)
+            processor.process_outputs([output])
             while index + 1 not in self.joined and queue.output is not None:
                 await asyncio.sleep(0)
 
@@ -173,8 +179,9 @@ class Front:
         *,
         path: str = CHAT,
         answer_id: str = "",
+        order: LegOrder | None = None,
     ) -> tuple[Pieces, LegRecord]:
-        """One leg."""
+        """One leg; a decode leg if it has an order."""
         usage = {"stream_options": {"include_usage": True}} if path == CHAT else {}
         raw = json.dumps({"model": MODEL, "stream": True, **usage, **body}).encode()
         start = StartLeg(
@@ -182,7 +189,7 @@ class Front:
             router_id=RouterId("r1"),
             request_id=RequestId("q"),
             leg_id=LegId("l"),
-            kind=LegKind.AGGREGATED,
+            kind=LegKind.AGGREGATED if order is None else LegKind.DECODE,
             path=path,
             body=raw,
             deadline_s=60.0,
@@ -198,6 +205,7 @@ class Front:
             resume=tokens,
             resume_joined=joined,
             answer_id=answer_id,
+            order=order,
         )
         pieces = Pieces()
         await asyncio.create_task(self._call(AsgiCall(start, raw, record, pieces, _no_server_error), record))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from functools import reduce
 from itertools import count
 from typing import Any
 
@@ -20,27 +19,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
 from services.worker.engines.vllm.resume import CatchUp, catch_up_of, opening
-from services.worker.engines.vllm.stats import EngineMeter, PromptSources
+from services.worker.engines.vllm.stats import EngineMeter
+from services.worker.engines.vllm.transfer_reports import PARAMS
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import KvTransferReport, LegOrder
+from shared.contracts.kv_exchange import LegOrder
 
 TRANSFER = "kv_transfer_params"
-PARAMS = "baton"
-"""Key of Baton's connector in ``kv_transfer_params``: a packed LegOrder in, a packed KvTransferReport out."""
 CACHE_THRESHOLD = "cache_threshold"
 """``stop_reason`` of Baton's scheduler for a refused request, and the ``finish_reason`` that its client sees."""
-SUMMED = (
-    "prompt_tokens",
-    "local_tokens",
-    "fetched_tokens",
-    "recomputed_tokens",
-    "refetched_tokens",
-    "reprefilled_tokens",
-    "preemptions",
-)
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(KvTransferReport).decode
 
 
 class NoTokens(list[int]):
@@ -55,27 +43,6 @@ class NoTokens(list[int]):
 def give_order(params: SamplingParams, order: LegOrder) -> None:
     """Send the order with the request to Baton's connector. Replaces whatever a client put there."""
     params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
-
-
-def take_transfer_report(record: LegRecord, name: str, output: RequestOutput) -> None:
-    """Move the report from the output, so that no client sees it, to the record. One comes with the first token and a
-    more complete one at the end.
-    """
-    packed = (output.kv_transfer_params or {}).get(PARAMS)
-    output.kv_transfer_params = None
-    if not isinstance(packed, bytes):
-        return
-    record.transfer_reports[name] = _decode(packed)
-    record.transfer_report = reduce(added, record.transfer_reports.values())
-    record.cached_tokens = record.transfer_report.local_tokens
-    record.received_tokens = record.transfer_report.fetched_tokens
-    record.received_bytes = sum(read.bytes for read in record.transfer_report.reads)
-
-
-def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
-    """The sum of two prompts' reports."""
-    sums: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in SUMMED}
-    return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
 
 
 def correct_output(record: LegRecord, output: RequestOutput, block_size: int) -> None:
@@ -181,8 +148,8 @@ class LegEngine(AsyncLLM):
             async for output in outputs:
                 if first:
                     waiting.over()
-                    self._note_prompt(record, output, self.meter.sources.take(request_id))
-                self._fill_report(record, request_id, output)
+                    self._note_prompt(record, request_id, output)
+                self._correct(record, output)
                 if first:
                     first = False
                     record.usage_cached_tokens = output.num_cached_tokens
@@ -244,20 +211,21 @@ class LegEngine(AsyncLLM):
         if await catch_up.begin(self.output_processor, request, queue):
             await self.engine_core.add_request_async(request)
 
-    def _fill_report(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
+    def _correct(self, record: LegRecord, output: RequestOutput) -> None:
         block_size = self.vllm_config.cache_config.block_size
         if self.has_exchange:
-            take_transfer_report(record, request_id, output)
             correct_output(record, output, block_size)
         if record.resume is not None:
             without_resumed(record, output, block_size)
 
-    def _note_prompt(self, record: LegRecord, output: RequestOutput, sources: PromptSources) -> None:
+    def _note_prompt(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
+        sources = self.meter.sources.take(request_id)
         record.prompt_tokens += len(output.prompt_token_ids or ())
-        record.cached_tokens += sources.cached
-        record.received_tokens += sources.received
-        blocks = -(-sources.received // self.vllm_config.cache_config.block_size)
-        record.received_bytes += blocks * self.block_bytes
+        if request_id not in record.transfer_reports:  # A report says the same.
+            record.cached_tokens += sources.cached
+            record.received_tokens += sources.received
+            blocks = -(-sources.received // self.vllm_config.cache_config.block_size)
+            record.received_bytes += blocks * self.block_bytes
         times = output.metrics
         if times is None or not times.first_token_ts:
             return

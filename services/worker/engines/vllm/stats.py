@@ -12,6 +12,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from services.worker.engines.port import EngineLoad, LegRecord
 from services.worker.engines.vllm.steps import NoIterations, StepMeter
+from services.worker.engines.vllm.transfer_reports import take_transfer_report
 
 SMOOTHING = 0.2
 """Weight of the newest sample in a moving average."""
@@ -31,19 +32,26 @@ class PromptSources:
 
 
 class SourceTap:
-    """Records the sources of each prompt: vLLM gives them to its output processor and not to its caller."""
+    """Records the sources of each prompt, and takes its transfer report, before vLLM's output processor gets an output.
+
+    vLLM does not give the sources to its caller. And when the caller is slow, it joins a request's outputs and keeps
+    the ``kv_transfer_params`` of the last one only, so that the report that comes with the first token would be lost.
+    """
 
     def __init__(self, steps: StepMeter) -> None:
         self._by_request: dict[str, PromptSources] = {}
-        self._computing: dict[str, LegRecord] = {}
-        """By request, whose prompt has no token yet. vLLM tells the caller of a response that is sent whole nothing
-        before its last token.
+        self._legs: dict[str, LegRecord] = {}
+        """By request."""
+        self._computing: set[str] = set()
+        """Requests whose prompt has no token yet. vLLM tells the caller of a response that is sent whole nothing before
+        its last token.
         """
         self._steps = steps
 
     def expect(self, request_id: str, record: LegRecord) -> None:
         """The engine gets a prompt of this leg; ``forget`` must follow."""
-        self._computing[request_id] = record
+        self._legs[request_id] = record
+        self._computing.add(request_id)
         record.prompts_computing += 1
 
     def watching(self, processor: Any) -> Callable[..., Any]:
@@ -53,22 +61,26 @@ class SourceTap:
         def process_outputs(outputs: list[Any], made_at: float | None = None, *args: Any, **options: Any) -> Any:
             self._steps.results(outputs, made_at or 0.0)
             for output in outputs:
-                if output.prefill_stats is not None and (state := processor.request_states.get(output.request_id)):
-                    owner = state.parent_req or state
-                    self._note(owner.external_req_id, output.prefill_stats)
+                if output.prefill_stats is None and output.kv_transfer_params is None:
+                    continue
+                if (state := processor.request_states.get(output.request_id)) is not None:
+                    self._note((state.parent_req or state).external_req_id, output)
             return process(outputs, made_at, *args, **options)
 
         return process_outputs
 
-    def _note(self, request_id: str, stats: Any) -> None:
-        self._computed(request_id)
-        if len(self._by_request) >= SOURCES_MAX:
-            self._by_request.pop(next(iter(self._by_request)))
-        self._by_request[request_id] = PromptSources(
-            computed=stats.num_computed_tokens,
-            cached=stats.num_local_cached_tokens,
-            received=stats.num_external_cached_tokens,
-        )
+    def _note(self, request_id: str, output: Any) -> None:
+        if (stats := output.prefill_stats) is not None:
+            self._computed(request_id)
+            if len(self._by_request) >= SOURCES_MAX:
+                self._by_request.pop(next(iter(self._by_request)))
+            self._by_request[request_id] = PromptSources(
+                computed=stats.num_computed_tokens,
+                cached=stats.num_local_cached_tokens,
+                received=stats.num_external_cached_tokens,
+            )
+        if (record := self._legs.get(request_id)) is not None:
+            take_transfer_report(record, request_id, output)
 
     def take(self, request_id: str) -> PromptSources:
         """The sources of a request's prompt, once; zeros if unknown."""
@@ -76,12 +88,14 @@ class SourceTap:
 
     def forget(self, request_id: str) -> None:
         """The request has ended. Of a prompt that the engine died with, its leg's record keeps the count."""
-        self._computing.pop(request_id, None)
+        self._computing.discard(request_id)
+        self._legs.pop(request_id, None)
         self._by_request.pop(request_id, None)
 
     def _computed(self, request_id: str) -> None:
-        if (record := self._computing.pop(request_id, None)) is not None:
-            record.prompts_computing -= 1
+        if request_id in self._computing:
+            self._computing.discard(request_id)
+            self._legs[request_id].prompts_computing -= 1
 
 
 class Waiting:
