@@ -92,7 +92,6 @@ async def answer(leg: Leg) -> Answered:
 
 
 async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
-    """Hand one request over."""
     fields = {"max_tokens": TOKENS_OUT, "stream": True, "ignore_eos": True}
     options: dict[str, Any] = {"fields": fields, "deadline_s": LEG_S_MAX}
     driver = fleet.driver

@@ -55,7 +55,6 @@ MEASURES: dict[str, Callable[[Result], float]] = {"TTFT p95": lambda r: r.ttft.p
 
 
 def worker_settings(profile: Profile) -> dict[str, str]:
-    """A worker of this profile."""
     rate = profile.transfer_bytes_per_s * KV_BYTES_PER_TOKEN / profile.kv_bytes_per_token
     values: dict[str, Any] = {
         "ENGINE": "simulated",

@@ -30,8 +30,6 @@ IDLE_S_MAX, CHECK_S, IDLE_SHARE_MAX = 60.0, 0.2, 0.15
 
 @dataclass
 class BenchFleet:
-    """See the module."""
-
     folder: Path
     nats: NatsServer
     workers: dict[str, WorkerProcess]

@@ -58,7 +58,6 @@ class PlainReads(NixlAgent):
         threading.Thread(target=self._serve, args=(listener,), name="plain-reads", daemon=True).start()
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
-        """See ``TransferAgent``."""
         if self._remembers:
             self._handoffs[-1].append((name, remote, local))
         return super().read(name, remote, local, device=device, remote_device=remote_device)

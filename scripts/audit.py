@@ -88,7 +88,6 @@ def as_text(name: str, found: Findings) -> list[str]:
 
 
 def exit_code(all_found: list[Findings]) -> int:
-    """The exit code."""
     if any(found.vulnerable for found in all_found):
         return VULNERABLE
     return NO_DATA if any(found.trouble or found.unknown for found in all_found) else NOTHING_KNOWN

@@ -70,7 +70,6 @@ def text_of(docs: dict[str, str], name: str) -> str:
 
 
 def main() -> int:
-    """The exit code."""
     text = page()
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text)

@@ -94,7 +94,6 @@ def wanted_engine() -> str:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether nvidia-smi lists a GPU."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

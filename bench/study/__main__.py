@@ -66,7 +66,6 @@ class Bar:
         self._bars.stop()
 
     def ended(self, name: str) -> None:
-        """One more."""
         self._done += 1
         took_s = time.monotonic() - self._began_s
         left = duration(took_s / self._done * (self._total - self._done))

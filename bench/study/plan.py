@@ -95,7 +95,6 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     def seeds_of(self, workload: Workload) -> range:
-        """Seeds of this workload."""
         return range(1, 1 + (1 if workload.name in SAME_BY_SEED else self.seeds))
 
     def run_as(self, policy: str) -> str:

@@ -124,7 +124,6 @@ def group_of(
 
 
 def row_of(policy: str, runs: Sequence[Run], pool: Pool, commit: str) -> Row:
-    """One policy."""
     results, found = [run.result for run in runs], measured(pool)
     itl: list[Spread] = [result.itl for result in results]
     return Row(

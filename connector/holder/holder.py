@@ -284,7 +284,6 @@ class Holder:
         )
 
     def _empty_grant(self, ask_id: str, reader_id: WorkerId, first: int, reason: NoGrant | None) -> KvGrant:
-        """A grant without blocks."""
         return KvGrant(
             reader_id=reader_id,
             worker_id=self._settings.worker_id,

@@ -202,7 +202,6 @@ class Fetch:
         return len(self._reads)
 
     def has_request(self, lease_id: str) -> bool:
-        """Whether this fetch made the lease request."""
         return any(request.lease_id == lease_id for request in self.requests)
 
     def is_reading(self, read_id: int) -> bool:

@@ -152,7 +152,6 @@ class Prefetcher:
                 prefetch.fetch.on_grant(grant, self._now())
 
     def on_part(self, part: ReadPart) -> None:
-        """A part of a read has ended."""
         for prefetch in self._under_way:
             if prefetch.fetch.is_reading(part.read_id):
                 prefetch.fetch.on_part(part, self._now())

@@ -122,8 +122,6 @@ class RequestState:
 
 
 class Reader:
-    """See the module."""
-
     def __init__(
         self, reader: PeerKey, block_tokens: int, peers: Peers, limits: FetchLimits, now: Callable[[], float]
     ) -> None:

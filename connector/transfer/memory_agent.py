@@ -60,11 +60,9 @@ class Opening:
     peer: str
 
     def name(self) -> str | None:
-        """See ``Connecting``."""
         return None if self.peer in self.agent.behaviour.opening else self.peer
 
     def cancel(self) -> None:
-        """See ``Connecting``."""
         self.agent.forget(self.peer)
 
 
@@ -80,15 +78,12 @@ class MemoryAgent:
         network.agents[name] = self
 
     def register(self, regions: Sequence[Region]) -> None:
-        """See ``TransferAgent``."""
         self._regions.extend(regions)
 
     def metadata(self) -> bytes:
-        """See ``TransferAgent``."""
         return self.name.encode()
 
     def connect(self, metadata: bytes) -> Connecting:
-        """See ``TransferAgent``."""
         name = metadata.decode()
         if name not in self._network.agents:
             raise TransferFailed(f"connecting: there is no {name}")
@@ -96,11 +91,9 @@ class MemoryAgent:
         return Opening(self, name)
 
     def forget(self, name: str) -> None:
-        """See ``TransferAgent``."""
         self._known.discard(name)
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
-        """See ``TransferAgent``."""
         peer = self._network.agents.get(name)
         if peer is None or name not in self._known:
             raise TransferFailed(f"reading: {name} is not connected")
@@ -113,18 +106,15 @@ class MemoryAgent:
         return copying
 
     def state(self, handle: Any) -> TransferState:
-        """See ``TransferAgent``."""
         if self.behaviour.fail_reads or handle.peer not in self._known or handle.peer not in self._network.agents:
             return TransferState.FAILED
         self._copy(handle, PIECES_AT_ONCE)
         return TransferState.DONE if handle.copied == len(handle.remote) else TransferState.RUNNING
 
     def release(self, handle: Any) -> bool:
-        """See ``TransferAgent``."""
         return not self._stalls(handle) or handle.peer not in self._known
 
     def close(self) -> None:
-        """See ``TransferAgent``."""
         self._network.agents.pop(self.name, None)
 
     def has(self, spans: Spans, device: str) -> bool:

@@ -98,13 +98,11 @@ class _Opening:
         self._name: str | None = None
 
     def name(self) -> str | None:
-        """See ``Connecting``."""
         if self._name is None and self._opening.done():
             self._name = self._agent.opened(self._opening.result(), self._metadata)
         return self._name
 
     def cancel(self) -> None:
-        """See ``Connecting``."""
         if self._name is not None:
             self._agent.forget(self._name)
         elif not self._opening.cancel():
@@ -135,16 +133,13 @@ class NixlAgent:
         """Of the second thread, with the time of submission, oldest first."""
 
     def register(self, regions: Sequence[Region]) -> None:
-        """See ``TransferAgent``."""
         self._regions.extend(regions)
         self._registered.extend(register(self._agent, regions))
 
     def metadata(self) -> bytes:
-        """See ``TransferAgent``."""
         return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> Connecting:
-        """See ``TransferAgent``."""
         return _Opening(self, metadata, self._open(metadata))
 
     def opened(self, first: ReadAgent, metadata: bytes) -> str:
@@ -178,7 +173,6 @@ class NixlAgent:
             connection.opening.add_done_callback(_end_opened)
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
-        """See ``TransferAgent``."""
         connection = self._connections.get(name)
         if connection is None:
             raise TransferFailed(f"reading: {name} is not connected")

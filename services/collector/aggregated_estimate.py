@@ -172,7 +172,6 @@ class EngineWork:
         """When each began, the seconds that it covers, and the work."""
 
     def reported(self, load: LoadReport, now: float) -> None:
-        """A load report has come."""
         self.role, self.heard = load.role, now
         if load.epoch < self._epoch:
             return
@@ -232,7 +231,6 @@ class Engines:
         self._engines: dict[WorkerId, EngineWork] = {}
 
     def load_reported(self, load: LoadReport, now: float) -> None:
-        """A load report has come."""
         engine = self._engines.get(load.worker_id)
         if engine is not None:
             engine.reported(load, now)
@@ -243,7 +241,6 @@ class Engines:
             self._engines[load.worker_id] = EngineWork(load, now)
 
     def served(self, model: str, worker_ids: Iterable[str]) -> None:
-        """These workers served a request for that model."""
         for worker_id in worker_ids:
             if engine := self._engines.get(WorkerId(worker_id)):
                 engine.model = model
@@ -253,7 +250,6 @@ class Engines:
         return combined([one.speed for one in self._engines.values() if one.model == model and one.speed is not None])
 
     def of(self, model: str, now: float, silent_s_max: float) -> FleetWork:
-        """The live engines of a model."""
         heard = [one for one in self._engines.values() if one.model == model and now - one.heard < silent_s_max]
         live = [one for one in heard if one.role is not Role.STORE]
         prefills = [one for one in live if one.role is not Role.DECODE]

@@ -87,7 +87,6 @@ class ReportBuilder:
         self._engines = Engines()
 
     def load_reported(self, load: LoadReport, now: float) -> None:
-        """Add a worker's load report."""
         self._engines.load_reported(load, now)
 
     def request_finished(self, request: RequestFinished, now: float) -> None:
@@ -172,7 +171,6 @@ def are_comparable(ones: Sequence[Sample], others: Sequence[Sample]) -> bool:
 
 
 def medians(samples: Sequence[Sample | Latencies]) -> Latencies:
-    """The median of each latency."""
     return Latencies(
         ttft_s=median(one.ttft_s for one in samples),
         itl_s=median(one.itl_s for one in samples),

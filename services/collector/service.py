@@ -111,7 +111,6 @@ class Collector:
         return to_prometheus([*self.families(), *vllm_families(self._metrics, self._clock.now(), unix_s)])
 
     def page(self) -> Page:
-        """The console's page at this moment."""
         self._console.month = self._month()
         return self._console.page(self._moment(), connected=self._bus.connected)
 

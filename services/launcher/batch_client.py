@@ -129,7 +129,6 @@ class BatchClient:
         return found
 
     def content(self, file_id: str) -> Iterator[bytes]:
-        """The bytes of a file."""
         with self._errors(), self._http.stream("GET", f"/files/{quote(file_id, safe='')}/content") as response:
             if response.status_code != httpx.codes.OK:
                 response.read()

@@ -98,7 +98,6 @@ def lose(worker: Worker, now: float) -> Transition:
 
 
 def forget(_worker: Worker, _now: float) -> Transition:
-    """Remove the worker from the list."""
     return Transition(None)
 
 
@@ -206,7 +205,6 @@ class Fleet:
         self._bus_heard = -math.inf
 
     def registered(self, record: WorkerRecord, now: float) -> list[WorkerLost]:
-        """A record was written or renewed."""
         known = self._workers.get(record.worker_id)
         if known is None or record.epoch > known.record.epoch:
             announce = self._happen(known, Event.REPLACED, now) if known else []
@@ -230,7 +228,6 @@ class Fleet:
         return self._happen(known, Event.UNREGISTERED, now)
 
     def heard(self, load: LoadReport, now: float) -> list[WorkerLost]:
-        """A load report has come."""
         known = self._workers.get(load.worker_id)
         if known is None or load.epoch < known.record.epoch:
             return []

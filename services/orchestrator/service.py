@@ -67,11 +67,9 @@ class Orchestrator:
 
     @property
     def leading(self) -> bool:
-        """Whether this orchestrator is the leader now."""
         return self._candidate.may_lead(self._clock.now())
 
     def describe(self) -> FleetState:
-        """The state of the fleet."""
         return FleetState(leader=self._candidate.name, term=self._candidate.term, workers=self._workers())
 
     def _workers(self) -> list[FleetWorker]:

@@ -94,7 +94,6 @@ class Sleeper:
         self._models: dict[str, Model] = {}
 
     def update(self, workers: Sequence[FleetWorker], now: float) -> None:
-        """The fleet as it is now."""
         by_model = _engines_by_model(workers)
         self._models = {
             name: model

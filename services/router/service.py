@@ -162,7 +162,6 @@ class Router:
         return Edge(self.settings, self.clock, self.relay, self._serving(), self.request_log, self.authenticator, app)
 
     def _serving(self) -> Callable[[HttpRequest], Awaitable[None]]:
-        """What serves a complete request."""
         return self.responses.serve if self.responses.enabled else self.relay.serve
 
     def _make_batches(self) -> Batches:
@@ -254,7 +253,6 @@ class Router:
         await self.reservations.open()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start the background tasks."""
         for work, name in (
             (self.feed.follow_registry(), "follow-registry"),
             (self.feed.sweep(), "sweep-workers"),

@@ -86,7 +86,6 @@ class LegFrames:
             self._finish(frame, 2 * FRAME_OVERHEAD_BYTES + len(report.kv_transfer))
 
     def fail(self, failure: Failure) -> None:
-        """The leg failed."""
         if not self.ended:
             frame = Frame(leg_id=self.leg_id, seq=self._next(), kind=FrameKind.FAILURE, failure=failure)
             self._finish(frame, FRAME_OVERHEAD_BYTES + len(failure.message))

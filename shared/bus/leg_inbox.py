@@ -134,7 +134,6 @@ class Leg:
             self._wake()
 
     def take(self, frame: Frame, buffer_bytes_max: int) -> None:
-        """Take a frame that arrived."""
         if frame.seq != self._seq:
             self._inbox.cancel(self, _lost(f"frame {self._seq} of leg {self.leg_id} is missing"))
             return

@@ -58,7 +58,6 @@ class Seed:
 
 
 def new_seed(owner: str) -> Seed:
-    """A new random key."""
     import nkeys
 
     header = bytes([nkeys.PREFIX_BYTE_SEED | nkeys.PREFIX_BYTE_USER >> 5, (nkeys.PREFIX_BYTE_USER & 31) << 3])

@@ -42,8 +42,6 @@ _NO_RESPONDERS = "503"
 
 
 class LiveSubscription:
-    """One live subscription."""
-
     def __init__(
         self,
         nc: DirectClient,
@@ -163,7 +161,6 @@ class Inbox:
             future.cancel()
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
-        """Fail every open ask."""
         for _, asked in self._asks.values():
             if not asked.done():
                 asked.set_exception(error())

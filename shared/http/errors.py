@@ -52,6 +52,5 @@ class HttpError(msgspec.Struct, frozen=True):
 def error_body(
     status: int, message: str, *, code: str | int | None = None, param: str | None = None, kind: str = ""
 ) -> bytes:
-    """The JSON body of an error."""
     kind = kind or ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return msgspec.json.encode(ErrorResponse(ErrorBody(message, kind, param, code if code is not None else status)))

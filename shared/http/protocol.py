@@ -409,5 +409,4 @@ class EdgeProtocol(HttpToolsProtocol):
         self.on_response_complete()
 
     def abort(self) -> None:
-        """Drop the connection."""
         self.transport.abort()

@@ -16,12 +16,10 @@ KEY_CHARS_MAX = 256
 
 
 def new_key() -> str:
-    """A new random key."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def new_salt() -> str:
-    """A new secret for cache salts."""
     return secrets.token_hex(KEY_BYTES)
 
 

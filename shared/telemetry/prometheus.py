@@ -38,7 +38,6 @@ class Count:
         self.created_at = time.time()
 
     def add_to(self, family: PrometheusFamily, labels: dict[str, str]) -> None:
-        """Add the samples of this series."""
         family.add_sample(f"{family.name}_total", labels, self.value)
         if SHOWS_CREATED:
             family.add_sample(f"{family.name}_created", labels, self.created_at)
@@ -70,7 +69,6 @@ class Buckets:
         self._exemplars[bisect_left(self._bounds, value)] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def add_to(self, family: PrometheusFamily, labels: dict[str, str]) -> None:
-        """Add the samples of this series."""
         total = 0
         for number, bound in enumerate((*self._bounds, float("inf"))):
             total += self.counts[number]
@@ -121,17 +119,14 @@ class SeriesByLabels(Generic[S]):
 
 
 def counter(metric: Metric, registry: CollectorRegistry) -> SeriesByLabels[Count]:
-    """A counter."""
     return SeriesByLabels(metric, registry, Count)
 
 
 def gauge(metric: Metric, registry: CollectorRegistry) -> Gauge:
-    """A gauge."""
     return Gauge(metric.name, metric.meaning, metric.labels, registry=registry)
 
 
 def histogram(metric: Metric, registry: CollectorRegistry) -> SeriesByLabels[Buckets]:
-    """A histogram with the metric's buckets."""
     return SeriesByLabels(metric, registry, lambda: Buckets(metric.buckets))
 
 

@@ -32,8 +32,6 @@ NOT_TRACED: Mapping[str, str] = {HEADER: f"00-{1:032x}-{1:016x}-00"}
 
 
 class FinishedSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """One span."""
-
     name: SpanName
     begun_at: float
     ended_at: float
@@ -144,7 +142,6 @@ def intervals_of(read: KvRead, now: float) -> list[Interval]:
 
 
 def source_of(read: KvRead) -> About:
-    """Attributes of a KV source."""
     return {Attribute.KV_SOURCE: read.worker_id, Attribute.KV_FOLLOWED: read.followed}
 
 
@@ -159,7 +156,6 @@ def outcome_of(read: KvRead) -> About:
 
 
 def report_of(report: LegReport) -> About:
-    """Attributes of a leg's report."""
     return {
         **tokens_of(report),
         Attribute.RECEIVED_BYTES: report.received_bytes,

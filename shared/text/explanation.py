@@ -67,7 +67,6 @@ def because(decision: DecisionRecord) -> list[str]:
 
 
 def chosen_one(decision: DecisionRecord, part: Part) -> CandidateRecord | None:
-    """The worker chosen for ``part``."""
     return next((one for one in decision.candidates if one.part is part and one.chosen), None)
 
 

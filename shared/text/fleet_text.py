@@ -48,7 +48,6 @@ def drained(report: WorkerDrained) -> str:
 
 
 def role_changed(report: RoleChanged) -> str:
-    """The result of a role change."""
     if report.before is report.role:
         return f"{report.worker_id} already has the role {report.role.value}."
     legs = f"; {many(report.legs, 'running request')} continued" if report.legs else ""
@@ -59,7 +58,6 @@ def role_changed(report: RoleChanged) -> str:
 
 
 def adapter_ordered(done: AdapterOrdered) -> str:
-    """The result of an order about an adapter."""
     verb = "loaded" if done.order.action is AdapterAction.LOAD else "unloaded"
     if done.refusal:
         return f"{done.order.name} was not {verb}: {done.refusal}"

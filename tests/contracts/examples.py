@@ -46,7 +46,6 @@ def _example(kind: types.Type, name: str) -> Any:  # noqa: PLR0911
 
 
 def strategy(message_type: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
-    """Any message of this type."""
     fields = {field.name: _strategy(field.type) for field in types.type_info(message_type).fields}
     return st.builds(message_type, **fields)
 

@@ -57,8 +57,6 @@ TINY = Model()
 
 @dataclass
 class Pair:
-    """See the module."""
-
     nats: NatsServer
     folder: Path
     model: Model

@@ -80,7 +80,6 @@ workers = [{ role = "decode", count = 2 }]
         return {each["record"]["worker_id"] for each in found if each["phase"] == "ready"}
 
     def stream(self, begun: threading.Event) -> list[str]:
-        """The events."""
         body = {
             "model": "baton-tiny", "prompt": "Once upon a time", "max_tokens": TOKENS, "stream": True, "ignore_eos": True
         }  # fmt: skip

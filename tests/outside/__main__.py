@@ -172,7 +172,6 @@ def compare(session: Session, out: Path) -> int:
 
 
 def publish(out: Path, suite: Suite, part: page.Part) -> None:
-    """Put one suite's part into the page."""
     page.write(out, {suite.name: part}, BY_NAME)
 
 

@@ -60,7 +60,6 @@ def write(page: Path, parts: Mapping[str, Part], order: Iterable[str]) -> None:
 
 
 def read(page: Path) -> dict[str, Part]:
-    """The parts of the page as it is."""
     text = page.read_text() if page.exists() else ""
     rows = {match[1]: match[0] for match in ROW.finditer(text)}
     sections = {match[1]: match[0].strip() for match in SECTION.finditer(text)}

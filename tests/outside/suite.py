@@ -151,7 +151,6 @@ def environment(folder: Path, *packages: str, on_ours: bool = False) -> Path:
 
 
 def version_of(python: Path, package: str) -> str:
-    """The version of an installed package."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 

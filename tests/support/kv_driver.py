@@ -147,7 +147,6 @@ class Driver:
         return (await self.tap.until(granted, f"{worker} grants", GRANT_S_MAX))[0]
 
     async def release(self, grant: KvGrant) -> None:
-        """Release the grant."""
         message = ReleaseKv(
             worker_id=grant.worker_id,
             epoch=grant.epoch,

@@ -32,7 +32,6 @@ class Shape:
 
     @property
     def layer_dims(self) -> str:
-        """Dimensions of one layer's tensor."""
         return self.dims.replace("L", "")
 
     def heads(self, rank: int) -> range:

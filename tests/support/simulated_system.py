@@ -29,7 +29,6 @@ class SimulatedSystem:
     processes: dict[str, ServiceProcess] = field(default_factory=dict)
 
     def complete(self, prompt: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-        """One completion."""
         return httpx.post(
             f"{self.router_url}/v1/completions",
             json={"model": "baton-tiny", "prompt": prompt, "max_tokens": 8, **body},

@@ -22,8 +22,6 @@ QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_p
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """One family."""
-
     make: Callable[[Path], Path]
     """Writes the model below a folder that does not exist yet."""
     encoder: str

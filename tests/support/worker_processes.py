@@ -36,8 +36,6 @@ GONE_S_MAX = 30.0
 
 @dataclass
 class WorkerProcess:
-    """A worker started by a test."""
-
     worker_id: WorkerId
     process: subprocess.Popen
     log: Path

@@ -59,7 +59,6 @@ class EventLog:
                 self._note(at, LIFECYCLE, worker_id, "is gone")
 
     def worker_lost(self, lost: WorkerLost, at: float) -> None:
-        """The orchestrator declared a worker lost."""
         life = (self._lives or {}).get(lost.worker_id)
         if life is None or life[0] > lost.epoch or life[1] is WorkerPhase.LOST or self._lives is None:
             return
@@ -67,7 +66,6 @@ class EventLog:
         self._note(at, LIFECYCLE, lost.worker_id, f"lost: no report for {lost.silent_s:.1f} s", ERROR)
 
     def worker_drained(self, report: WorkerDrained, at: float) -> None:
-        """A worker has finished draining."""
         level = WARNING if report.legs_cut or report.prefixes_left else INFO
         self._note(at, LIFECYCLE, report.worker_id, drained(report), level)
 
@@ -79,7 +77,6 @@ class EventLog:
         self._note(at, PLANNER, plan.model, text)
 
     def service_status(self, status: ServiceStatus, at: float) -> None:
-        """A service published its status."""
         key = (status.service, status.instance)
         if status.service == WORKER or self._services.get(key) is status.phase:
             return

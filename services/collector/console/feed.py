@@ -114,7 +114,6 @@ class Feed:
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """Remove a client."""
         self._watchers.discard(watcher)
         if not self._watchers:
             self._watched.clear()

@@ -100,7 +100,6 @@ def refusal_of(client: OrderClient) -> Refusal | None:
 
 
 def parse_order(body: bytes) -> Order | Refusal:
-    """The order in a request's body."""
     try:
         request = REQUEST.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

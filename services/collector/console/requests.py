@@ -75,7 +75,6 @@ class RecentRequests:
         self._medians: dict[str, TtftMedian] = {}
 
     def add(self, request: RequestFinished, at: float) -> RequestRow:
-        """Add a finished request."""
         row = row_of(request, at, slow=self._is_slow(request))
         self._rows.appendleft(row)
         return row
@@ -184,7 +183,6 @@ def parts_beside(predicted: TtftParts, measured: TtftParts | None) -> list[dict[
 
 
 def text_of(decision: DecisionRecord) -> dict[str, Any]:
-    """Sentences about the decision."""
     return {
         "headline": explanation.headline(decision),
         "because": explanation.because(decision),

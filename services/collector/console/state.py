@@ -53,7 +53,6 @@ class ConsoleState:
         self._refreshed_at = now
 
     def requests_finished(self, requests: Iterable[RequestFinished], moment: Moment) -> None:
-        """Routers reported finished requests."""
         for request in requests:
             self.recent.add(request, moment.at)
             self._flows.add(request, moment.now)
@@ -62,7 +61,6 @@ class ConsoleState:
             self._minute.add(request, moment.now)
 
     def fleet_updated(self, moment: Moment) -> None:
-        """The metrics have a newer state of the fleet."""
         state = self._metrics.fleet.state
         if state is not None:
             self._worker_cards.update(state)
@@ -75,7 +73,6 @@ class ConsoleState:
             self._refresh(moment, connected=True)
 
     def page(self, moment: Moment, *, connected: bool) -> Page:
-        """The whole page at this moment."""
         cards, health = self._refresh(moment, connected=connected)
         return Page(
             at=round(moment.at, 3),

@@ -116,7 +116,6 @@ class Batches:
                 self._ended_at[key] = batch.times.get(batch.status, batch.created_at)
 
     def table(self) -> BatchTable:
-        """What the page shows."""
         if self._table is None:
             running = [key for key in self._known if key not in self._ended_at]
             running.sort(key=lambda key: self._known[key].created_at)

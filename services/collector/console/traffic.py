@@ -48,7 +48,6 @@ class Flows:
         """In order of last use: the least recently used comes first."""
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         first = request.prefill_worker or request.decode_worker
         if first:
             self._add((ROUTER, first, REQUESTS), request.prompt_tokens, 0, now)
@@ -97,7 +96,6 @@ class TenantTraffic:
         self.last = now
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         self.last = now
         self.requests.add(1, now)
         self.tokens.add(max(0, request.prompt_tokens) + max(0, request.completion_tokens), now)
@@ -115,7 +113,6 @@ class Tenants:
         self._tenants: dict[str, TenantTraffic] = {}
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         name = request.tenant
         if name not in self._tenants and len(self._tenants) >= TENANTS_MAX:
             name = OTHER
@@ -158,7 +155,6 @@ class LastMinute:
         self._reasons: deque[tuple[float, str]] = deque(maxlen=FAILURES_MAX)
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         self._all.add(1, now)
         if request.reason in REFUSED:
             self._refused.add(1, now)
@@ -185,7 +181,6 @@ class LastMinute:
         return self._count(self._late, now)
 
     def per_s(self, now: float) -> float:
-        """Requests per second."""
         return self._all.per_second(now)
 
     def most_frequent_reason(self, now: float) -> str:

@@ -32,8 +32,6 @@ class Health(View, frozen=True, kw_only=True):
 
 
 class WorkerCard(View, frozen=True, kw_only=True):
-    """One worker."""
-
     id: str
     role: str
     phase: str
@@ -110,8 +108,6 @@ class RequestRow(View, frozen=True, kw_only=True):
 
 
 class EventLine(View, frozen=True, kw_only=True):
-    """One event."""
-
     at: float
     level: str
     kind: str
@@ -179,8 +175,6 @@ NO_USAGE = UsageTable(month="", rows=[], more=0)
 
 
 class BatchRow(View, frozen=True, kw_only=True):
-    """One batch."""
-
     id: str
     tenant: str
     status: str
@@ -207,8 +201,6 @@ NO_BATCHES = BatchTable(rows=[], more=0)
 
 
 class Page(View, frozen=True, kw_only=True):
-    """The whole page at one moment."""
-
     at: float
     default_mode: str
     """Mode of requests that do not ask for one; empty when not known."""

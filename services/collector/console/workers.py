@@ -35,7 +35,6 @@ class WorkerCards:
         self._records: dict[WorkerId, WorkerRecord] = {}
 
     def update(self, state: FleetState) -> None:
-        """Take a new fleet state."""
         self._records = {each.record.worker_id: each.record for each in state.workers}
 
     def model_names(self, cards: list[WorkerCard]) -> list[str]:
@@ -117,7 +116,6 @@ class ModelTraffic:
         """Sum and number of the known times to the first token; without lines of batches, for which no user waits."""
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         self.requests.add(1, now)
         self.tokens_in.add(max(0, request.prompt_tokens), now)
         self.tokens_out.add(max(0, request.completion_tokens), now)
@@ -140,7 +138,6 @@ class Models:
         self._models: dict[str, ModelTraffic] = {}
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         if (traffic := self._models.get(request.model)) is not None:
             traffic.add(request, now)
 

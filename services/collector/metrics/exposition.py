@@ -99,7 +99,6 @@ FLEET_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
 
 
 def families(metrics: FleetMetrics, bus: BusCounts, now: float) -> list[Family]:
-    """All metrics at ``now``."""
     return [
         *_workers(metrics, now),
         *_exchange(metrics, now),

@@ -186,7 +186,6 @@ class FleetMetrics:
         self._bounds = bounds
 
     def load_reported(self, load: LoadReport, now: float) -> None:
-        """Add a worker's load report."""
         view = self.workers.get(load.worker_id)
         if view is None:
             if not self._can_add_worker(now):
@@ -206,7 +205,6 @@ class FleetMetrics:
             self.worker_totals[name] += growth[name]
 
     def request_finished(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         self.requests.add(request, now)
         if view := self.workers.get(WorkerId(request.decode_worker)):
             view.latencies.observe(request)
@@ -217,7 +215,6 @@ class FleetMetrics:
             view.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
 
     def service_status(self, status: ServiceStatus, now: float) -> None:
-        """Take a service's status."""
         key = (status.service, status.instance)
         if key in self.services or len(self.services) < SERVICES_MAX:
             self.services[key] = (status, now)

@@ -115,7 +115,6 @@ class Requests:
         self._models = LabelSet(MODELS_MAX)
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """Add a finished request."""
         # Clients can send any model name. Unknown ones would fill the label set and displace served models.
         is_unknown = request.reason == Reason.MODEL_UNKNOWN
         model, mode = OTHER if is_unknown else self._models.bounded(request.model), mode_of(request)
@@ -138,7 +137,6 @@ class Requests:
 
 
 def mode_of(request: RequestFinished) -> str:
-    """The request's mode as a label."""
     return request.mode if request.mode in MODES else OTHER
 
 

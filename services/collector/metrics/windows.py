@@ -29,7 +29,6 @@ class Rate:
         self._sum = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        """Add ``amount`` at ``now``."""
         second = int(now)
         if self._slots and self._slots[-1][0] == second:
             amount_before = self._slots.pop()[1]

@@ -154,7 +154,6 @@ class Listener:
         self._epochs: dict[WorkerId, list[Epoch]] = defaultdict(list)
 
     def status(self, status: ServiceStatus, _envelope: Envelope) -> None:
-        """A service published its status."""
         key = status.service, status.instance
         if len(self._services) < PROCESSES_MAX or key in self._services:
             ahead_s = (status.at_ms - self._clock.wall_ms()) / 1000 if status.at_ms else 0.0
@@ -162,7 +161,6 @@ class Listener:
             note_sender(self._pids[key], (status.host, status.pid))
 
     def load(self, report: LoadReport, _envelope: Envelope) -> None:
-        """A worker reported its load."""
         worker = report.worker_id
         if len(self._loads) < PROCESSES_MAX or worker in self._loads:
             note_sender(self._epochs[worker], report.epoch)

@@ -99,8 +99,6 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstallationFacts(Facts, kw_only=True):
-    """Facts about this installation and this machine."""
-
     baton: str = ""
     python: tuple[int, int, int] = (0, 0, 0)
     packages: Packages | None = None
@@ -170,8 +168,6 @@ class Nats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SystemFacts(Facts, kw_only=True):
-    """Facts about the running system."""
-
     nats_url: str = ""
     is_expected: bool = False
     """A state file, an option or a variable says that a system runs."""

@@ -52,8 +52,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings with their summary."""
-
     status: str
     """healthy, degraded (warnings) or unhealthy (errors)."""
     summary: str
@@ -63,7 +61,6 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examination(findings: Iterable[Finding], *, is_running: bool, joined: Sequence[str] = ()) -> Examination:
-    """Group the findings and summarise them."""
     order = {area: number for number, area in enumerate(Area)}
     ordered = sorted(findings, key=lambda finding: order[finding.area])
     errors = sum(finding.level is Level.ERROR for finding in ordered)

@@ -36,7 +36,6 @@ _finding = Area.WORKERS.finding
 
 
 def about_workers(facts: SystemFacts) -> Iterator[Finding]:
-    """All findings about workers."""
     if facts.nats is None or facts.failure or not facts.is_running:
         return
     if not facts.records:

@@ -45,7 +45,6 @@ class HostServices:
         return [each for each in self.processes if _rank(each) < _rank(process)]
 
     def variables(self, process: ProcessPlan) -> dict[str, str]:
-        """All variables of a process."""
         inherited = {} if process.stage is Stage.NATS else self.inherited
         return {**inherited, **process.env}
 
@@ -60,7 +59,6 @@ def _rank(process: ProcessPlan) -> tuple[int, bool]:
 
 
 def variable_file(name: str) -> str:
-    """The file with the variables of a process."""
     return f"{name}.env"
 
 

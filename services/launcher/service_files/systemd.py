@@ -73,7 +73,6 @@ def unit_of(process: ProcessPlan) -> str:
 
 
 def worker_unit(worker_id: str) -> str:
-    """The name of a worker's unit."""
     return WORKER_TEMPLATE.replace("@", f"@{worker_id}")
 
 

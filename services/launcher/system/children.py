@@ -74,7 +74,6 @@ class ChildStarter:
         self._guard_pipe = guard_pipe
 
     def log_of(self, name: str) -> Path:
-        """The log file of that process."""
         return self.logs / f"{name}.log"
 
     async def start(self, plan: ProcessPlan) -> Child:

@@ -68,7 +68,6 @@ def share_cores(cores: Sequence[int], ranks: Sequence[int], running: int) -> tup
 
 
 def on_cores(cores: Sequence[int], ranks: int) -> Device:
-    """The device of a CPU engine."""
     listed = ",".join(str(core) for core in cores)
     text = f"core {listed}" if len(cores) == 1 else f"{len(cores)} cores"
     if ranks == 1:
@@ -108,7 +107,6 @@ def own_gpus(machine: Machine, free: list[str], counts: Sequence[int]) -> list[D
 
 
 def on_gpus(machine: Machine, gpus: Sequence[str], engine_args: str = "") -> Device:
-    """The device of a GPU engine."""
     env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     if machine.gpu_topology:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order; CUDA's own default begins with the fastest GPU.

@@ -121,7 +121,6 @@ def gpus_of_workers() -> tuple[str, ...]:
 
 
 def has_distribution(name: str) -> bool:
-    """Whether a package of that name is installed."""
     try:
         return bool(version(name))
     except PackageNotFoundError:

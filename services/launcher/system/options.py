@@ -58,7 +58,6 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.both
 
     def gpus_of(self, role: Role) -> int:
-        """GPUs of a worker of this role."""
         own = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}
         return own.get(role, 0) or self.gpus_per_worker
 
@@ -75,8 +74,6 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `baton up`."""
-
     models: tuple[ModelOptions, ...] = (ModelOptions(),)
     engine: Literal["vllm", "simulated"] = "vllm"
     host: str = "127.0.0.1"

@@ -94,7 +94,6 @@ def is_loopback(host: str) -> bool:
 
 
 def base_environment(options: UpOptions, nats_url: str, party: Party) -> dict[str, str]:
-    """Environment of every process of that party."""
     base = {"BATON_NATS_URL": nats_url, "BATON_STATE_DIR": options.state_dir}
     return {**base, **variables(options.keys_dir, party)} if options.keys_dir else base
 
@@ -214,8 +213,6 @@ def plan_workers(
 
 @dataclass(frozen=True)
 class WorkerPlans:
-    """Plans single workers."""
-
     options: UpOptions
     machine: Machine
     base: Mapping[str, str]
@@ -338,7 +335,6 @@ def devices_by_model(options: UpOptions, machine: Machine, running: int) -> tupl
 
 
 def worker_settings(options: UpOptions, model: ModelOptions, base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of all workers of a model."""
     optional = {
         "WORKER_MODEL": model.model,
         "WORKER_ALIASES": ",".join(model.aliases),

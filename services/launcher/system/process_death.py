@@ -106,14 +106,11 @@ class Restart:
 
 @dataclass
 class RestartHistory:
-    """The deaths of one process."""
-
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     deaths: int = 0
     died_at: float = -math.inf
 
     def died(self, now: float) -> Restart:
-        """Record a death."""
         self.deaths = 1 if now - self.died_at >= self.policy.settled_s else self.deaths + 1
         self.died_at = now
         pause_s = self.policy.backoff_s_first * 2.0 ** min(self.deaths - 1, DOUBLINGS_MAX)

@@ -14,8 +14,6 @@ class PlanRefused(Exception):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about this machine."""
-
     python: str
     nats_server: str
     """Path of the binary; empty when there is none."""
@@ -94,5 +92,4 @@ class SystemPlan:
     """Warnings to print before the start."""
 
     def stage(self, stage: Stage) -> list[ProcessPlan]:
-        """The processes of one stage, in order."""
         return [process for process in self.processes if process.stage is stage]

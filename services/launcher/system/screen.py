@@ -63,7 +63,6 @@ class Board:
         self.rows[name] = Row(name, note)
 
     def started(self, name: str, pid: int, now: float) -> None:
-        """The process was started or restarted."""
         row = self.rows[name]
         row.pid, row.started_at, row.settled_at, row.url = pid, now, 0.0, ""
         row.has_drained = False
@@ -81,7 +80,6 @@ class Board:
         return row
 
     def mark(self, name: str, phase: ServicePhase, detail: str, now: float) -> None:
-        """Set the phase of a process."""
         row = self.rows[name]
         if (row.phase, row.detail) == (phase, detail):
             return

@@ -40,7 +40,6 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def running_file(state_dir: Path) -> Path:
-    """Path of the file with the addresses."""
     return state_dir / "running.json"
 
 
@@ -67,7 +66,6 @@ def write(state_dir: Path, system: RunningSystem) -> None:
 
 
 def find(state_dir: Path) -> RunningSystem | None:
-    """The running system of this state directory, if any."""
     if not is_held(state_dir):
         return None
     try:

@@ -109,7 +109,6 @@ class Watch:
         self._leader_heard_at = now
 
     def record(self, record: WorkerRecord, now: float) -> None:
-        """A worker's record in the registry changed."""
         worker = self.workers.get(record.worker_id)
         if worker is not None and record.epoch < worker.record.epoch:
             return
@@ -125,7 +124,6 @@ class Watch:
         worker.record, worker.heard, worker.ended = record, now, None
 
     def record_removed(self, worker_id: WorkerId, now: float) -> None:
-        """A worker's record expired or was deleted."""
         worker = self.workers.get(worker_id)
         if worker is not None and worker.ended is None:
             worker.ended = now
@@ -134,7 +132,6 @@ class Watch:
                 self._note(now, worker_id, "gone")
 
     def load_reported(self, load: LoadReport, now: float) -> None:
-        """A worker reported its load."""
         worker = self.workers.get(load.worker_id)
         if worker is None or load.epoch != worker.record.epoch:
             return
@@ -147,14 +144,12 @@ class Watch:
             worker.reports.popleft()
 
     def worker_lost(self, lost: WorkerLost, now: float) -> None:
-        """The orchestrator declared a worker lost."""
         worker = self.workers.get(lost.worker_id)
         if worker is not None and worker.record.epoch <= lost.epoch and worker.phase is not WorkerPhase.LOST:
             worker.phase, worker.ended = WorkerPhase.LOST, now
             self._note(now, lost.worker_id, f"lost: no report for {lost.silent_s:.1f} s", bad=True)
 
     def worker_drained(self, report: WorkerDrained, now: float) -> None:
-        """A worker has finished draining."""
         text = f"drained in {report.seconds:.1f} s, {report.legs} requests"
         text += f" ({report.legs_cut} continued elsewhere)" if report.legs_cut else ""
         text += f", {report.prefixes} prefixes moved" if report.prefixes else ""
@@ -172,18 +167,15 @@ class Watch:
                 self.record(each.record, now)
 
     def planned(self, plan: PlanDecision, now: float) -> None:
-        """The planner made a decision."""
         self.plans[plan.model] = plan
         if plan.action is not PlanAction.NOTHING:
             self._note(now, "planner", f"{plan_text(plan)}: {plan.why}" if plan.why else plan_text(plan))
 
     def finished(self, requests: Iterable[RequestFinished], now: float) -> None:
-        """A router reported finished requests."""
         for request in requests:
             self.requests.append((now, request))
 
     def service_status(self, status: ServiceStatus, now: float) -> None:
-        """A service published its status."""
         if len(self.services) < WORKERS_MAX or (status.service, status.instance) in self.services:
             self.services[status.service, status.instance] = (now, status)
 

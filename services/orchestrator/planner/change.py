@@ -58,7 +58,6 @@ class RoleLoad:
         return self.fullness(self.observed.lasting, self.size) > 1.0
 
     def wanted(self) -> int:
-        """How many workers the role should have."""
         count = self.ready + self.coming
         if self.is_short:
             while count < COUNT_MAX and self.fullness(self.observed.lasting, count + self.helped) > FILL:

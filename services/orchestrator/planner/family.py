@@ -56,7 +56,6 @@ class FleetWork:
         self._engines: dict[WorkerId, EngineWork] = {}
 
     def reported(self, load: LoadReport, now: float) -> None:
-        """A load report has come."""
         engine = self._engines.get(load.worker_id)
         if engine is None or load.epoch > engine.epoch:
             engine = self._engines[load.worker_id] = EngineWork(load.epoch, now)
@@ -156,8 +155,6 @@ def _key(worker: FleetWorker) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Workers of one role."""
-
     ready: int = 0
     coming: int = 0
 
@@ -217,7 +214,6 @@ class Family:
             self.speed = self.engines.speed() or self.speed
 
     def ended(self, request: RequestFinished, now: float) -> None:
-        """A request for the family has ended."""
         self.requests.ended(request, now)
 
     def unknown(self, workers: FamilyWorkers, now: float) -> str:

@@ -34,8 +34,6 @@ REFUSAL_CHARS_MAX = 200
 
 
 class Planning:
-    """The planner with its subscriptions and the scaler."""
-
     def __init__(
         self, bus: Bus, clock: Clock, settings: Settings, rules: Rules, *, leading: Callable[[], bool]
     ) -> None:
@@ -55,7 +53,6 @@ class Planning:
         await self._bus.subscribe(REQUESTS_FINISHED, self._requests_finished)
 
     def reported(self, load: LoadReport) -> None:
-        """A load report has come."""
         self._planner.reported(load, self._clock.now())
 
     def _requests_finished(self, message: RequestsFinished, _envelope: Envelope) -> None:
@@ -149,7 +146,6 @@ class Planning:
 
 
 def make_scaler(bus: Bus, settings: Settings) -> Scaler:
-    """The scaler that the settings name."""
     match settings.scaler:
         case "launcher":
             return LauncherScaler(bus, SCALER_S_MAX)
@@ -160,7 +156,6 @@ def make_scaler(bus: Bus, settings: Settings) -> Scaler:
 
 
 def as_text(decision: PlanDecision) -> str:
-    """The change, for logs."""
     if decision.action is PlanAction.CHANGE_ROLE:
         return f"{decision.worker_id} becomes {decision.role}"
     return f"{decision.change:+d} {decision.role}"
@@ -181,7 +176,6 @@ class LauncherScaler:
         self._reply_s_max = reply_s_max
 
     async def scale(self, order: ScaleFleet) -> FleetScaled:
-        """See ``Scaler``."""
         try:
             return await self._bus.ask(SCALE, order, timeout_s=self._reply_s_max)
         except NoResponders:
@@ -198,7 +192,6 @@ class WebhookScaler:
         self._reply_s_max = reply_s_max
 
     async def scale(self, order: ScaleFleet) -> FleetScaled:
-        """See ``Scaler``."""
         try:
             async with httpx.AsyncClient(timeout=self._reply_s_max, trust_env=False) as client:
                 reply = await client.post(
@@ -224,5 +217,4 @@ class AdviceScaler:
     """Starts and stops nothing: a person reads the plan."""
 
     async def scale(self, order: ScaleFleet) -> FleetScaled:
-        """See ``Scaler``."""
         return FleetScaled(refusal=f"advice only: {order.change:+d} {order.role}")

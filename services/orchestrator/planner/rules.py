@@ -71,7 +71,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Models with targets and limits of their own."""
 
     def of(self, model: str) -> Rules:
-        """The rules of one model."""
         own = self.models.get(model)
         if own is None:
             return self

@@ -29,8 +29,6 @@ P95 = 0.95
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """One request that ended."""
-
     at: float
     served: bool = False
     is_batch: bool = False
@@ -91,7 +89,6 @@ class RequestWindow:
             self._requests.append(_ended(request, now))
 
     def observed(self, now: float) -> ObservedDemand:
-        """The demand until ``now``."""
         while self._requests and self._requests[0].at < now - self._seconds:
             self._requests.popleft()
         seconds = min(self._seconds, now - self._since)
@@ -179,8 +176,6 @@ class Engines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queues:
-    """The queues in a fleet's engines."""
-
     prompt_tokens: int = 0
     requests: int = 0
     """At workers that only decode."""

@@ -122,7 +122,6 @@ class Authenticator:
 
 
 def same_limits(one: Key, other: Key) -> bool:
-    """Whether the rate limits are equal."""
     return all(
         getattr(one, name) == getattr(other, name)
         for name in ("requests_per_minute", "tokens_per_minute", "sequences_max")

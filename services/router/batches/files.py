@@ -118,7 +118,6 @@ class Files:
         return True
 
     def content(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """Its bytes."""
         return read(self._records.bus, file.segments)
 
     async def sweep(self) -> None:
@@ -206,7 +205,6 @@ class IncomingFile:
         self._is_recorded = True
 
     async def discard(self) -> None:
-        """Remove what is stored."""
         await remove(self._records.bus, [self.segment])
         await self.forget()
 

@@ -41,8 +41,6 @@ class Line(NamedTuple):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What a line asks for."""
-
     custom_id: str
     model: str
     body: msgspec.Raw

@@ -76,7 +76,6 @@ class Runner:
 
     @property
     def runs(self) -> list[StoredBatch]:
-        """Batches that this router runs."""
         return [run.batch for run in self._runs.values()]
 
     async def follow(self) -> None:

@@ -149,7 +149,6 @@ class Records:
         return [one.value for one in found if one.value is not None]
 
     async def batches(self, tenant: str) -> list[StoredBatch]:
-        """All batches of a tenant."""
         async with _errors():
             found = await (await self.bus.key_value_store(BATCHES)).all((_prefix(tenant),))
         return [one.value for one in found if one.value is not None]

@@ -158,7 +158,6 @@ class Edge(HttpEdge[HttpRequest]):
                 http_request.refuse(http_request.refusal)
 
     async def serve(self, http_request: HttpRequest) -> None:
-        """Serve one complete request."""
         try:
             await self._serve(http_request)
         except Exception:

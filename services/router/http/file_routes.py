@@ -96,7 +96,6 @@ BATCH_BODY = {
 
 
 def add_files(app: FastAPI, batches: Batches, now: Callable[[], float]) -> None:
-    """Add the routes to ``app``."""
     routes = Routes(batches, now)
     for method, path, handler, extra in (
         ("POST", FILES, routes.upload, {"requestBody": UPLOAD_BODY}),

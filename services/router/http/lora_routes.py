@@ -144,8 +144,6 @@ class OrderAdapters:
 
 
 def add_lora(app: FastAPI, orders: OrderAdapters, now: Callable[[], float]) -> None:
-    """Add the routes to ``app``."""
-
     @app.post(LOAD, tags=["orders"], responses=STATUSES, openapi_extra=LOAD_SCHEMA)
     async def load_lora_adapter(request: Request) -> Response:
         """Load a LoRA adapter on all workers of its model: ``lora_path`` is a folder below their WORKER_LORA_DIR."""

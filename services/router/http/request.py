@@ -164,7 +164,6 @@ class Upload:
         return upload
 
     def add(self, data: bytes) -> None:
-        """Append a piece."""
         self._parts.append(data)
         self.size += len(data)
         self.hold(len(data) + OBJECT_BYTES)
@@ -282,11 +281,9 @@ class HttpRequest:
         self._end()
 
     def close_after(self) -> None:
-        """Close the connection after this response."""
         self._keep_alive = False
 
     def abort(self) -> None:
-        """Drop the connection."""
         self._connection.abort()
 
     def _framed(self, data: bytes) -> bytes:

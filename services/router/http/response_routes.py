@@ -36,7 +36,6 @@ STATUSES: dict[int | str, dict[str, Any]] = {
 
 
 def add_responses(app: FastAPI, responses: Responses, now: Callable[[], float]) -> None:
-    """Add the routes to ``app``."""
     routes = Routes(responses, now)
     for method, path, handler in (
         ("GET", PATH, routes.retrieve),

@@ -41,7 +41,6 @@ class Served(NamedTuple):
 
     @classmethod
     def by(cls, view: WorkerView, name: str) -> Served:
-        """What this worker serves under ``name``."""
         one = view.record.fingerprint
         return cls(name, one.model, one.revision, one.dtype, view.digest_of(name))
 
@@ -215,7 +214,6 @@ class ResponseHeaders:
         self._fixed: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
 
     def of(self, context: RequestContext, placement: Placement, content_type: str) -> list[Header]:
-        """The headers of one response."""
         prefill = placement.prefill.record.worker_id if placement.prefill is not None else ""
         key = (placement.mode, content_type, placement.decode.record.worker_id, prefill, placement.streamed)
         fixed = self._fixed.get(key)

@@ -161,7 +161,6 @@ class Retry:
 
 
 def failed_in_prefill(context: RequestContext, lost: LegFailed) -> bool:
-    """Whether it was the prefill leg that failed."""
     prefill = context.placement.prefill if context.placement is not None else None
     return prefill is not None and prefill.record.worker_id == lost.worker_id
 
@@ -206,7 +205,6 @@ def requests_for(
 
 
 def suits(action: RecoveryAction, placement: Placement) -> bool:
-    """Whether this placement carries out the action."""
     if action in (RecoveryAction.ANOTHER_PREFILL, RecoveryAction.BOUNCE_TO_PREFILL):
         return placement.prefill is not None or placement.decode.record.role is not Role.DECODE
     return True

@@ -43,8 +43,6 @@ OK = "ok"
 
 
 class RequestMetrics:
-    """Counters and histograms of requests."""
-
     def __init__(self, registry: CollectorRegistry, traces_kept: Mapping[str, int]) -> None:
         self._requests = counter(names.ROUTER_REQUESTS, registry)
         self._placements = counter(names.ROUTER_PLACEMENTS, registry)
@@ -152,8 +150,6 @@ class Gaps:
 
 
 class GapMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
-    """``Gaps`` of all modes."""
-
     def __init__(self) -> None:
         self.of = {mode: Gaps() for mode in MODES}
 
@@ -186,7 +182,6 @@ class QueueMetrics:
         self._named: set[str] = set()
 
     def waited(self, wait_s: float) -> None:
-        """A request has waited in the queue."""
         self._waits.observe(wait_s)
 
     def ended(self, tenant: str, reason: str, computed_tokens: int, tokens_out: int) -> None:
@@ -293,7 +288,6 @@ def gauge_family(metric: Metric) -> GaugeMetricFamily:
 
 
 def counter_family(metric: Metric, value: float) -> CounterMetricFamily:
-    """A family of one value."""
     return CounterMetricFamily(metric.name, metric.meaning, value=value)
 
 

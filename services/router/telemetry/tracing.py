@@ -301,7 +301,6 @@ def below(parent_id: int, name: SpanName, begun_at: float, ended_at: float, abou
 
 
 def about_request(context: RequestContext, finished: RequestFinished, why: Kept) -> About:
-    """Attributes of the request's own span."""
     about: About = {
         Attribute.REQUEST_ID: finished.request_id,
         Attribute.KEPT: why.value,

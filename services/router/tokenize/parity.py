@@ -84,7 +84,6 @@ class ParityBook:
         self._count()
 
     def due(self, now: float) -> list[WorkerId]:
-        """Workers to probe now."""
         return [worker_id for worker_id, state in self.states.items() if state.ask_at <= now]
 
     def next_at(self) -> float:

@@ -191,7 +191,6 @@ class Segments:
         return self._chars / self._tokens
 
     def begin(self, text: str, *, special: bool, keys: HashKeys) -> Walk:
-        """A walk at the beginning of ``text``."""
         # ``repr`` of an adapter begins with a parenthesis and quotes both texts: no salt makes another prefix of it.
         name = f"{int(special)}{keys.lora!r}{keys.salt}" if keys.lora is not None else f"{int(special)}-{keys.salt}"
         root = self._nodes.get(0, name)

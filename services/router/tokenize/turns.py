@@ -83,7 +83,6 @@ class PromptWork:
 
     @classmethod
     def in_threads(cls) -> PromptWork:
-        """With threads of its own."""
         return cls(
             ThreadPoolExecutor(1, thread_name_prefix="prompts-quick"),
             ThreadPoolExecutor(1, thread_name_prefix="prompts-slow"),

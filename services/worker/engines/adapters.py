@@ -65,11 +65,9 @@ class LoadedAdapters:
 
     @property
     def loaded(self) -> list[LoraAdapter]:
-        """See the port."""
         return list(self._by_name.values())
 
     async def load(self, name: str, source: Path, within: Path | None = None) -> LoraAdapter:
-        """See the port."""
         self._check_name(name)
         async with self._changing:
             if name not in self._by_name and len(self._by_name) >= ADAPTERS_MAX:
@@ -91,7 +89,6 @@ class LoadedAdapters:
             raise AdapterRefused(f"{name} is a name of the model itself")
 
     async def unload(self, name: str) -> None:
-        """See the port."""
         async with self._changing:
             if name not in self._by_name:
                 raise AdapterRefused(f"no adapter {name[:128]!r} is loaded")

@@ -127,7 +127,6 @@ class LegRecord:
         self.is_over = False
 
     def sequence_ended(self) -> None:
-        """A sequence has ended."""
         self.sequences -= 1
         self.is_over = self.sequences == 0
 
@@ -358,8 +357,6 @@ class Engine(Protocol):
 
 
 class StartEngine(Protocol):
-    """Starts one kind of engine."""
-
     def __call__(
         self, settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity
     ) -> Awaitable[Engine]:

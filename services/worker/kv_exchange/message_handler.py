@@ -298,7 +298,6 @@ class FetchHandler:
             del self._under_way[fetch_id]
 
     def ended(self, ends: list[FetchEnded]) -> None:
-        """The engine has ended these fetches."""
         for end in ends:
             done = self._under_way.get(end.fetch_id)
             if done is not None and not done.done():

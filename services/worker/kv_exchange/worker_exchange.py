@@ -176,7 +176,6 @@ class SpeedMeasurer:
             del self._under_way[measure_id]
 
     def ended(self, ends: list[ReadMeasured]) -> None:
-        """The engine has ended these measurements."""
         for end in ends:
             done = self._under_way.get(end.measure_id)
             if done is not None and not done.done():

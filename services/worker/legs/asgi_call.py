@@ -217,7 +217,6 @@ async def ask_app(app: AsgiApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 def http_scope(path: str, body: bytes, *, content_type: str = JSON, request_id: str = "") -> Scope:
-    """The ASGI scope of the request."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

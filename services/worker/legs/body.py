@@ -177,7 +177,6 @@ class KvPolicy:
 
 
 def moves_kv(start: StartLeg) -> bool:
-    """Whether KV may be moved for the leg."""
     return start.kind is LegKind.PREFILL or bool(start.kv_transfer or start.kv_sources)
 
 

@@ -119,7 +119,6 @@ class LegServer:
 
     @property
     def legs(self) -> int:
-        """Legs being served."""
         return len(self._legs)
 
     def start(self, start: StartLeg, envelope: Envelope) -> None:
@@ -151,7 +150,6 @@ class LegServer:
             self._unread.unwanted(order.leg_id)
 
     def fail_all(self, failure: Failure) -> None:
-        """End every leg with ``failure``."""
         for leg in self._legs.values():
             suspect = failure.reason is Reason.ENGINE_DEAD and died_of(leg.record)
             leg.frames.fail(msgspec.structs.replace(failure, suspect=suspect))

@@ -112,7 +112,6 @@ def detail(phase: WorkerPhase, note: str) -> str:
 
 
 def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, note: str) -> WorkerRecord:
-    """The record with the engine's facts."""
     return msgspec.structs.replace(
         record,
         phase=phase,

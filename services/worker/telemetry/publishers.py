@@ -112,7 +112,6 @@ class LoadPublisher:
                 pass
 
     async def report(self, phase: WorkerPhase, legs: int) -> None:
-        """Publish one report now."""
         load = self._engine.load()
         if load.steps is not None:
             self._learner.observe(load.steps)

@@ -44,8 +44,6 @@ STREAM_ALL, STREAM_NONE = "0", "-1"
 
 @dataclass
 class Fleet:
-    """See the module."""
-
     nats: NatsServer
     receiver: OtlpReceiver
     """Of the traces of those who ask for one."""
@@ -114,8 +112,6 @@ def exact(url: str) -> int:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """An HTTP reply."""
-
     status: int
     request_id: str
     json: dict[str, Any]

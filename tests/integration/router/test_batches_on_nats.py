@@ -60,7 +60,6 @@ async def keep_alive(worker: FakeWorker) -> None:
 
 @contextlib.asynccontextmanager
 async def router(url: str, folder: Path) -> AsyncIterator[tuple[Any, httpx.AsyncClient]]:
-    """A router process, and a client of it."""
     port = free_port()
     settings = {
         "BATON_NATS_URL": url,

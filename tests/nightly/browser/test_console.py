@@ -60,7 +60,6 @@ def console(page: Page, system: SimulatedSystem) -> Page:
 
 
 def row_of(console: Page, request_id: str) -> Locator:
-    """The row of a request."""
     return console.locator(f"[data-request='{request_id}']")
 
 

@@ -42,8 +42,6 @@ PACE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Who is there."""
-
     prefill: int = 3
     decode: int = 3
     both: int = 2

@@ -51,7 +51,6 @@ class Bodies:
         self.random = random.Random(f"bodies {seed}")
 
     def body(self) -> bytes:
-        """One body."""
         chance = self.random
         fields = [self._field(name) for name in chance.sample(NAMES, chance.randrange(4))]
         fields.append(('"prompt":' if chance.random() < 0.3 else '"messages":') + self._prompt())

@@ -98,7 +98,6 @@ async def fuzz_channel(here: BusWorld, name: str, channel: Channel[Any], plan: P
 
 
 async def fuzz_answers(here: BusWorld, name: str, channel: AskChannel[Any, Any], plan: Plan) -> Campaign:
-    """So many answers to one ask."""
     campaign, bus = Campaign(f"{name} -> {channel.answer.__name__}"), MemoryBus(here.hub)
     elsewhere = AskChannel(f"fuzz.{channel.subject}", channel.message, channel.delivery, (), (), answer=channel.answer)
     here.hub.join(Stranger(bus, elsewhere, Mutator(channel.answer, plan.seed)))  # type: ignore[arg-type]

@@ -234,7 +234,6 @@ class Answers:
         self.names: list[bytes] = []
 
     def on_header(self, name: bytes, _value: bytes) -> None:
-        """One header."""
         self.names.append(name.lower())
 
     def fault(self, written: bytes) -> str:

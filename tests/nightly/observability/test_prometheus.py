@@ -139,7 +139,6 @@ def burst(system: SimulatedSystem) -> None:
 
 @contextmanager
 def stream(system: SimulatedSystem, prompt: str) -> Iterator[httpx.Response]:
-    """A long streamed response."""
     body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": LONG_TOKENS, "stream": True}
     url = f"{system.router_url}/v1/completions"
     with httpx.stream("POST", url, json=body, timeout=60.0) as response:

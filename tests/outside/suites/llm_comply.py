@@ -20,8 +20,6 @@ QUOTED = re.compile(r"(: )[{\[].*[}\]]( is not)", re.DOTALL)
 
 
 class LlmComply:
-    """See the module."""
-
     name = "llm-comply"
     what = (
         "`llm-comply` sends requests to responses, chat completions and messages, and checks each answer and each streamed event "

@@ -23,8 +23,6 @@ NEEDS = (
 
 
 class Sdk:
-    """See the module."""
-
     def __init__(self, package: str, files: Sequence[str], base_path: str, *options: str) -> None:
         self.name = f"{package}-sdk"
         self.what = f"`{package}`'s own tests of {', '.join(f'`{file}`' for file in files)} (`TEST_API_BASE_URL`)"

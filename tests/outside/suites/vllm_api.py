@@ -22,8 +22,6 @@ OTHER_MODELS = ("test_harmony", "test_mcp_tools", "test_parsable_context", "test
 
 
 class VllmApi:
-    """See the module."""
-
     name = "vllm-api"
     what = (
         "vLLM's tests of its HTTP API (`tests/entrypoints`: messages, responses, models, tokenize, instrumentator, completions, chat "

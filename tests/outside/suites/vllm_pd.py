@@ -14,8 +14,6 @@ NIXL = "tests/v1/kv_connector/nixl_integration"
 
 
 class VllmPd:
-    """See the module."""
-
     name = "vllm-pd"
     what = (
         f"vLLM's P/D scripts (`{NIXL}`): `test_disagg_accuracy.py` compares texts with one engine's; "

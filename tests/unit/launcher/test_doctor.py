@@ -102,7 +102,6 @@ def adapters_differ() -> dict[str, object]:
 
 
 def reading(bytes_per_s: float, memory: str = "cuda", source: str = "p1") -> dict[str, object]:
-    """``d1`` has read from ``source`` at this speed."""
     return changed_record(
         kv_reads=[KvReadSpeed(source_id=WorkerId(source), bytes_per_s=int(bytes_per_s), memory=KvMemory(memory))]
     )

@@ -128,7 +128,6 @@ class Engines:
         heapq.heappush(self._events, (at, self._count, what))
 
     def reason(self, entry: QueueEntry) -> Reason | None:
-        """The reason of the rejection, or None."""
         result = dict(self.ends)[entry]
         return result.reason if isinstance(result, Rejection) else None
 

@@ -73,7 +73,6 @@ class Replicas:
 
 
 async def never(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
-    """A leg that never ends."""
     await asyncio.get_running_loop().create_future()
 
 

@@ -71,7 +71,6 @@ class AttachedEngine(Engine):
 
     @property
     def facts(self) -> EngineFacts:
-        """See the port."""
         return self._facts
 
     @property
@@ -81,11 +80,9 @@ class AttachedEngine(Engine):
 
     @property
     def health(self) -> ServerHealth:
-        """See the port."""
         return self._health
 
     def load(self) -> EngineLoad:
-        """See the port."""
         return self._meter.load()
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:

@@ -119,7 +119,6 @@ class SimulatedEngine(Engine):
 
     @property
     def facts(self) -> EngineFacts:
-        """See the port."""
         return self._facts
 
     @property
@@ -129,21 +128,17 @@ class SimulatedEngine(Engine):
 
     @property
     def renderer(self) -> SimulatedRenderer:
-        """See the port."""
         return self._renderer
 
     @property
     def exchange(self) -> EngineExchange:
-        """See the port."""
         return self._exchange
 
     @property
     def adapters(self) -> LoadedAdapters:
-        """See the port."""
         return self._adapters
 
     def load(self) -> EngineLoad:
-        """See the port."""
         batch, cache, measures = self._core.batch, self._core.cache, self._core.measures
         return EngineLoad(
             running=len(batch.running),
@@ -177,11 +172,9 @@ class SimulatedEngine(Engine):
         return self._tokenizer.files()
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
-        """See the port."""
         return await engine_tokens(self._jobs, self._tokenizer, self._facts.hashing.block_size, path, body)
 
     async def dead(self) -> str:
-        """See the port."""
         return await asyncio.shield(self._died)
 
     async def close(self, deadline_s: float) -> None:

@@ -150,7 +150,6 @@ class SimulatedExchange:
         return notifications
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
-        """See the port."""
         self._listeners.append(listener)
 
     def poll(self) -> bool:

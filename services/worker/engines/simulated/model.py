@@ -72,7 +72,6 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
 
 
 def models_response(names: list[str], max_model_len: int, adapters: Iterable[str] = ()) -> bytes:
-    """The response of /v1/models."""
     created = int(time.time())
     cards = [
         {
@@ -129,12 +128,10 @@ class SimulatedAdapters:
         return hashed_as
 
     async def leave(self, name: str) -> None:
-        """See the port."""
         del self.by_name[name]
 
 
 def adapters_of(sequences: Iterable[Sequence]) -> list[str]:
-    """The names of these sequences' adapters."""
     return sorted({sequence.params.lora[0] for sequence in sequences if sequence.params.lora is not None})
 
 

@@ -23,8 +23,6 @@ class ApiError(Exception):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``stream_options``."""
-
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 

@@ -106,7 +106,6 @@ class StoreEngine(Engine, EngineExchange):
 
     @property
     def facts(self) -> EngineFacts:
-        """See the port."""
         return self._facts
 
     @property
@@ -116,7 +115,6 @@ class StoreEngine(Engine, EngineExchange):
 
     @property
     def exchange(self) -> StoreEngine:
-        """See the port."""
         return self
 
     async def call(self, call: EngineCall) -> EngineNotification:
@@ -128,7 +126,6 @@ class StoreEngine(Engine, EngineExchange):
         return notifications
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
-        """See the port."""
         self._listeners.append(listener)
 
     def load(self) -> EngineLoad:
@@ -137,7 +134,6 @@ class StoreEngine(Engine, EngineExchange):
         return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=state)
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each change."""
         self._load_listeners.append(listener)
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
@@ -153,7 +149,6 @@ class StoreEngine(Engine, EngineExchange):
         return EngineTokens(refusal="a store has no tokenizer")
 
     async def dead(self) -> str:
-        """See the port."""
         return await asyncio.shield(self._died)
 
     async def close(self, deadline_s: float) -> None:

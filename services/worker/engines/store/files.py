@@ -62,13 +62,11 @@ class PlainFile:
         self._descriptor = descriptor
 
     def write(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """See ``BlockFile``."""
         for address, offset in zip(addresses, offsets, strict=True):
             if os.pwrite(self._descriptor, content_at(address, length), offset) != length:
                 raise OSError("a block was written incompletely")
 
     def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """See ``BlockFile``."""
         for address, offset in zip(addresses, offsets, strict=True):
             if os.preadv(self._descriptor, [content_at(address, length)], offset) != length:
                 raise OSError("the file ends before the block does")

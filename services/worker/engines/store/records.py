@@ -114,7 +114,6 @@ def pack_record(identity: bytes, record: SlotRecord) -> bytes:
 
 
 def offset_of(slot: int) -> int:
-    """Offset of a slot's record in the index."""
     return HEADER.size + slot * RECORD.size
 
 

@@ -74,11 +74,9 @@ class FileTier:
                 self._by_name.move_to_end(name)
 
     def hold(self, slots: Iterable[int]) -> None:
-        """Add one hold to each slot."""
         self._holders.update(slots)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Remove one hold from each slot."""
         for slot in slots:
             self._holders[slot] -= 1
             if self._holders[slot]:

@@ -39,7 +39,6 @@ class VllmServer:
         self._ended = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a call."""
         number = next(self._numbers)
         self._running.add(number)
         try:
@@ -68,7 +67,6 @@ class VllmAdapters:
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def enter(self, name: str, files: AdapterFiles) -> str:
-        """See the port."""
         plain = LoRARequest(name, self._models.lora_id_counter.inc(1), str(files.folder))
         try:
             await self._llm.add_lora(plain)
@@ -86,7 +84,6 @@ class VllmAdapters:
         return hashed.lora_path
 
     async def leave(self, name: str) -> None:
-        """See the port."""
         self._give_up(self._models.lora_requests.pop(name))
 
     def close(self) -> None:

@@ -385,7 +385,6 @@ class VllmEngine(Engine):
 
     @property
     def facts(self) -> EngineFacts:
-        """See the port."""
         return self._facts
 
     @property
@@ -409,7 +408,6 @@ class VllmEngine(Engine):
         return self._renderer
 
     def load(self) -> EngineLoad:
-        """See the port."""
         return self._llm.meter.load()
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
@@ -423,7 +421,6 @@ class VllmEngine(Engine):
         raise EngineDead("the event stream ended")
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """See the port."""
         from services.worker.engines.vllm.tokenizer import tokenizer_files
 
         return tokenizer_files(self._llm.get_tokenizer(), self._chat_template)

@@ -86,7 +86,6 @@ def generation_source(model: Any) -> Any:
 
 
 def is_random(config: Any) -> bool:
-    """Whether the weights are random numbers."""
     return str(config.load_config.load_format) == "dummy"
 
 

@@ -163,7 +163,6 @@ class EngineMeter(StatLoggerBase):
             listener()
 
     def load(self) -> EngineLoad:
-        """See the port."""
         return replace(self._load, waiting_tokens=self.waiting_tokens, steps=self.steps.totals())
 
 

@@ -154,7 +154,6 @@ class Fleet:
             self.call(member, EngineCall(releases=[message]))
 
     def ask(self, member: Member, tokens: list[int], params: RequestParams, owner: object = None) -> Sequence:
-        """One request."""
         sequence = member.core.add(owner, list(tokens), params, member.now())
         self.step(member)
         return sequence
@@ -180,7 +179,6 @@ class Fleet:
         raise AssertionError("the fleet never comes to rest")
 
     def until(self, done: Callable[[], object]) -> float:
-        """Until that is so."""
         for _ in range(EVENTS_MAX):
             if done():
                 return self.now

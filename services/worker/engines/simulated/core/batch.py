@@ -40,7 +40,6 @@ class Batch:
         self.preemptions = 0
 
     def unfinished(self) -> Iterator[Sequence]:
-        """All unfinished sequences."""
         yield from self.running
         yield from self.not_running()
 
@@ -56,7 +55,6 @@ class Batch:
         return len(self.waiting) + len(self.receiving) + len(self._received)
 
     def add(self, sequence: Sequence) -> None:
-        """Append to the queue."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:

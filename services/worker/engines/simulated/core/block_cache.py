@@ -52,11 +52,9 @@ class BlockCache:
 
     @property
     def named(self) -> int:
-        """Blocks that are cached."""
         return len(self._named)
 
     def hashes(self) -> Iterable[bytes]:
-        """The full hash of every cached block."""
         return self._named.keys()
 
     @property
@@ -65,7 +63,6 @@ class BlockCache:
         return self.contents.buffer_info()[0]
 
     def block_of(self, name: bytes) -> int | None:
-        """The block cached under this hash."""
         return self._named.get(name)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
@@ -83,7 +80,6 @@ class BlockCache:
         return len(self._free) - sum(not self._holders[block] for block in held)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add one hold to each block."""
         for block in blocks:
             if not self._holders[block]:
                 del self._free[block]
@@ -177,7 +173,6 @@ class LeasablePool:
         return None if block is None else [self.blocks[block]]
 
     def touch(self, blocks: Sequence[NumberedBlock]) -> None:
-        """Add one hold to each block."""
         self._cache.hold([block.block_id for block in blocks])
 
     def free_blocks(self, ordered_blocks: Iterable[NumberedBlock]) -> None:
@@ -214,5 +209,4 @@ class CacheBlockAllocator:
             self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Release blocks from ``hold`` or ``allocate``."""
         self._cache.release(blocks)

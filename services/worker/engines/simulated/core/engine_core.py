@@ -258,7 +258,6 @@ class Measures:
         self.computed_tokens += sequence.prompt_tokens - stats.cached_tokens - stats.received_tokens
 
     def step_finished(self, step: StepTotals) -> None:
-        """Add the totals of one step."""
         self.steps.add(step)
         if step.prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and step.seconds:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, step.prefill_tokens / step.seconds)

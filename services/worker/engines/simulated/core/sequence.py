@@ -16,8 +16,6 @@ NO_ORDER = LegOrder()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
-    """Parameters of the request."""
-
     max_tokens: int
     min_tokens: int = 0
     ignore_eos: bool = False
