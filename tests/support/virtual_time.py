@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -52,3 +54,16 @@ class LoopClock:
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine function, as one that runs in virtual time."""
+    return as_test(test, lambda *args, **kwargs: run_in_virtual_time(test(*args, **kwargs)))
+
+
+def as_test(test: Callable[..., Any], run: Callable[..., None], given: int = 0) -> Callable[..., None]:
+    """``run`` with the name and the parameters of ``test``, but for the first ones, which it gives to it."""
+    functools.update_wrapper(run, test)
+    parameters = list(inspect.signature(test).parameters.values())[given:]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

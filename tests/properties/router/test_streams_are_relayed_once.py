@@ -16,7 +16,7 @@ from shared.contracts.inference import StartLeg
 from tests.support.examples import examples
 from tests.unit.router.fake_worker import DONE, FakeWorker
 from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, streams
-from tests.unit.router.world import World, in_world, prompt
+from tests.unit.router.world import World, prompt, run_in_world
 
 RESUMES_MAX = 3
 WORKERS = 6
@@ -74,4 +74,4 @@ def test_a_stream_is_delivered_once_and_whole_or_ends_with_one_error(breaks):
         assert {(view.own.legs, view.own.tokens) for view in views} == {(0, 0)}
         assert not world.router.inbox._legs
 
-    in_world(scenario, resumes_max=RESUMES_MAX, frame_gap_s_max=2.0, attempts_max=10)
+    run_in_world(scenario, resumes_max=RESUMES_MAX, frame_gap_s_max=2.0, attempts_max=10)

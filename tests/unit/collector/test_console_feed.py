@@ -15,7 +15,7 @@ from services.collector.console.feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, UPD
 from services.collector.console.views import Health, Page
 from shared.contracts.channels import WORKER_LOST
 from shared.contracts.workers import WorkerLost
-from tests.support.virtual_time import LoopClock, run_in_virtual_time
+from tests.support.virtual_time import LoopClock, in_virtual_time
 from tests.unit.collector.console_world import TWO, finished, serving, world
 
 NOTHING = Page(
@@ -100,79 +100,69 @@ async def watched_world():
         following.cancel()
 
 
-def test_the_stream_starts_with_the_page_and_continues_with_changes():
-    async def main():
-        async with watched_world() as one, Browser(one.app).looking() as browser:
-            await one.be_healthy()
-            state = await browser.until("state")
-            assert browser.headers["content-type"] == "text/event-stream"
-            assert state["orders_allowed"] is True
-            assert state["requests"] == []
+@in_virtual_time
+async def test_the_stream_starts_with_the_page_and_continues_with_changes():
+    async with watched_world() as one, Browser(one.app).looking() as browser:
+        await one.be_healthy()
+        state = await browser.until("state")
+        assert browser.headers["content-type"] == "text/event-stream"
+        assert state["orders_allowed"] is True
+        assert state["requests"] == []
 
-            await one.finish(finished(request_id="the-one"))
-            assert (await browser.until("request"))["id"] == "the-one"
-            await one.tell(WORKER_LOST, WorkerLost(worker_id="d1", epoch=1, silent_s=3.0))
-            assert (await browser.until("event"))["text"] == "lost: no report for 3.0 s"
-
-    run_in_virtual_time(main())
+        await one.finish(finished(request_id="the-one"))
+        assert (await browser.until("request"))["id"] == "the-one"
+        await one.tell(WORKER_LOST, WorkerLost(worker_id="d1", epoch=1, silent_s=3.0))
+        assert (await browser.until("event"))["text"] == "lost: no report for 3.0 s"
 
 
-def test_updates_are_batched_to_at_most_two_per_second():
-    async def main():
-        async with watched_world() as one, Browser(one.app).looking() as browser:
-            now = asyncio.get_running_loop().time
-            await browser.until("state")
-            begun = now()
-            for number in range(20):
-                await one.finish(finished(request_id=f"r{number}"))
-                await asyncio.sleep(0.1)
-            rows = [(await browser.until("request"), now()) for _ in range(20)]
+@in_virtual_time
+async def test_updates_are_batched_to_at_most_two_per_second():
+    async with watched_world() as one, Browser(one.app).looking() as browser:
+        now = asyncio.get_running_loop().time
+        await browser.until("state")
+        begun = now()
+        for number in range(20):
+            await one.finish(finished(request_id=f"r{number}"))
+            await asyncio.sleep(0.1)
+        rows = [(await browser.until("request"), now()) for _ in range(20)]
 
-            assert [row["id"] for row, _at in rows] == [f"r{number}" for number in range(20)]
-            updates = {at for _row, at in rows}
-            assert len(updates) <= (now() - begun) / UPDATE_S_MIN + 1
-
-    run_in_virtual_time(main())
+        assert [row["id"] for row, _at in rows] == [f"r{number}" for number in range(20)]
+        updates = {at for _row, at in rows}
+        assert len(updates) <= (now() - begun) / UPDATE_S_MIN + 1
 
 
-def test_a_quiet_stream_sends_keep_alives_and_falling_rates():
-    async def main():
-        async with watched_world() as one, Browser(one.app).looking() as browser:
-            await one.finish(finished())
-            assert (await browser.until("flows"))[0]["per_s"] > 0
-            while await browser.until("flows"):
-                pass
-            begun = asyncio.get_running_loop().time()
-            await browser.until("comment")
-            assert asyncio.get_running_loop().time() - begun <= 60 + KEEP_ALIVE_S + 1
-
-    run_in_virtual_time(main())
+@in_virtual_time
+async def test_a_quiet_stream_sends_keep_alives_and_falling_rates():
+    async with watched_world() as one, Browser(one.app).looking() as browser:
+        await one.finish(finished())
+        assert (await browser.until("flows"))[0]["per_s"] > 0
+        while await browser.until("flows"):
+            pass
+        begun = asyncio.get_running_loop().time()
+        await browser.until("comment")
+        assert asyncio.get_running_loop().time() - begun <= 60 + KEEP_ALIVE_S + 1
 
 
-def test_clients_beyond_the_maximum_get_503_until_one_leaves():
-    async def main():
-        async with watched_world() as one, Browser(one.app).looking() as first:
-            async with Browser(one.app).looking() as second, Browser(one.app).looking() as third:
-                await first.until("state")
-                await second.until("state")
-                await third.end()
-                assert (third.status, third.headers["retry-after"]) == (503, "10")
-            async with Browser(one.app).looking() as fourth:
-                await fourth.until("state")
-                assert fourth.status == 200
-
-    run_in_virtual_time(main())
+@in_virtual_time
+async def test_clients_beyond_the_maximum_get_503_until_one_leaves():
+    async with watched_world() as one, Browser(one.app).looking() as first:
+        async with Browser(one.app).looking() as second, Browser(one.app).looking() as third:
+            await first.until("state")
+            await second.until("state")
+            await third.end()
+            assert (third.status, third.headers["retry-after"]) == (503, "10")
+        async with Browser(one.app).looking() as fourth:
+            await fourth.until("state")
+            assert fourth.status == 200
 
 
-def test_streams_end_when_the_process_stops():
-    async def main():
-        async with watched_world() as one, Browser(one.app).looking() as browser:
-            await browser.until("state")
-            one.collector.feed.close()
-            await browser.end()
-            assert one.collector.feed.join("-", operator=True) is None
-
-    run_in_virtual_time(main())
+@in_virtual_time
+async def test_streams_end_when_the_process_stops():
+    async with watched_world() as one, Browser(one.app).looking() as browser:
+        await browser.until("state")
+        one.collector.feed.close()
+        await browser.end()
+        assert one.collector.feed.join("-", operator=True) is None
 
 
 async def test_only_a_client_that_does_not_read_is_dropped():

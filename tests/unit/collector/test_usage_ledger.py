@@ -20,7 +20,7 @@ from shared.contracts.ids import RouterId
 from shared.contracts.usage import COUNT_MAX, ReportUsage, UsageCounts, UsageRow
 from shared.telemetry.prometheus import to_prometheus
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time
 
 R1, R2 = RouterId("router-1"), RouterId("router-2")
 ASK_S_MAX = 10.0
@@ -113,104 +113,94 @@ class Ledger:
         return {(one.value.key, one.value.model): one.value.total.tokens for one in entries}
 
 
-def test_two_collectors_store_each_report_once():
-    async def scenario() -> None:
-        ledger = Ledger()
-        await ledger.collector()
-        await ledger.collector()
+@in_virtual_time
+async def test_two_collectors_store_each_report_once():
+    ledger = Ledger()
+    await ledger.collector()
+    await ledger.collector()
 
-        for number in range(1, 6):
-            rows = [row(key=key, prompt_tokens=10) for key in ("a", "b", "c")]
-            await asyncio.gather(ledger.report(number, *rows), ledger.report(number, *rows, router=R2))
-        await asyncio.sleep(1)
+    for number in range(1, 6):
+        rows = [row(key=key, prompt_tokens=10) for key in ("a", "b", "c")]
+        await asyncio.gather(ledger.report(number, *rows), ledger.report(number, *rows, router=R2))
+    await asyncio.sleep(1)
 
-        assert await ledger.tokens() == {("a", "m"): 100, ("b", "m"): 100, ("c", "m"): 100}
-
-    run_in_virtual_time(scenario())
+    assert await ledger.tokens() == {("a", "m"): 100, ("b", "m"): 100, ("c", "m"): 100}
 
 
-def test_the_next_collector_goes_on_where_one_was_killed():
-    async def scenario() -> None:
-        ledger = Ledger()
-        first, _store = await ledger.collector()
-        await ledger.report(1, row(prompt_tokens=10))
-        await first.close()
-        await ledger.collector()
+@in_virtual_time
+async def test_the_next_collector_goes_on_where_one_was_killed():
+    ledger = Ledger()
+    first, _store = await ledger.collector()
+    await ledger.report(1, row(prompt_tokens=10))
+    await first.close()
+    await ledger.collector()
 
-        await ledger.report(1, row(prompt_tokens=10))  # Stored, but the router has not heard so.
-        await ledger.report(2, row(prompt_tokens=5))
+    await ledger.report(1, row(prompt_tokens=10))  # Stored, but the router has not heard so.
+    await ledger.report(2, row(prompt_tokens=5))
 
-        assert await ledger.tokens() == {("k", "m"): 15}
-
-    run_in_virtual_time(scenario())
+    assert await ledger.tokens() == {("k", "m"): 15}
 
 
-def test_a_collector_reads_an_entry_again_that_another_has_written():
-    async def scenario() -> None:
-        ledger = Ledger()
-        first, _store = await ledger.collector()
-        await ledger.report(1, row(prompt_tokens=10))
-        first.connected = False
-        second, _store = await ledger.collector()
-        await ledger.report(2, row(prompt_tokens=5))
-        await second.close()
-        first.connected = True
+@in_virtual_time
+async def test_a_collector_reads_an_entry_again_that_another_has_written():
+    ledger = Ledger()
+    first, _store = await ledger.collector()
+    await ledger.report(1, row(prompt_tokens=10))
+    first.connected = False
+    second, _store = await ledger.collector()
+    await ledger.report(2, row(prompt_tokens=5))
+    await second.close()
+    first.connected = True
 
-        await ledger.report(3, row(prompt_tokens=2))
+    await ledger.report(3, row(prompt_tokens=2))
 
-        assert await ledger.tokens() == {("k", "m"): 17}
-
-    run_in_virtual_time(scenario())
+    assert await ledger.tokens() == {("k", "m"): 17}
 
 
-def test_an_entry_that_cannot_be_read_stays_and_holds_up_no_report():
-    async def scenario() -> None:
-        ledger = Ledger()
-        _bus, store = await ledger.collector()
-        mine, other = row(prompt_tokens=10), row(key="other", prompt_tokens=1)
-        bucket = ledger.hub.buckets["usage"]
-        bucket.store(mine.entry_id, b"of a later version")
+@in_virtual_time
+async def test_an_entry_that_cannot_be_read_stays_and_holds_up_no_report():
+    ledger = Ledger()
+    _bus, store = await ledger.collector()
+    mine, other = row(prompt_tokens=10), row(key="other", prompt_tokens=1)
+    bucket = ledger.hub.buckets["usage"]
+    bucket.store(mine.entry_id, b"of a later version")
 
-        await ledger.report(1, mine, other)
-        await ledger.report(2, mine, other)
-        await ledger.report(2, mine, other)
+    await ledger.report(1, mine, other)
+    await ledger.report(2, mine, other)
+    await ledger.report(2, mine, other)
 
-        assert bucket.values[mine.entry_id].payload == b"of a later version"
-        assert await ledger.tokens() == {("k", "m"): 20, ("other", "m"): 2}
-        assert f"1 of the usage ledger's entries cannot be read ({mine.entry_id})" in store.warning
+    assert bucket.values[mine.entry_id].payload == b"of a later version"
+    assert await ledger.tokens() == {("k", "m"): 20, ("other", "m"): 2}
+    assert f"1 of the usage ledger's entries cannot be read ({mine.entry_id})" in store.warning
 
-        following = asyncio.create_task(store.follow())
-        repaired = with_report(None, R1, 1, [row(prompt_tokens=100)])
-        await (await ledger.bus.key_value_store(USAGE)).put(repaired)
-        await asyncio.sleep(1)
-        await ledger.report(3, mine)
-        following.cancel()
+    following = asyncio.create_task(store.follow())
+    repaired = with_report(None, R1, 1, [row(prompt_tokens=100)])
+    await (await ledger.bus.key_value_store(USAGE)).put(repaired)
+    await asyncio.sleep(1)
+    await ledger.report(3, mine)
+    following.cancel()
 
-        entries = await (await ledger.bus.key_value_store(USAGE)).all((mine.entry_id,))
-        assert sorted(one.value.total.tokens for one in entries) == [20, 110]
-        assert store.warning == ""
-
-    run_in_virtual_time(scenario())
+    entries = await (await ledger.bus.key_value_store(USAGE)).all((mine.entry_id,))
+    assert sorted(one.value.total.tokens for one in entries) == [20, 110]
+    assert store.warning == ""
 
 
-def test_a_report_that_cannot_be_stored_is_refused_and_the_status_says_so():
-    async def scenario() -> None:
-        ledger = Ledger()
-        bus, store = await ledger.collector()
-        bus.connected = False
-        failure = ""
-        try:
-            await store._on_report(ReportUsage(router_id=R1, number=1, rows=[row()]), None)
-        except AskRefused:
-            failure = store.failure
-        bus.connected = True
-        await ledger.report(1, row(prompt_tokens=4))
+@in_virtual_time
+async def test_a_report_that_cannot_be_stored_is_refused_and_the_status_says_so():
+    ledger = Ledger()
+    bus, store = await ledger.collector()
+    bus.connected = False
+    failure = ""
+    try:
+        await store._on_report(ReportUsage(router_id=R1, number=1, rows=[row()]), None)
+    except AskRefused:
+        failure = store.failure
+    bus.connected = True
+    await ledger.report(1, row(prompt_tokens=4))
 
-        assert "cannot be written" in failure
-        assert store.failure == ""
-        assert await ledger.tokens() == {("k", "m"): 4}
-
-    run_in_virtual_time(scenario())
+    assert "cannot be written" in failure
+    assert store.failure == ""
+    assert await ledger.tokens() == {("k", "m"): 4}
 
 
 def test_the_console_shows_this_month_and_each_keys_share_of_its_budget():

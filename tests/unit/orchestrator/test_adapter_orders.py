@@ -36,7 +36,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import LoraAdapter
 from tests.support.fleet_builders import adapter, load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.support.virtual_time import LoopClock, run_in_virtual_time
+from tests.support.virtual_time import LoopClock, in_virtual_time, run_in_virtual_time
 
 PERIOD_S = 0.5
 
@@ -136,87 +136,77 @@ def test_an_order_reaches_all_workers_and_is_told_and_logged(caplog):
     assert "load 'sql' from 'sql-v1': w1: sql-v1, w2: sql-v1" in line
 
 
-def test_a_worker_that_starts_later_gets_the_adapter():
-    async def scenario() -> None:
-        async with fleet("w1") as world:
-            await world.order("load")
-            late = world.start("w2")
-            await asyncio.sleep(10)
-            assert late.loaded.keys() == {"sql"}
-            assert [(done.automatic, done.order.by, done.order.workers) for done in world.told[1:]] == [
-                (True, "ada@host", ["w2"])
-            ]
+@in_virtual_time
+async def test_a_worker_that_starts_later_gets_the_adapter():
+    async with fleet("w1") as world:
+        await world.order("load")
+        late = world.start("w2")
+        await asyncio.sleep(10)
+        assert late.loaded.keys() == {"sql"}
+        assert [(done.automatic, done.order.by, done.order.workers) for done in world.told[1:]] == [
+            (True, "ada@host", ["w2"])
+        ]
 
-            again = world.start("w1", epoch=2)
-            await asyncio.sleep(10)
-            assert again.loaded.keys() == {"sql"}
+        again = world.start("w1", epoch=2)
+        await asyncio.sleep(10)
+        assert again.loaded.keys() == {"sql"}
 
-            await world.order("unload")
-            assert not late.loaded
-            world.start("w1", epoch=3)
-            await asyncio.sleep(10)
-            assert not world.workers["w1"].orders
-
-    run_in_virtual_time(scenario())
+        await world.order("unload")
+        assert not late.loaded
+        world.start("w1", epoch=3)
+        await asyncio.sleep(10)
+        assert not world.workers["w1"].orders
 
 
-def test_a_worker_that_cannot_load_it_is_not_asked_for_ever():
-    async def scenario() -> None:
-        async with fleet("w1") as world:
-            bad = world.start("w2", fails="its rank is too large")
-            await asyncio.sleep(2)
-            done = await world.order("load")
-            assert [bool(change.failure) for change in done.changes] == [False, True]
+@in_virtual_time
+async def test_a_worker_that_cannot_load_it_is_not_asked_for_ever():
+    async with fleet("w1") as world:
+        bad = world.start("w2", fails="its rank is too large")
+        await asyncio.sleep(2)
+        done = await world.order("load")
+        assert [bool(change.failure) for change in done.changes] == [False, True]
 
-            await asyncio.sleep(120)
-            assert len(bad.orders) == 1 + TRIES_MAX
-
-    run_in_virtual_time(scenario())
+        await asyncio.sleep(120)
+        assert len(bad.orders) == 1 + TRIES_MAX
 
 
-def test_an_order_that_fails_everywhere_is_not_wanted():
-    async def scenario() -> None:
-        async with fleet() as world:
-            world.start("w1", fails="no such folder")
-            await asyncio.sleep(2)
-            assert (await world.order("load")).changes[0].failure == "no such folder"
-            assert (await world.described()).wanted == []
-
-    run_in_virtual_time(scenario())
+@in_virtual_time
+async def test_an_order_that_fails_everywhere_is_not_wanted():
+    async with fleet() as world:
+        world.start("w1", fails="no such folder")
+        await asyncio.sleep(2)
+        assert (await world.order("load")).changes[0].failure == "no such folder"
+        assert (await world.described()).wanted == []
 
 
 @pytest.mark.parametrize(("action", "workers"), [("unload", ()), ("load", ("w9",)), ("load", ("w.*",))])
-def test_an_order_that_makes_no_sense_changes_nothing(action, workers):
-    async def scenario() -> None:
-        async with fleet("w1") as world:
-            done = await world.order(action, *workers)
-            assert done.refusal
-            assert not world.workers["w1"].orders
-            assert world.told == [done]
-
-    run_in_virtual_time(scenario())
+@in_virtual_time
+async def test_an_order_that_makes_no_sense_changes_nothing(action, workers):
+    async with fleet("w1") as world:
+        done = await world.order(action, *workers)
+        assert done.refusal
+        assert not world.workers["w1"].orders
+        assert world.told == [done]
 
 
-def test_the_next_leader_knows_what_is_wanted():
-    async def scenario() -> None:
-        hub = MemoryHub()
-        async with asyncio.TaskGroup() as tasks:
-            world = Loras(hub, tasks)
-            world.start("w1")
-            for name in ("o1", "o2"):
-                end = asyncio.Event()
-                one = Orchestrator(MemoryBus(hub), LoopClock(), name, Settings(planner="off"))
-                running = tasks.create_task(one.run(end, lambda: None))
+@in_virtual_time
+async def test_the_next_leader_knows_what_is_wanted():
+    hub = MemoryHub()
+    async with asyncio.TaskGroup() as tasks:
+        world = Loras(hub, tasks)
+        world.start("w1")
+        for name in ("o1", "o2"):
+            end = asyncio.Event()
+            one = Orchestrator(MemoryBus(hub), LoopClock(), name, Settings(planner="off"))
+            running = tasks.create_task(one.run(end, lambda: None))
+            await asyncio.sleep(15)
+            if name == "o1":
+                await world.order("load")
+            else:
+                world.start("w2")
                 await asyncio.sleep(15)
-                if name == "o1":
-                    await world.order("load")
-                else:
-                    world.start("w2")
-                    await asyncio.sleep(15)
-                    assert world.workers["w2"].loaded.keys() == {"sql"}
-                end.set()
-                await running
-            for life in world.lives.values():
-                life.cancel()
-
-    run_in_virtual_time(scenario())
+                assert world.workers["w2"].loaded.keys() == {"sql"}
+            end.set()
+            await running
+        for life in world.lives.values():
+            life.cancel()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import pytest
@@ -21,7 +21,7 @@ from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError, load
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.planned_workers import PlannedWorker, planned_fleet
-from tests.support.virtual_time import LoopClock, run_in_virtual_time
+from tests.support.virtual_time import LoopClock, in_virtual_time
 
 RULES = Rules(lasting_s=10.0, spare_s=20.0, cool_down_s=30.0)
 
@@ -67,81 +67,65 @@ async def orchestrators(
             end.set()
 
 
-def in_virtual_time(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_in_virtual_time(scenario())
+@in_virtual_time
+async def test_only_the_leader_orders_and_each_change_is_published_with_its_outcome():
+    async with orchestrators("o1", "o2") as heard:
+        await asyncio.sleep(45.0)
+
+        assert heard.workers["d1"].orders == [Role.PREFILL]
+        assert [each.outcome for each in heard.changes] == ["", "d1 is prefill after 0.25 s, 3 legs went on"]
+        assert [each.number for each in heard.changes] == [heard.changes[0].number] * 2
 
 
-def test_only_the_leader_orders_and_each_change_is_published_with_its_outcome():
-    async def scenario() -> None:
-        async with orchestrators("o1", "o2") as heard:
-            await asyncio.sleep(45.0)
+@in_virtual_time
+async def test_a_new_leader_orders_nothing_before_its_predecessors_change_has_shown():
+    async with orchestrators("o1", "o2") as heard:
+        await asyncio.sleep(20.0)
+        heard.buses["o1"].lose()
+        await asyncio.sleep(5.0 + RULES.cool_down_s)
 
-            assert heard.workers["d1"].orders == [Role.PREFILL]
-            assert [each.outcome for each in heard.changes] == ["", "d1 is prefill after 0.25 s, 3 legs went on"]
-            assert [each.number for each in heard.changes] == [heard.changes[0].number] * 2
-
-    in_virtual_time(scenario)
-
-
-def test_a_new_leader_orders_nothing_before_its_predecessors_change_has_shown():
-    async def scenario() -> None:
-        async with orchestrators("o1", "o2") as heard:
-            await asyncio.sleep(20.0)
-            heard.buses["o1"].lose()
-            await asyncio.sleep(5.0 + RULES.cool_down_s)
-
-            assert heard.workers["d1"].orders == []
-            assert (await heard.plans()).decisions
-            await asyncio.sleep(15.0)
-            assert heard.workers["d1"].orders == [Role.PREFILL]
-
-    in_virtual_time(scenario)
+        assert heard.workers["d1"].orders == []
+        assert (await heard.plans()).decisions
+        await asyncio.sleep(15.0)
+        assert heard.workers["d1"].orders == [Role.PREFILL]
 
 
-def test_advice_is_published_without_action():
-    async def scenario() -> None:
-        async with orchestrators("o1", planner="advise") as heard:
-            await asyncio.sleep(45.0)
+@in_virtual_time
+async def test_advice_is_published_without_action():
+    async with orchestrators("o1", planner="advise") as heard:
+        await asyncio.sleep(45.0)
 
-            assert [each.outcome for each in heard.changes] == ["", "advice only"]
-            assert all(worker.orders == [] for worker in heard.workers.values())
-            assert (await heard.plans()).mode == "advise"
-
-    in_virtual_time(scenario)
+        assert [each.outcome for each in heard.changes] == ["", "advice only"]
+        assert all(worker.orders == [] for worker in heard.workers.values())
+        assert (await heard.plans()).mode == "advise"
 
 
-def test_a_planner_that_is_off_reports_that_and_computes_nothing():
-    async def scenario() -> None:
-        async with orchestrators("o1", planner="off") as heard:
-            await asyncio.sleep(45.0)
+@in_virtual_time
+async def test_a_planner_that_is_off_reports_that_and_computes_nothing():
+    async with orchestrators("o1", planner="off") as heard:
+        await asyncio.sleep(45.0)
 
-            assert heard.told == []
-            assert await heard.plans() == Plans(mode="off", decisions=[])
-
-    in_virtual_time(scenario)
+        assert heard.told == []
+        assert await heard.plans() == Plans(mode="off", decisions=[])
 
 
-def test_without_a_leader_no_orchestrator_answers_for_the_plan():
-    async def scenario() -> None:
-        async with orchestrators() as heard:
-            with pytest.raises(NoResponders):
-                await heard.plans()
-
-    in_virtual_time(scenario)
+@in_virtual_time
+async def test_without_a_leader_no_orchestrator_answers_for_the_plan():
+    async with orchestrators() as heard:
+        with pytest.raises(NoResponders):
+            await heard.plans()
 
 
-def test_a_refused_role_change_is_published_with_its_reason():
-    async def scenario() -> None:
-        async with orchestrators("o1", refuses="the KV self-test failed") as heard:
-            await asyncio.sleep(95.0)
+@in_virtual_time
+async def test_a_refused_role_change_is_published_with_its_reason():
+    async with orchestrators("o1", refuses="the KV self-test failed") as heard:
+        await asyncio.sleep(95.0)
 
-            assert [each.outcome for each in heard.changes if each.outcome][:2] == [
-                "d1 stays decode: the KV self-test failed",
-                "d2 stays decode: the KV self-test failed",
-            ]
-            assert len(heard.workers["d1"].orders) == 1
-
-    in_virtual_time(scenario)
+        assert [each.outcome for each in heard.changes if each.outcome][:2] == [
+            "d1 stays decode: the KV self-test failed",
+            "d2 stays decode: the KV self-test failed",
+        ]
+        assert len(heard.workers["d1"].orders) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,25 +137,23 @@ def test_a_refused_role_change_is_published_with_its_reason():
         (None, "no launcher scales: start one with `baton up --workers-max N`"),
     ],
 )
-def test_without_a_spare_worker_the_launcher_gets_a_request(answer: FleetScaled | None, outcome: str):
-    async def scenario() -> None:
-        async with orchestrators("o1", rules=msgspec.structs.replace(RULES, decode_min=3, step_max=2)) as heard:
+@in_virtual_time
+async def test_without_a_spare_worker_the_launcher_gets_a_request(answer: FleetScaled | None, outcome: str):
+    async with orchestrators("o1", rules=msgspec.structs.replace(RULES, decode_min=3, step_max=2)) as heard:
 
-            async def scale(wish: ScaleFleet, _envelope: object) -> FleetScaled:
-                heard.wishes.append(wish)
-                assert answer is not None
-                return answer
+        async def scale(wish: ScaleFleet, _envelope: object) -> FleetScaled:
+            heard.wishes.append(wish)
+            assert answer is not None
+            return answer
 
-            if answer is not None:
-                await MemoryBus(heard.hub).answer(SCALE, scale)
-            await asyncio.sleep(45.0)
+        if answer is not None:
+            await MemoryBus(heard.hub).answer(SCALE, scale)
+        await asyncio.sleep(45.0)
 
-            assert heard.changes[1].outcome == outcome
-            if answer is not None:
-                wish = heard.wishes[0]
-                assert (wish.model, wish.revision, wish.role, wish.change) == ("m", "r", Role.PREFILL, 2)
-
-    in_virtual_time(scenario)
+        assert heard.changes[1].outcome == outcome
+        if answer is not None:
+            wish = heard.wishes[0]
+            assert (wish.model, wish.revision, wish.role, wish.change) == ("m", "r", Role.PREFILL, 2)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from shared.contracts.workers import Role
 from shared.runtime.keys import digest_of
 from shared.telemetry.tracing import SpanSink
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.support.virtual_time import LoopClock, run_in_virtual_time
+from tests.support.virtual_time import LoopClock, as_test, run_in_virtual_time
 from tests.unit.router.fake_worker import FakeWorker, Script, serve_leg
 
 COMPLETIONS = "/v1/completions"
@@ -171,7 +171,7 @@ async def open_world(settings: Settings, sink: SpanSink | None = None, media_hos
                 task.cancel()
 
 
-def in_world(
+def run_in_world(
     scenario: Callable[[World], Awaitable[None]],
     sink: SpanSink | None = None,
     media_hosts: frozenset[str] = frozenset(),
@@ -184,6 +184,13 @@ def in_world(
             await scenario(world)
 
     run_in_virtual_time(main())
+
+
+def in_world(**settings: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Runs a test in virtual time, with a world as its first argument."""
+    return lambda test: as_test(
+        test, lambda *args, **kw: run_in_world(lambda world: test(world, *args, **kw), **settings), given=1
+    )
 
 
 def prompt(**fields: Any) -> dict[str, Any]:

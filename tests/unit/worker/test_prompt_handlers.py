@@ -14,7 +14,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RenderPrompt
 from shared.contracts.kv_events import pack_hashes
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time
 
 CHAT = "/v1/chat/completions"
 ASK = RenderPrompt(worker_id=WorkerId("w1"), path=CHAT, body=b'{"messages":[]}', cache_salt="own")
@@ -75,16 +75,14 @@ async def test_a_failure_of_the_engines_server_is_a_refusal():
     assert (await bus.ask(RENDER, ASK, timeout_s=5.0)).refusal == "ZeroDivisionError: a bug"
 
 
-def test_an_engine_that_hangs_keeps_no_place():
-    async def scenario() -> None:
-        renderer = Renderer(hangs=True)
-        handler = RenderHandler(renderer, WorkerId("w1"), Epoch(1), MemoryBus(MemoryHub()))
+@in_virtual_time
+async def test_an_engine_that_hangs_keeps_no_place():
+    renderer = Renderer(hangs=True)
+    handler = RenderHandler(renderer, WorkerId("w1"), Epoch(1), MemoryBus(MemoryHub()))
 
-        found = await asyncio.gather(*(handler.render(ASK, Envelope({}, 0)) for _ in range(AT_ONCE_MAX + 3)))
+    found = await asyncio.gather(*(handler.render(ASK, Envelope({}, 0)) for _ in range(AT_ONCE_MAX + 3)))
 
-        assert {one.refusal for one in found} == {"not done within 1 s"}
-        assert renderer.running == 0
-        renderer.hangs = False
-        assert (await handler.render(ASK, Envelope({}, 0))).tokens == 70
-
-    run_in_virtual_time(scenario())
+    assert {one.refusal for one in found} == {"not done within 1 s"}
+    assert renderer.running == 0
+    renderer.hangs = False
+    assert (await handler.render(ASK, Envelope({}, 0))).tokens == 70

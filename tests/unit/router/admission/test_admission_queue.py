@@ -13,7 +13,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport, StartLeg
 from shared.runtime.settings import SettingsError
 from tests.unit.router.fake_worker import EVENTS, SSE, FakeWorker, Script, serve_leg
-from tests.unit.router.world import World, in_world, parse, prompt, settle
+from tests.unit.router.world import World, in_world, parse, prompt, run_in_world, settle
 
 LEGS_MAX = 16
 """The capacity of a fake worker."""
@@ -44,177 +44,157 @@ def sample(world: World, name: str, **labels: str) -> float:
     return world.router.registry.get_sample_value(name, labels) or 0.0
 
 
-def test_a_queued_request_is_served_when_its_worker_has_capacity():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=taking(2.0))
-        await fill(world)
-        begun = asyncio.get_running_loop().time()
+@in_world()
+async def test_a_queued_request_is_served_when_its_worker_has_capacity(world: World):
+    await world.worker("w1", script=taking(2.0))
+    await fill(world)
+    begun = asyncio.get_running_loop().time()
 
-        response = await world.ask(prompt())
+    response = await world.ask(prompt())
 
-        assert response.status == 200
-        assert 2.0 < asyncio.get_running_loop().time() - begun < 4.5
-        assert waiting(world) == 0
-        assert sample(world, "baton_router_admission_wait_seconds_count") == 1
-
-    in_world(scenario)
+    assert response.status == 200
+    assert 2.0 < asyncio.get_running_loop().time() - begun < 4.5
+    assert waiting(world) == 0
+    assert sample(world, "baton_router_admission_wait_seconds_count") == 1
 
 
-def test_the_queue_wait_is_part_of_the_ttft():
+@in_world()
+async def test_the_queue_wait_is_part_of_the_ttft(world: World):
     async def timed(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         await asyncio.sleep(2.0)
         frames.head(200, SSE)
         frames.data(EVENTS[0], [1])
         frames.end(LegReport(prompt_tokens=9, completion_tokens=1, prefill_s=2.0, first_token_s=2.0, total_s=2.0))
 
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed)
-        await fill(world)
+    await world.worker("w1", script=timed)
+    await fill(world)
 
-        response = await world.ask(prompt(stream=True))
+    response = await world.ask(prompt(stream=True))
 
-        decision = world.router.decisions.log.find(response.headers["x-baton-decision"])
-        assert decision is not None
-        assert decision.measured is not None
-        assert 1.5 < decision.measured.admission_s < 2.5
-
-    in_world(scenario)
+    decision = world.router.decisions.log.find(response.headers["x-baton-decision"])
+    assert decision is not None
+    assert decision.measured is not None
+    assert 1.5 < decision.measured.admission_s < 2.5
 
 
-def test_a_full_queue_responds_with_retry_after():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=taking(2.0))
-        await fill(world)
-        queued = [world.begin(json.dumps(prompt()).encode()) for _ in range(2)]
-        await settle()
+@in_world(queue_max=2)
+async def test_a_full_queue_responds_with_retry_after(world: World):
+    await world.worker("w1", script=taking(2.0))
+    await fill(world)
+    queued = [world.begin(json.dumps(prompt()).encode()) for _ in range(2)]
+    await settle()
 
-        response = await world.ask(prompt())
+    response = await world.ask(prompt())
 
-        assert (response.status, response.error["code"]) == (503, "overloaded")
-        assert int(response.headers["retry-after"]) >= 1
-        assert waiting(world) == 2
-        for connection, serving in queued:
-            await serving
-            assert parse(connection.written).status == 200
-
-    in_world(scenario, queue_max=2)
-
-
-def test_a_heavy_tenant_gets_429_and_a_light_one_queues():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=taking(2.0))
-        await fill(world)
-        greedy = [world.begin(json.dumps(prompt()).encode(), x_baton_tenant="greedy") for _ in range(4)]
-        await settle()
-
-        modest = await world.ask(prompt(), x_baton_tenant="modest")
-
-        refused = parse(greedy[-1][0].written)
-        assert (refused.status, refused.error["code"]) == (429, "over_share")
-        assert int(refused.headers["retry-after"]) >= 1
-        assert modest.status == 200
-        assert sample(world, "baton_router_tenant_requests_total", tenant="greedy", outcome="over_share") == 1
-        assert sample(world, "baton_router_tenant_requests_total", tenant="modest", outcome="ok") == 1
-
-    in_world(scenario, queue_max=4)
-
-
-def test_a_client_that_disconnects_while_queued_is_never_placed():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=taking(2.0))
-        await fill(world)
-        connection, serving = world.begin(json.dumps(prompt()).encode())
-        await settle()
-
-        connection.leave()
+    assert (response.status, response.error["code"]) == (503, "overloaded")
+    assert int(response.headers["retry-after"]) >= 1
+    assert waiting(world) == 2
+    for connection, serving in queued:
         await serving
-        await asyncio.sleep(5)
-
-        assert len(worker.started) == LEGS_MAX
-        assert waiting(world) == 0
-        assert world.router.relay.in_flight == set()
-        assert sample(world, "baton_router_refusals_total", reason="cancelled") == 1
-
-    in_world(scenario)
+        assert parse(connection.written).status == 200
 
 
-def test_the_request_deadline_includes_the_queue_wait():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=taking(60.0))
-        await fill(world)
-        begun = asyncio.get_running_loop().time()
+@in_world(queue_max=4)
+async def test_a_heavy_tenant_gets_429_and_a_light_one_queues(world: World):
+    await world.worker("w1", script=taking(2.0))
+    await fill(world)
+    greedy = [world.begin(json.dumps(prompt()).encode(), x_baton_tenant="greedy") for _ in range(4)]
+    await settle()
 
-        response = await world.ask(prompt())
+    modest = await world.ask(prompt(), x_baton_tenant="modest")
 
-        assert (response.status, response.error["code"]) == (504, "deadline")
-        assert asyncio.get_running_loop().time() - begun == pytest.approx(5.0, abs=0.2)
-
-    in_world(scenario, request_s_max=5.0)
-
-
-def test_the_operators_maximum_queue_time_is_kept():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=taking(60.0))
-        await fill(world)
-
-        response = await world.ask(prompt())
-
-        assert (response.status, response.error["code"]) == (503, "overloaded")
-
-    in_world(scenario, queue_s_max=3.0)
+    refused = parse(greedy[-1][0].written)
+    assert (refused.status, refused.error["code"]) == (429, "over_share")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert modest.status == 200
+    assert sample(world, "baton_router_tenant_requests_total", tenant="greedy", outcome="over_share") == 1
+    assert sample(world, "baton_router_tenant_requests_total", tenant="modest", outcome="ok") == 1
 
 
-def test_shutdown_rejects_queued_requests():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=taking(2.0))
-        running = await fill(world)
-        connection, serving = world.begin(json.dumps(prompt()).encode())
-        await settle()
+@in_world()
+async def test_a_client_that_disconnects_while_queued_is_never_placed(world: World):
+    worker = await world.worker("w1", script=taking(2.0))
+    await fill(world)
+    connection, serving = world.begin(json.dumps(prompt()).encode())
+    await settle()
 
-        world.router.queue.close()
-        await serving
-        late = await world.ask(prompt())
+    connection.leave()
+    await serving
+    await asyncio.sleep(5)
 
-        assert parse(connection.written).status == 503
-        assert "retry-after" in parse(connection.written).headers
-        assert late.status == 503  # it would have to queue, too
-        await asyncio.gather(*running)
-
-    in_world(scenario)
+    assert len(worker.started) == LEGS_MAX
+    assert waiting(world) == 0
+    assert world.router.relay.in_flight == set()
+    assert sample(world, "baton_router_refusals_total", reason="cancelled") == 1
 
 
-def test_queued_clients_get_an_error_when_the_last_worker_leaves():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=taking(60.0))
-        await fill(world)
-        connection, serving = world.begin(json.dumps(prompt()).encode())
-        await settle()
+@in_world(request_s_max=5.0)
+async def test_the_request_deadline_includes_the_queue_wait(world: World):
+    await world.worker("w1", script=taking(60.0))
+    await fill(world)
+    begun = asyncio.get_running_loop().time()
 
-        await worker.vanish()
-        await serving
+    response = await world.ask(prompt())
 
-        assert (parse(connection.written).status, parse(connection.written).error["code"]) == (503, "no_worker")
-        assert asyncio.get_running_loop().time() < 10
-
-    in_world(scenario)
+    assert (response.status, response.error["code"]) == (504, "deadline")
+    assert asyncio.get_running_loop().time() - begun == pytest.approx(5.0, abs=0.2)
 
 
-def test_retries_skip_the_queue():
+@in_world(queue_s_max=3.0)
+async def test_the_operators_maximum_queue_time_is_kept(world: World):
+    await world.worker("w1", script=taking(60.0))
+    await fill(world)
+
+    response = await world.ask(prompt())
+
+    assert (response.status, response.error["code"]) == (503, "overloaded")
+
+
+@in_world()
+async def test_shutdown_rejects_queued_requests(world: World):
+    await world.worker("w1", script=taking(2.0))
+    running = await fill(world)
+    connection, serving = world.begin(json.dumps(prompt()).encode())
+    await settle()
+
+    world.router.queue.close()
+    await serving
+    late = await world.ask(prompt())
+
+    assert parse(connection.written).status == 503
+    assert "retry-after" in parse(connection.written).headers
+    assert late.status == 503  # it would have to queue, too
+    await asyncio.gather(*running)
+
+
+@in_world()
+async def test_queued_clients_get_an_error_when_the_last_worker_leaves(world: World):
+    worker = await world.worker("w1", script=taking(60.0))
+    await fill(world)
+    connection, serving = world.begin(json.dumps(prompt()).encode())
+    await settle()
+
+    await worker.vanish()
+    await serving
+
+    assert (parse(connection.written).status, parse(connection.written).error["code"]) == (503, "no_worker")
+    assert asyncio.get_running_loop().time() < 10
+
+
+@in_world()
+async def test_retries_skip_the_queue(world: World):
     def fail(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="broken"))
 
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=fail)
-        await world.worker("w2", script=taking(0.1))
-        queue = world.router.queue
+    await world.worker("w1", script=fail)
+    await world.worker("w2", script=taking(0.1))
+    queue = world.router.queue
 
-        responses = [await world.ask(prompt()) for _ in range(2)]
+    responses = [await world.ask(prompt()) for _ in range(2)]
 
-        assert [response.status for response in responses] == [200, 200]
-        assert len(queue) == 0
-        assert sample(world, "baton_router_admission_wait_seconds_count") == 0
-
-    in_world(scenario)
+    assert [response.status for response in responses] == [200, 200]
+    assert len(queue) == 0
+    assert sample(world, "baton_router_admission_wait_seconds_count") == 0
 
 
 def test_the_slo_class_orders_the_queue():
@@ -231,7 +211,7 @@ def test_the_slo_class_orders_the_queue():
         served = [json.loads(start.body)["user"] for start in worker.started[LEGS_MAX:]]
         assert served == ["chat", "chat", "batch", "batch"]
 
-    in_world(scenario, slos=json.dumps(slos))
+    run_in_world(scenario, slos=json.dumps(slos))
 
 
 @pytest.mark.parametrize(
@@ -244,42 +224,36 @@ def test_the_slo_class_orders_the_queue():
         ({}, {"baton": {"mode": "fast"}}, 400, "baton.mode"),
     ],
 )
-def test_unsupported_fields_are_rejected_by_name(headers, fields, status, param):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
+@in_world(force_placement="nobody")
+async def test_unsupported_fields_are_rejected_by_name(world: World, headers, fields, status, param):
+    worker = await world.worker("w1")
 
-        response = await world.ask(prompt(**fields), **headers)
+    response = await world.ask(prompt(**fields), **headers)
 
-        assert (response.status, response.error["param"]) == (status, param)
-        assert worker.started == []
-
-    in_world(scenario, force_placement="nobody")
+    assert (response.status, response.error["param"]) == (status, param)
+    assert worker.started == []
 
 
-def test_the_body_reaches_the_worker_unchanged():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
-        body = json.dumps(prompt(baton={"mode": "aggregated", "priority": 3})).encode()
+@in_world()
+async def test_the_body_reaches_the_worker_unchanged(world: World):
+    worker = await world.worker("w1")
+    body = json.dumps(prompt(baton={"mode": "aggregated", "priority": 3})).encode()
 
-        response = await world.ask(body)
+    response = await world.ask(body)
 
-        assert (response.status, worker.started[0].body) == (200, body)
-
-    in_world(scenario)
+    assert (response.status, worker.started[0].body) == (200, body)
 
 
-def test_tenants_beyond_the_maximum_share_one_label():
-    async def scenario(world: World) -> None:
-        await world.worker("w1")
-        for number in range(40):
-            await world.ask(prompt(), x_baton_tenant=f"tenant-{number}")
-        await world.ask(prompt())
+@in_world()
+async def test_tenants_beyond_the_maximum_share_one_label(world: World):
+    await world.worker("w1")
+    for number in range(40):
+        await world.ask(prompt(), x_baton_tenant=f"tenant-{number}")
+    await world.ask(prompt())
 
-        name = "baton_router_tenant_requests_total"
-        assert sample(world, name, tenant="(others)", outcome="ok") == 8
-        assert sample(world, name, tenant="(none)", outcome="ok") == 1
-
-    in_world(scenario)
+    name = "baton_router_tenant_requests_total"
+    assert sample(world, name, tenant="(others)", outcome="ok") == 8
+    assert sample(world, name, tenant="(none)", outcome="ok") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,17 +20,9 @@ from shared.contracts.ids import Epoch
 from shared.contracts.workers import LoraAdapter, WorkerPhase
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time
 
 ASLEEP = record("w1", WorkerPhase.ASLEEP)
-
-
-def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        run_in_virtual_time(test(*args, **kwargs))
-
-    return run
 
 
 class World:

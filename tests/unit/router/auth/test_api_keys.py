@@ -25,7 +25,7 @@ from shared.runtime.settings import FollowedFile, SettingsError, state_of
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.router.http.test_http_server import running, until
 from tests.unit.router.streams import ANSWER, fails, falls_silent, streams
-from tests.unit.router.world import COMPLETIONS, World, give_legs, in_world, prompt
+from tests.unit.router.world import COMPLETIONS, World, give_legs, in_world, prompt, run_in_world
 
 ACME, RIVAL, OPERATOR, LIMITED, PUBLIC = "key-acme", "key-rival", "key-operator", "key-limited", "key-public"
 
@@ -329,18 +329,16 @@ async def test_running_streams_of_a_revoked_key_end_with_an_error_event_and_othe
         following.cancel()
 
 
-def test_a_queued_request_of_a_revoked_key_is_not_served():
-    async def scenario(world: World) -> None:
-        connection, asking = world.begin(json.dumps(prompt()).encode(), **bearer(ACME))
-        await asyncio.sleep(0.1)
-        connection.http_request.head.client.is_revoked = True
-        await world.worker("w1")
-        await asyncio.sleep(10.0)
+@in_world(keys=KEYS)
+async def test_a_queued_request_of_a_revoked_key_is_not_served(world: World):
+    connection, asking = world.begin(json.dumps(prompt()).encode(), **bearer(ACME))
+    await asyncio.sleep(0.1)
+    connection.http_request.head.client.is_revoked = True
+    await world.worker("w1")
+    await asyncio.sleep(10.0)
 
-        assert asking.done()
-        assert b" 200 " not in connection.written.partition(b"\r\n")[0]
-
-    in_world(scenario, keys=KEYS)
+    assert asking.done()
+    assert b" 200 " not in connection.written.partition(b"\r\n")[0]
 
 
 def test_prompt_and_completion_tokens_are_charged_and_refill():
@@ -355,71 +353,61 @@ def test_prompt_and_completion_tokens_are_charged_and_refill():
         await asyncio.sleep(float(second.headers["retry-after"]))
         assert (await world.ask(prompt(), **bearer(LIMITED))).status == 200
 
-    in_world(scenario, keys=keys)
+    run_in_world(scenario, keys=keys)
 
 
-def test_the_key_decides_the_tenant_not_the_header():
-    async def scenario(world: World) -> None:
-        await world.worker("w1")
-        await world.ask(prompt(), x_baton_tenant="rival", **bearer(ACME))
-        await world.ask(prompt(), x_baton_tenant="not a tenant!", **bearer(ACME))
+@in_world(keys=KEYS)
+async def test_the_key_decides_the_tenant_not_the_header(world: World):
+    await world.worker("w1")
+    await world.ask(prompt(), x_baton_tenant="rival", **bearer(ACME))
+    await world.ask(prompt(), x_baton_tenant="not a tenant!", **bearer(ACME))
 
-        assert [one.tenant for one in world.router.decisions.log.listed(DecisionFilter())] == ["acme", "acme"]
-
-    in_world(scenario, keys=KEYS)
+    assert [one.tenant for one in world.router.decisions.log.listed(DecisionFilter())] == ["acme", "acme"]
 
 
-def test_each_tenants_legs_are_salted_and_public_legs_are_not():
-    async def scenario(world: World) -> None:
-        await world.pair()
-        for key in (ACME, RIVAL, PUBLIC):
-            assert (await world.ask(prompt(stream=True), x_baton_mode="disaggregated", **bearer(key))).status == 200
-        await world.ask(prompt(cache_salt="own"), x_baton_mode="aggregated", **bearer(ACME))
+@in_world(keys=KEYS)
+async def test_each_tenants_legs_are_salted_and_public_legs_are_not(world: World):
+    await world.pair()
+    for key in (ACME, RIVAL, PUBLIC):
+        assert (await world.ask(prompt(stream=True), x_baton_mode="disaggregated", **bearer(key))).status == 200
+    await world.ask(prompt(cache_salt="own"), x_baton_mode="aggregated", **bearer(ACME))
 
-        own = salt_of(SALTS, "acme", "own")
-        salts = [salt_of(SALTS, "acme", ""), salt_of(SALTS, "rival", ""), ""]
-        received = [start.cache_salt for name in ("p1", "d1") for start in world.workers[name].started]
-        assert sorted(received) == sorted([*salts, *salts, own])
-
-    in_world(scenario, keys=KEYS)
+    own = salt_of(SALTS, "acme", "own")
+    salts = [salt_of(SALTS, "acme", ""), salt_of(SALTS, "rival", ""), ""]
+    received = [start.cache_salt for name in ("p1", "d1") for start in world.workers[name].started]
+    assert sorted(received) == sorted([*salts, *salts, own])
 
 
-def test_the_router_rejects_a_tenants_body_that_is_not_json():
-    async def scenario(world: World) -> None:
-        await world.worker("w1")
-        response = await world.ask(b'{"prompt": NaN}', **bearer(ACME))
+@in_world(keys=KEYS)
+async def test_the_router_rejects_a_tenants_body_that_is_not_json(world: World):
+    await world.worker("w1")
+    response = await world.ask(b'{"prompt": NaN}', **bearer(ACME))
 
-        assert (response.status, response.error["param"]) == (400, None)
-        assert world.workers["w1"].started == []
-
-    in_world(scenario, keys=KEYS)
+    assert (response.status, response.error["param"]) == (400, None)
+    assert world.workers["w1"].started == []
 
 
-def test_a_migrated_stream_keeps_its_salt():
-    async def scenario(world: World) -> None:
-        one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
-        other = await world.worker("w2", script=streams())
-        give_legs(world, "w2", 5)
+@in_world(keys=KEYS)
+async def test_a_migrated_stream_keeps_its_salt(world: World):
+    one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
+    other = await world.worker("w2", script=streams())
+    give_legs(world, "w2", 5)
 
-        assert (await world.ask(prompt(stream=True), **bearer(ACME))).body == ANSWER
-        assert [start.cache_salt for start in one.started + other.started] == [salt_of(SALTS, "acme", "")] * 2
-        assert other.started[0].resume
-
-    in_world(scenario, keys=KEYS)
+    assert (await world.ask(prompt(stream=True), **bearer(ACME))).body == ANSWER
+    assert [start.cache_salt for start in one.started + other.started] == [salt_of(SALTS, "acme", "")] * 2
+    assert other.started[0].resume
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 @pytest.mark.parametrize("key", [ACME, PUBLIC])
-def test_a_worker_gets_a_salt_of_the_tenant_for_names_of_media(key, path):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
+@in_world(keys=KEYS)
+async def test_a_worker_gets_a_salt_of_the_tenant_for_names_of_media(world: World, key, path):
+    worker = await world.worker("w1")
 
-        for sender in (key, RIVAL):
-            await world.ask({"model": "m", "messages": []}, path=path, **bearer(sender))
+    for sender in (key, RIVAL):
+        await world.ask({"model": "m", "messages": []}, path=path, **bearer(sender))
 
-        own, others = (start.media_salt or start.cache_salt for start in worker.started)
-        assert own
-        assert others
-        assert own != others
-
-    in_world(scenario, keys=KEYS)
+    own, others = (start.media_salt or start.cache_salt for start in worker.started)
+    assert own
+    assert others
+    assert own != others

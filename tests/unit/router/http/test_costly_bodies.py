@@ -23,17 +23,15 @@ BRACKETS = b"[" + b"[]," * (8 * MIB // 3) + b"[]]"
 @pytest.mark.parametrize(
     "name", ["eos_token", "bos_token", "image_token", "range", "tokenize", "max_length", "messages"]
 )
-def test_a_client_that_sets_a_special_token_is_told_so_and_no_engine_is_asked(name, path):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
+@in_world()
+async def test_a_client_that_sets_a_special_token_is_told_so_and_no_engine_is_asked(world: World, name, path):
+    worker = await world.worker("w1")
 
-        answer = await world.ask({"model": "m", "messages": [], "chat_template_kwargs": {name: "x" * 9000}}, path=path)
+    answer = await world.ask({"model": "m", "messages": [], "chat_template_kwargs": {name: "x" * 9000}}, path=path)
 
-        assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
-        assert name in answer.error["message"]
-        assert worker.started == []
-
-    in_world(scenario)
+    assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
+    assert name in answer.error["message"]
+    assert worker.started == []
 
 
 @pytest.mark.parametrize(
@@ -86,46 +84,40 @@ def test_a_long_name_is_cut():
     assert read_request(CHAT, b'{"model":"%b"}' % (b"y" * 9000)).model == "y" * 512
 
 
-def test_a_large_body_is_read_off_the_loop_and_served():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
+@in_world()
+async def test_a_large_body_is_read_off_the_loop_and_served(world: World):
+    worker = await world.worker("w1")
 
-        answer = await world.ask({"model": "m", "prompt": "y" * (READ_ON_LOOP_BYTES + 1)})
+    answer = await world.ask({"model": "m", "prompt": "y" * (READ_ON_LOOP_BYTES + 1)})
 
-        assert answer.status == 200
-        assert len(worker.started) == 1
-
-    in_world(scenario)
+    assert answer.status == 200
+    assert len(worker.started) == 1
 
 
-def test_a_client_that_leaves_while_its_body_is_read_is_served_no_more():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
-        connection, answering = world.begin(b'{"model":"m","prompt":"' + b"y" * READ_ON_LOOP_BYTES + b'"}')
-        await asyncio.sleep(0)
+@in_world()
+async def test_a_client_that_leaves_while_its_body_is_read_is_served_no_more(world: World):
+    worker = await world.worker("w1")
+    connection, answering = world.begin(b'{"model":"m","prompt":"' + b"y" * READ_ON_LOOP_BYTES + b'"}')
+    await asyncio.sleep(0)
 
-        connection.leave()
-        await answering
+    connection.leave()
+    await answering
 
-        assert (worker.started, connection.written) == ([], b"")
-        assert world.router.relay.in_flight == set()
-
-    in_world(scenario)
+    assert (worker.started, connection.written) == ([], b"")
+    assert world.router.relay.in_flight == set()
 
 
-def test_a_body_in_tiny_pieces_counts_as_the_memory_that_it_takes():
-    async def scenario(world: World) -> None:
-        connection, answering = world.begin(b'{"model":"m","prompt":"')
-        totals, upload = world.router.edge.upload_totals, connection.http_request.upload
-        for _ in range(1000):
-            upload.add(b"yy")
-        assert totals.bytes_held > 1000 * OBJECT_BYTES
+@in_world()
+async def test_a_body_in_tiny_pieces_counts_as_the_memory_that_it_takes(world: World):
+    connection, answering = world.begin(b'{"model":"m","prompt":"')
+    totals, upload = world.router.edge.upload_totals, connection.http_request.upload
+    for _ in range(1000):
+        upload.add(b"yy")
+    assert totals.bytes_held > 1000 * OBJECT_BYTES
 
-        upload.add(b'"}')
-        assert len(upload.body()) == upload.size
-        assert totals.bytes_held < upload.size + 2 * OBJECT_BYTES
-        await answering
+    upload.add(b'"}')
+    assert len(upload.body()) == upload.size
+    assert totals.bytes_held < upload.size + 2 * OBJECT_BYTES
+    await answering
 
-        assert totals.bytes_held == 0
-
-    in_world(scenario)
+    assert totals.bytes_held == 0

@@ -47,75 +47,67 @@ async def transcribe(world: World, body: bytes, path: str = TRANSCRIPTIONS, **he
 
 
 @pytest.mark.parametrize("path", sorted(FORMS))
-def test_a_form_goes_byte_for_byte_to_one_worker(path):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=answer)
+@in_world()
+async def test_a_form_goes_byte_for_byte_to_one_worker(world: World, path):
+    worker = await world.worker("w1", script=answer)
 
-        response = await transcribe(world, form(part("stream", b"false")), path)
+    response = await transcribe(world, form(part("stream", b"false")), path)
 
-        assert (response.status, response.body) == (200, b'{"text":"hello"}')
-        (start,) = worker.started
-        assert (start.path, start.body) == (path, form(part("stream", b"false")))
-        assert start.content_type == 'multipart/form-data; boundary="xyz"'
-        assert start.kind.value == "aggregated"
-
-    in_world(scenario)
+    assert (response.status, response.body) == (200, b'{"text":"hello"}')
+    (start,) = worker.started
+    assert (start.path, start.body) == (path, form(part("stream", b"false")))
+    assert start.content_type == 'multipart/form-data; boundary="xyz"'
+    assert start.kind.value == "aggregated"
 
 
-def test_a_request_goes_to_a_worker_whose_engine_serves_its_path():
-    async def scenario(world: World) -> None:
-        await world.worker("text", script=answer, paths=("/v1/completions",))
-        speech = await world.worker("speech", Role.PREFILL, answer, paths=(TRANSCRIPTIONS,), models=("ears",))
+@in_world()
+async def test_a_request_goes_to_a_worker_whose_engine_serves_its_path(world: World):
+    await world.worker("text", script=answer, paths=("/v1/completions",))
+    speech = await world.worker("speech", Role.PREFILL, answer, paths=(TRANSCRIPTIONS,), models=("ears",))
 
-        for _ in range(3):
-            assert (await transcribe(world, form(model="ears"))).status == 200
+    for _ in range(3):
+        assert (await transcribe(world, form(model="ears"))).status == 200
 
-        assert len(speech.started) == 3
-        without_model = await transcribe(world, FILE + b"--xyz--")
-        assert (without_model.status, without_model.error["param"]) == (400, "model")
-        refused = await transcribe(world, form(model="m"))
-        assert (refused.status, refused.error["code"]) == (404, "path_not_served")
-        assert "`m`" in refused.error["message"]
-        assert TRANSCRIPTIONS in refused.error["message"]
-        embedding = await world.ask({"model": "m", "texts": ["x"]}, path="/v2/embed")
-        assert (embedding.status, embedding.error["code"]) == (404, "path_not_served")
-        assert (await transcribe(world, form(model="nobody"))).error["code"] == "model_not_found"
-        assert world.workers["text"].started == []
-
-    in_world(scenario)
+    assert len(speech.started) == 3
+    without_model = await transcribe(world, FILE + b"--xyz--")
+    assert (without_model.status, without_model.error["param"]) == (400, "model")
+    refused = await transcribe(world, form(model="m"))
+    assert (refused.status, refused.error["code"]) == (404, "path_not_served")
+    assert "`m`" in refused.error["message"]
+    assert TRANSCRIPTIONS in refused.error["message"]
+    embedding = await world.ask({"model": "m", "texts": ["x"]}, path="/v2/embed")
+    assert (embedding.status, embedding.error["code"]) == (404, "path_not_served")
+    assert (await transcribe(world, form(model="nobody"))).error["code"] == "model_not_found"
+    assert world.workers["text"].started == []
 
 
-def test_another_attempt_goes_to_a_worker_that_serves_the_path_too():
+@in_world()
+async def test_another_attempt_goes_to_a_worker_that_serves_the_path_too(world: World):
     def breaks(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.fail(Failure(reason=Reason.WORKER_LOST, message="gone"))
 
-    async def scenario(world: World) -> None:
-        await world.worker("speech-1", script=breaks, paths=(TRANSCRIPTIONS,))
-        text = await world.worker("text", script=answer, paths=("/v1/completions",))
+    await world.worker("speech-1", script=breaks, paths=(TRANSCRIPTIONS,))
+    text = await world.worker("text", script=answer, paths=("/v1/completions",))
 
-        assert (await transcribe(world, form())).status in (502, 503)
+    assert (await transcribe(world, form())).status in (502, 503)
 
-        other = await world.worker("speech-2", script=answer, paths=(TRANSCRIPTIONS,))
-        give_legs(world, "speech-2", 5)
-        assert (await transcribe(world, form())).status == 200
-        assert (len(other.started), text.started) == (1, [])
-
-    in_world(scenario)
+    other = await world.worker("speech-2", script=answer, paths=(TRANSCRIPTIONS,))
+    give_legs(world, "speech-2", 5)
+    assert (await transcribe(world, form())).status == 200
+    assert (len(other.started), text.started) == (1, [])
 
 
 @pytest.mark.parametrize(
     "content_type",
     ["application/json", "multipart/form-data", "multipart/form-data; boundary=", "multipart/mixed; boundary=xyz"],
 )
-def test_a_form_must_be_one_by_its_type(content_type):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=answer)
+@in_world()
+async def test_a_form_must_be_one_by_its_type(world: World, content_type):
+    worker = await world.worker("w1", script=answer)
 
-        assert (await transcribe(world, form(), content_type=content_type)).status == 415
-        assert (await world.ask(form(), path="/v1/embeddings", content_type=TYPE)).status == 415
-        assert worker.started == []
-
-    in_world(scenario)
+    assert (await transcribe(world, form(), content_type=content_type)).status == 415
+    assert (await world.ask(form(), path="/v1/embeddings", content_type=TYPE)).status == 415
+    assert worker.started == []
 
 
 BROKEN = {
@@ -144,48 +136,42 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
-def test_a_form_that_parsers_may_read_in_different_ways_is_refused(body):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=answer)
+@in_world()
+async def test_a_form_that_parsers_may_read_in_different_ways_is_refused(world: World, body):
+    worker = await world.worker("w1", script=answer)
 
-        response = await transcribe(world, body)
+    response = await transcribe(world, body)
 
-        assert response.status == 400
-        assert response.error["message"].endswith(".")
-        assert worker.started == []
-
-    in_world(scenario)
+    assert response.status == 400
+    assert response.error["message"].endswith(".")
+    assert worker.started == []
 
 
-def test_a_form_counts_as_what_it_generates():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=answer)
-        client = world.router.authenticator.client([(b"x-api-key", ACME.encode())])
-        tokens = client.rate_limit._tokens
-        before = tokens.level(world.router.clock.now())
+@in_world(keys=TOP + entry(ACME, "acme", "tokens_per_minute = 6000"))
+async def test_a_form_counts_as_what_it_generates(world: World):
+    await world.worker("w1", script=answer)
+    client = world.router.authenticator.client([(b"x-api-key", ACME.encode())])
+    tokens = client.rate_limit._tokens
+    before = tokens.level(world.router.clock.now())
 
-        assert (await transcribe(world, form(part("n", b"2")), x_api_key=ACME)).status == 200
+    assert (await transcribe(world, form(part("n", b"2")), x_api_key=ACME)).status == 200
 
-        assert before - tokens.level(world.router.clock.now()) == pytest.approx(25, abs=2)
-        too_many = await transcribe(world, form(part("n", b"100000")), x_api_key=ACME)
-        assert too_many.status == 400
-        assert "sequences" in too_many.error["message"]
-
-    in_world(scenario, keys=TOP + entry(ACME, "acme", "tokens_per_minute = 6000"))
+    assert before - tokens.level(world.router.clock.now()) == pytest.approx(25, abs=2)
+    too_many = await transcribe(world, form(part("n", b"100000")), x_api_key=ACME)
+    assert too_many.status == 400
+    assert "sequences" in too_many.error["message"]
 
 
-def test_a_keys_models_hold_for_forms_and_its_tenants_salt_goes_with_them():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=answer)
+@in_world(keys=TOP + entry(ACME, "acme", 'models = ["m"]'))
+async def test_a_keys_models_hold_for_forms_and_its_tenants_salt_goes_with_them(world: World):
+    worker = await world.worker("w1", script=answer)
 
-        assert (await transcribe(world, form(), x_api_key=ACME)).status == 200
-        assert (await transcribe(world, form(model="other"), x_api_key=ACME)).status == 403
-        assert (await transcribe(world, form())).status == 401
-        (start,) = worker.started
-        assert len(start.cache_salt) == 64
-        assert start.body == form()
-
-    in_world(scenario, keys=TOP + entry(ACME, "acme", 'models = ["m"]'))
+    assert (await transcribe(world, form(), x_api_key=ACME)).status == 200
+    assert (await transcribe(world, form(model="other"), x_api_key=ACME)).status == 403
+    assert (await transcribe(world, form())).status == 401
+    (start,) = worker.started
+    assert len(start.cache_salt) == 64
+    assert start.body == form()
 
 
 @pytest.mark.parametrize(
@@ -200,29 +186,25 @@ def test_a_keys_models_hold_for_forms_and_its_tenants_salt_goes_with_them():
         (INVOCATIONS, {"input": ["a", "b", "c"]}, 3),
     ],
 )
-def test_each_input_counts_as_a_sequence(path: str, body: dict[str, Any], sequences: int):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=answer)
+@in_world()
+async def test_each_input_counts_as_a_sequence(world: World, path: str, body: dict[str, Any], sequences: int):
+    worker = await world.worker("w1", script=answer)
 
-        assert (await world.ask({"model": "m", **body}, path=path)).status == 200
-        (start,) = worker.started
-        assert (start.path, start.sequences) == (path, sequences)
-        assert msgspec.json.decode(start.body) == {"model": "m", **body}
-
-    in_world(scenario)
+    assert (await world.ask({"model": "m", **body}, path=path)).status == 200
+    (start,) = worker.started
+    assert (start.path, start.sequences) == (path, sequences)
+    assert msgspec.json.decode(start.body) == {"model": "m", **body}
 
 
-def test_embeddings_fetch_no_media_from_elsewhere():
+@in_world()
+async def test_embeddings_fetch_no_media_from_elsewhere(world: World):
     content = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]
 
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=answer)
+    await world.worker("w1", script=answer)
 
-        refused = await world.ask({"model": "m", "inputs": [{"content": content}]}, path="/v2/embed")
+    refused = await world.ask({"model": "m", "inputs": [{"content": content}]}, path="/v2/embed")
 
-        assert (refused.status, refused.error["param"]) == (400, "image_url")
-
-    in_world(scenario)
+    assert (refused.status, refused.error["param"]) == (400, "image_url")
 
 
 @pytest.mark.parametrize("name", ["a.wav", 'a "b"; c.wav', "\u00e9\u00e8.mp3", "my name=x.ogg"])

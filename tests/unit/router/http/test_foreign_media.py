@@ -43,17 +43,15 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_no_form_of_an_address_reaches_an_engine(path, body):
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
+@in_world()
+async def test_no_form_of_an_address_reaches_an_engine(world: World, path, body):
+    worker = await world.worker("w1")
 
-        answer = await world.ask(body, path=path)
+    answer = await world.ask(body, path=path)
 
-        assert answer.status == 400
-        assert "BATON_MEDIA_DOMAINS" in answer.error["message"]
-        assert worker.started == []
-
-    in_world(scenario)
+    assert answer.status == 400
+    assert "BATON_MEDIA_DOMAINS" in answer.error["message"]
+    assert worker.started == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, wants_stream
-from tests.unit.router.world import World, in_world, prompt, settle
+from tests.unit.router.world import World, in_world, prompt, run_in_world, settle
 
 OURS = {"connector": "baton-1"}
 HEADER = "x-baton-decision"
@@ -100,246 +100,213 @@ def parts_of(record: DecisionRecord) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_aggregated_decision_has_the_measured_times(stream: bool):
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
+@in_world()
+async def test_an_aggregated_decision_has_the_measured_times(world: World, stream: bool):
+    await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
 
-        response = await world.ask(prompt(stream=stream), x_request_id="mine")
+    response = await world.ask(prompt(stream=stream), x_request_id="mine")
 
-        record = await decision(world, response.headers[HEADER])
-        assert (record.request_id, record.mode, record.decode_worker, record.outcome) == (
-            "mine",
-            "aggregated",
-            "w1",
-            "ok",
-        )
-        assert parts_of(record) == {"queue_s": 0.3, "prefill_s": 0.2}
-        assert record.itl_s == pytest.approx(0.75 if stream else -1)
-        assert (record.counted_prompt_tokens, record.cached_tokens) == (9, 4)
-
-    in_world(scenario)
+    record = await decision(world, response.headers[HEADER])
+    assert (record.request_id, record.mode, record.decode_worker, record.outcome) == ("mine", "aggregated", "w1", "ok")
+    assert parts_of(record) == {"queue_s": 0.3, "prefill_s": 0.2}
+    assert record.itl_s == pytest.approx(0.75 if stream else -1)
+    assert (record.counted_prompt_tokens, record.cached_tokens) == (9, 4)
 
 
-def test_a_disaggregated_decision_has_the_measured_times():
-    async def scenario(world: World) -> None:
-        await world.pair(
-            timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=0.125, fetch_s=0.0625, prefill_s=0.03), **OURS
-        )
+@in_world(stream_tokens_min=-1)
+async def test_a_disaggregated_decision_has_the_measured_times(world: World):
+    await world.pair(timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=0.125, fetch_s=0.0625, prefill_s=0.03), **OURS)
 
-        response = await world.ask(prompt(stream=True))
+    response = await world.ask(prompt(stream=True))
 
-        record = await decision(world, response.headers[HEADER])
-        assert (record.mode, record.prefill_worker, record.decode_worker) == ("disaggregated", "p1", "d1")
-        assert parts_of(record) == {
-            "queue_s": 0.25,
-            "prefill_s": 1.0,
-            "handoff_s": 0.0625,
-            "decode_queue_s": 0.0625,
-            "first_token_s": 0.03,
-        }
-
-    in_world(scenario, stream_tokens_min=-1)
+    record = await decision(world, response.headers[HEADER])
+    assert (record.mode, record.prefill_worker, record.decode_worker) == ("disaggregated", "p1", "d1")
+    assert parts_of(record) == {
+        "queue_s": 0.25,
+        "prefill_s": 1.0,
+        "handoff_s": 0.0625,
+        "decode_queue_s": 0.0625,
+        "first_token_s": 0.03,
+    }
 
 
-def test_streamed_handoff_time_beside_the_prefill_is_counted_once():
-    async def scenario(world: World) -> None:
-        await world.pair(
-            timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=1.3, fetch_s=1.3, prefill_s=0.03, follows=True), **OURS
-        )
+@in_world(stream_tokens_min=0)
+async def test_streamed_handoff_time_beside_the_prefill_is_counted_once(world: World):
+    await world.pair(
+        timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=1.3, fetch_s=1.3, prefill_s=0.03, follows=True), **OURS
+    )
 
-        response = await world.ask(prompt(stream=True))
+    response = await world.ask(prompt(stream=True))
 
-        assert parts_of(await decision(world, response.headers[HEADER])) == {
-            "queue_s": 0.25,
-            "prefill_s": 1.0,
-            "handoff_s": 0.05,
-            "first_token_s": 0.03,
-        }
-
-    in_world(scenario, stream_tokens_min=0)
+    assert parts_of(await decision(world, response.headers[HEADER])) == {
+        "queue_s": 0.25,
+        "prefill_s": 1.0,
+        "handoff_s": 0.05,
+        "first_token_s": 0.03,
+    }
 
 
-def test_a_failed_attempt_is_a_decision_and_counts_in_the_next():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=slowly_failing(2.0))
-        connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
-        await settle()
-        await world.worker("w2", script=timed(prefill_s=0.5))
-        await answering
-        last = await decision(world, "latest")
+@in_world()
+async def test_a_failed_attempt_is_a_decision_and_counts_in_the_next(world: World):
+    await world.worker("w1", script=slowly_failing(2.0))
+    connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
+    await settle()
+    await world.worker("w2", script=timed(prefill_s=0.5))
+    await answering
+    last = await decision(world, "latest")
 
-        first = await decision(world, last.earlier)
-        assert connection.written.startswith(b"HTTP/1.1 200")
-        assert (first.decode_worker, first.attempt, first.outcome) == ("w1", 1, "worker_lost")
-        assert (first.measured, first.ttft_s, first.regret_s) == (None, -1, -1)
-        assert (last.decode_worker, last.attempt, last.outcome) == ("w2", 2, "ok")
-        assert parts_of(last) == {"failed_s": 2.0, "prefill_s": 0.5}
-
-    in_world(scenario)
+    first = await decision(world, last.earlier)
+    assert connection.written.startswith(b"HTTP/1.1 200")
+    assert (first.decode_worker, first.attempt, first.outcome) == ("w1", 1, "worker_lost")
+    assert (first.measured, first.ttft_s, first.regret_s) == (None, -1, -1)
+    assert (last.decode_worker, last.attempt, last.outcome) == ("w2", 2, "ok")
+    assert parts_of(last) == {"failed_s": 2.0, "prefill_s": 0.5}
 
 
-def test_a_rejection_is_a_decision():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed())
-        world.workers["w1"].alive = False
-        await asyncio.sleep(10)
+@in_world()
+async def test_a_rejection_is_a_decision(world: World):
+    await world.worker("w1", script=timed())
+    world.workers["w1"].alive = False
+    await asyncio.sleep(10)
 
-        response = await world.ask(prompt())
+    response = await world.ask(prompt())
 
-        record = await decision(world, response.headers[HEADER])
-        assert response.status == 503
-        assert (record.mode, record.decode_worker, record.outcome) == ("", "", "no_worker")
-        assert record.reason == response.error["message"]
-
-    in_world(scenario)
+    record = await decision(world, response.headers[HEADER])
+    assert response.status == 503
+    assert (record.mode, record.decode_worker, record.outcome) == ("", "", "no_worker")
+    assert record.reason == response.error["message"]
 
 
-def test_a_request_that_was_never_placed_has_no_decision():
-    async def scenario(world: World) -> None:
-        response = await world.ask(prompt(cache_hit_threshold=7))
+@in_world()
+async def test_a_request_that_was_never_placed_has_no_decision(world: World):
+    response = await world.ask(prompt(cache_hit_threshold=7))
 
-        assert response.status == 400
-        assert HEADER not in response.headers
-        assert (await get(world, "/baton/decisions/latest")).status_code == 404
-
-    in_world(scenario)
+    assert response.status == 400
+    assert HEADER not in response.headers
+    assert (await get(world, "/baton/decisions/latest")).status_code == 404
 
 
-def test_a_running_decision_has_no_outcome():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed(prefill_s=5.0))
-        _connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
-        await asyncio.sleep(1)
+@in_world()
+async def test_a_running_decision_has_no_outcome(world: World):
+    await world.worker("w1", script=timed(prefill_s=5.0))
+    _connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
+    await asyncio.sleep(1)
 
-        record = await decision(world, "latest")
-        assert (record.decode_worker, record.outcome, record.measured, record.ttft_s) == ("w1", "", None, -1)
+    record = await decision(world, "latest")
+    assert (record.decode_worker, record.outcome, record.measured, record.ttft_s) == ("w1", "", None, -1)
 
-        await answering
-        assert (await decision(world, record.decision_id)).outcome == "ok"
-
-    in_world(scenario)
+    await answering
+    assert (await decision(world, record.decision_id)).outcome == "ok"
 
 
-def test_the_collectors_report_names_the_decision_and_sums_up():
-    async def scenario(world: World) -> None:
-        heard: list[RequestFinished] = []
+@in_world()
+async def test_the_collectors_report_names_the_decision_and_sums_up(world: World):
+    heard: list[RequestFinished] = []
 
-        def hear(finished: RequestsFinished, _envelope: Envelope) -> None:
-            heard.extend(finished.requests)
+    def hear(finished: RequestsFinished, _envelope: Envelope) -> None:
+        heard.extend(finished.requests)
 
-        await MemoryBus(world.hub).subscribe(REQUESTS_FINISHED, hear)
-        await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
+    await MemoryBus(world.hub).subscribe(REQUESTS_FINISHED, hear)
+    await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
 
-        response = await world.ask(prompt())
-        await asyncio.sleep(1)
+    response = await world.ask(prompt())
+    await asyncio.sleep(1)
 
-        (record,) = heard
-        assert record.decision_id == response.headers[HEADER]
-        assert record.ttft_parts is not None
-        assert record.ttft_s == pytest.approx(record.ttft_parts.total_s()) == pytest.approx(0.5)
-        assert record.e2e_s == pytest.approx(2.0)
-
-    in_world(scenario)
+    (record,) = heard
+    assert record.decision_id == response.headers[HEADER]
+    assert record.ttft_parts is not None
+    assert record.ttft_s == pytest.approx(record.ttft_parts.total_s()) == pytest.approx(0.5)
+    assert record.e2e_s == pytest.approx(2.0)
 
 
-def test_decisions_are_listed_newest_first_and_filtered():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed(prefill_s=0.2))
-        for name in ("a", "b", "c"):
-            await world.ask(prompt(), x_request_id=name)
+@in_world()
+async def test_decisions_are_listed_newest_first_and_filtered(world: World):
+    await world.worker("w1", script=timed(prefill_s=0.2))
+    for name in ("a", "b", "c"):
+        await world.ask(prompt(), x_request_id=name)
 
-        async def names(**params: Any) -> list[str]:
-            response = await get(world, "/baton/decisions", **params)
-            return [one["request_id"] for one in response.json()["decisions"]]
+    async def names(**params: Any) -> list[str]:
+        response = await get(world, "/baton/decisions", **params)
+        return [one["request_id"] for one in response.json()["decisions"]]
 
-        assert await names() == ["c", "b", "a"]
-        assert await names(limit=1) == ["c"]
-        assert await names(request_id="b", worker="w1", outcome="ok") == ["b"]
-        assert await names(slow=0.3) == await names(worker="w2") == await names(missed=True) == []
-        wrong = await get(world, "/baton/decisions", limit=10**9, slow="soon")
-        assert wrong.status_code == 400
-        assert wrong.json()["error"]["message"].startswith("slow: ")
-        assert ".py" not in wrong.text
-
-    in_world(scenario)
+    assert await names() == ["c", "b", "a"]
+    assert await names(limit=1) == ["c"]
+    assert await names(request_id="b", worker="w1", outcome="ok") == ["b"]
+    assert await names(slow=0.3) == await names(worker="w2") == await names(missed=True) == []
+    wrong = await get(world, "/baton/decisions", limit=10**9, slow="soon")
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"].startswith("slow: ")
+    assert ".py" not in wrong.text
 
 
-def test_any_router_finds_decisions_of_any_other():
-    async def scenario(world: World) -> None:
-        other = DecisionService(
-            RouterId("other-1"),
-            MemoryBus(world.hub),
-            LoopClock(),
-            lambda: [world.router.router_id, RouterId("gone-1")],
-            count_max=10,
-            bytes_max=10**6,
-        )
-        await other.open()
-        await world.worker("w1", script=timed(prefill_s=0.2))
-        response = await world.ask(prompt(), x_request_id="mine")
+@in_world()
+async def test_any_router_finds_decisions_of_any_other(world: World):
+    other = DecisionService(
+        RouterId("other-1"),
+        MemoryBus(world.hub),
+        LoopClock(),
+        lambda: [world.router.router_id, RouterId("gone-1")],
+        count_max=10,
+        bytes_max=10**6,
+    )
+    await other.open()
+    await world.worker("w1", script=timed(prefill_s=0.2))
+    response = await world.ask(prompt(), x_request_id="mine")
 
-        by_id = await other.find(response.headers[HEADER])
+    by_id = await other.find(response.headers[HEADER])
 
-        assert by_id is not None
-        assert by_id.request_id == "mine"
-        assert by_id == await other.newest() == await other.of_request("mine")
-        assert await other.of_request("unknown") is None
-        assert await other.find(f"gone-1-d{7:032x}") is None
-        assert await other.find("gone-1-d7") is None
-
-    in_world(scenario)
+    assert by_id is not None
+    assert by_id.request_id == "mine"
+    assert by_id == await other.newest() == await other.of_request("mine")
+    assert await other.of_request("unknown") is None
+    assert await other.find(f"gone-1-d{7:032x}") is None
+    assert await other.find("gone-1-d7") is None
 
 
-def test_forgotten_and_unknown_decisions_get_clear_messages():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed())
-        first = (await world.ask(prompt())).headers[HEADER]
-        await world.ask(prompt())
+@in_world(decisions_max=1)
+async def test_forgotten_and_unknown_decisions_get_clear_messages(world: World):
+    await world.worker("w1", script=timed())
+    first = (await world.ask(prompt())).headers[HEADER]
+    await world.ask(prompt())
 
-        async def message(decision_id: str) -> str:
-            response = await get(world, f"/baton/decisions/{decision_id}")
-            assert response.status_code == 404
-            return response.json()["error"]["message"]
+    async def message(decision_id: str) -> str:
+        response = await get(world, f"/baton/decisions/{decision_id}")
+        assert response.status_code == 404
+        return response.json()["error"]["message"]
 
-        assert "does not store" in await message(first)
-        assert "does not respond" in await message(f"gone-router-d{3:032x}")
-        assert "x-baton-decision" in await message("what")
-        assert "x-baton-decision" in await message(f"a.b*>-d{3:032x}")
-
-    in_world(scenario, decisions_max=1)
+    assert "does not store" in await message(first)
+    assert "does not respond" in await message(f"gone-router-d{3:032x}")
+    assert "x-baton-decision" in await message("what")
+    assert "x-baton-decision" in await message(f"a.b*>-d{3:032x}")
 
 
-def test_a_router_returns_its_decisions_over_the_bus():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed())
-        response = await world.ask(prompt(), x_request_id="mine")
-        bus, router_id = MemoryBus(world.hub), world.router.router_id
+@in_world()
+async def test_a_router_returns_its_decisions_over_the_bus(world: World):
+    await world.worker("w1", script=timed())
+    response = await world.ask(prompt(), x_request_id="mine")
+    bus, router_id = MemoryBus(world.hub), world.router.router_id
 
-        async def ask(**fields: Any) -> DecisionRecord | None:
-            return (await bus.ask(DECISION, AskDecision(router_id=router_id, **fields), timeout_s=1.0)).decision
+    async def ask(**fields: Any) -> DecisionRecord | None:
+        return (await bus.ask(DECISION, AskDecision(router_id=router_id, **fields), timeout_s=1.0)).decision
 
-        newest = await ask()
-        assert newest is not None
-        assert newest.decision_id == response.headers[HEADER]
-        assert newest == await ask(decision_id=newest.decision_id) == await ask(request_id=RequestId("mine"))
-        assert await ask(decision_id=DecisionId("x-d1")) is None
-        assert await ask(request_id=RequestId("x")) is None
-
-    in_world(scenario)
+    newest = await ask()
+    assert newest is not None
+    assert newest.decision_id == response.headers[HEADER]
+    assert newest == await ask(decision_id=newest.decision_id) == await ask(request_id=RequestId("mine"))
+    assert await ask(decision_id=DecisionId("x-d1")) is None
+    assert await ask(request_id=RequestId("x")) is None
 
 
-def test_ids_of_decisions_cannot_be_guessed():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=timed())
+@in_world()
+async def test_ids_of_decisions_cannot_be_guessed(world: World):
+    await world.worker("w1", script=timed())
 
-        ids = [(await world.ask(prompt())).headers[HEADER] for _ in range(4)]
+    ids = [(await world.ask(prompt())).headers[HEADER] for _ in range(4)]
 
-        for one in ids:
-            assert re.fullmatch(rf"{world.router.router_id}-d[0-9a-f]{{32}}", one)
-        bits = [int(one.rpartition("-d")[2], 16) for one in ids]
-        assert min(abs(a - b) for a, b in itertools.combinations(bits, 2)) > 1 << 64
-
-    in_world(scenario)
+    for one in ids:
+        assert re.fullmatch(rf"{world.router.router_id}-d[0-9a-f]{{32}}", one)
+    bits = [int(one.rpartition("-d")[2], 16) for one in ids]
+    assert min(abs(a - b) for a, b in itertools.combinations(bits, 2)) > 1 << 64
 
 
 def test_a_list_that_matches_nothing_lets_other_requests_run():
@@ -367,16 +334,14 @@ def test_a_list_that_matches_nothing_lets_other_requests_run():
         assert [one.request_id for one in await service.listed(DecisionFilter(request_id="r7"))] == ["r7"]
         running.cancel()
 
-    in_world(scenario)
+    run_in_world(scenario)
 
 
-def test_a_decision_contains_no_prompt_text():
-    async def scenario(world: World) -> None:
-        await world.pair(timed(), timed(), **OURS)
-        response = await world.ask(prompt(prompt="the secret word", user="somebody"), x_request_id="r")
+@in_world()
+async def test_a_decision_contains_no_prompt_text(world: World):
+    await world.pair(timed(), timed(), **OURS)
+    response = await world.ask(prompt(prompt="the secret word", user="somebody"), x_request_id="r")
 
-        text = (await get(world, f"/baton/decisions/{response.headers[HEADER]}")).text
-        assert "secret" not in text
-        assert "somebody" not in text
-
-    in_world(scenario)
+    text = (await get(world, f"/baton/decisions/{response.headers[HEADER]}")).text
+    assert "secret" not in text
+    assert "somebody" not in text

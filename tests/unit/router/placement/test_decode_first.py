@@ -25,22 +25,20 @@ def who_has_nothing(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_after_a_decode_first_refusal_a_prefill_worker_computes_the_prompt(stream):
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(decode=who_has_nothing, connector="baton-1")
-        placer = world.router.fleet.placer
-        world.router.fleet.placer = AsIfCached(placer)
+@in_world()
+async def test_after_a_decode_first_refusal_a_prefill_worker_computes_the_prompt(world: World, stream):
+    _p1, d1 = await world.pair(decode=who_has_nothing, connector="baton-1")
+    placer = world.router.fleet.placer
+    world.router.fleet.placer = AsIfCached(placer)
 
-        response = await world.ask(prompt(stream=stream))
+    response = await world.ask(prompt(stream=stream))
 
-        assert (response.status, response.headers["x-baton-mode"]) == (200, "disaggregated")
-        assert b"cache_threshold" not in response.body
-        assert [(leg.kind, leg.cache_hit_threshold) for leg in d1.started] == [
-            (LegKind.AGGREGATED, 0.6),
-            (LegKind.DECODE, None),
-        ]
-
-    in_world(scenario)
+    assert (response.status, response.headers["x-baton-mode"]) == (200, "disaggregated")
+    assert b"cache_threshold" not in response.body
+    assert [(leg.kind, leg.cache_hit_threshold) for leg in d1.started] == [
+        (LegKind.AGGREGATED, 0.6),
+        (LegKind.DECODE, None),
+    ]
 
 
 class AsIfCached:

@@ -49,111 +49,97 @@ def held(world: World, worker_id: str) -> set[int]:
     return set(unpack_hashes(index.table.blocks(index.slot(worker_id), 0)))
 
 
-def test_a_prompt_goes_to_the_worker_with_its_blocks(tokenizer_json):
-    async def scenario(world: World) -> None:
-        await two_prefills(world, tokenizer_json)
-        await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks_of(tokenizer_json, TEXT), worker_id="p2"))
-        await settle()
+@in_world()
+async def test_a_prompt_goes_to_the_worker_with_its_blocks(world: World, tokenizer_json):
+    await two_prefills(world, tokenizer_json)
+    await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks_of(tokenizer_json, TEXT), worker_id="p2"))
+    await settle()
 
-        responses = [await world.ask(prompt(prompt=TEXT)) for _ in range(4)]
+    responses = [await world.ask(prompt(prompt=TEXT)) for _ in range(4)]
 
-        assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
-
-    in_world(scenario)
+    assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
 
 
-def test_the_prefill_worker_reads_a_conversation_from_the_decode_worker(tokenizer_json):
-    async def scenario(world: World) -> None:
-        for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
-            asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
-            await world.worker(worker_id, role, asset=asset, connector="baton-1")
-        fingerprint = world.workers["p1"].record().fingerprint.key()
-        while not world.router.prompts.followed(fingerprint):
-            await asyncio.to_thread(lambda: None)
-        blocks = blocks_of(tokenizer_json, TEXT)
-        await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks, worker_id="d1"))
-        await settle()
+@in_world(fetch_tokens_min=64)
+async def test_the_prefill_worker_reads_a_conversation_from_the_decode_worker(world: World, tokenizer_json):
+    for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+        asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
+        await world.worker(worker_id, role, asset=asset, connector="baton-1")
+    fingerprint = world.workers["p1"].record().fingerprint.key()
+    while not world.router.prompts.followed(fingerprint):
+        await asyncio.to_thread(lambda: None)
+    blocks = blocks_of(tokenizer_json, TEXT)
+    await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks, worker_id="d1"))
+    await settle()
 
-        for body in (prompt(prompt=TEXT), prompt(prompt=TEXT, kv_fetch_min_tokens=100_000)):
-            assert (await world.ask(body, x_baton_mode="disaggregated")).status == 200
+    for body in (prompt(prompt=TEXT), prompt(prompt=TEXT, kv_fetch_min_tokens=100_000)):
+        assert (await world.ask(body, x_baton_mode="disaggregated")).status == 200
 
-        sources = [leg.kv_sources for leg in world.workers["p1"].started]
-        assert sources == [[KvSource(worker_id="d1", epoch=1, end=len(blocks))], []]
-
-    in_world(scenario, fetch_tokens_min=64)
+    sources = [leg.kv_sources for leg in world.workers["p1"].started]
+    assert sources == [[KvSource(worker_id="d1", epoch=1, end=len(blocks))], []]
 
 
-def test_a_snapshot_repairs_a_missed_batch(tokenizer_json):
-    async def scenario(world: World) -> None:
-        await world.pair()
-        worker = world.workers["p1"]
-        asked = world.router.kv.snapshots
-        worker.seq, worker.held = 3, pack_hashes([1, 2, 3])
+@in_world()
+async def test_a_snapshot_repairs_a_missed_batch(world: World, tokenizer_json):
+    await world.pair()
+    worker = world.workers["p1"]
+    asked = world.router.kv.snapshots
+    worker.seq, worker.held = 3, pack_hashes([1, 2, 3])
 
-        await world.bus.publish(KV_EVENTS, kv_batch(3, 3, worker_id="p1"))
-        await asyncio.sleep(1)
+    await world.bus.publish(KV_EVENTS, kv_batch(3, 3, worker_id="p1"))
+    await asyncio.sleep(1)
 
-        assert world.router.kv.snapshots == asked + 1
-        assert state_of(world, "p1") is IndexState.EXACT
-        assert held(world, "p1") == {1, 2, 3}
-
-    in_world(scenario)
+    assert world.router.kv.snapshots == asked + 1
+    assert state_of(world, "p1") is IndexState.EXACT
+    assert held(world, "p1") == {1, 2, 3}
 
 
-def test_a_digest_mismatch_triggers_a_snapshot():
-    async def scenario(world: World) -> None:
-        await world.pair()
-        asked = world.router.kv.snapshots
+@in_world()
+async def test_a_digest_mismatch_triggers_a_snapshot(world: World):
+    await world.pair()
+    asked = world.router.kv.snapshots
 
-        await world.workers["p1"].report(digest=KvDigest(seq=0, count=5, xor=7))
-        await asyncio.sleep(1)
+    await world.workers["p1"].report(digest=KvDigest(seq=0, count=5, xor=7))
+    await asyncio.sleep(1)
 
-        assert world.router.kv.snapshots == asked + 1
-        assert state_of(world, "p1") is IndexState.EXACT
-
-    in_world(scenario)
+    assert world.router.kv.snapshots == asked + 1
+    assert state_of(world, "p1") is IndexState.EXACT
 
 
-def test_a_worker_without_a_snapshot_is_placed_by_load():
-    async def scenario(world: World) -> None:
-        p1, _d1 = await world.pair()
-        await p1._subscriptions[-1].close()
+@in_world()
+async def test_a_worker_without_a_snapshot_is_placed_by_load(world: World):
+    p1, _d1 = await world.pair()
+    await p1._subscriptions[-1].close()
 
-        world.router.kv.doubt_all()
-        await asyncio.sleep(2)
+    world.router.kv.doubt_all()
+    await asyncio.sleep(2)
 
-        assert state_of(world, "p1") is IndexState.FALLBACK
-        assert (await world.ask(prompt())).status == 200
-
-    in_world(scenario)
+    assert state_of(world, "p1") is IndexState.FALLBACK
+    assert (await world.ask(prompt())).status == 200
 
 
-def test_the_index_is_exact_again_after_a_bus_outage():
-    async def scenario(world: World) -> None:
-        await world.pair()
+@in_world()
+async def test_the_index_is_exact_again_after_a_bus_outage(world: World):
+    await world.pair()
 
-        world.bus.lose()
-        await asyncio.sleep(1)
-        world.bus.restore()
-        await asyncio.sleep(2)
+    world.bus.lose()
+    await asyncio.sleep(1)
+    world.bus.restore()
+    await asyncio.sleep(2)
 
-        assert {state_of(world, "p1"), state_of(world, "d1")} == {IndexState.EXACT}
-        assert (await world.ask(prompt())).status == 200
-
-    in_world(scenario)
+    assert {state_of(world, "p1"), state_of(world, "d1")} == {IndexState.EXACT}
+    assert (await world.ask(prompt())).status == 200
 
 
-def test_a_departed_worker_leaves_nothing_in_the_index():
-    async def scenario(world: World) -> None:
-        p1, _d1 = await world.pair()
-        await world.bus.publish(KV_EVENTS, kv_batch(1, 11, 12, worker_id="p1"))
-        await settle()
-        p1.alive = False
+@in_world()
+async def test_a_departed_worker_leaves_nothing_in_the_index(world: World):
+    p1, _d1 = await world.pair()
+    await world.bus.publish(KV_EVENTS, kv_batch(1, 11, 12, worker_id="p1"))
+    await settle()
+    p1.alive = False
 
-        await (await world.bus.key_value_store(p1.channel)).delete("p1")
-        await asyncio.sleep(6)
+    await (await world.bus.key_value_store(p1.channel)).delete("p1")
+    await asyncio.sleep(6)
 
-        fleet = world.router.fleet
-        assert (list(fleet.cluster.workers), fleet.index.table.size()) == (["d1"], 0)
-
-    in_world(scenario)
+    fleet = world.router.fleet
+    assert (list(fleet.cluster.workers), fleet.index.table.size()) == (["d1"], 0)

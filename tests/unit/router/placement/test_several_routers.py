@@ -10,7 +10,7 @@ from services.router.state.reservations import SILENT_S_MAX
 from shared.contracts.channels import RESERVATIONS
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.routers import ANNOUNCE_S, Reservation, Reservations
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time, run_in_virtual_time
 from tests.unit.router.replicas import Replicas, replicas
 from tests.unit.router.world import settle
 
@@ -66,92 +66,80 @@ def test_a_single_idle_worker_is_not_overloaded():
     assert herded >= 2 * alone
 
 
-def test_a_dead_routers_reservation_ends_with_the_next_worker_report():
-    async def scenario() -> None:
-        async with replicas(1, 2) as system:
-            [router] = system.routers
-            cluster, ghost = router.fleet.cluster, system.workers[0]
-            one = Reservation(worker_id=WorkerId(ghost.worker_id), epoch=Epoch(ghost.epoch), legs=3, tokens=900)
-            await ghost.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("dead"), seq=1, made=[one]))
-            await settle()
-            assert cluster.workers[ghost.worker_id].legs == 3
+@in_virtual_time
+async def test_a_dead_routers_reservation_ends_with_the_next_worker_report():
+    async with replicas(1, 2) as system:
+        [router] = system.routers
+        cluster, ghost = router.fleet.cluster, system.workers[0]
+        one = Reservation(worker_id=WorkerId(ghost.worker_id), epoch=Epoch(ghost.epoch), legs=3, tokens=900)
+        await ghost.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("dead"), seq=1, made=[one]))
+        await settle()
+        assert cluster.workers[ghost.worker_id].legs == 3
 
-            await asyncio.sleep(0.1)
-            await system.report()
+        await asyncio.sleep(0.1)
+        await system.report()
 
-            assert cluster.workers[ghost.worker_id].legs == 0
-            assert cluster.workers[ghost.worker_id].own.sent_tokens == 0
-
-    run_in_virtual_time(scenario())
+        assert cluster.workers[ghost.worker_id].legs == 0
+        assert cluster.workers[ghost.worker_id].own.sent_tokens == 0
 
 
-def test_a_reservation_for_an_earlier_epoch_is_ignored():
-    async def scenario() -> None:
-        async with replicas(1, 1) as system:
-            [router], [worker] = system.routers, system.workers
-            old = Reservation(worker_id=WorkerId(worker.worker_id), epoch=Epoch(worker.epoch - 1), legs=3)
-            await worker.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("r"), seq=1, made=[old]))
-            await settle()
+@in_virtual_time
+async def test_a_reservation_for_an_earlier_epoch_is_ignored():
+    async with replicas(1, 1) as system:
+        [router], [worker] = system.routers, system.workers
+        old = Reservation(worker_id=WorkerId(worker.worker_id), epoch=Epoch(worker.epoch - 1), legs=3)
+        await worker.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("r"), seq=1, made=[old]))
+        await settle()
 
-            assert router.fleet.cluster.workers[worker.worker_id].legs == 0
-
-    run_in_virtual_time(scenario())
+        assert router.fleet.cluster.workers[worker.worker_id].legs == 0
 
 
-def test_a_single_router_publishes_only_announcements():
-    async def scenario() -> None:
-        async with replicas(1, WORKERS) as system:
-            before = system.hub.reservations
-            await burst(system, WORKERS)
-            await asyncio.sleep(10 * ANNOUNCE_S)
+@in_virtual_time
+async def test_a_single_router_publishes_only_announcements():
+    async with replicas(1, WORKERS) as system:
+        before = system.hub.reservations
+        await burst(system, WORKERS)
+        await asyncio.sleep(10 * ANNOUNCE_S)
 
-            assert system.hub.reservations - before <= 11
-
-    run_in_virtual_time(scenario())
+        assert system.hub.reservations - before <= 11
 
 
-def test_routers_discover_each_other_and_forget_departed_ones():
-    async def scenario() -> None:
-        async with replicas(3, 1) as system:
-            books = [router.reservations.book for router in system.routers]
-            assert [book.others for book in books] == [2, 2, 2]
+@in_virtual_time
+async def test_routers_discover_each_other_and_forget_departed_ones():
+    async with replicas(3, 1) as system:
+        books = [router.reservations.book for router in system.routers]
+        assert [book.others for book in books] == [2, 2, 2]
 
-            system.routers[0].bus.lose()
-            await asyncio.sleep(SILENT_S_MAX + 2 * ANNOUNCE_S)
+        system.routers[0].bus.lose()
+        await asyncio.sleep(SILENT_S_MAX + 2 * ANNOUNCE_S)
 
-            assert [book.others for book in books] == [0, 1, 1]
-
-    run_in_virtual_time(scenario())
+        assert [book.others for book in books] == [0, 1, 1]
 
 
-def test_no_reservations_accumulate_while_nats_is_down():
-    async def scenario() -> None:
-        async with replicas(2, WORKERS) as system:
-            one, other = system.routers
-            one.bus.lose()
-            await burst(system, 2 * WORKERS)
-            await asyncio.sleep(0.1)
-            published = system.hub.reservations
-            one.bus.restore()
-            await asyncio.sleep(2 * ANNOUNCE_S)
+@in_virtual_time
+async def test_no_reservations_accumulate_while_nats_is_down():
+    async with replicas(2, WORKERS) as system:
+        one, other = system.routers
+        one.bus.lose()
+        await burst(system, 2 * WORKERS)
+        await asyncio.sleep(0.1)
+        published = system.hub.reservations
+        one.bus.restore()
+        await asyncio.sleep(2 * ANNOUNCE_S)
 
-            assert one.reservations.book.message().made == []
-            assert system.hub.reservations - published <= 4 + 2
-            assert other.reservations.book.others == 1
-
-    run_in_virtual_time(scenario())
+        assert one.reservations.book.message().made == []
+        assert system.hub.reservations - published <= 4 + 2
+        assert other.reservations.book.others == 1
 
 
-def test_routers_starting_together_request_one_snapshot_per_worker_each():
-    async def scenario() -> None:
-        async with replicas(8, 4) as system:
-            assert [router.kv.snapshots for router in system.routers] == [4] * 8
+@in_virtual_time
+async def test_routers_starting_together_request_one_snapshot_per_worker_each():
+    async with replicas(8, 4) as system:
+        assert [router.kv.snapshots for router in system.routers] == [4] * 8
 
-            for change in ("lose", "restore"):
-                for router in system.routers:
-                    getattr(router.bus, change)()
-            await asyncio.sleep(1.0)
+        for change in ("lose", "restore"):
+            for router in system.routers:
+                getattr(router.bus, change)()
+        await asyncio.sleep(1.0)
 
-            assert [router.kv.snapshots for router in system.routers] == [8] * 8
-
-    run_in_virtual_time(scenario())
+        assert [router.kv.snapshots for router in system.routers] == [8] * 8

@@ -39,120 +39,104 @@ async def attached_and_other(world: World, script) -> tuple[FakeWorker, FakeWork
     return one, other
 
 
-def test_a_stream_that_a_lost_server_had_begun_ends_with_an_error_and_is_not_repeated():
-    async def scenario(world: World) -> None:
-        _one, other = await attached_and_other(world, breaks_off(2))
+@in_world()
+async def test_a_stream_that_a_lost_server_had_begun_ends_with_an_error_and_is_not_repeated(world: World):
+    _one, other = await attached_and_other(world, breaks_off(2))
 
-        response = await world.ask(prompt(stream=True))
+    response = await world.ask(prompt(stream=True))
 
-        assert response.body.startswith(b"".join(EVENTS[:2]))
-        assert b"its server is gone; and the stream could not be resumed: a server outside of Baton" in response.body
-        assert other.started == []
-
-    in_world(scenario)
+    assert response.body.startswith(b"".join(EVENTS[:2]))
+    assert b"its server is gone; and the stream could not be resumed: a server outside of Baton" in response.body
+    assert other.started == []
 
 
-def test_a_request_whose_server_is_lost_before_the_answer_is_served_by_another_worker():
-    async def scenario(world: World) -> None:
-        await attached_and_other(world, breaks_off(0))
+@in_world()
+async def test_a_request_whose_server_is_lost_before_the_answer_is_served_by_another_worker(world: World):
+    await attached_and_other(world, breaks_off(0))
 
-        assert (await world.ask(prompt(stream=True))).body == ANSWER
-
-    in_world(scenario)
+    assert (await world.ask(prompt(stream=True))).body == ANSWER
 
 
-def test_a_stream_of_an_engine_is_never_continued_by_an_attached_server():
-    async def scenario(world: World) -> None:
-        one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
-        other = await world.worker("a2", script=streams(), attached=True)
-        give_legs(world, "a2", 5)
+@in_world()
+async def test_a_stream_of_an_engine_is_never_continued_by_an_attached_server(world: World):
+    one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
+    other = await world.worker("a2", script=streams(), attached=True)
+    give_legs(world, "a2", 5)
 
-        response = await world.ask(prompt(stream=True))
+    response = await world.ask(prompt(stream=True))
 
-        assert len(one.started) == 1
-        assert other.started == []
-        assert b"could not be resumed" in response.body
-
-    in_world(scenario)
+    assert len(one.started) == 1
+    assert other.started == []
+    assert b"could not be resumed" in response.body
 
 
-def test_two_attached_workers_are_no_pair_and_the_decision_says_why_one_was_chosen():
-    async def scenario(world: World) -> None:
-        await world.worker("a1", attached=True)
-        await world.worker("a2", attached=True)
+@in_world()
+async def test_two_attached_workers_are_no_pair_and_the_decision_says_why_one_was_chosen(world: World):
+    await world.worker("a1", attached=True)
+    await world.worker("a2", attached=True)
 
-        await world.ask(prompt(baton={"ttft_s": 0.001}))
-        decision = world.router.decisions.log.newest_first()[0]
-        refused = await world.ask(prompt(baton={"mode": "disaggregated"}))
+    await world.ask(prompt(baton={"ttft_s": 0.001}))
+    decision = world.router.decisions.log.newest_first()[0]
+    refused = await world.ask(prompt(baton={"mode": "disaggregated"}))
 
-        assert decision.result.prefill is None
-        assert decision.result.why == BY_LOAD
-        assert (decision.exact, decision.why_inexact) == (False, ATTACHED)
-        assert refused.status == 503
-
-    in_world(scenario)
+    assert decision.result.prefill is None
+    assert decision.result.why == BY_LOAD
+    assert (decision.exact, decision.why_inexact) == (False, ATTACHED)
+    assert refused.status == 503
 
 
-def test_a_client_that_asks_for_decode_first_is_served_whole_and_unguarded():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("a1", attached=True)
+@in_world()
+async def test_a_client_that_asks_for_decode_first_is_served_whole_and_unguarded(world: World):
+    worker = await world.worker("a1", attached=True)
 
-        response = await world.ask(prompt(baton={"mode": "decode_first"}))
+    response = await world.ask(prompt(baton={"mode": "decode_first"}))
 
-        assert response.status == 200
-        assert worker.started[0].kind is LegKind.AGGREGATED
-        assert not worker.started[0].cache_hit_threshold
-
-    in_world(scenario)
+    assert response.status == 200
+    assert worker.started[0].kind is LegKind.AGGREGATED
+    assert not worker.started[0].cache_hit_threshold
 
 
-def test_requests_go_to_the_workers_whose_servers_have_the_endpoint():
+@in_world()
+async def test_requests_go_to_the_workers_whose_servers_have_the_endpoint(world: World):
     def whole(_worker: FakeWorker, _start, frames) -> None:
         frames.head(200, JSON)
         frames.data(b"{}")
         frames.end(LegReport())
 
-    async def scenario(world: World) -> None:
-        lacking = await world.worker("a1", attached=True, paths=("/v1/completions",))
-        having = await world.worker("w2", script=whole)
-        give_legs(world, "w2", 5)
+    lacking = await world.worker("a1", attached=True, paths=("/v1/completions",))
+    having = await world.worker("w2", script=whole)
+    give_legs(world, "w2", 5)
 
-        body = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
-        response = await world.ask(body, path=MESSAGES)
+    body = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+    response = await world.ask(body, path=MESSAGES)
 
-        assert response.status == 200
-        assert (len(lacking.started), len(having.started)) == (0, 1)
-
-    in_world(scenario)
+    assert response.status == 200
+    assert (len(lacking.started), len(having.started)) == (0, 1)
 
 
-def test_the_only_attached_worker_of_a_prefill_and_decode_pair_stays_out_of_it():
-    async def scenario(world: World) -> None:
-        attached = await world.worker("a1", attached=True)
-        give_legs(world, "a1", 9)
-        prefill, decode = await world.worker("p1", Role.PREFILL), await world.worker("d1", Role.DECODE)
+@in_world()
+async def test_the_only_attached_worker_of_a_prefill_and_decode_pair_stays_out_of_it(world: World):
+    attached = await world.worker("a1", attached=True)
+    give_legs(world, "a1", 9)
+    prefill, decode = await world.worker("p1", Role.PREFILL), await world.worker("d1", Role.DECODE)
 
-        await world.ask(prompt(baton={"mode": "disaggregated"}))
+    await world.ask(prompt(baton={"mode": "disaggregated"}))
 
-        assert (len(attached.started), len(prefill.started), len(decode.started)) == (0, 1, 1)
-
-    in_world(scenario)
+    assert (len(attached.started), len(prefill.started), len(decode.started)) == (0, 1, 1)
 
 
-def test_leaving_a_stream_of_unknown_tokens_is_not_cheaper_than_reading_it():
+@in_world(**keys(tokens_per_minute=1000), frame_gap_s_max=100.0)
+async def test_leaving_a_stream_of_unknown_tokens_is_not_cheaper_than_reading_it(world: World):
     def endless(_worker: FakeWorker, _start, frames) -> None:
         frames.head(200, SSE)
         frames.data(EVENTS[0])
 
-    async def scenario(world: World) -> None:
-        await world.worker("a1", script=endless, attached=True)
-        body = msgspec.json.encode(prompt(stream=True, max_tokens=5000))
-        connection, answering = world.begin(body, x_api_key="k")
-        await asyncio.sleep(50)
+    await world.worker("a1", script=endless, attached=True)
+    body = msgspec.json.encode(prompt(stream=True, max_tokens=5000))
+    connection, answering = world.begin(body, x_api_key="k")
+    await asyncio.sleep(50)
 
-        connection.leave()
-        await answering
+    connection.leave()
+    await answering
 
-        assert (await world.ask(prompt(), x_api_key="k")).status == 429
-
-    in_world(scenario, **keys(tokens_per_minute=1000), frame_gap_s_max=100.0)
+    assert (await world.ask(prompt(), x_api_key="k")).status == 429

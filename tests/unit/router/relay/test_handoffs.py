@@ -86,339 +86,304 @@ async def collect_reports(world: World) -> list[RequestFinished]:
     return reports
 
 
-def test_the_decode_leg_receives_the_prefill_legs_offer():
+@in_world()
+async def test_the_decode_leg_receives_the_prefill_legs_offer(world: World):
     def offering(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, JSON)
         frames.end(LegReport(cached_tokens=4, kv_transfer=b"{}", kv=KvTransferReport(offer=OFFER)))
 
-    async def scenario(world: World) -> None:
-        p1, d1 = await world.pair(offering, **OURS)
+    p1, d1 = await world.pair(offering, **OURS)
 
-        response = await world.ask(prompt())
+    response = await world.ask(prompt())
 
-        (prefill,), (decode,) = p1.started, d1.started
-        assert response.headers["x-baton-handoff"] == "offered"
-        assert (prefill.kv_offer, prefill.kv_sources) == (True, [])
-        assert msgspec.msgpack.decode(decode.kv_transfer, type=KvOffer) == OFFER
-        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1)]
-        assert decode.prefill_cached_tokens == 4
-
-    in_world(scenario)
+    (prefill,), (decode,) = p1.started, d1.started
+    assert response.headers["x-baton-handoff"] == "offered"
+    assert (prefill.kv_offer, prefill.kv_sources) == (True, [])
+    assert msgspec.msgpack.decode(decode.kv_transfer, type=KvOffer) == OFFER
+    assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1)]
+    assert decode.prefill_cached_tokens == 4
 
 
-def test_an_aggregated_response_reports_no_handoff():
-    async def scenario(world: World) -> None:
-        await world.pair(**OURS)
+@in_world(stream_tokens_min=0)
+async def test_an_aggregated_response_reports_no_handoff(world: World):
+    await world.pair(**OURS)
 
-        response = await world.ask(prompt(), x_baton_mode="aggregated")
+    response = await world.ask(prompt(), x_baton_mode="aggregated")
 
-        assert "x-baton-handoff" not in response.headers
-
-    in_world(scenario, stream_tokens_min=0)
+    assert "x-baton-handoff" not in response.headers
 
 
 @pytest.mark.parametrize(("word_count", "handoff"), [(100, "offered"), (4000, "streamed")])
-def test_decode_is_dispatched_with_prefill_when_the_prompt_is_long(word_count, handoff):
-    async def scenario(world: World) -> None:
-        await world.pair(**OURS)
+@in_world()
+async def test_decode_is_dispatched_with_prefill_when_the_prompt_is_long(world: World, word_count, handoff):
+    await world.pair(**OURS)
 
-        response = await world.ask(prompt(prompt="word " * word_count))
+    response = await world.ask(prompt(prompt="word " * word_count))
 
-        assert response.headers["x-baton-handoff"] == handoff
-
-    in_world(scenario)
+    assert response.headers["x-baton-handoff"] == handoff
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_streamed_decode_leg_needs_no_prefill_report(stream):
-    async def scenario(world: World) -> None:
-        p1, d1 = await world.pair(prefill=silent, **OURS)
-        connection, answering = ask(world, stream=stream)
-        await settle()
-        (prefill,), (decode,) = p1.started, d1.started
-        prefilled(frames_of(p1))
-        await answering
+@in_world(stream_tokens_min=0)
+async def test_a_streamed_decode_leg_needs_no_prefill_report(world: World, stream):
+    p1, d1 = await world.pair(prefill=silent, **OURS)
+    connection, answering = ask(world, stream=stream)
+    await settle()
+    (prefill,), (decode,) = p1.started, d1.started
+    prefilled(frames_of(p1))
+    await answering
 
-        response = parse(connection.written)
-        assert (prefill.kind, prefill.kv_offer) == (LegKind.PREFILL, False)
-        assert (decode.kind, decode.kv_transfer) == (LegKind.DECODE, b"")
-        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True, leg_id=prefill.leg_id)]
-        assert response.body == (b"".join(EVENTS) + DONE if stream else WHOLE_RESPONSE)
-        assert response.headers["x-baton-handoff"] == "streamed"
-        assert p1.cancelled == d1.cancelled == []
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
+    response = parse(connection.written)
+    assert (prefill.kind, prefill.kv_offer) == (LegKind.PREFILL, False)
+    assert (decode.kind, decode.kv_transfer) == (LegKind.DECODE, b"")
+    assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True, leg_id=prefill.leg_id)]
+    assert response.body == (b"".join(EVENTS) + DONE if stream else WHOLE_RESPONSE)
+    assert response.headers["x-baton-handoff"] == "streamed"
+    assert p1.cancelled == d1.cancelled == []
+    assert is_quiet(world)
 
 
-def test_with_both_legs_running_the_prompt_counts_for_prefill_only():
-    async def scenario(world: World) -> None:
-        await world.pair(silent, silent, **OURS)
-        connection, answering = ask(world)
-        await settle()
+@in_world(stream_tokens_min=0)
+async def test_with_both_legs_running_the_prompt_counts_for_prefill_only(world: World):
+    await world.pair(silent, silent, **OURS)
+    connection, answering = ask(world)
+    await settle()
 
-        views = world.router.fleet.cluster.workers
-        assert [(views[name].own.legs, views[name].own.tokens) for name in ("p1", "d1")] == [(1, 2), (1, 0)]
+    views = world.router.fleet.cluster.workers
+    assert [(views[name].own.legs, views[name].own.tokens) for name in ("p1", "d1")] == [(1, 2), (1, 0)]
 
-        connection.leave()
-        await answering
-
-    in_world(scenario, stream_tokens_min=0)
+    connection.leave()
+    await answering
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(stream):
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(refusing(400), silent, **OURS)
+@in_world(stream_tokens_min=0)
+async def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(world: World, stream):
+    _p1, d1 = await world.pair(refusing(400), silent, **OURS)
 
-        response = await world.ask(prompt(stream=stream))
-        await settle()
+    response = await world.ask(prompt(stream=stream))
+    await settle()
 
-        assert (response.status, response.error["message"]) == (400, "from the engine")
-        assert asyncio.get_running_loop().time() < 1
-        assert d1.cancelled == [leg.leg_id for leg in d1.started]
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
+    assert (response.status, response.error["message"]) == (400, "from the engine")
+    assert asyncio.get_running_loop().time() < 1
+    assert d1.cancelled == [leg.leg_id for leg in d1.started]
+    assert is_quiet(world)
 
 
 @pytest.mark.parametrize("failing", [lost, refusing(503)], ids=["lost", "full"])
-def test_a_lost_prefill_worker_has_both_legs_placed_again(failing):
-    async def scenario(world: World) -> None:
-        reports = await collect_reports(world)
-        p1, d1 = await world.pair(failing, silent_once, **OURS)
-        await world.worker("p2", Role.PREFILL, **OURS)
-        give_legs(world, "p2", 5)  # The router tries p1 first.
+@in_world(stream_tokens_min=0)
+async def test_a_lost_prefill_worker_has_both_legs_placed_again(world: World, failing):
+    reports = await collect_reports(world)
+    p1, d1 = await world.pair(failing, silent_once, **OURS)
+    await world.worker("p2", Role.PREFILL, **OURS)
+    give_legs(world, "p2", 5)  # The router tries p1 first.
 
-        response = await world.ask(prompt(stream=True))
-        give_legs(world, "p2", 0)
-        await asyncio.sleep(2)
+    response = await world.ask(prompt(stream=True))
+    give_legs(world, "p2", 0)
+    await asyncio.sleep(2)
 
-        assert (response.status, response.headers["x-baton-prefill-worker"]) == (200, "p2")
-        assert (len(p1.started), len(d1.started)) == (1, 2)
-        assert d1.cancelled == [d1.started[0].leg_id]
-        assert (reports[0].attempts, reports[0].status) == (2, 200)
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
+    assert (response.status, response.headers["x-baton-prefill-worker"]) == (200, "p2")
+    assert (len(p1.started), len(d1.started)) == (1, 2)
+    assert d1.cancelled == [d1.started[0].leg_id]
+    assert (reports[0].attempts, reports[0].status) == (2, 200)
+    assert is_quiet(world)
 
 
-def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded():
-    async def scenario(world: World) -> None:
-        p1, _d1 = await world.pair(silent, lost, **OURS)
-        await world.worker("d2", Role.DECODE, **OURS)
-        give_legs(world, "d2", 5)
+@in_world(stream_tokens_min=0)
+async def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded(world: World):
+    p1, _d1 = await world.pair(silent, lost, **OURS)
+    await world.worker("d2", Role.DECODE, **OURS)
+    give_legs(world, "d2", 5)
 
-        response = await world.ask(prompt(stream=True))
-        give_legs(world, "d2", 0)
-        await asyncio.sleep(2)
+    response = await world.ask(prompt(stream=True))
+    give_legs(world, "d2", 0)
+    await asyncio.sleep(2)
 
-        assert (response.status, response.headers["x-baton-decode-worker"]) == (200, "d2")
-        assert len(p1.started) == 2
-        assert p1.started[0].leg_id in p1.cancelled
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
+    assert (response.status, response.headers["x-baton-decode-worker"]) == (200, "d2")
+    assert len(p1.started) == 2
+    assert p1.started[0].leg_id in p1.cancelled
+    assert is_quiet(world)
 
 
 @pytest.mark.parametrize("phase", ["before anything", "prompt computed", "answer begun", "both"])
-def test_a_client_disconnect_cancels_all_running_legs(phase):
-    async def scenario(world: World) -> None:
-        p1, d1 = await world.pair(silent, silent, **OURS)
-        connection, answering = ask(world)
-        await settle()
-        if phase in ("prompt computed", "both"):
-            prefilled(frames_of(p1))
-        if phase in ("answer begun", "both"):
-            frames_of(d1).head(200, SSE)
-            frames_of(d1).data(EVENTS[0])
-        await settle()
-
-        connection.leave()
-        await answering
-        await settle()
-
-        computed = phase in ("prompt computed", "both")
-        assert p1.cancelled == ([] if computed else [p1.started[0].leg_id])
-        assert d1.cancelled == [d1.started[0].leg_id]
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
-
-
-def test_losing_the_prefill_worker_after_the_first_token_is_harmless():
-    async def scenario(world: World) -> None:
-        p1, d1 = await world.pair(silent, silent, **OURS)
-        connection, answering = ask(world)
-        await settle()
+@in_world(stream_tokens_min=0)
+async def test_a_client_disconnect_cancels_all_running_legs(world: World, phase):
+    p1, d1 = await world.pair(silent, silent, **OURS)
+    connection, answering = ask(world)
+    await settle()
+    if phase in ("prompt computed", "both"):
+        prefilled(frames_of(p1))
+    if phase in ("answer begun", "both"):
         frames_of(d1).head(200, SSE)
         frames_of(d1).data(EVENTS[0])
-        await settle()
+    await settle()
 
-        frames_of(p1).fail(Failure(reason=Reason.WORKER_LOST, message="gone"))
-        await settle()
-        frames_of(d1).data(DONE)
-        frames_of(d1).end(LegReport())
-        await answering
+    connection.leave()
+    await answering
+    await settle()
 
-        assert parse(connection.written).body == EVENTS[0] + DONE
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
+    computed = phase in ("prompt computed", "both")
+    assert p1.cancelled == ([] if computed else [p1.started[0].leg_id])
+    assert d1.cancelled == [d1.started[0].leg_id]
+    assert is_quiet(world)
 
 
-def test_a_prefill_failure_together_with_the_first_token_is_harmless():
-    async def scenario(world: World) -> None:
-        p1, d1 = await world.pair(silent, silent, **OURS)
-        connection, answering = ask(world)
-        await settle()
-        (first,), (second,) = p1.started, d1.started
-        gone = Failure(reason=Reason.WORKER_LOST, message="gone")
+@in_world(stream_tokens_min=0)
+async def test_losing_the_prefill_worker_after_the_first_token_is_harmless(world: World):
+    p1, d1 = await world.pair(silent, silent, **OURS)
+    connection, answering = ask(world)
+    await settle()
+    frames_of(d1).head(200, SSE)
+    frames_of(d1).data(EVENTS[0])
+    await settle()
 
-        async def send(worker: FakeWorker, *frames: Frame) -> None:
-            batch = FrameBatch(
-                router_id=first.router_id, worker_id=worker.worker_id, epoch=worker.epoch, frames=list(frames)
-            )
-            await world.bus.publish(FRAMES, batch)
+    frames_of(p1).fail(Failure(reason=Reason.WORKER_LOST, message="gone"))
+    await settle()
+    frames_of(d1).data(DONE)
+    frames_of(d1).end(LegReport())
+    await answering
 
-        await send(p1, Frame(leg_id=first.leg_id, seq=0, kind=FrameKind.FAILURE, failure=gone))
-        await send(
-            d1,
-            Frame(leg_id=second.leg_id, seq=0, kind=FrameKind.HEAD, status=200, content_type=SSE),
-            Frame(leg_id=second.leg_id, seq=1, kind=FrameKind.DATA, data=DONE),
+    assert parse(connection.written).body == EVENTS[0] + DONE
+    assert is_quiet(world)
+
+
+@in_world(stream_tokens_min=0)
+async def test_a_prefill_failure_together_with_the_first_token_is_harmless(world: World):
+    p1, d1 = await world.pair(silent, silent, **OURS)
+    connection, answering = ask(world)
+    await settle()
+    (first,), (second,) = p1.started, d1.started
+    gone = Failure(reason=Reason.WORKER_LOST, message="gone")
+
+    async def send(worker: FakeWorker, *frames: Frame) -> None:
+        batch = FrameBatch(
+            router_id=first.router_id, worker_id=worker.worker_id, epoch=worker.epoch, frames=list(frames)
         )
-        await settle()
-        await send(d1, Frame(leg_id=second.leg_id, seq=2, kind=FrameKind.END, report=LegReport()))
-        await answering
+        await world.bus.publish(FRAMES, batch)
 
-        response = parse(connection.written)
-        assert (response.status, response.body) == (200, DONE)
-        assert len(d1.started) == 1
-        assert is_quiet(world)
+    await send(p1, Frame(leg_id=first.leg_id, seq=0, kind=FrameKind.FAILURE, failure=gone))
+    await send(
+        d1,
+        Frame(leg_id=second.leg_id, seq=0, kind=FrameKind.HEAD, status=200, content_type=SSE),
+        Frame(leg_id=second.leg_id, seq=1, kind=FrameKind.DATA, data=DONE),
+    )
+    await settle()
+    await send(d1, Frame(leg_id=second.leg_id, seq=2, kind=FrameKind.END, report=LegReport()))
+    await answering
 
-    in_world(scenario, stream_tokens_min=0)
-
-
-def test_accounting_waits_for_a_late_prefill_leg_but_clients_do_not():
-    async def scenario(world: World) -> None:
-        reports = await collect_reports(world)
-        p1, _d1 = await world.pair(prefill=silent, **OURS)
-        await asyncio.sleep(1)
-        connection, answering = ask(world)
-        await settle()
-        assert parse(connection.written).body.endswith(DONE)
-
-        await asyncio.sleep(0.5)
-        prefilled(frames_of(p1))
-        await answering
-        await asyncio.sleep(1)
-
-        assert (reports[0].cached_tokens, reports[0].readback_tokens, reports[0].streamed_handoff) == (4, 3, True)
-        assert reports[0].e2e_s < 0.1
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
+    response = parse(connection.written)
+    assert (response.status, response.body) == (200, DONE)
+    assert len(d1.started) == 1
+    assert is_quiet(world)
 
 
-def test_an_endless_prefill_leg_is_cancelled_after_the_response():
-    async def scenario(world: World) -> None:
-        p1, _d1 = await world.pair(prefill=silent, **OURS)
+@in_world(stream_tokens_min=0)
+async def test_accounting_waits_for_a_late_prefill_leg_but_clients_do_not(world: World):
+    reports = await collect_reports(world)
+    p1, _d1 = await world.pair(prefill=silent, **OURS)
+    await asyncio.sleep(1)
+    connection, answering = ask(world)
+    await settle()
+    assert parse(connection.written).body.endswith(DONE)
 
-        response = await world.ask(prompt(stream=True))
-        await settle()
+    await asyncio.sleep(0.5)
+    prefilled(frames_of(p1))
+    await answering
+    await asyncio.sleep(1)
 
-        assert response.body.endswith(DONE)
-        assert p1.cancelled == [p1.started[0].leg_id]
-        assert asyncio.get_running_loop().time() < 5
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
-
-
-def test_if_both_legs_are_silent_the_prefill_worker_is_late():
-    async def scenario(world: World) -> None:
-        p1, d1 = await world.pair(silent, silent_once, **OURS)
-        await world.worker("p2", Role.PREFILL, **OURS)
-        give_legs(world, "p2", 5)
-
-        response = await world.ask(prompt(stream=True))
-        await settle()
-
-        assert response.headers["x-baton-prefill-worker"] == "p2"
-        assert len(p1.cancelled) == len(d1.cancelled) == 1
-
-    in_world(scenario, stream_tokens_min=0, prefill_s_max=2.0)
+    assert (reports[0].cached_tokens, reports[0].readback_tokens, reports[0].streamed_handoff) == (4, 3, True)
+    assert reports[0].e2e_s < 0.1
+    assert is_quiet(world)
 
 
-def test_after_the_prefill_a_silent_decode_worker_is_late():
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(decode=silent, **OURS)
-        await world.worker("d2", Role.DECODE, **OURS)
-        give_legs(world, "d2", 5)
+@in_world(stream_tokens_min=0)
+async def test_an_endless_prefill_leg_is_cancelled_after_the_response(world: World):
+    p1, _d1 = await world.pair(prefill=silent, **OURS)
 
-        response = await world.ask(prompt(stream=True))
-        await settle()
+    response = await world.ask(prompt(stream=True))
+    await settle()
 
-        assert response.headers["x-baton-decode-worker"] == "d2"
-        assert d1.cancelled == [d1.started[0].leg_id]
-
-    in_world(scenario, stream_tokens_min=0, first_frame_s_max=2.0)
+    assert response.body.endswith(DONE)
+    assert p1.cancelled == [p1.started[0].leg_id]
+    assert asyncio.get_running_loop().time() < 5
+    assert is_quiet(world)
 
 
-def test_the_first_frame_timeout_starts_when_the_prefill_ends():
-    async def scenario(world: World) -> None:
-        p1, d1 = await world.pair(silent, silent, **OURS)
-        connection, answering = ask(world)
-        await asyncio.sleep(1.5)
-        prefilled(frames_of(p1))
+@in_world(stream_tokens_min=0, prefill_s_max=2.0)
+async def test_if_both_legs_are_silent_the_prefill_worker_is_late(world: World):
+    p1, d1 = await world.pair(silent, silent_once, **OURS)
+    await world.worker("p2", Role.PREFILL, **OURS)
+    give_legs(world, "p2", 5)
 
-        await asyncio.sleep(1.5)
-        frames_of(d1).head(200, SSE)
-        frames_of(d1).data(DONE)
-        frames_of(d1).end(LegReport())
-        await answering
+    response = await world.ask(prompt(stream=True))
+    await settle()
 
-        assert parse(connection.written).body == DONE
-        assert len(d1.started) == 1
-
-    in_world(scenario, stream_tokens_min=0, prefill_s_max=2.0, first_frame_s_max=2.0)
+    assert response.headers["x-baton-prefill-worker"] == "p2"
+    assert len(p1.cancelled) == len(d1.cancelled) == 1
 
 
-def test_a_leg_starting_during_cancellation_is_cancelled():
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(silent, silent, **OURS)
-        connection, answering = ask(world)
-        await settle()
-        (context,) = world.router.relay.in_flight
-        connection.leave()
-        await answering
+@in_world(stream_tokens_min=0, first_frame_s_max=2.0)
+async def test_after_the_prefill_a_silent_decode_worker_is_late(world: World):
+    _p1, d1 = await world.pair(decode=silent, **OURS)
+    await world.worker("d2", Role.DECODE, **OURS)
+    give_legs(world, "d2", 5)
 
-        late = await context.inbox.start(msgspec.structs.replace(d1.started[0], leg_id="late"))
-        context.started(late)
-        await settle()
+    response = await world.ask(prompt(stream=True))
+    await settle()
 
-        assert late.ended
-        assert d1.cancelled == [leg.leg_id for leg in d1.started]
-
-    in_world(scenario, stream_tokens_min=0)
+    assert response.headers["x-baton-decode-worker"] == "d2"
+    assert d1.cancelled == [d1.started[0].leg_id]
 
 
-def test_a_nats_outage_ends_both_legs_at_once():
-    async def scenario(world: World) -> None:
-        await world.pair(silent, silent, **OURS)
-        connection, answering = ask(world)
-        await settle()
+@in_world(stream_tokens_min=0, prefill_s_max=2.0, first_frame_s_max=2.0)
+async def test_the_first_frame_timeout_starts_when_the_prefill_ends(world: World):
+    p1, d1 = await world.pair(silent, silent, **OURS)
+    connection, answering = ask(world)
+    await asyncio.sleep(1.5)
+    prefilled(frames_of(p1))
 
-        world.bus.lose()
-        await answering
+    await asyncio.sleep(1.5)
+    frames_of(d1).head(200, SSE)
+    frames_of(d1).data(DONE)
+    frames_of(d1).end(LegReport())
+    await answering
 
-        assert parse(connection.written).error["code"] == "bus_down"
-        assert is_quiet(world)
-
-    in_world(scenario, stream_tokens_min=0)
+    assert parse(connection.written).body == DONE
+    assert len(d1.started) == 1
 
 
-def test_a_cache_threshold_refusal_reaches_the_client_unchanged():
+@in_world(stream_tokens_min=0)
+async def test_a_leg_starting_during_cancellation_is_cancelled(world: World):
+    _p1, d1 = await world.pair(silent, silent, **OURS)
+    connection, answering = ask(world)
+    await settle()
+    (context,) = world.router.relay.in_flight
+    connection.leave()
+    await answering
+
+    late = await context.inbox.start(msgspec.structs.replace(d1.started[0], leg_id="late"))
+    context.started(late)
+    await settle()
+
+    assert late.ended
+    assert d1.cancelled == [leg.leg_id for leg in d1.started]
+
+
+@in_world(stream_tokens_min=0)
+async def test_a_nats_outage_ends_both_legs_at_once(world: World):
+    await world.pair(silent, silent, **OURS)
+    connection, answering = ask(world)
+    await settle()
+
+    world.bus.lose()
+    await answering
+
+    assert parse(connection.written).error["code"] == "bus_down"
+    assert is_quiet(world)
+
+
+@in_world()
+async def test_a_cache_threshold_refusal_reaches_the_client_unchanged(world: World):
     refusal = b'{"choices":[{"text":"","finish_reason":"cache_threshold"}]}'
 
     def refuse(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
@@ -427,18 +392,16 @@ def test_a_cache_threshold_refusal_reaches_the_client_unchanged():
         frames.data(refusal)
         frames.end(LegReport(finish_reason="cache_threshold", kv=KvTransferReport(refused=True)))
 
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(decode=refuse, **OURS)
+    _p1, d1 = await world.pair(decode=refuse, **OURS)
 
-        response = await world.ask(prompt(cache_hit_threshold=1))
+    response = await world.ask(prompt(cache_hit_threshold=1))
 
-        assert (response.status, response.body) == (200, refusal)
-        assert d1.started[0].cache_hit_threshold == 1.0
-
-    in_world(scenario)
+    assert (response.status, response.body) == (200, refusal)
+    assert d1.started[0].cache_hit_threshold == 1.0
 
 
-def test_the_request_report_names_its_kv_sources():
+@in_world(stream_tokens_min=0)
+async def test_the_request_report_names_its_kv_sources(world: World):
     reads = [
         KvRead(worker_id="p1", epoch=1, requested_at=5.0, granted_at=5.5, read_at=6.0, read_s=0.25, followed=True),
         KvRead(worker_id="p2", epoch=1, requested_at=5.2, failure="nobody answered"),
@@ -457,19 +420,16 @@ def test_the_request_report_names_its_kv_sources():
         frames.data(WHOLE_RESPONSE)
         frames.end(LegReport(prompt_tokens=9, received_tokens=6, kv=transfer_report))
 
-    async def scenario(world: World) -> None:
-        reports = await collect_reports(world)
-        p1, _d1 = await world.pair(silent, decode, **OURS)
-        _connection, answering = ask(world, stream=False)
-        await settle()
-        prefilled(frames_of(p1))
-        await answering
-        await world.ask(prompt(stream=False))  # Its prefill leg sends no report.
-        await asyncio.sleep(1)
+    reports = await collect_reports(world)
+    p1, _d1 = await world.pair(silent, decode, **OURS)
+    _connection, answering = ask(world, stream=False)
+    await settle()
+    prefilled(frames_of(p1))
+    await answering
+    await world.ask(prompt(stream=False))  # Its prefill leg sends no report.
+    await asyncio.sleep(1)
 
-        both, alone = reports
-        assert (both.recomputed_tokens, both.reprefilled_tokens, both.readback_tokens) == (3, 2, 3)
-        assert (both.kv_wait_s, both.kv_read_s, both.streamed_handoff) == (0.5, 0.25, True)
-        assert (both.cached_tokens, alone.cached_tokens, alone.readback_tokens) == (4, 4, -1)
-
-    in_world(scenario, stream_tokens_min=0)
+    both, alone = reports
+    assert (both.recomputed_tokens, both.reprefilled_tokens, both.readback_tokens) == (3, 2, 3)
+    assert (both.kv_wait_s, both.kv_read_s, both.streamed_handoff) == (0.5, 0.25, True)
+    assert (both.cached_tokens, alone.cached_tokens, alone.readback_tokens) == (4, 4, -1)

@@ -72,61 +72,53 @@ async def two_workers(world: World, first: Script, second: Script) -> tuple[Fake
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("relayed", range(1, len(TOKENS) + 1))
-def test_a_broken_stream_continues_on_another_worker(path, relayed):
-    async def scenario(world: World) -> None:
-        w1, w2 = await two_workers(world, says(path, relayed, ends=False, breaks=True), says(path))
+@in_world()
+async def test_a_broken_stream_continues_on_another_worker(world: World, path, relayed):
+    w1, w2 = await two_workers(world, says(path, relayed, ends=False, breaks=True), says(path))
 
-        response = await world.ask(BODIES[path], path=path)
+    response = await world.ask(BODIES[path], path=path)
 
-        assert (response.status, response.body) == (200, stream(path))
-        (first,), (second,) = w1.started, w2.started
-        assert second.resume == pack_tokens(TOKENS[:relayed])
-        assert (first.created, second.created) == (0, CREATED if path == RESPONSES else 0)
-        assert first.answer_id == second.answer_id
-        assert bool(first.answer_id) == (path == RESPONSES)
-
-    in_world(scenario)
+    assert (response.status, response.body) == (200, stream(path))
+    (first,), (second,) = w1.started, w2.started
+    assert second.resume == pack_tokens(TOKENS[:relayed])
+    assert (first.created, second.created) == (0, CREATED if path == RESPONSES else 0)
+    assert first.answer_id == second.answer_id
+    assert bool(first.answer_id) == (path == RESPONSES)
 
 
-def test_every_response_has_an_answer_id_of_its_own():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=says(RESPONSES))
+@in_world()
+async def test_every_response_has_an_answer_id_of_its_own(world: World):
+    worker = await world.worker("w1", script=says(RESPONSES))
 
-        for _ in range(3):
-            await world.ask(BODIES[RESPONSES], path=RESPONSES)
+    for _ in range(3):
+        await world.ask(BODIES[RESPONSES], path=RESPONSES)
 
-        assert len({leg.answer_id for leg in worker.started}) == 3
-
-    in_world(scenario)
+    assert len({leg.answer_id for leg in worker.started}) == 3
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_whose_last_event_has_come_is_complete(path):
-    async def scenario(world: World) -> None:
-        _w1, w2 = await two_workers(world, says(path, breaks=True), says(path))
+@in_world()
+async def test_a_stream_whose_last_event_has_come_is_complete(world: World, path):
+    _w1, w2 = await two_workers(world, says(path, breaks=True), says(path))
 
-        response = await world.ask(BODIES[path], path=path)
+    response = await world.ask(BODIES[path], path=path)
 
-        assert response.body == stream(path)
-        assert w2.started == []
-
-    in_world(scenario)
+    assert response.body == stream(path)
+    assert w2.started == []
 
 
-def test_a_broken_stream_of_a_message_ends_with_an_error_that_clients_of_messages_know():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=says(MESSAGES, 1, ends=False, breaks=True))
+@in_world(resumes_max=0)
+async def test_a_broken_stream_of_a_message_ends_with_an_error_that_clients_of_messages_know(world: World):
+    await world.worker("w1", script=says(MESSAGES, 1, ends=False, breaks=True))
 
-        response = await world.ask(BODIES[MESSAGES], path=MESSAGES)
+    response = await world.ask(BODIES[MESSAGES], path=MESSAGES)
 
-        begun = BEGINNINGS[MESSAGES] + deltas(MESSAGES)[0]
-        assert response.body.startswith(begun + b"event: error\ndata: {")
-        name, data = response.body.removeprefix(begun).removesuffix(b"\n\n").split(b"\n")
-        error = msgspec.json.decode(data.removeprefix(b"data: "))
-        assert (name, error["type"]) == (b"event: error", "error")
-        assert (error["error"]["type"], error["error"]["code"]) == ("api_error", "engine_dead")
-
-    in_world(scenario, resumes_max=0)
+    begun = BEGINNINGS[MESSAGES] + deltas(MESSAGES)[0]
+    assert response.body.startswith(begun + b"event: error\ndata: {")
+    name, data = response.body.removeprefix(begun).removesuffix(b"\n\n").split(b"\n")
+    error = msgspec.json.decode(data.removeprefix(b"data: "))
+    assert (name, error["type"]) == (b"event: error", "error")
+    assert (error["error"]["type"], error["error"]["code"]) == ("api_error", "engine_dead")
 
 
 @pytest.mark.parametrize(
@@ -137,43 +129,37 @@ def test_a_broken_stream_of_a_message_ends_with_an_error_that_clients_of_message
         ({"tools": [{"type": "web_search_preview"}]}, "the server runs its tools"),
     ],
 )
-def test_a_response_of_which_a_server_knows_more_is_not_resumed(fields, why):
-    async def scenario(world: World) -> None:
-        _w1, w2 = await two_workers(world, says(RESPONSES, 1, ends=False, breaks=True), says(RESPONSES))
+@in_world()
+async def test_a_response_of_which_a_server_knows_more_is_not_resumed(world: World, fields, why):
+    _w1, w2 = await two_workers(world, says(RESPONSES, 1, ends=False, breaks=True), says(RESPONSES))
 
-        response = await world.ask({**BODIES[RESPONSES], **fields}, path=RESPONSES)
+    response = await world.ask({**BODIES[RESPONSES], **fields}, path=RESPONSES)
 
-        assert b"could not be resumed: " + why.encode() in response.body
-        assert w2.started == []
-
-    in_world(scenario)
+    assert b"could not be resumed: " + why.encode() in response.body
+    assert w2.started == []
 
 
-def test_counting_tokens_goes_to_one_worker():
+@in_world()
+async def test_counting_tokens_goes_to_one_worker(world: World):
     def counts(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, "application/json")
         frames.data(b'{"input_tokens":4}')
         frames.end(LegReport())
 
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1", script=counts)
-        path, body = "/v1/messages/count_tokens", {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    worker = await world.worker("w1", script=counts)
+    path, body = "/v1/messages/count_tokens", {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
-        response = await world.ask(body, path=path)
+    response = await world.ask(body, path=path)
 
-        assert (response.status, response.body) == (200, b'{"input_tokens":4}')
-        assert [(leg.path, msgspec.json.decode(leg.body)) for leg in worker.started] == [(path, body)]
-        assert response.headers["x-baton-mode"] == "aggregated"
-
-    in_world(scenario)
+    assert (response.status, response.body) == (200, b'{"input_tokens":4}')
+    assert [(leg.path, msgspec.json.decode(leg.body)) for leg in worker.started] == [(path, body)]
+    assert response.headers["x-baton-mode"] == "aggregated"
 
 
-def test_chats_draw_their_own_ids():
-    async def scenario(world: World) -> None:
-        worker = await world.worker("w1")
+@in_world()
+async def test_chats_draw_their_own_ids(world: World):
+    worker = await world.worker("w1")
 
-        await world.ask(BODIES[MESSAGES], path=CHAT)
+    await world.ask(BODIES[MESSAGES], path=CHAT)
 
-        assert [leg.answer_id for leg in worker.started] == [""]
-
-    in_world(scenario)
+    assert [leg.answer_id for leg in worker.started] == [""]

@@ -17,7 +17,7 @@ from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import DONE, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
 from tests.unit.router.relay.test_migration import error_of
 from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, fails, streams
-from tests.unit.router.world import World, give_legs, in_world, prompt
+from tests.unit.router.world import World, give_legs, in_world, prompt, run_in_world
 
 REFUSAL = b'{"choices":[{"text":"","finish_reason":"cache_threshold"}]}'
 
@@ -57,29 +57,25 @@ def with_policy(tmp_path: Path, text: str) -> dict[str, Any]:
     return {"failure_policy": str(path)}
 
 
-def test_another_worker_replaces_a_failed_prefill_worker():
-    async def scenario(world: World) -> None:
-        await world.pair(prefill=failing(Reason.WORKER_LOST))
-        await world.worker("p2", Role.PREFILL)
-        give_legs(world, "p2", 5)
+@in_world()
+async def test_another_worker_replaces_a_failed_prefill_worker(world: World):
+    await world.pair(prefill=failing(Reason.WORKER_LOST))
+    await world.worker("p2", Role.PREFILL)
+    give_legs(world, "p2", 5)
 
-        response = await world.ask(prompt())
+    response = await world.ask(prompt())
 
-        assert (response.status, response.headers["x-baton-prefill-worker"]) == (200, "p2")
-
-    in_world(scenario)
+    assert (response.status, response.headers["x-baton-prefill-worker"]) == (200, "p2")
 
 
-def test_without_prefill_workers_the_decode_worker_computes_the_prompt():
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
+@in_world()
+async def test_without_prefill_workers_the_decode_worker_computes_the_prompt(world: World):
+    _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
-        response = await world.ask(prompt())
+    response = await world.ask(prompt())
 
-        assert (response.status, response.headers["x-baton-mode"]) == (200, "aggregated")
-        assert [leg.kind for leg in d1.started] == [LegKind.AGGREGATED]
-
-    in_world(scenario)
+    assert (response.status, response.headers["x-baton-mode"]) == (200, "aggregated")
+    assert [leg.kind for leg in d1.started] == [LegKind.AGGREGATED]
 
 
 def test_the_operator_can_forbid_prompts_on_decode_workers(tmp_path):
@@ -91,19 +87,17 @@ def test_the_operator_can_forbid_prompts_on_decode_workers(tmp_path):
         assert (response.status, response.error["code"]) == (503, "no_worker")
         assert d1.started == []
 
-    in_world(scenario, **with_policy(tmp_path, '[actions]\nprefill_lost = ["another_prefill", "refuse"]'))
+    run_in_world(scenario, **with_policy(tmp_path, '[actions]\nprefill_lost = ["another_prefill", "refuse"]'))
 
 
-def test_a_disaggregated_request_never_falls_back_to_one_worker():
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
+@in_world()
+async def test_a_disaggregated_request_never_falls_back_to_one_worker(world: World):
+    _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
-        response = await world.ask(prompt(), x_baton_mode="disaggregated")
+    response = await world.ask(prompt(), x_baton_mode="disaggregated")
 
-        assert response.status == 503
-        assert d1.started == []
-
-    in_world(scenario)
+    assert response.status == 503
+    assert d1.started == []
 
 
 def test_the_operator_can_have_broken_streams_end(tmp_path):
@@ -116,7 +110,7 @@ def test_the_operator_can_have_broken_streams_end(tmp_path):
         assert error_of(response.body)["code"] == "engine_dead"
         assert sum(len(worker.started) for worker in world.workers.values()) == 1
 
-    in_world(scenario, **with_policy(tmp_path, '[actions]\ndecode_lost = ["another_decode", "refuse"]'))
+    run_in_world(scenario, **with_policy(tmp_path, '[actions]\ndecode_lost = ["another_decode", "refuse"]'))
 
 
 def test_waiting_lasts_exactly_the_operators_maximum(tmp_path):
@@ -129,38 +123,34 @@ def test_waiting_lasts_exactly_the_operators_maximum(tmp_path):
         assert response.status == 503
         assert asyncio.get_running_loop().time() - begun == pytest.approx(12.0, abs=0.5)
 
-    in_world(scenario, **with_policy(tmp_path, "wait_s_max = 12"))
+    run_in_world(scenario, **with_policy(tmp_path, "wait_s_max = 12"))
 
 
-def test_a_full_worker_is_tried_again_later():
-    async def scenario(world: World) -> None:
-        times: list[float] = []
+@in_world()
+async def test_a_full_worker_is_tried_again_later(world: World):
+    times: list[float] = []
 
-        def full_at_first(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
-            times.append(asyncio.get_running_loop().time())
-            if len(times) == 1:
-                frames.fail(Failure(reason=Reason.WORKER_BUSY, message="full"))
-            else:
-                serve_leg(worker, start, frames)
+    def full_at_first(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) == 1:
+            frames.fail(Failure(reason=Reason.WORKER_BUSY, message="full"))
+        else:
+            serve_leg(worker, start, frames)
 
-        await world.worker("w1", script=full_at_first)
+    await world.worker("w1", script=full_at_first)
 
-        assert (await world.ask(prompt())).status == 200
-        assert times[1] > times[0]
-
-    in_world(scenario)
+    assert (await world.ask(prompt())).status == 200
+    assert times[1] > times[0]
 
 
-def test_by_default_decode_workers_compute_missing_kv():
-    async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(decode=refusing())
+@in_world()
+async def test_by_default_decode_workers_compute_missing_kv(world: World):
+    _p1, d1 = await world.pair(decode=refusing())
 
-        response = await world.ask(prompt())
+    response = await world.ask(prompt())
 
-        assert response.status == 200
-        assert [leg.cache_hit_threshold for leg in d1.started] == [None]
-
-    in_world(scenario)
+    assert response.status == 200
+    assert [leg.cache_hit_threshold for leg in d1.started] == [None]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -180,7 +170,7 @@ def test_the_operator_can_have_rejected_handoffs_prefilled_again(tmp_path, strea
         assert [len(p1.started), len(d1.started)] == [2, 2]
 
     text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
-    in_world(scenario, **with_policy(tmp_path, text))
+    run_in_world(scenario, **with_policy(tmp_path, text))
 
 
 def test_a_rejected_handoff_is_prefilled_again_only_once(tmp_path):
@@ -196,7 +186,7 @@ def test_a_rejected_handoff_is_prefilled_again_only_once(tmp_path):
         ]
 
     text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
-    in_world(scenario, **with_policy(tmp_path, text))
+    run_in_world(scenario, **with_policy(tmp_path, text))
 
 
 def test_a_rejected_handoff_can_fall_back_to_the_decode_worker(tmp_path):
@@ -210,7 +200,7 @@ def test_a_rejected_handoff_can_fall_back_to_the_decode_worker(tmp_path):
         assert not d1.started[-1].cache_hit_threshold
 
     text = '[actions]\ndecode_preempted = ["resume", "refuse"]'
-    in_world(scenario, **with_policy(tmp_path, text))
+    run_in_world(scenario, **with_policy(tmp_path, text))
 
 
 def test_the_operator_can_have_preempted_streams_migrated(tmp_path):
@@ -225,7 +215,7 @@ def test_the_operator_can_have_preempted_streams_migrated(tmp_path):
         assert [len(leg.resume or b"") // 4 for leg in d2.started if leg.resume is not None] == [3]
 
     text = '[actions]\ndecode_preempted = ["resume", "refuse"]'
-    in_world(scenario, **with_policy(tmp_path, text))
+    run_in_world(scenario, **with_policy(tmp_path, text))
 
 
 def test_a_clients_cache_threshold_overrides_bounce_to_prefill(tmp_path):
@@ -238,7 +228,7 @@ def test_a_clients_cache_threshold_overrides_bounce_to_prefill(tmp_path):
         assert [leg.cache_hit_threshold for leg in d1.started] == [0.5]
 
     text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "refuse"]'
-    in_world(scenario, **with_policy(tmp_path, text))
+    run_in_world(scenario, **with_policy(tmp_path, text))
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -5.0, 1e300])

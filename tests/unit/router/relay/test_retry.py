@@ -28,29 +28,28 @@ def alone_or_with_others(worker: FakeWorker, start: StartLeg, frames: LegFrames)
     frames.end(LegReport(prompt_tokens=9, cached_tokens=8, completion_tokens=3))
 
 
-def test_a_retry_carries_no_numbers_of_the_failed_attempt():
-    async def scenario(world: World) -> None:
-        reports: list[RequestFinished] = []
+@in_world()
+async def test_a_retry_carries_no_numbers_of_the_failed_attempt(world: World):
+    reports: list[RequestFinished] = []
 
-        def note(finished: RequestsFinished, _envelope: object) -> None:
-            reports.extend(finished.requests)
+    def note(finished: RequestsFinished, _envelope: object) -> None:
+        reports.extend(finished.requests)
 
-        await world.bus.subscribe(REQUESTS_FINISHED, note)
-        await world.worker("p1", Role.PREFILL, alone_or_with_others)
-        await world.worker("d1", Role.DECODE, lost)
+    await world.bus.subscribe(REQUESTS_FINISHED, note)
+    await world.worker("p1", Role.PREFILL, alone_or_with_others)
+    await world.worker("d1", Role.DECODE, lost)
 
-        response = await world.ask(prompt(), x_baton_mode="auto")
-        await asyncio.sleep(1)
+    response = await world.ask(prompt(), x_baton_mode="auto")
+    await asyncio.sleep(1)
 
-        assert response.status == 200
-        (finished,) = reports
-        assert (finished.attempts, finished.mode, finished.prefill_worker) == (2, "aggregated", "")
-        assert (finished.cached_tokens, finished.prefill_s) == (8, -1.0)
-
-    in_world(scenario)
+    assert response.status == 200
+    (finished,) = reports
+    assert (finished.attempts, finished.mode, finished.prefill_worker) == (2, "aggregated", "")
+    assert (finished.cached_tokens, finished.prefill_s) == (8, -1.0)
 
 
-def test_late_frames_of_an_abandoned_leg_are_ignored():
+@in_world(first_frame_s_max=1.0)
+async def test_late_frames_of_an_abandoned_leg_are_ignored(world: World):
     withheld: list[LegFrames] = []
 
     def first_one_is_late(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
@@ -62,77 +61,68 @@ def test_late_frames_of_an_abandoned_leg_are_ignored():
         else:
             withheld.append(frames)
 
-    async def scenario(world: World) -> None:
-        await world.worker("w1", Role.BOTH, first_one_is_late)
-        await world.worker("w2", Role.BOTH, first_one_is_late)
+    await world.worker("w1", Role.BOTH, first_one_is_late)
+    await world.worker("w2", Role.BOTH, first_one_is_late)
 
-        response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
+    response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
 
-        assert response.status == 200
-        assert b"from the dead" not in response.body
-        assert response.body.startswith(EVENTS[0])
-
-    in_world(scenario, first_frame_s_max=1.0)
+    assert response.status == 200
+    assert b"from the dead" not in response.body
+    assert response.body.startswith(EVENTS[0])
 
 
-def test_without_orchestrator_requests_of_an_expired_worker_are_retried():
+@in_world()
+async def test_without_orchestrator_requests_of_an_expired_worker_are_retried(world: World):
     def silent(worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
         worker.alive = False
 
-    async def scenario(world: World) -> None:
-        w1 = await world.worker("w1", Role.BOTH, silent)
-        _connection, answering = world.begin(b'{"model":"m","prompt":"hello"}')
-        await settle()
-        await world.worker("w2")
-        await (await world.bus.key_value_store(WORKER_RECORDS)).delete(w1.worker_id)
+    w1 = await world.worker("w1", Role.BOTH, silent)
+    _connection, answering = world.begin(b'{"model":"m","prompt":"hello"}')
+    await settle()
+    await world.worker("w2")
+    await (await world.bus.key_value_store(WORKER_RECORDS)).delete(w1.worker_id)
 
-        async with asyncio.timeout(10):
-            await answering
+    async with asyncio.timeout(10):
+        await answering
 
-        assert len(world.workers["w2"].started) == 1
-
-    in_world(scenario)
+    assert len(world.workers["w2"].started) == 1
 
 
-def test_a_prompt_counts_as_waiting_until_its_first_token():
+@in_world()
+async def test_a_prompt_counts_as_waiting_until_its_first_token(world: World):
     def slow_stream(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
 
-    async def scenario(world: World) -> None:
-        w1 = await world.worker("w1", Role.BOTH, slow_stream)
-        view = world.router.fleet.cluster.workers[w1.worker_id]
-        _connection, answering = world.begin(b'{"model":"m","prompt":"%b","stream":true}' % (b"word " * 400))
-        await settle()
-        before = view.own.tokens
+    w1 = await world.worker("w1", Role.BOTH, slow_stream)
+    view = world.router.fleet.cluster.workers[w1.worker_id]
+    _connection, answering = world.begin(b'{"model":"m","prompt":"%b","stream":true}' % (b"word " * 400))
+    await settle()
+    before = view.own.tokens
 
-        (frames,) = w1.frames.values()
-        frames.data(EVENTS[0])
-        await settle()
-        during, legs = view.own.tokens, view.own.legs
-        frames.end(LegReport())
-        await answering
+    (frames,) = w1.frames.values()
+    frames.data(EVENTS[0])
+    await settle()
+    during, legs = view.own.tokens, view.own.legs
+    frames.end(LegReport())
+    await answering
 
-        assert (before > 100, during, legs) == (True, 0, 1)
-        assert (view.own.tokens, view.own.legs) == (0, 0)
-
-    in_world(scenario)
+    assert (before > 100, during, legs) == (True, 0, 1)
+    assert (view.own.tokens, view.own.legs) == (0, 0)
 
 
-def test_an_overlong_model_name_is_truncated_in_every_report():
-    async def scenario(world: World) -> None:
-        reports: list[RequestFinished] = []
+@in_world()
+async def test_an_overlong_model_name_is_truncated_in_every_report(world: World):
+    reports: list[RequestFinished] = []
 
-        def note(finished: RequestsFinished, _envelope: object) -> None:
-            reports.extend(finished.requests)
+    def note(finished: RequestsFinished, _envelope: object) -> None:
+        reports.extend(finished.requests)
 
-        await world.bus.subscribe(REQUESTS_FINISHED, note)
-        await world.worker("w1")
+    await world.bus.subscribe(REQUESTS_FINISHED, note)
+    await world.worker("w1")
 
-        responses = [await world.ask(prompt(model="x" * (20 << 20))) for _ in range(4)]
-        await asyncio.sleep(1)
+    responses = [await world.ask(prompt(model="x" * (20 << 20))) for _ in range(4)]
+    await asyncio.sleep(1)
 
-        assert {response.status for response in responses} == {404}
-        assert max(len(response.body) for response in responses) < 2000
-        assert [len(one.model) for one in reports] == [MODEL_CHARS_MAX] * 4
-
-    in_world(scenario)
+    assert {response.status for response in responses} == {404}
+    assert max(len(response.body) for response in responses) < 2000
+    assert [len(one.model) for one in reports] == [MODEL_CHARS_MAX] * 4

@@ -15,11 +15,11 @@ from shared.contracts.channels import WORKER_LOST
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import StartLeg
 from shared.contracts.workers import Role, WorkerLost
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time
 from tests.unit.router.fake_worker import FakeWorker, serve_leg
 from tests.unit.router.replicas import replicas
 from tests.unit.router.streams import ANSWER, streams
-from tests.unit.router.world import CHAT, COMPLETIONS, World, in_world, prompt, settle
+from tests.unit.router.world import CHAT, COMPLETIONS, World, in_world, prompt, run_in_world, settle
 
 POISON = b"poison"
 ENGINES = 4
@@ -50,132 +50,114 @@ def asked(workers: list[FakeWorker]) -> int:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", ["aggregated", "auto"])
-def test_a_request_that_kills_engines_kills_one_however_often_it_is_sent(stream, mode):
-    async def scenario(world: World) -> None:
-        workers = await engines(world, killed_by_poison)
-        poison = prompt(prompt="poison", stream=stream)
+@in_world()
+async def test_a_request_that_kills_engines_kills_one_however_often_it_is_sent(world: World, stream, mode):
+    workers = await engines(world, killed_by_poison)
+    poison = prompt(prompt="poison", stream=stream)
 
-        first = await world.ask(poison, x_baton_mode=mode)
-        again = [await world.ask({**poison, "user": f"u{number}"}, x_baton_mode=mode) for number in range(5)]
-        other = await world.ask(prompt(stream=stream), x_baton_mode=mode)
+    first = await world.ask(poison, x_baton_mode=mode)
+    again = [await world.ask({**poison, "user": f"u{number}"}, x_baton_mode=mode) for number in range(5)]
+    other = await world.ask(prompt(stream=stream), x_baton_mode=mode)
 
-        assert (first.status, first.error["code"]) == (502, "engine_dead")
-        assert "no other engine" in first.error["message"]
-        assert [(one.status, one.error["code"]) for one in again] == [(422, "quarantined")] * 5
-        assert other.status == 200
-        assert (
-            asked(workers) - len([leg for worker in workers for leg in worker.started if POISON not in leg.body]) == 1
-        )
-
-    in_world(scenario)
+    assert (first.status, first.error["code"]) == (502, "engine_dead")
+    assert "no other engine" in first.error["message"]
+    assert [(one.status, one.error["code"]) for one in again] == [(422, "quarantined")] * 5
+    assert other.status == 200
+    assert asked(workers) - len([leg for worker in workers for leg in worker.started if POISON not in leg.body]) == 1
 
 
-def test_a_prefill_engine_that_dies_of_a_prompt_is_the_only_one():
-    async def scenario(world: World) -> None:
-        prefills = [await world.worker(f"p{number}", Role.PREFILL, killed_by_poison) for number in range(3)]
-        decodes = [await world.worker(f"d{number}", Role.DECODE) for number in range(3)]
+@in_world()
+async def test_a_prefill_engine_that_dies_of_a_prompt_is_the_only_one(world: World):
+    prefills = [await world.worker(f"p{number}", Role.PREFILL, killed_by_poison) for number in range(3)]
+    decodes = [await world.worker(f"d{number}", Role.DECODE) for number in range(3)]
 
-        response = await world.ask(prompt(prompt="poison"), x_baton_mode="disaggregated")
+    response = await world.ask(prompt(prompt="poison"), x_baton_mode="disaggregated")
 
-        assert (response.status, asked(prefills), asked(decodes)) == (502, 1, 0)
-
-    in_world(scenario)
+    assert (response.status, asked(prefills), asked(decodes)) == (502, 1, 0)
 
 
-def test_streams_that_had_tokens_when_their_engine_died_go_on():
-    async def scenario(world: World) -> None:
-        one = await world.worker("w1", script=streams(2, dies(suspect=False)))
-        await world.worker("w2", script=streams())
+@in_world()
+async def test_streams_that_had_tokens_when_their_engine_died_go_on(world: World):
+    one = await world.worker("w1", script=streams(2, dies(suspect=False)))
+    await world.worker("w2", script=streams())
 
-        bodies = [(await world.ask(prompt(stream=True), x_baton_mode="aggregated")).body for _ in range(4)]
+    bodies = [(await world.ask(prompt(stream=True), x_baton_mode="aggregated")).body for _ in range(4)]
 
-        assert bodies == [ANSWER] * 4
-        assert one.started
-
-    in_world(scenario)
+    assert bodies == [ANSWER] * 4
+    assert one.started
 
 
-def test_a_stream_that_kills_each_engine_after_some_tokens_kills_two():
-    async def scenario(world: World) -> None:
-        workers = await engines(world, streams(1, dies(suspect=False)))
+@in_world(resumes_max=8)
+async def test_a_stream_that_kills_each_engine_after_some_tokens_kills_two(world: World):
+    workers = await engines(world, streams(1, dies(suspect=False)))
 
-        response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
-        again = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
+    response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
+    again = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
 
-        assert b'"engine_dead"' in response.body
-        assert (asked(workers), again.status) == (2, 422)
-
-    in_world(scenario, resumes_max=8)
+    assert b'"engine_dead"' in response.body
+    assert (asked(workers), again.status) == (2, 422)
 
 
-def test_a_request_whose_workers_vanish_one_after_the_other_gets_two():
+@in_world()
+async def test_a_request_whose_workers_vanish_one_after_the_other_gets_two(world: World):
     """Whether an engine or the network failed is not known of a lost worker: one loss proves nothing."""
 
     def silent(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
         """Accepts the leg; then the worker is gone."""
 
-    async def scenario(world: World) -> None:
-        workers = await engines(world, silent)
-        _connection, answering = world.begin(b'{"model":"m","prompt":"poison"}', x_baton_mode="aggregated")
-        for count in (1, 2):
-            await settle()
-            assert asked(workers) == count
-            (hit,) = [worker for worker in workers if worker.alive and worker.started]
-            await hit.vanish()
-            lost = WorkerLost(worker_id=hit.worker_id, epoch=hit.epoch, silent_s=3.0)
-            await world.bus.publish(WORKER_LOST, lost)
+    workers = await engines(world, silent)
+    _connection, answering = world.begin(b'{"model":"m","prompt":"poison"}', x_baton_mode="aggregated")
+    for count in (1, 2):
+        await settle()
+        assert asked(workers) == count
+        (hit,) = [worker for worker in workers if worker.alive and worker.started]
+        await hit.vanish()
+        lost = WorkerLost(worker_id=hit.worker_id, epoch=hit.epoch, silent_s=3.0)
+        await world.bus.publish(WORKER_LOST, lost)
 
-        await answering
+    await answering
 
-        assert asked(workers) == 2
-        assert (await world.ask(b'{"model":"m","prompt":"poison"}')).status == 422
-
-    in_world(scenario)
+    assert asked(workers) == 2
+    assert (await world.ask(b'{"model":"m","prompt":"poison"}')).status == 422
 
 
-def test_a_quarantine_ends_and_each_further_death_makes_it_longer():
-    async def scenario(world: World) -> None:
-        workers = await engines(world, killed_by_poison)
-        statuses = []
-        for wait_s in (0, 59, 2, 200, 45):
-            await asyncio.sleep(wait_s)
-            statuses.append((await world.ask(prompt(prompt="poison"))).status)
+@in_world()
+async def test_a_quarantine_ends_and_each_further_death_makes_it_longer(world: World):
+    workers = await engines(world, killed_by_poison)
+    statuses = []
+    for wait_s in (0, 59, 2, 200, 45):
+        await asyncio.sleep(wait_s)
+        statuses.append((await world.ask(prompt(prompt="poison"))).status)
 
-        assert statuses == [502, 422, 502, 422, 502]
-        assert asked(workers) == 3
-
-    in_world(scenario)
+    assert statuses == [502, 422, 502, 422, 502]
+    assert asked(workers) == 3
 
 
-def test_a_request_that_an_engine_serves_after_its_quarantine_is_cleared():
-    async def scenario(world: World) -> None:
-        workers = await engines(world, killed_by_poison)
-        await world.ask(prompt(prompt="poison"))
-        await asyncio.sleep(61)
-        for worker in workers:
-            worker.script = serve_leg
+@in_world()
+async def test_a_request_that_an_engine_serves_after_its_quarantine_is_cleared(world: World):
+    workers = await engines(world, killed_by_poison)
+    await world.ask(prompt(prompt="poison"))
+    await asyncio.sleep(61)
+    for worker in workers:
+        worker.script = serve_leg
 
-        assert (await world.ask(prompt(prompt="poison"))).status == 200
-        assert len(world.router.quarantine) == 0
-
-    in_world(scenario)
+    assert (await world.ask(prompt(prompt="poison"))).status == 200
+    assert len(world.router.quarantine) == 0
 
 
-def test_other_routers_refuse_it_too():
-    async def main() -> None:
-        async with replicas(routers=3, workers=ENGINES) as world:
-            for worker in world.workers:
-                worker.script = killed_by_poison
-            world.ask(world.routers[0], prompt="poison")
-            await asyncio.sleep(0.1)
-            for router in world.routers:
-                world.ask(router, prompt="poison")
-            await world.answered()
+@in_virtual_time
+async def test_other_routers_refuse_it_too():
+    async with replicas(routers=3, workers=ENGINES) as world:
+        for worker in world.workers:
+            worker.script = killed_by_poison
+        world.ask(world.routers[0], prompt="poison")
+        await asyncio.sleep(0.1)
+        for router in world.routers:
+            world.ask(router, prompt="poison")
+        await world.answered()
 
-            assert sum(world.legs()) == 1
-            assert [len(router.quarantine) for router in world.routers] == [1, 1, 1]
-
-    run_in_virtual_time(main())
+        assert sum(world.legs()) == 1
+        assert [len(router.quarantine) for router in world.routers] == [1, 1, 1]
 
 
 def test_the_operator_sees_it(caplog):
@@ -187,7 +169,7 @@ def test_the_operator_sees_it(caplog):
         record = await world.router.decisions.find(response.headers["x-baton-decision"])
         assert record.outcome == "engine_dead"
 
-    in_world(scenario)
+    run_in_world(scenario)
     (line,) = [one.message for one in caplog.records if "quarantined" in one.message]
     assert "request mine" in line
     assert "out of memory" in line

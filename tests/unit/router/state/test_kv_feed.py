@@ -11,7 +11,7 @@ from shared.contracts.channels import KV_SNAPSHOT
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot, pack_hashes
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time
 
 WORKERS = 5 * ASKS_AT_ONCE_MAX
 ANSWER_S = 1.0
@@ -35,22 +35,20 @@ class Fleet:
         return KvSnapshot(worker_id=ask.worker_id, epoch=Epoch(1), seq=1, hashes=hashes)
 
 
-def test_snapshots_are_requested_in_batches_and_silent_workers_block_none():
-    async def scenario() -> None:
-        hub, fleet, index = MemoryHub(), Fleet(), PrefixIndex()
-        await MemoryBus(hub).answer(KV_SNAPSHOT, fleet.answer)
-        feed = KvFeed(MemoryBus(hub), index)
-        await feed.open()
-        following = asyncio.create_task(feed.follow())
+@in_virtual_time
+async def test_snapshots_are_requested_in_batches_and_silent_workers_block_none():
+    hub, fleet, index = MemoryHub(), Fleet(), PrefixIndex()
+    await MemoryBus(hub).answer(KV_SNAPSHOT, fleet.answer)
+    feed = KvFeed(MemoryBus(hub), index)
+    await feed.open()
+    following = asyncio.create_task(feed.follow())
 
-        for number in range(WORKERS):
-            feed.worker_joined(WorkerId(f"w{number}"), Epoch(1))
-        await asyncio.sleep(8 * ANSWER_S)
+    for number in range(WORKERS):
+        feed.worker_joined(WorkerId(f"w{number}"), Epoch(1))
+    await asyncio.sleep(8 * ANSWER_S)
 
-        assert fleet.asked_at_once == ASKS_AT_ONCE_MAX
-        assert index.wanting() == [fleet.silent]
-        assert {index.count(worker_id) for worker_id in index.entries} == {0, 1}
-        assert index.state(WorkerId("w4")) is IndexState.EXACT
-        following.cancel()
-
-    run_in_virtual_time(scenario())
+    assert fleet.asked_at_once == ASKS_AT_ONCE_MAX
+    assert index.wanting() == [fleet.silent]
+    assert {index.count(worker_id) for worker_id in index.entries} == {0, 1}
+    assert index.state(WorkerId("w4")) is IndexState.EXACT
+    following.cancel()

@@ -262,56 +262,50 @@ def test_the_running_median_does_not_overshoot_a_sample():
     assert median.seconds == 0.003
 
 
-def test_a_published_speed_reaches_placement_and_survives_record_renewal():
-    async def scenario(world):
-        worker = await world.worker("w1")
-        await worker.report(speed=MEASURED)
-        await settle()
-        cluster = world.router.fleet.cluster
-        row = cluster.workers[W1].row
-        first = cluster.table.numbers[t.PREFILL_TOKEN_S, row]
-        await worker.join()  # Workers renew their record from time to time.
-        await settle()
+@in_world()
+async def test_a_published_speed_reaches_placement_and_survives_record_renewal(world):
+    worker = await world.worker("w1")
+    await worker.report(speed=MEASURED)
+    await settle()
+    cluster = world.router.fleet.cluster
+    row = cluster.workers[W1].row
+    first = cluster.table.numbers[t.PREFILL_TOKEN_S, row]
+    await worker.join()  # Workers renew their record from time to time.
+    await settle()
 
-        assert first == cluster.table.numbers[t.PREFILL_TOKEN_S, row] == 1e-4
-
-    in_world(scenario)
+    assert first == cluster.table.numbers[t.PREFILL_TOKEN_S, row] == 1e-4
 
 
-def test_finished_legs_update_the_transit_estimate():
+@in_world()
+async def test_finished_legs_update_the_transit_estimate(world):
     async def half_a_second(_worker, _start, frames):
         await asyncio.sleep(0.5)
         frames.head(200, SSE)
         frames.data(DONE, [1])
         frames.end(LegReport(prompt_tokens=9, completion_tokens=1, queue_s=0.1, prefill_s=0.3))
 
-    async def scenario(world):
-        await world.worker("w1", script=half_a_second)
-        for _ in range(60):
-            await world.ask(prompt(stream=True))
+    await world.worker("w1", script=half_a_second)
+    for _ in range(60):
+        await world.ask(prompt(stream=True))
 
-        assert world.router.speeds.all()[W1].transit_s == pytest.approx(0.1, rel=0.2)
-
-    in_world(scenario)
+    assert world.router.speeds.all()[W1].transit_s == pytest.approx(0.1, rel=0.2)
 
 
-def test_metrics_show_speeds_and_the_quality_of_predictions():
+@in_world()
+async def test_metrics_show_speeds_and_the_quality_of_predictions(world):
     async def a_second(_worker, _start, frames):
         await asyncio.sleep(1.0)
         frames.head(200, SSE)
         frames.data(DONE, [1])
         frames.end(LegReport(prompt_tokens=9, completion_tokens=1, queue_s=0.1, prefill_s=0.9, first_token_s=1.0))
 
-    async def scenario(world):
-        worker = await world.worker("w1", script=a_second)
-        await worker.report(speed=MEASURED)
-        await world.ask(prompt(stream=True))
+    worker = await world.worker("w1", script=a_second)
+    await worker.report(speed=MEASURED)
+    await world.ask(prompt(stream=True))
 
-        metrics = Metrics(generate_latest(world.router.registry).decode())
-        known = metrics.sum("baton_router_engine_speed_seconds", worker_id="w1", parameter="decode_step_s")
-        assert known == pytest.approx(0.01, rel=0.2)
-        ratio = "baton_router_predicted_to_measured_ttft_ratio"
-        assert metrics.sum(f"{ratio}_count", mode="aggregated") == 1
-        assert metrics.sum(f"{ratio}_bucket", mode="aggregated", le="0.1") == 1
-
-    in_world(scenario)
+    metrics = Metrics(generate_latest(world.router.registry).decode())
+    known = metrics.sum("baton_router_engine_speed_seconds", worker_id="w1", parameter="decode_step_s")
+    assert known == pytest.approx(0.01, rel=0.2)
+    ratio = "baton_router_predicted_to_measured_ttft_ratio"
+    assert metrics.sum(f"{ratio}_count", mode="aggregated") == 1
+    assert metrics.sum(f"{ratio}_bucket", mode="aggregated", le="0.1") == 1

@@ -10,7 +10,7 @@ from shared.contracts.ids import RequestId, RouterId
 from shared.contracts.inference import RequestFinished, RequestsFinished
 from shared.telemetry.prometheus import Count
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time, run_in_virtual_time
 
 
 class Collector:
@@ -41,38 +41,34 @@ def numbers(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def test_requests_of_an_interval_travel_in_one_message():
-    async def scenario() -> None:
-        world = Collector()
-        await world.listen()
-        following = asyncio.create_task(world.reports.follow(world.bus))
-        for interval in range(3):
-            world.finish(7 * interval, 7)
-            await asyncio.sleep(REPORT_S * 1.01)
-        following.cancel()
-        assert (world.batches, world.heard) == ([7, 7, 7], numbers(21))
-
-    run_in_virtual_time(scenario())
+@in_virtual_time
+async def test_requests_of_an_interval_travel_in_one_message():
+    world = Collector()
+    await world.listen()
+    following = asyncio.create_task(world.reports.follow(world.bus))
+    for interval in range(3):
+        world.finish(7 * interval, 7)
+        await asyncio.sleep(REPORT_S * 1.01)
+    following.cancel()
+    assert (world.batches, world.heard) == ([7, 7, 7], numbers(21))
 
 
-def test_an_outage_loses_no_request_up_to_the_bound_and_counts_those_beyond():
-    async def scenario() -> None:
-        world = Collector()
-        await world.listen()
-        following = asyncio.create_task(world.reports.follow(world.bus))
-        world.bus.lose()
-        world.finish(0, UNREPORTED_MAX // 2)
-        await asyncio.sleep(5 * REPORT_S)
-        world.finish(UNREPORTED_MAX // 2, UNREPORTED_MAX // 2 + 3)
-        await asyncio.sleep(5 * REPORT_S)
-        world.bus.restore()
-        await asyncio.sleep(2 * REPORT_S * UNREPORTED_MAX / REPORTED_AT_ONCE_MAX)
-        following.cancel()
-        assert world.heard == numbers(UNREPORTED_MAX)
-        assert max(world.batches) == REPORTED_AT_ONCE_MAX
-        assert world.unreported.value == 3
-
-    run_in_virtual_time(scenario())
+@in_virtual_time
+async def test_an_outage_loses_no_request_up_to_the_bound_and_counts_those_beyond():
+    world = Collector()
+    await world.listen()
+    following = asyncio.create_task(world.reports.follow(world.bus))
+    world.bus.lose()
+    world.finish(0, UNREPORTED_MAX // 2)
+    await asyncio.sleep(5 * REPORT_S)
+    world.finish(UNREPORTED_MAX // 2, UNREPORTED_MAX // 2 + 3)
+    await asyncio.sleep(5 * REPORT_S)
+    world.bus.restore()
+    await asyncio.sleep(2 * REPORT_S * UNREPORTED_MAX / REPORTED_AT_ONCE_MAX)
+    following.cancel()
+    assert world.heard == numbers(UNREPORTED_MAX)
+    assert max(world.batches) == REPORTED_AT_ONCE_MAX
+    assert world.unreported.value == 3
 
 
 def test_a_router_that_stops_reports_its_last_requests_or_says_how_many_it_could_not(caplog):

@@ -87,33 +87,29 @@ def test_bulk_counting_of_gaps_equals_counting_singly():
     assert values(bulk) == values(singly)
 
 
-def test_streams_report_inter_token_latency():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=takes_time)
-        await world.ask(prompt(stream=True), traceparent=WANTED)
-        await world.ask(prompt(stream=True), traceparent=UNWANTED)
-        registry = world.router.registry
-        assert registry.get_sample_value(f"{names.ROUTER_ITL.name}_count", {"mode": "aggregated"}) == 2
-        assert registry.get_sample_value(f"{names.ROUTER_ITL.name}_sum", {"mode": "aggregated"}) == pytest.approx(0.6)
-        (example,) = examples(registry)[names.ROUTER_ITL.name]
-        assert example == (WANTED.split("-")[1], pytest.approx(0.3))
-
-    in_world(scenario, Drawings(0.0))
+@in_world(sink=Drawings(0.0))
+async def test_streams_report_inter_token_latency(world: World):
+    await world.worker("w1", script=takes_time)
+    await world.ask(prompt(stream=True), traceparent=WANTED)
+    await world.ask(prompt(stream=True), traceparent=UNWANTED)
+    registry = world.router.registry
+    assert registry.get_sample_value(f"{names.ROUTER_ITL.name}_count", {"mode": "aggregated"}) == 2
+    assert registry.get_sample_value(f"{names.ROUTER_ITL.name}_sum", {"mode": "aggregated"}) == pytest.approx(0.6)
+    (example,) = examples(registry)[names.ROUTER_ITL.name]
+    assert example == (WANTED.split("-")[1], pytest.approx(0.3))
 
 
-def test_openmetrics_is_served_on_request_and_otherwise_plain_text():
-    async def scenario(world: World) -> None:
-        transport = httpx.ASGITransport(world.router.edge)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            plain = await client.get("/metrics")
-            open_one = await client.get("/metrics", headers={"accept": f"{OPENMETRICS},text/plain;q=0.1"})
+@in_world()
+async def test_openmetrics_is_served_on_request_and_otherwise_plain_text(world: World):
+    transport = httpx.ASGITransport(world.router.edge)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        plain = await client.get("/metrics")
+        open_one = await client.get("/metrics", headers={"accept": f"{OPENMETRICS},text/plain;q=0.1"})
 
-        assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
-        assert open_one.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-        shown = {family.name for family in text_string_to_metric_families(open_one.text)}
-        assert {names.ROUTER_TTFT.name, names.ROUTER_TPOT.name, names.ROUTER_ITL.name} <= shown
-
-    in_world(scenario)
+    assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert open_one.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    shown = {family.name for family in text_string_to_metric_families(open_one.text)}
+    assert {names.ROUTER_TTFT.name, names.ROUTER_TPOT.name, names.ROUTER_ITL.name} <= shown
 
 
 def test_goodput_counts_requests_that_met_their_targets():

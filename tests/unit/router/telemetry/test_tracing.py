@@ -20,7 +20,7 @@ from shared.telemetry.span_names import Attribute, SpanName
 from shared.telemetry.tracing import FinishedSpan
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.streams import TOKENS, fails, streams
-from tests.unit.router.world import World, give_legs, in_world, prompt
+from tests.unit.router.world import World, give_legs, prompt, run_in_world
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -98,7 +98,7 @@ def test_consecutive_ttft_spans_sum_to_the_ttft():
         await world.pair(takes_time, takes_time)
         assert (await world.ask(prompt(stream=True))).status == 200
 
-    in_world(scenario, drawings)
+    run_in_world(scenario, drawings)
 
     spans = drawings.last
     request, whole = named(spans, SpanName.REQUEST), named(spans, SpanName.FIRST_TOKEN)
@@ -126,7 +126,7 @@ def test_request_spans_use_the_genai_semantic_conventions():
         await world.pair(takes_time, takes_time)
         await world.ask(prompt(stream=True), x_request_id="me")
 
-    in_world(scenario, drawings)
+    run_in_world(scenario, drawings)
 
     about = named(drawings.last, SpanName.REQUEST).about
     expected = {
@@ -154,7 +154,7 @@ def test_each_leg_carries_its_span_as_the_workers_parent():
         assert d1.headers[-1]["tracestate"] == "a=b"
         seen.extend([p1.headers[-1]["traceparent"], d1.headers[-1]["traceparent"]])
 
-    in_world(scenario, drawings)
+    run_in_world(scenario, drawings)
 
     spans = drawings.last
     prefill, decode = named(spans, SpanName.PREFILL_LEG), named(spans, SpanName.DECODE_LEG)
@@ -174,7 +174,7 @@ def test_slow_unsampled_requests_are_traced_from_worker_reports():
         seen.append(d1.headers[-1].get("traceparent"))
         await world.ask(prompt(stream=True, baton={"ttft_s": 5}))
 
-    in_world(scenario, drawings)
+    run_in_world(scenario, drawings)
 
     ((trace_id, spans),) = drawings.traces
     request = named(spans, SpanName.REQUEST)
@@ -200,7 +200,7 @@ def test_a_migrated_streams_trace_has_both_attempts_and_the_gap():
         give_legs(world, "w2", 5)
         await world.ask(prompt(stream=True))
 
-    in_world(scenario, drawings)
+    run_in_world(scenario, drawings)
 
     spans = drawings.last
     assert named(spans, SpanName.REQUEST).about[Attribute.KEPT] == "resumed"
@@ -219,7 +219,7 @@ def test_unservable_requests_are_traced_as_failures():
         await world.worker("w1", script=lambda _worker, _start, frames: fails(Reason.INTERNAL)(frames))
         assert (await world.ask(prompt())).status >= 500
 
-    in_world(scenario, drawings)
+    run_in_world(scenario, drawings)
 
     request = named(drawings.last, SpanName.REQUEST)
     assert request.error == request.about[Attribute.REASON] == request.about[Attribute.ERROR_TYPE]
@@ -234,7 +234,7 @@ def test_the_clients_unsampled_flag_applies_to_slow_requests_too():
         await world.ask(prompt(stream=True, baton={"ttft_s": 0.01}), traceparent=UNWANTED, tracestate="a=b")
         seen.append(w1.headers[-1])
 
-    in_world(scenario, drawings)
+    run_in_world(scenario, drawings)
 
     assert drawings.traces == []
     assert "traceparent" not in seen[0]
@@ -249,7 +249,7 @@ def test_without_a_sink_the_clients_context_is_forwarded():
         await world.ask(prompt())
         seen.extend(headers.get("traceparent") for headers in w1.headers)
 
-    in_world(scenario)
+    run_in_world(scenario)
 
     assert seen == [WANTED, None]
 

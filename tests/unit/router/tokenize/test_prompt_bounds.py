@@ -83,57 +83,49 @@ async def test_token_ids_are_hashed_as_far_as_blocks_are_cached(prompts):
     assert beginning == Prompt(len(ids), all_hashes[: HASHED_AT_ONCE // SCHEME.block_size], exact=True)
 
 
-def test_a_body_too_long_for_every_model_is_not_parsed(asset):
-    async def scenario(world: World) -> None:
-        await world.worker("w1")
-        await world.worker("w2")
-        await fetch_tokenizer(world, asset)
-        longest = BYTES_PER_TOKEN_MAX * world.workers["w1"].record().max_model_len
+@in_world(tokenize="always")
+async def test_a_body_too_long_for_every_model_is_not_parsed(world: World, asset):
+    await world.worker("w1")
+    await world.worker("w2")
+    await fetch_tokenizer(world, asset)
+    longest = BYTES_PER_TOKEN_MAX * world.workers["w1"].record().max_model_len
 
-        exact = []
-        for size in (longest // 2, longest + 1):
-            body = json.dumps({"model": "m", "prompt": [7] * (size // 3)}).encode()
-            connection, answering = world.begin(body)
-            prompt = await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))
-            exact.append(prompt.exact)
-            await answering
+    exact = []
+    for size in (longest // 2, longest + 1):
+        body = json.dumps({"model": "m", "prompt": [7] * (size // 3)}).encode()
+        connection, answering = world.begin(body)
+        prompt = await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))
+        exact.append(prompt.exact)
+        await answering
 
-        assert exact == [True, False]
-
-    in_world(scenario, tokenize="always")
+    assert exact == [True, False]
 
 
-def test_an_unused_tokenizer_is_evicted_for_a_needed_one(asset):
-    async def scenario(world: World) -> None:
-        await world.worker("w1")
-        known = world.router.prompts._tokenizers
-        for number in range(TOKENIZERS_MAX):
-            known[f"gone-{number}"] = None
-        await fetch_tokenizer(world, asset)
+@in_world()
+async def test_an_unused_tokenizer_is_evicted_for_a_needed_one(world: World, asset):
+    await world.worker("w1")
+    known = world.router.prompts._tokenizers
+    for number in range(TOKENIZERS_MAX):
+        known[f"gone-{number}"] = None
+    await fetch_tokenizer(world, asset)
 
-        assert len(known) == 1
-
-    in_world(scenario)
+    assert len(known) == 1
 
 
-def test_a_prompt_is_tokenized_for_the_revision_that_serves_it(asset):
-    async def scenario(world: World) -> None:
-        await world.worker("w1", revision="v1")
-        await world.worker("w2", revision="v2")
-        known = world.router.prompts._tokenizers
-        known.update({view.pairs_with: None for view in world.router.fleet.cluster.workers.values()})
-        body = json.dumps({"model": "m", "prompt": [7] * 100}).encode()
+@in_world(tokenize="always", revision_shares='{"m": {"v2": 1}}')
+async def test_a_prompt_is_tokenized_for_the_revision_that_serves_it(world: World, asset):
+    await world.worker("w1", revision="v1")
+    await world.worker("w2", revision="v2")
+    known = world.router.prompts._tokenizers
+    known.update({view.pairs_with: None for view in world.router.fleet.cluster.workers.values()})
+    body = json.dumps({"model": "m", "prompt": [7] * 100}).encode()
 
-        exact = []
-        for worker_id in ("w1", "w2"):
-            key = world.router.fleet.cluster.workers[worker_id].pairs_with
-            known[key] = PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
-            connection, answering = world.begin(body)
-            exact.append(
-                (await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))).exact
-            )
-            await answering
+    exact = []
+    for worker_id in ("w1", "w2"):
+        key = world.router.fleet.cluster.workers[worker_id].pairs_with
+        known[key] = PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
+        connection, answering = world.begin(body)
+        exact.append((await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))).exact)
+        await answering
 
-        assert exact == [False, True]
-
-    in_world(scenario, tokenize="always", revision_shares='{"m": {"v2": 1}}')
+    assert exact == [False, True]

@@ -66,19 +66,17 @@ def asks(world: World) -> list[RenderPrompt]:
     return [ask for worker in world.workers.values() for ask in worker.rendered]
 
 
-def test_a_chat_with_a_picture_goes_to_the_worker_with_its_blocks():
-    async def scenario(world: World) -> None:
-        await three_workers(world, says())
+@in_world()
+async def test_a_chat_with_a_picture_goes_to_the_worker_with_its_blocks(world: World):
+    await three_workers(world, says())
 
-        responses = [await world.ask(chat(seed=seed), path=CHAT) for seed in range(4)]
+    responses = [await world.ask(chat(seed=seed), path=CHAT) for seed in range(4)]
 
-        assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
-        decision = last_decision(world)
-        assert (decision.exact, decision.prompt_tokens) == (True, TOKENS)
-        assert decision.result.cached_tokens == len(HASHES) * BLOCK
-        assert counts(world) == {Outcome.RENDERED: 4}
-
-    in_world(scenario)
+    assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
+    decision = last_decision(world)
+    assert (decision.exact, decision.prompt_tokens) == (True, TOKENS)
+    assert decision.result.cached_tokens == len(HASHES) * BLOCK
+    assert counts(world) == {Outcome.RENDERED: 4}
 
 
 @pytest.mark.parametrize(
@@ -90,19 +88,19 @@ def test_a_chat_with_a_picture_goes_to_the_worker_with_its_blocks():
     ],
     ids=["messages", "responses", "chats with tools"],
 )
-def test_what_the_router_does_not_render_goes_to_the_worker_with_their_blocks(path: str, fields: dict[str, Any]):
-    async def scenario(world: World) -> None:
-        await three_workers(world, says(media_end=0))
+@in_world()
+async def test_what_the_router_does_not_render_goes_to_the_worker_with_their_blocks(
+    world: World, path: str, fields: dict[str, Any]
+):
+    await three_workers(world, says(media_end=0))
 
-        responses = [await world.ask({"model": "m", "seed": seed, **fields}, path=path) for seed in range(4)]
+    responses = [await world.ask({"model": "m", "seed": seed, **fields}, path=path) for seed in range(4)]
 
-        assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
-        assert {response.headers["x-baton-mode"] for response in responses} == {"disaggregated"}
-        decision = last_decision(world)
-        assert (decision.exact, decision.prompt_tokens) == (True, TOKENS)
-        assert {ask.path for ask in asks(world)} == {path}
-
-    in_world(scenario)
+    assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
+    assert {response.headers["x-baton-mode"] for response in responses} == {"disaggregated"}
+    decision = last_decision(world)
+    assert (decision.exact, decision.prompt_tokens) == (True, TOKENS)
+    assert {ask.path for ask in asks(world)} == {path}
 
 
 @pytest.mark.parametrize(
@@ -115,16 +113,16 @@ def test_what_the_router_does_not_render_goes_to_the_worker_with_their_blocks(pa
     ],
     ids=["full blocks", "last block", "all blocks full", "last token"],
 )
-def test_a_picture_in_what_the_decode_worker_computes_keeps_the_request_on_one_worker(fields, reaches):
-    async def scenario(world: World) -> None:
-        await three_workers(world, says(**fields))
+@in_world()
+async def test_a_picture_in_what_the_decode_worker_computes_keeps_the_request_on_one_worker(
+    world: World, fields, reaches
+):
+    await three_workers(world, says(**fields))
 
-        response = await world.ask(chat(), path=CHAT)
+    response = await world.ask(chat(), path=CHAT)
 
-        assert (response.headers["x-baton-mode"] == "aggregated") is reaches
-        assert (last_decision(world).result.why == REACHES_LAST_BLOCK) is reaches
-
-    in_world(scenario)
+    assert (response.headers["x-baton-mode"] == "aggregated") is reaches
+    assert (last_decision(world).result.why == REACHES_LAST_BLOCK) is reaches
 
 
 @pytest.mark.parametrize(
@@ -143,118 +141,102 @@ def test_a_picture_in_what_the_decode_worker_computes_keeps_the_request_on_one_w
     ],
     ids=["late", "refused", "few", "many", "beyond", "negative", "empty", "torn", "epoch", "none"],
 )
-def test_a_prompt_that_is_not_rendered_is_placed_by_load(render, outcome):
-    async def scenario(world: World) -> None:
-        await three_workers(world, render)
-        begun = world.router.clock.now()
+@in_world()
+async def test_a_prompt_that_is_not_rendered_is_placed_by_load(world: World, render, outcome):
+    await three_workers(world, render)
+    begun = world.router.clock.now()
 
-        response = await world.ask(chat(), path=CHAT)
+    response = await world.ask(chat(), path=CHAT)
 
-        assert response.status == 200
-        assert world.router.clock.now() - begun <= RENDER_S_MAX + 0.1
-        assert counts(world) == {outcome: 1}
-        decision = last_decision(world)
-        assert not decision.exact
-        assert decision.why_inexact
-
-    in_world(scenario)
+    assert response.status == 200
+    assert world.router.clock.now() - begun <= RENDER_S_MAX + 0.1
+    assert counts(world) == {outcome: 1}
+    decision = last_decision(world)
+    assert not decision.exact
+    assert decision.why_inexact
 
 
-def test_media_that_engines_fetch_and_large_bodies_are_not_rendered():
-    async def scenario(world: World) -> None:
-        await three_workers(world, says())
-        assert (await world.ask(chat("https://cdn.example/x.png"), path=CHAT)).status == 200
-        large = chat(PICTURE + "A" * RENDERED_BODY_BYTES_MAX)
-        assert (await world.ask(large, path=CHAT)).status == 200
+@in_world(media_hosts=frozenset({"cdn.example"}))
+async def test_media_that_engines_fetch_and_large_bodies_are_not_rendered(world: World):
+    await three_workers(world, says())
+    assert (await world.ask(chat("https://cdn.example/x.png"), path=CHAT)).status == 200
+    large = chat(PICTURE + "A" * RENDERED_BODY_BYTES_MAX)
+    assert (await world.ask(large, path=CHAT)).status == 200
 
-        assert counts(world) == {Outcome.ADDRESSES: 1, Outcome.TOO_LARGE: 1}
-        assert asks(world) == []
-
-    in_world(scenario, media_hosts=frozenset({"cdn.example"}))
+    assert counts(world) == {Outcome.ADDRESSES: 1, Outcome.TOO_LARGE: 1}
+    assert asks(world) == []
 
 
-def test_a_prompt_is_rendered_with_its_tenants_salts():
-    async def scenario(world: World) -> None:
-        await three_workers(world, says())
-        for key in (ACME, RIVAL, PUBLIC):
-            assert (await world.ask(chat(), path=CHAT, **bearer(key))).status == 200
+@in_world(keys=KEYS)
+async def test_a_prompt_is_rendered_with_its_tenants_salts(world: World):
+    await three_workers(world, says())
+    for key in (ACME, RIVAL, PUBLIC):
+        assert (await world.ask(chat(), path=CHAT, **bearer(key))).status == 200
 
-        salts = [(ask.cache_salt, ask.media_salt) for ask in asks(world)]
-        legs = {(leg.cache_salt, leg.media_salt) for worker in world.workers.values() for leg in worker.started}
-        assert len(salts) == 3
-        assert {*salts} == legs
-
-    in_world(scenario, keys=KEYS)
+    salts = [(ask.cache_salt, ask.media_salt) for ask in asks(world)]
+    legs = {(leg.cache_salt, leg.media_salt) for worker in world.workers.values() for leg in worker.started}
+    assert len(salts) == 3
+    assert {*salts} == legs
 
 
-def test_text_is_never_rendered_by_workers():
-    async def scenario(world: World) -> None:
-        await three_workers(world, says())
-        quoted = {"model": "m", "messages": [{"role": "user", "content": 'a part is {"type": "image_url"}'}]}
+@in_world()
+async def test_text_is_never_rendered_by_workers(world: World):
+    await three_workers(world, says())
+    quoted = {"model": "m", "messages": [{"role": "user", "content": 'a part is {"type": "image_url"}'}]}
 
-        assert (await world.ask(quoted, path=CHAT)).status == 200
-        assert (await world.ask({"model": "m", "prompt": "image_url"})).status == 200
+    assert (await world.ask(quoted, path=CHAT)).status == 200
+    assert (await world.ask({"model": "m", "prompt": "image_url"})).status == 200
 
-        assert (asks(world), counts(world)) == ([], {})
-
-    in_world(scenario)
+    assert (asks(world), counts(world)) == ([], {})
 
 
-def test_the_same_request_is_rendered_once_for_a_while():
-    async def scenario(world: World) -> None:
-        await three_workers(world, says())
+@in_world()
+async def test_the_same_request_is_rendered_once_for_a_while(world: World):
+    await three_workers(world, says())
 
-        for body in (chat(), chat(), chat(seed=1)):
-            await world.ask(body, path=CHAT)
-        assert counts(world) == {Outcome.RENDERED: 2, Outcome.KEPT: 1}
+    for body in (chat(), chat(), chat(seed=1)):
+        await world.ask(body, path=CHAT)
+    assert counts(world) == {Outcome.RENDERED: 2, Outcome.KEPT: 1}
 
-        await asyncio.sleep(KEPT_S_MAX + 1.0)
-        await world.ask(chat(), path=CHAT)
-        assert counts(world) == {Outcome.RENDERED: 3, Outcome.KEPT: 1}
-
-    in_world(scenario)
+    await asyncio.sleep(KEPT_S_MAX + 1.0)
+    await world.ask(chat(), path=CHAT)
+    assert counts(world) == {Outcome.RENDERED: 3, Outcome.KEPT: 1}
 
 
-def test_nothing_is_kept_of_a_client_that_leaves():
-    async def scenario(world: World) -> None:
-        await three_workers(world, never)
-        connection, answering = world.begin(b'{"model":"m","messages":[{"content":[{"type":"image_url"}]}]}', path=CHAT)
-        await settle()
-        assert len(asks(world)) == 1
+@in_world()
+async def test_nothing_is_kept_of_a_client_that_leaves(world: World):
+    await three_workers(world, never)
+    connection, answering = world.begin(b'{"model":"m","messages":[{"content":[{"type":"image_url"}]}]}', path=CHAT)
+    await settle()
+    assert len(asks(world)) == 1
 
-        connection.leave()
-        await answering
+    connection.leave()
+    await answering
 
-        assert world.router.edge.upload_totals.bytes_held == 0
-        assert not any(worker.started for worker in world.workers.values())
-
-    in_world(scenario)
+    assert world.router.edge.upload_totals.bytes_held == 0
+    assert not any(worker.started for worker in world.workers.values())
 
 
-def test_a_stream_with_a_picture_goes_on_at_another_worker():
-    async def scenario(world: World) -> None:
-        one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)), render=says())
-        other = await world.worker("w2", script=streams(), render=says(media_end=TOKENS))
-        give_legs(world, "w2", 5)
+@in_world()
+async def test_a_stream_with_a_picture_goes_on_at_another_worker(world: World):
+    one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)), render=says())
+    other = await world.worker("w2", script=streams(), render=says(media_end=TOKENS))
+    give_legs(world, "w2", 5)
 
-        assert (await world.ask(chat(stream=True), path=CHAT)).body == ANSWER
+    assert (await world.ask(chat(stream=True), path=CHAT)).body == ANSWER
 
-        assert other.started[0].resume
-        assert other.started[0].body == one.started[0].body
-        assert counts(world) == {Outcome.RENDERED: 1, Outcome.KEPT: 1}
-        assert last_decision(world).prompt_tokens > TOKENS
-
-    in_world(scenario)
+    assert other.started[0].resume
+    assert other.started[0].body == one.started[0].body
+    assert counts(world) == {Outcome.RENDERED: 1, Outcome.KEPT: 1}
+    assert last_decision(world).prompt_tokens > TOKENS
 
 
-def test_idle_workers_render_first():
-    async def scenario(world: World) -> None:
-        await three_workers(world, never)
+@in_world()
+async def test_idle_workers_render_first(world: World):
+    await three_workers(world, never)
 
-        together = [asyncio.create_task(world.ask(chat(seed=seed), path=CHAT)) for seed in range(3)]
-        await settle()
+    together = [asyncio.create_task(world.ask(chat(seed=seed), path=CHAT)) for seed in range(3)]
+    await settle()
 
-        assert [len(worker.rendered) for worker in world.workers.values()] == [1, 1, 1]
-        await asyncio.gather(*together)
-
-    in_world(scenario)
+    assert [len(worker.rendered) for worker in world.workers.values()] == [1, 1, 1]
+    await asyncio.gather(*together)

@@ -101,100 +101,88 @@ async def is_exact(world: World, **fields) -> bool:
     return found.exact
 
 
-def test_each_worker_epoch_is_probed_once_and_agrees(directory):
-    async def scenario(world: World) -> None:
-        handlers = await join(world, directory, "w1", "w2")
-        await until(lambda: all(parity_of(world, one) is AGREES for one in ("w1", "w2")))
-        await asyncio.sleep(10 * ASK_AGAIN_S)
+@in_world(tokenize="always")
+async def test_each_worker_epoch_is_probed_once_and_agrees(world: World, directory):
+    handlers = await join(world, directory, "w1", "w2")
+    await until(lambda: all(parity_of(world, one) is AGREES for one in ("w1", "w2")))
+    await asyncio.sleep(10 * ASK_AGAIN_S)
 
-        # The tokenizer may arrive after the first worker joined and before the second.
-        assert all(1 <= handler.asked <= 2 for handler in handlers)
-        assert await is_exact(world, prompt="some words " * 100)
-
-    in_world(scenario, tokenize="always")
+    # The tokenizer may arrive after the first worker joined and before the second.
+    assert all(1 <= handler.asked <= 2 for handler in handlers)
+    assert await is_exact(world, prompt="some words " * 100)
 
 
-def test_an_engine_with_another_template_is_placed_by_load_and_logged_once(directory, caplog):
-    async def scenario(world: World) -> None:
-        await join(world, directory, "w1", template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
-        await until(lambda: parity_of(world, "w1") is DIFFERS)
+@in_world(tokenize="always")
+async def test_an_engine_with_another_template_is_placed_by_load_and_logged_once(world: World, directory, caplog):
+    await join(world, directory, "w1", template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    await until(lambda: parity_of(world, "w1") is DIFFERS)
 
-        await asyncio.sleep(5 * ASK_AGAIN_S)
+    await asyncio.sleep(5 * ASK_AGAIN_S)
 
-        errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
-        errors = [message for message in errors if "tokenize" in message]
-        assert len(errors) == 1
-        assert "/v1/chat/completions" in errors[0]
-        assert not world.router.prompts.followed(world.workers["w1"].record().fingerprint.key())
-        assert not await is_exact(world, prompt="some words " * 100)
-        assert (await world.ask(prompt())).status == 200
-
-    in_world(scenario, tokenize="always")
+    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    errors = [message for message in errors if "tokenize" in message]
+    assert len(errors) == 1
+    assert "/v1/chat/completions" in errors[0]
+    assert not world.router.prompts.followed(world.workers["w1"].record().fingerprint.key())
+    assert not await is_exact(world, prompt="some words " * 100)
+    assert (await world.ask(prompt())).status == 200
 
 
-def test_a_later_agreeing_probe_restores_exact_placement(directory):
-    async def scenario(world: World) -> None:
-        (handler,) = await join(world, directory, "w1", template="{{ messages[0].role }}")
-        await until(lambda: parity_of(world, "w1") is DIFFERS)
+@in_world(tokenize="always")
+async def test_a_later_agreeing_probe_restores_exact_placement(world: World, directory):
+    (handler,) = await join(world, directory, "w1", template="{{ messages[0].role }}")
+    await until(lambda: parity_of(world, "w1") is DIFFERS)
 
-        handler.change_template(handler.asset().chat_template)
-        await asyncio.sleep(ASK_AGAIN_S)
-        await until(lambda: parity_of(world, "w1") is AGREES)
+    handler.change_template(handler.asset().chat_template)
+    await asyncio.sleep(ASK_AGAIN_S)
+    await until(lambda: parity_of(world, "w1") is AGREES)
 
-        assert await is_exact(world, prompt="some words " * 100)
-
-    in_world(scenario, tokenize="always")
+    assert await is_exact(world, prompt="some words " * 100)
 
 
-def test_one_differing_worker_disables_its_fingerprint_until_it_leaves(directory):
-    async def scenario(world: World) -> None:
-        await join(world, directory, "w1")
-        await join(world, directory, "w2", template="{{ messages[0].role }}")
-        await until(lambda: (parity_of(world, "w1"), parity_of(world, "w2")) == (AGREES, DIFFERS))
-        assert not await is_exact(world, prompt="some words " * 100)
+@in_world(tokenize="always")
+async def test_one_differing_worker_disables_its_fingerprint_until_it_leaves(world: World, directory):
+    await join(world, directory, "w1")
+    await join(world, directory, "w2", template="{{ messages[0].role }}")
+    await until(lambda: (parity_of(world, "w1"), parity_of(world, "w2")) == (AGREES, DIFFERS))
+    assert not await is_exact(world, prompt="some words " * 100)
 
-        gone = world.workers["w2"]
-        gone.alive = False
-        await (await world.bus.key_value_store(gone.channel)).delete("w2")
-        await asyncio.sleep(2 * ASK_AGAIN_S)
+    gone = world.workers["w2"]
+    gone.alive = False
+    await (await world.bus.key_value_store(gone.channel)).delete("w2")
+    await asyncio.sleep(2 * ASK_AGAIN_S)
 
-        assert await is_exact(world, prompt="some words " * 100)
-
-    in_world(scenario, tokenize="always")
+    assert await is_exact(world, prompt="some words " * 100)
 
 
-def test_restarted_workers_with_another_template_publish_their_tokenizer_again(directory):
+@in_world(tokenize="always")
+async def test_restarted_workers_with_another_template_publish_their_tokenizer_again(world: World, directory):
     template = "There are {{ messages | length }} messages.\n" + SimulatedTokenizer(directory).files().chat_template
 
-    async def scenario(world: World) -> None:
-        (handler,) = await join(world, directory, "w1")
-        await until(lambda: parity_of(world, "w1") is AGREES)
+    (handler,) = await join(world, directory, "w1")
+    await until(lambda: parity_of(world, "w1") is AGREES)
 
-        worker = world.workers["w1"]
-        worker.epoch, worker.asset = 2, msgspec.structs.replace(handler.asset(template), epoch=2)
-        handler.epoch = 2
-        handler.change_template(template)
-        await (await world.bus.key_value_store(worker.channel)).put(worker.record())
-        await settle()
-        await until(lambda: handler.asked > 1)
-        await until(lambda: parity_of(world, "w1") is AGREES)
+    worker = world.workers["w1"]
+    worker.epoch, worker.asset = 2, msgspec.structs.replace(handler.asset(template), epoch=2)
+    handler.epoch = 2
+    handler.change_template(template)
+    await (await world.bus.key_value_store(worker.channel)).put(worker.record())
+    await settle()
+    await until(lambda: handler.asked > 1)
+    await until(lambda: parity_of(world, "w1") is AGREES)
 
-        assert world.router.prompts.followed(worker.record().fingerprint.key())
-
-    in_world(scenario, tokenize="always")
+    assert world.router.prompts.followed(worker.record().fingerprint.key())
 
 
-def test_an_unresponsive_worker_is_assumed_to_match_its_tokenizer(directory):
-    async def scenario(world: World) -> None:
-        handler = TokenHandler(world, directory, "w1")
-        await world.worker("w1", asset=handler.asset())
-        await until(lambda: world.router.prompts._tokenizers)
-        await asyncio.sleep(1)
+@in_world(tokenize="always")
+async def test_an_unresponsive_worker_is_assumed_to_match_its_tokenizer(world: World, directory):
+    handler = TokenHandler(world, directory, "w1")
+    await world.worker("w1", asset=handler.asset())
+    await until(lambda: world.router.prompts._tokenizers)
+    await asyncio.sleep(1)
 
-        assert parity_of(world, "w1") is UNKNOWN
-        assert await is_exact(world, prompt="some words " * 100)
-
-    in_world(scenario, tokenize="always")
+    assert parity_of(world, "w1") is UNKNOWN
+    assert await is_exact(world, prompt="some words " * 100)
 
 
 def test_silence_clears_no_difference_and_nothing_is_reported_twice():

@@ -64,80 +64,72 @@ def using(tokens: int):
     return script
 
 
-def test_a_key_that_has_used_its_budget_is_refused_with_the_day_of_the_next():
-    async def scenario(world: World) -> None:
-        w1 = await world.worker("w1")
-        month = month_of(world)
-        await put(world, spent(month, 4_000), spent("1969-12", 9_000), spent(month, 9_000, "free"))
-        assert await ask(world) == 200
-        await put(world, spent(month, 6_000, model="another"))
+@in_world(keys=KEYS)
+async def test_a_key_that_has_used_its_budget_is_refused_with_the_day_of_the_next(world: World):
+    w1 = await world.worker("w1")
+    month = month_of(world)
+    await put(world, spent(month, 4_000), spent("1969-12", 9_000), spent(month, 9_000, "free"))
+    assert await ask(world) == 200
+    await put(world, spent(month, 6_000, model="another"))
 
-        refused = await world.ask(PROMPT, x_api_key="k")
-        message = await world.ask({**PROMPT, "messages": []}, path="/v1/messages", x_api_key="k")
+    refused = await world.ask(PROMPT, x_api_key="k")
+    message = await world.ask({**PROMPT, "messages": []}, path="/v1/messages", x_api_key="k")
 
-        assert (refused.status, refused.error["type"], refused.error["code"]) == (
-            429, "insufficient_quota", "insufficient_quota"
-        )  # fmt: skip
-        assert f"of {BUDGET:,} tokens in {month}" in refused.error["message"]
-        assert "-01 at 00:00 UTC" in refused.error["message"]
-        assert refused.headers["x-should-retry"] == "false"
-        assert "retry-after" not in refused.headers
-        assert (message.status, message.error["type"]) == (429, "rate_limit_error")
-        assert await ask(world, "free") == 200
-        assert len(w1.started) == 2
-
-    in_world(scenario, keys=KEYS)
+    assert (refused.status, refused.error["type"], refused.error["code"]) == (
+        429, "insufficient_quota", "insufficient_quota"
+    )  # fmt: skip
+    assert f"of {BUDGET:,} tokens in {month}" in refused.error["message"]
+    assert "-01 at 00:00 UTC" in refused.error["message"]
+    assert refused.headers["x-should-retry"] == "false"
+    assert "retry-after" not in refused.headers
+    assert (message.status, message.error["type"]) == (429, "rate_limit_error")
+    assert await ask(world, "free") == 200
+    assert len(w1.started) == 2
 
 
-def test_what_this_router_served_counts_before_it_is_stored_and_once_after():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=using(BUDGET // 2))
-        assert await ask(world) == 200
-        await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
-        await asyncio.sleep(2 * REPORT_S)
+@in_world(keys=KEYS)
+async def test_what_this_router_served_counts_before_it_is_stored_and_once_after(world: World):
+    await world.worker("w1", script=using(BUDGET // 2))
+    assert await ask(world) == 200
+    await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
+    await asyncio.sleep(2 * REPORT_S)
 
-        assert await ask(world) == 200  # half of it was spent
-        assert await ask(world) == 429
-        await asyncio.sleep(2 * REPORT_S)
-        assert await ask(world) == 429
-
-    in_world(scenario, keys=KEYS)
+    assert await ask(world) == 200  # half of it was spent
+    assert await ask(world) == 429
+    await asyncio.sleep(2 * REPORT_S)
+    assert await ask(world) == 429
 
 
-def test_another_router_counts_what_is_in_the_ledger():
+@in_world(keys=KEYS)
+async def test_another_router_counts_what_is_in_the_ledger(world: World):
     """So does this one after a restart: it begins with what it reads."""
 
-    async def scenario(world: World) -> None:
-        await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
-        await world.worker("w1", script=using(BUDGET))
-        assert await ask(world) == 200
-        await asyncio.sleep(2 * REPORT_S)
+    await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
+    await world.worker("w1", script=using(BUDGET))
+    assert await ask(world) == 200
+    await asyncio.sleep(2 * REPORT_S)
 
-        other = Budgets(MemoryBus(world.hub), LoopClock(), UnstoredUsage())
-        (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
-        other.keys_changed([client.key])
-        assert other.refusal(client) is None
-        following = asyncio.ensure_future(other.follow())
-        await asyncio.sleep(0.1)
-        assert other.refusal(client).status == 429
-        following.cancel()
-
-    in_world(scenario, keys=KEYS)
+    other = Budgets(MemoryBus(world.hub), LoopClock(), UnstoredUsage())
+    (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
+    other.keys_changed([client.key])
+    assert other.refusal(client) is None
+    following = asyncio.ensure_future(other.follow())
+    await asyncio.sleep(0.1)
+    assert other.refusal(client).status == 429
+    following.cancel()
 
 
-def test_running_requests_count_as_they_are_charged():
-    async def scenario(world: World) -> None:
-        await world.worker("w1", script=held)
-        body = msgspec.json.encode({**PROMPT, "n": 50, "max_tokens": 500})
-        connection, answering = world.begin(body, x_api_key="k")
-        await asyncio.sleep(0.1)
+@in_world(keys=KEYS)
+async def test_running_requests_count_as_they_are_charged(world: World):
+    await world.worker("w1", script=held)
+    body = msgspec.json.encode({**PROMPT, "n": 50, "max_tokens": 500})
+    connection, answering = world.begin(body, x_api_key="k")
+    await asyncio.sleep(0.1)
 
-        assert await ask(world) == 429
-        connection.leave()
-        await answering
-        assert await ask(world, stream=True, max_tokens=1) != 429
-
-    in_world(scenario, keys=KEYS)
+    assert await ask(world) == 429
+    connection.leave()
+    await answering
+    assert await ask(world, stream=True, max_tokens=1) != 429
 
 
 class WithoutLedger(MemoryBus):
@@ -145,39 +137,35 @@ class WithoutLedger(MemoryBus):
         raise BusDown(f"{channel.subject}: no such bucket")
 
 
-def test_a_router_that_cannot_read_the_ledger_serves_and_says_so():
-    async def scenario(world: World) -> None:
-        (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
-        budgets = Budgets(WithoutLedger(world.hub), LoopClock(), UnstoredUsage())
-        following = asyncio.ensure_future(budgets.follow())
-        await asyncio.sleep(2 * UNREAD_S_MAX)
-        assert budgets.failure == ""  # No key has a budget.
-        budgets.keys_changed([client.key])
-        assert budgets.failure == ""
-        await asyncio.sleep(UNREAD_S_MAX)
+@in_world(keys=KEYS)
+async def test_a_router_that_cannot_read_the_ledger_serves_and_says_so(world: World):
+    (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
+    budgets = Budgets(WithoutLedger(world.hub), LoopClock(), UnstoredUsage())
+    following = asyncio.ensure_future(budgets.follow())
+    await asyncio.sleep(2 * UNREAD_S_MAX)
+    assert budgets.failure == ""  # No key has a budget.
+    budgets.keys_changed([client.key])
+    assert budgets.failure == ""
+    await asyncio.sleep(UNREAD_S_MAX)
 
-        assert "the usage ledger cannot be read" in budgets.failure
-        assert budgets.refusal(client) is None
-        following.cancel()
-
-    in_world(scenario, keys=KEYS)
+    assert "the usage ledger cannot be read" in budgets.failure
+    assert budgets.refusal(client) is None
+    following.cancel()
 
 
-def test_a_router_whose_usage_is_not_stored_serves_and_says_so():
-    async def scenario(world: World) -> None:
-        await world.worker("w1")
-        status = ServiceStatus(service="router", instance="r", phase=ServicePhase.READY)
-        assert await ask(world, "free") == 200
-        await asyncio.sleep(UNSTORED_S_MAX + 2 * REPORT_S)
-        assert world.router.add_status_fields(status).warning == ""  # No budget needs it.
-        assert await ask(world) == 200
+@in_world(keys=KEYS)
+async def test_a_router_whose_usage_is_not_stored_serves_and_says_so(world: World):
+    await world.worker("w1")
+    status = ServiceStatus(service="router", instance="r", phase=ServicePhase.READY)
+    assert await ask(world, "free") == 200
+    await asyncio.sleep(UNSTORED_S_MAX + 2 * REPORT_S)
+    assert world.router.add_status_fields(status).warning == ""  # No budget needs it.
+    assert await ask(world) == 200
 
-        assert "no metrics collector stores usage" in world.router.add_status_fields(status).warning
-        await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
-        await asyncio.sleep(2 * REPORT_S)
-        assert world.router.add_status_fields(status).warning == ""
-
-    in_world(scenario, keys=KEYS)
+    assert "no metrics collector stores usage" in world.router.add_status_fields(status).warning
+    await LedgerStore(MemoryBus(world.hub), lambda _name, _entry: None).listen()
+    await asyncio.sleep(2 * REPORT_S)
+    assert world.router.add_status_fields(status).warning == ""
 
 
 @pytest.mark.parametrize(
@@ -194,15 +182,13 @@ def test_wrong_budgets_and_names_are_refused(more, wrong):
         keyring_of(Settings(keys=text))
 
 
-def test_an_entry_that_is_deleted_counts_no_more():
-    async def scenario(world: World) -> None:
-        await world.worker("w1")
-        month = month_of(world)
-        await put(world, spent(month, BUDGET))
-        assert await ask(world) == 429
-        store = await MemoryBus(world.hub).key_value_store(USAGE)
-        await store.delete(spent(month, BUDGET).entry)
-        await asyncio.sleep(0.1)
-        assert await ask(world) == 200
-
-    in_world(scenario, keys=KEYS)
+@in_world(keys=KEYS)
+async def test_an_entry_that_is_deleted_counts_no_more(world: World):
+    await world.worker("w1")
+    month = month_of(world)
+    await put(world, spent(month, BUDGET))
+    assert await ask(world) == 429
+    store = await MemoryBus(world.hub).key_value_store(USAGE)
+    await store.delete(spent(month, BUDGET).entry)
+    await asyncio.sleep(0.1)
+    assert await ask(world) == 200

@@ -9,7 +9,7 @@ import pytest
 from connector.messages import EngineCall
 from services.worker.engines.port import EngineDead
 from services.worker.kv_exchange.engine_calls import CALL_S_MAX, STUCK_S_MAX, EngineCalls
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time, run_in_virtual_time
 from tests.unit.worker.kv_exchange.fakes import FakeExchange
 
 CALLS_EVERY_S = 20.0
@@ -36,21 +36,19 @@ def test_an_engine_that_answers_no_call_for_long_is_dead():
     assert STUCK_S_MAX <= run_in_virtual_time(follow()) <= STUCK_S_MAX + CALL_S_MAX
 
 
-def test_an_engine_that_answers_now_and_then_is_not_dead():
-    async def follow() -> None:
-        engine = FakeExchange("w1")
-        calls = EngineCalls(engine, lambda _notifications: None)
-        tasks = [asyncio.create_task(call_for_ever(calls)), asyncio.create_task(calls.follow())]
-        for _ in range(4):
-            engine.may_run.clear()
-            await asyncio.sleep(STUCK_S_MAX - CALLS_EVERY_S)
-            engine.may_run.set()
-            await asyncio.sleep(2 * CALLS_EVERY_S)
-        assert not any(task.done() for task in tasks)
-        for task in tasks:
-            task.cancel()
-
-    run_in_virtual_time(follow())
+@in_virtual_time
+async def test_an_engine_that_answers_now_and_then_is_not_dead():
+    engine = FakeExchange("w1")
+    calls = EngineCalls(engine, lambda _notifications: None)
+    tasks = [asyncio.create_task(call_for_ever(calls)), asyncio.create_task(calls.follow())]
+    for _ in range(4):
+        engine.may_run.clear()
+        await asyncio.sleep(STUCK_S_MAX - CALLS_EVERY_S)
+        engine.may_run.set()
+        await asyncio.sleep(2 * CALLS_EVERY_S)
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
 
 
 def test_an_engine_that_answers_again_is_known_to_without_another_call():
