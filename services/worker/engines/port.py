@@ -306,33 +306,17 @@ class EngineHealth(Protocol):
 class Engine(Protocol):
     """One running engine. Engines inherit this; what they do not have remains None."""
 
-    @property
-    def facts(self) -> EngineFacts:
-        """What does not change while the engine lives."""
-
-    @property
-    def app(self) -> AsgiApp:
-        """The OpenAI-compatible server. Cancelling a call aborts the request in the engine."""
-
-    @property
-    def exchange(self) -> EngineExchange | None:
-        """None if the engine's connector moves KV in its own way, or not at all."""
-        return None
-
-    @property
-    def adapters(self) -> EngineAdapters | None:
-        """None if the engine was started without LoRA."""
-        return None
-
-    @property
-    def renderer(self) -> EngineRenderer | None:
-        """None if it cannot say what its prompts would be."""
-        return None
-
-    @property
-    def health(self) -> EngineHealth | None:
-        """None for an engine that serves as long as it lives."""
-        return None
+    facts: EngineFacts
+    app: AsgiApp
+    """The OpenAI-compatible server. Cancelling a call aborts the request in the engine."""
+    exchange: EngineExchange | None = None
+    """None if the engine's connector moves KV in its own way, or not at all."""
+    adapters: EngineAdapters | None = None
+    """None if the engine was started without LoRA."""
+    renderer: EngineRenderer | None = None
+    """None if it cannot say what its prompts would be."""
+    health: EngineHealth | None = None
+    """None for an engine that serves as long as it lives."""
 
     def load(self) -> EngineLoad:
         """Now. Cheap: called at most ``LOAD_HZ_MAX`` times a second."""

@@ -53,34 +53,21 @@ class AttachedEngine(Engine):
     def __init__(self, server: Server, found: Found, facts: EngineFacts, key: FollowedFile[str] | None) -> None:
         loop = asyncio.get_running_loop()
         self._server = server
-        self._facts = facts
+        self.facts = facts
         self._meter = Meter()
-        self._health = ServerHealth(server, self._meter, found.model.name)
+        self.health: ServerHealth = ServerHealth(server, self._meter, found.model.name)
         salts = found.model.server == KNOWS_SALTS
-        self._app = AttachedApp(server, self._health, self._meter, found.model.name, salts=salts)
+        self.app = AttachedApp(server, self.health, self._meter, found.model.name, salts=salts)
         self._died: asyncio.Future[str] = loop.create_future()
         self._feed = KvEventFeed(self._died, list)
         self._tasks: list[asyncio.Task[None]] = [
-            loop.create_task(self._health.follow(), name="server-health"),
-            loop.create_task(self._health.follow_load(), name="server-load"),
+            loop.create_task(self.health.follow(), name="server-health"),
+            loop.create_task(self.health.follow_load(), name="server-load"),
         ]
         if key is not None:
             self._tasks.append(loop.create_task(key.follow(self._key_changed), name="server-key"))
         for task in self._tasks:
             task.add_done_callback(self._ended)
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
-    def app(self) -> AttachedApp:
-        """Passes requests on."""
-        return self._app
-
-    @property
-    def health(self) -> ServerHealth:
-        return self._health
 
     def load(self) -> EngineLoad:
         return self._meter.load()
@@ -114,7 +101,7 @@ class AttachedEngine(Engine):
 
     def _key_changed(self, key: str) -> None:
         self._server.key = key
-        self._health.doubt()
+        self.health.doubt()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

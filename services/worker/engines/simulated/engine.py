@@ -15,17 +15,7 @@ import msgspec
 
 from services.worker.engines.adapters import LoadedAdapters
 from services.worker.engines.kv_event_feed import KvEventFeed
-from services.worker.engines.port import (
-    AsgiApp,
-    Engine,
-    EngineDead,
-    EngineExchange,
-    EngineFacts,
-    EngineLoad,
-    EngineTokens,
-    Identity,
-    TokenizerFiles,
-)
+from services.worker.engines.port import Engine, EngineDead, EngineLoad, EngineTokens, Identity, TokenizerFiles
 from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.choices import Choice
 from services.worker.engines.simulated.core.engine_core import EngineCore
@@ -99,15 +89,15 @@ class SimulatedEngine(Engine):
         self._loop = loop = asyncio.get_running_loop()
         self._core = EngineCore(settings, tokenizer.model)
         self._tokenizer = tokenizer
-        self._facts = facts_of(settings, model, legs_max)
-        mover = open_mover(self._core, self._facts.fingerprint.key(), time.monotonic)
+        self.facts = facts_of(settings, model, legs_max)
+        mover = open_mover(self._core, self.facts.fingerprint.key(), time.monotonic)
         mover.wake_on_results(self._wake_up_from_thread)
-        self._exchange = SimulatedExchange(self._core, mover, time.monotonic, self._wake_up)
+        self.exchange: SimulatedExchange = SimulatedExchange(self._core, mover, time.monotonic, self._wake_up)
         adapters = SimulatedAdapters()
-        self._adapters = LoadedAdapters(adapters, model.names, Path(tempfile.gettempdir()))
+        self.adapters = LoadedAdapters(adapters, model.names, Path(tempfile.gettempdir()))
         self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len, adapters.by_name)
-        self._renderer = SimulatedRenderer(self._jobs, tokenizer, settings.block_size)
-        self._app = SimulatedApp(
+        self.renderer = SimulatedRenderer(self._jobs, tokenizer, settings.block_size)
+        self.app = SimulatedApp(
             self, tokenizer, self._jobs, lambda: models_response(model.names, settings.max_model_len, adapters.by_name)
         )
         self._load_listeners: list[Callable[[], None]] = []
@@ -116,27 +106,6 @@ class SimulatedEngine(Engine):
         self._feed = KvEventFeed(self._died, self._core.cache.whole_as_events)
         self._running = loop.create_task(self._run(), name="simulated-engine")
         self._running.add_done_callback(self._ended)
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
-    def app(self) -> AsgiApp:
-        """The OpenAI-compatible server."""
-        return self._app
-
-    @property
-    def renderer(self) -> SimulatedRenderer:
-        return self._renderer
-
-    @property
-    def exchange(self) -> EngineExchange:
-        return self._exchange
-
-    @property
-    def adapters(self) -> LoadedAdapters:
-        return self._adapters
 
     def load(self) -> EngineLoad:
         batch, cache, measures = self._core.batch, self._core.cache, self._core.measures
@@ -172,7 +141,7 @@ class SimulatedEngine(Engine):
         return self._tokenizer.files()
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
-        return await engine_tokens(self._jobs, self._tokenizer, self._facts.hashing.block_size, path, body)
+        return await engine_tokens(self._jobs, self._tokenizer, self.facts.hashing.block_size, path, body)
 
     async def dead(self) -> str:
         return await asyncio.shield(self._died)
@@ -181,7 +150,7 @@ class SimulatedEngine(Engine):
         """Stop the engine; running requests fail."""
         self._running.cancel()
         await asyncio.wait([self._running], timeout=deadline_s)
-        await asyncio.to_thread(self._exchange.close)
+        await asyncio.to_thread(self.exchange.close)
 
     def submit(self, choice: Choice, params: RequestParams) -> Sequence:
         """Start a completion; its tokens arrive in the choice's inbox. Raises EngineDead."""
@@ -209,11 +178,11 @@ class SimulatedEngine(Engine):
             for sequence, token in core.advance(now):
                 choice: Choice = sequence.owner
                 choice.inbox.put(choice, token, sequence.finish_reason)
-            has_moved = self._exchange.poll()
+            has_moved = self.exchange.poll()
             self._feed.tell(self._core.cache.take_events())
             self._tell_load()
             wakes_at = now if has_moved else core.wakes_at()
-            if self._exchange.moving:
+            if self.exchange.moving:
                 wakes_at = min(now + POLL_S, now + POLL_S if wakes_at is None else wakes_at)
             if wakes_at is not None and wakes_at <= now:
                 await asyncio.sleep(0)  # Let the request tasks take these tokens before the next step.

@@ -18,7 +18,6 @@ from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
-    AsgiApp,
     AsgiMessage,
     Engine,
     EngineDead,
@@ -76,7 +75,8 @@ class StoreEngine(Engine, EngineExchange):
     def __init__(
         self, options: StoreOptions, shape: BlockShape, blocks: int, storage: Storage, make_mover: MoverOf
     ) -> None:
-        self._facts = facts_of(options, blocks, storage.as_text(blocks))
+        self.app, self.exchange = no_app, self
+        self.facts = facts_of(options, blocks, storage.as_text(blocks))
         tiers = Tiers(
             BlockCache(blocks),
             FileTier(storage.files.slots if storage.files else 0),
@@ -103,19 +103,6 @@ class StoreEngine(Engine, EngineExchange):
         self._feed = KvEventFeed(self._died, tiers.whole_as_events)
         self._tasks = [self._loop.create_task(self._run(), name="store")]
         self._tasks[0].add_done_callback(self._ended)
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
-    def app(self) -> AsgiApp:
-        """An ASGI app that refuses every request."""
-        return no_app
-
-    @property
-    def exchange(self) -> StoreEngine:
-        return self
 
     async def call(self, call: EngineCall) -> EngineNotification:
         """Returns immediate results; later ones arrive as notifications. Raises EngineDead."""

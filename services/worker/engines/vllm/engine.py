@@ -22,7 +22,6 @@ from connector.layout.engine_layout import UnsupportedEngine, check_version, win
 from connector.transfer.threads import in_daemon_thread
 from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
 from services.worker.engines.port import (
-    AsgiApp,
     Engine,
     EngineDead,
     EngineFacts,
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from services.worker.engines.vllm.kv_events import KvEventSource
     from services.worker.engines.vllm.kv_exchange import VllmExchange
     from services.worker.engines.vllm.stats import EngineMeter
-    from services.worker.engines.vllm.tokenizer import VllmRenderer
 
 log = logging.getLogger("baton.worker")
 
@@ -375,37 +373,13 @@ class VllmEngine(Engine):
 
         self._chat_template = chat_template
         self._llm = llm
-        self._app = app
+        self.app: VllmServer = app
         self._source = source
-        self._exchange = exchange
-        self._adapters = adapters
-        self._renderer = VllmRenderer(app, llm.vllm_config.cache_config) if facts.renders else None
+        self.exchange: VllmExchange | None = exchange
+        self.adapters = adapters
+        self.renderer = VllmRenderer(app, llm.vllm_config.cache_config) if facts.renders else None
         self._run_dir = run_dir
-        self._facts = facts
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._facts
-
-    @property
-    def app(self) -> AsgiApp:
-        """VLLM's OpenAI server."""
-        return self._app
-
-    @property
-    def exchange(self) -> VllmExchange | None:
-        """None with vLLM's own connector."""
-        return self._exchange
-
-    @property
-    def adapters(self) -> LoadedAdapters | None:
-        """None without ``--enable-lora``."""
-        return self._adapters
-
-    @property
-    def renderer(self) -> VllmRenderer | None:
-        """None for a model that generates nothing."""
-        return self._renderer
+        self.facts = facts
 
     def load(self) -> EngineLoad:
         return self._llm.meter.load()
@@ -430,7 +404,7 @@ class VllmEngine(Engine):
         from services.worker.engines.vllm.tokenizer import engine_tokens
 
         return await engine_tokens(
-            self._app, self._llm.vllm_config.cache_config, path, body, self._app.models.lora_requests
+            self.app, self._llm.vllm_config.cache_config, path, body, self.app.models.lora_requests
         )
 
     async def dead(self) -> str:
@@ -445,8 +419,8 @@ class VllmEngine(Engine):
         """End EngineCore and all its processes."""
         await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
         self._source.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        if self.exchange is not None:
+            self.exchange.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
