@@ -21,7 +21,7 @@ from services.collector.metrics.exposition import BOUNDS, families, usage_famili
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.settings import Settings
 from services.collector.usage_ledger import LedgerStore
-from shared.bus.port import Bus, BusError, Envelope
+from shared.bus.port import Bus, Envelope, watch_store
 from shared.contracts.adapters import AdapterOrdered
 from shared.contracts.batches import StoredBatch
 from shared.contracts.channels import (
@@ -58,10 +58,6 @@ WATCHERS = WatcherLimits()
 
 PUSH_S = 5.0
 """Between two pushes of OTLP metrics."""
-BATCHES_RETRY_S = 10.0
-"""After the batches could not be read: where no orchestrator keeps files there are none."""
-MODE_RETRY_S = 2.0
-"""After the default mode could not be read from the key-value store."""
 
 
 class Collector:
@@ -116,17 +112,11 @@ class Collector:
 
     async def follow_mode(self) -> None:
         """Watch the default mode in the key-value store; never returns."""
-        while True:
-            try:
-                store = await self._bus.key_value_store(DEFAULT_MODE)
-                async for entry in store.watch():
-                    value = entry.value if entry is not None else None
-                    if entry is not None or not self._console.default_mode:
-                        self._console.default_mode = (value or DefaultMode()).mode
-                        self.feed.wake()
-            except BusError as error:
-                log.debug("the default mode could not be read: %s", error)
-            await asyncio.sleep(MODE_RETRY_S)
+        async for entry in watch_store(self._bus, DEFAULT_MODE):
+            value = entry.value if entry is not None else None
+            if entry is not None or not self._console.default_mode:
+                self._console.default_mode = (value or DefaultMode()).mode
+                self.feed.wake()
 
     def _month(self) -> str:
         return datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC).strftime("%Y-%m")
@@ -180,15 +170,9 @@ class Collector:
 
     async def follow_batches(self) -> None:
         """Watch the batches of all tenants until cancelled."""
-        while True:
-            try:
-                store = await self._bus.key_value_store(BATCHES)
-                async for entry in store.watch():
-                    if entry is not None:
-                        self._on_batch(entry.key, entry.value)
-            except BusError as error:
-                log.debug("batches could not be read: %s", error)
-            await asyncio.sleep(BATCHES_RETRY_S)
+        async for entry in watch_store(self._bus, BATCHES):
+            if entry is not None:
+                self._on_batch(entry.key, entry.value)
 
     def _on_plan(self, decision: PlanDecision, _envelope: Envelope) -> None:
         moment = self._moment()

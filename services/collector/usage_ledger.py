@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec.structs import astuple
 
-from shared.bus.port import AskRefused, Bus, BusDown, BusError, Envelope, KeyValueStore, StoredValue, WrongRevision
+from shared.bus.port import (
+    AskRefused,
+    Bus,
+    BusDown,
+    BusError,
+    Envelope,
+    KeyValueStore,
+    StoredValue,
+    WrongRevision,
+    watch_store,
+)
 from shared.contracts.channels import REPORT_USAGE, USAGE
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import RouterId, is_subject_token
@@ -97,8 +107,6 @@ BLIND_TRIES_MAX = 3
 """An entry that so often in a row is there and cannot be read is unreadable, and not one that was just made."""
 SUCCESSORS_MAX = 8
 """Entries beside one that cannot be read, each because the one before cannot be read either."""
-RETRY_S = 2.0
-"""After the ledger could not be read."""
 ENTRIES_MAX = 50_000
 """Entries held in memory; further ones are read when they are needed, and the console does not show them."""
 
@@ -136,15 +144,9 @@ class LedgerStore:
 
     async def follow(self) -> None:
         """Watch the ledger until cancelled."""
-        while True:
-            try:
-                store = await self._bus.key_value_store(USAGE)
-                async for entry in store.watch():
-                    if entry is not None:
-                        self._heard(entry)
-            except BusError as error:
-                log.debug("the usage ledger could not be read: %s", error)
-            await asyncio.sleep(RETRY_S)
+        async for entry in watch_store(self._bus, USAGE):
+            if entry is not None:
+                self._heard(entry)
 
     async def _on_report(self, report: ReportUsage, _envelope: Envelope) -> UsageStored:
         try:

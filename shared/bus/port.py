@@ -229,6 +229,19 @@ class Bus(Protocol):
 
 
 ASKS_AT_ONCE_MAX = 64
+STORE_RETRY_S = 2.0
+
+
+async def watch_store(bus: Bus, channel: Channel[M]) -> AsyncIterator[StoredValue[M] | None]:
+    """``KeyValueStore.watch``, once there is a bucket: waits for one, and never ends."""
+    while True:
+        try:
+            store = await bus.key_value_store(channel)
+            async for entry in store.watch():
+                yield entry
+        except BusError as error:
+            log.debug("%s cannot be read, trying again: %s", channel.subject, error)
+        await asyncio.sleep(STORE_RETRY_S)
 
 
 class Connection:

@@ -25,7 +25,7 @@ from rich.text import Text
 from services.launcher.bus_client import open_bus
 from services.launcher.views.watch import WINDOW_S, Event, Traffic, Watch
 from services.launcher.views.workers import PHASE_STYLES, Drawing, bar, rates, shortened, worker_table
-from shared.bus.port import Bus, BusError, Envelope
+from shared.bus.port import Bus, Envelope, watch_store
 from shared.contracts.channels import (
     DRAINED,
     FLEET_STATE,
@@ -50,7 +50,6 @@ DRAWN_S_MIN = 0.2
 """Shortest time between two frames."""
 DRAWN_S_MAX = 1.0
 """Longest time between two frames: ages grow without any message."""
-REGISTRY_RETRY_S = 1.0
 KEY_BYTES_MAX = 64
 UP, DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
 QUIT = ("q", "Q", "\x1b", "\x03", "\x04", "")
@@ -103,18 +102,14 @@ class Top:
 
     async def follow_registry(self) -> None:
         """Watch the workers' records; never returns."""
-        while True:
-            with contextlib.suppress(BusError):
-                store = await self._bus.key_value_store(WORKER_RECORDS)
-                async for entry in store.watch():
-                    if entry is None:
-                        continue
-                    if entry.value is None:
-                        self.watch.record_removed(WorkerId(entry.key), self._clock.now())
-                    else:
-                        self.watch.record(entry.value, self._clock.now())
-                    self._changed.set()
-            await asyncio.sleep(REGISTRY_RETRY_S)
+        async for entry in watch_store(self._bus, WORKER_RECORDS):
+            if entry is None:
+                continue
+            if entry.value is None:
+                self.watch.record_removed(WorkerId(entry.key), self._clock.now())
+            else:
+                self.watch.record(entry.value, self._clock.now())
+            self._changed.set()
 
     async def show(self) -> None:
         """Draw after changes, until a key or a signal ends it."""

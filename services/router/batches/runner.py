@@ -18,7 +18,7 @@ import msgspec
 from services.router.batches.batch_run import HEARTBEAT_S, BatchRun
 from services.router.batches.line_server import LineServer
 from services.router.batches.store import Records, StoreFailed
-from shared.bus.port import Bus, BusError, StoredValue, WrongRevision
+from shared.bus.port import Bus, StoredValue, WrongRevision, watch_store
 from shared.contracts.batches import CANCELLING, LineFault, StoredBatch
 from shared.contracts.channels import BATCHES
 from shared.contracts.ids import RouterId
@@ -29,7 +29,6 @@ log = logging.getLogger("baton.router")
 LEASE_S = 5 * HEARTBEAT_S
 POLL_S = 1.0
 """Between two looks for batches without a router."""
-RETRY_S = 2.0
 RUNS_AT_ONCE_MAX = 4
 """Batches that this router runs at a time."""
 RUNS_MAX = 128
@@ -80,16 +79,9 @@ class Runner:
 
     async def follow(self) -> None:
         """Watch the records until cancelled."""
-        while True:
-            try:
-                store = await self._bus.key_value_store(BATCHES)
-            except BusError as error:
-                log.info("cannot watch batches yet, trying again: %s", error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            async for change in store.watch():
-                if change is not None:
-                    self._on_change(change)
+        async for change in watch_store(self._bus, BATCHES):
+            if change is not None:
+                self._on_change(change)
 
     async def run(self) -> None:
         """Claim and run batches until cancelled."""

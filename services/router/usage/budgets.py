@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 from services.router.auth.client import ApiClient
 from services.router.usage.unstored import Spender, UnstoredUsage
-from shared.bus.port import Bus, BusError, StoredValue
+from shared.bus.port import Bus, StoredValue, watch_store
 from shared.contracts.api_keys import Key
 from shared.contracts.channels import USAGE
 from shared.contracts.usage import UsageMonth
@@ -22,8 +22,6 @@ from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
 
-RETRY_S = 2.0
-"""After the ledger could not be read."""
 UNREAD_S_MAX = 10.0
 """An operator is told when the ledger is unread for so long."""
 INSUFFICIENT_QUOTA = "insufficient_quota"
@@ -74,18 +72,12 @@ class Budgets:
 
     async def follow(self) -> None:
         """Watch the ledger until cancelled."""
-        while True:
-            await self._wanted.wait()
-            try:
-                store = await self._bus.key_value_store(USAGE)
-                async for entry in store.watch():
-                    if entry is None:
-                        self._is_read = True
-                    else:
-                        self._heard(entry)
-            except BusError as error:
-                log.debug("the usage ledger cannot be read: %s", error)
-            await asyncio.sleep(RETRY_S)
+        await self._wanted.wait()
+        async for entry in watch_store(self._bus, USAGE):
+            if entry is None:
+                self._is_read = True
+            else:
+                self._heard(entry)
 
     def _heard(self, entry: StoredValue[UsageMonth]) -> None:
         self._forget(entry.key)

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 
 from connector.messages import EngineCall, PeerConnected, PeerGone
-from services.worker.kv_exchange.peers import RETRY_S, PeerTable
-from shared.bus.port import Bus, BusError, Envelope
+from services.worker.kv_exchange.peers import PeerTable
+from shared.bus.port import Bus, BusError, Envelope, watch_store
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import AskKvHandshake
@@ -92,22 +92,16 @@ class PeerWatch:
             pass
 
     async def _watch_records(self) -> None:
-        while True:
-            try:
-                registry = await self._bus.key_value_store(WORKER_RECORDS)
-                async for entry in registry.watch():
-                    if entry is None:
-                        self._all_read.set()
-                        continue
-                    if entry.value is None:
-                        self._table.missing(WorkerId(entry.key), self._clock.now())
-                    else:
-                        self._end(self._table.record(entry.value, self._clock.now()))
-                    self._changed.set()
-                    self._notify_listeners()
-            except BusError as error:
-                log.warning("the registry cannot be watched, trying again: %s", error)
-                await asyncio.sleep(RETRY_S)
+        async for entry in watch_store(self._bus, WORKER_RECORDS):
+            if entry is None:
+                self._all_read.set()
+                continue
+            if entry.value is None:
+                self._table.missing(WorkerId(entry.key), self._clock.now())
+            else:
+                self._end(self._table.record(entry.value, self._clock.now()))
+            self._changed.set()
+            self._notify_listeners()
 
     async def _ask(self, worker_id: WorkerId) -> None:
         requested_at = self._clock.now()
