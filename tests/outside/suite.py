@@ -82,8 +82,8 @@ class Suite(Protocol):
         ...
 
     def model_names(self, folder: Path) -> set[str]:
-        """Names under which its tests ask for the model."""
-        ...
+        """Names under which its tests ask for the model, besides the served one."""
+        return set()
 
     def run(self, folder: Path, target: Target) -> Run:
         """Run all of it against one server."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.worker.tiny_model import TINY_MODEL
-from tests.outside.suite import OWN_OPTIONS, PLUGINS, Run, Target, environment, pytest_run, version_of
+from tests.outside.suite import OWN_OPTIONS, PLUGINS, Run, Suite, Target, environment, pytest_run, version_of
 from tests.outside.targets import CONTEXT_TOKENS, ONE_ENGINE
 
 
 @dataclass
-class Client:
+class Client(Suite):
     """One suite: a file of tests in an environment of its own."""
 
     name: str
@@ -30,9 +30,6 @@ class Client:
     def fetch(self, folder: Path) -> str:
         package = self.packages[0].partition("[")[0]
         return version_of(environment(folder, *self.packages, "pytest", "pytest-timeout"), package)
-
-    def model_names(self, _folder: Path) -> set[str]:
-        return set()
 
     def run(self, folder: Path, target: Target) -> Run:
         return pytest_run(

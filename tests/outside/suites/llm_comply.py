@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.tiny_model import TINY_MODEL
-from tests.outside.suite import Outcome, Run, Target, command, environment, last_line, read_json, version_of
+from tests.outside.suite import Outcome, Run, Suite, Target, command, environment, last_line, read_json, version_of
 
 FORMATS = {
     "open-responses": (),
@@ -19,7 +19,7 @@ QUOTED = re.compile(r"(: )[{\[].*[}\]]( is not)", re.DOTALL)
 """The part of an answer that an error quotes."""
 
 
-class LlmComply:
+class LlmComply(Suite):
     name = "llm-comply"
     what = (
         "`llm-comply` sends requests to responses, chat completions and messages, and checks each answer and each streamed event "
@@ -29,9 +29,6 @@ class LlmComply:
 
     def fetch(self, folder: Path) -> str:
         return version_of(environment(folder, "llm-comply"), "llm-comply")
-
-    def model_names(self, _folder: Path) -> set[str]:
-        return set()
 
     def run(self, folder: Path, target: Target) -> Run:
         return Run([outcome for form in FORMATS for outcome in self._outcomes(folder, target, form)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from services.worker.tiny_model import TINY_MODEL
-from tests.outside.suite import Outcome, Run, Target, command, environment, last_line, read_json, version_of
+from tests.outside.suite import Outcome, Run, Suite, Target, command, environment, last_line, read_json, version_of
 
 REQUEST_S_MAX = 180
 REQUESTS, AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS, TURNS = 24, 4, 256, 32, 4
@@ -19,7 +19,7 @@ ENDS_BY_ITSELF = "messages"
 """The API without ``ignore_eos``."""
 
 
-class LoadGenerator(ABC):
+class LoadGenerator(Suite, ABC):
     """One suite: the same load over several APIs."""
 
     name: str
@@ -37,9 +37,6 @@ class LoadGenerator(ABC):
     def fetch(self, folder: Path) -> str:
         # With the tokenizer's libraries of this checkout, PyTorch among them: without it, pip takes a build for GPUs.
         return version_of(environment(folder, self.name, on_ours=True), self.name)
-
-    def model_names(self, _folder: Path) -> set[str]:
-        return set()
 
     def run(self, folder: Path, target: Target) -> Run:
         return Run([self._outcome(folder, target, api) for api in self.apis])

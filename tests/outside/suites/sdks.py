@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.outside.suite import Run, Target, environment, pytest_run, source_distribution
+from tests.outside.suite import Run, Suite, Target, environment, pytest_run, source_distribution
 
 MODEL = re.compile(r'\bmodel(?:_id)?="([\w.:-]+)"|"(gpt-[\w.-]+)"')
 CHOSEN = "loose and (create or count_tokens or Models)"
@@ -22,7 +22,7 @@ NEEDS = (
 )
 
 
-class Sdk:
+class Sdk(Suite):
     def __init__(self, package: str, files: Sequence[str], base_path: str, *options: str) -> None:
         self.name = f"{package}-sdk"
         self.what = f"`{package}`'s own tests of {', '.join(f'`{file}`' for file in files)} (`TEST_API_BASE_URL`)"

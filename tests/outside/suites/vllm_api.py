@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.outside.suite import Run, Target, pytest_run
+from tests.outside.suite import Run, Suite, Target, pytest_run
 from tests.outside.suites import vllm_sources
 
 FOLDERS = (
@@ -21,7 +21,7 @@ OTHER_MODELS = ("test_harmony", "test_mcp_tools", "test_parsable_context", "test
 """Files for models that reason and call tools by themselves: with this one their tests fail after minutes of retries."""
 
 
-class VllmApi:
+class VllmApi(Suite):
     name = "vllm-api"
     what = (
         "vLLM's tests of its HTTP API (`tests/entrypoints`: messages, responses, models, tokenize, instrumentator, completions, chat "

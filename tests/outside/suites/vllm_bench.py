@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from services.worker.tiny_model import TINY_MODEL
-from tests.outside.suite import Outcome, Run, Target, command, last_line, read_json
+from tests.outside.suite import Outcome, Run, Suite, Target, command, last_line, read_json
 from tests.outside.suites.vllm_sources import vllm_version
 
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS_PER_S = 40, 512, 64, 2
@@ -23,7 +23,7 @@ main(parser.parse_args())
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
-class VllmBench:
+class VllmBench(Suite):
     """``vllm bench serve`` with the backends that Baton serves."""
 
     name = "vllm-bench"
@@ -35,9 +35,6 @@ class VllmBench:
 
     def fetch(self, _folder: Path) -> str:
         return vllm_version()
-
-    def model_names(self, _folder: Path) -> set[str]:
-        return set()
 
     def run(self, folder: Path, target: Target) -> Run:
         backends = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from services.worker.tiny_model import TINY_MODEL
 from tests.outside.aggregated_door import aggregated_door
-from tests.outside.suite import Outcome, Run, Target, command, last_line, pytest_run
+from tests.outside.suite import Outcome, Run, Suite, Target, command, last_line, pytest_run
 from tests.outside.suites import vllm_sources
 from tests.outside.targets import ONE_ENGINE
 
 NIXL = "tests/v1/kv_connector/nixl_integration"
 
 
-class VllmPd:
+class VllmPd(Suite):
     name = "vllm-pd"
     what = (
         f"vLLM's P/D scripts (`{NIXL}`): `test_disagg_accuracy.py` compares texts with one engine's; "
@@ -25,9 +25,6 @@ class VllmPd:
         vllm_sources.sources(folder)
         vllm_sources.python_of(folder)
         return vllm_sources.vllm_version()
-
-    def model_names(self, _folder: Path) -> set[str]:
-        return set()
 
     def run(self, folder: Path, target: Target) -> Run:
         accuracy = self._accuracy(folder, target)
