@@ -31,12 +31,6 @@ def keys(tmp_path_factory):
     return ClusterKeys(tmp_path_factory.mktemp("keys"))
 
 
-@pytest.fixture(scope="module")
-def guarded(keys, tmp_path_factory):
-    with keys.server(tmp_path_factory.mktemp("nats")) as server:
-        yield server
-
-
 async def refusal(url: str, access: Access) -> str:
     with pytest.raises(BusDown) as refused:
         await connect_nats(url, name="stranger", connect_s_max=SOON_S, access=access)

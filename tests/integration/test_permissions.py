@@ -41,7 +41,7 @@ from tests.contracts.examples import example
 from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch, start_leg
 from tests.support.cluster_keys import ClusterKeys
-from tests.support.nats_server import NatsServer, find_nats_server, make_buckets
+from tests.support.nats_server import NatsServer, find_nats_server
 
 pytestmark = pytest.mark.nats
 
@@ -55,13 +55,6 @@ ALONE, OTHER = "w-alone", "w-other"
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     return ClusterKeys(tmp_path_factory.mktemp("keys"), ALONE)
-
-
-@pytest.fixture(scope="module")
-def guarded(keys, tmp_path_factory):
-    with keys.server(tmp_path_factory.mktemp("nats")) as server:
-        asyncio.run(make_buckets(server.url, keys.access(Party.ORCHESTRATOR)))
-        yield server
 
 
 class Fleet:

@@ -26,7 +26,6 @@ from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerRecord
 from tests.contracts.examples import example
 from tests.integration.bus.worlds import until
 from tests.support.cluster_keys import ClusterKeys
-from tests.support.nats_server import make_buckets
 
 pytestmark = pytest.mark.nats
 
@@ -43,13 +42,6 @@ CONFIG = stream_config("workers", WORKER_RECORD_TTL_S)
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     return ClusterKeys(tmp_path_factory.mktemp("keys"), THIEF, VICTIM)
-
-
-@pytest.fixture(scope="module")
-def guarded(keys, tmp_path_factory):
-    with keys.server(tmp_path_factory.mktemp("nats")) as server:
-        asyncio.run(make_buckets(server.url, keys.access(Party.ORCHESTRATOR)))
-        yield server
 
 
 @pytest.fixture

@@ -59,12 +59,6 @@ def keys(tmp_path_factory):
     return ClusterKeys(tmp_path_factory.mktemp("keys"), VICTIM, ATTACKER)
 
 
-@pytest.fixture(scope="module")
-def guarded(keys, tmp_path_factory):
-    with keys.server(tmp_path_factory.mktemp("nats")) as server:
-        yield server
-
-
 @pytest.fixture
 async def fleet(guarded, keys):
     async with Fleet(guarded, keys) as fleet:

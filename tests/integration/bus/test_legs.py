@@ -54,6 +54,13 @@ async def open_worker(world, worker_id: str = "w1") -> Worker:
     return await Worker(await world.bus(), worker_id).open()
 
 
+async def started(world):
+    """A leg: the router's end, its worker, the worker's end."""
+    _, inbox = await open_inbox(world)
+    worker = await open_worker(world)
+    return await inbox.start(start_leg()), worker, await worker.next_leg()
+
+
 async def read_all(leg) -> list[Frame]:
     frames: list[Frame] = []
     while not frames or frames[-1].kind is not FrameKind.END:
@@ -62,10 +69,7 @@ async def read_all(leg) -> list[Frame]:
 
 
 async def test_frames_arrive_in_order_from_head_to_end(world):
-    _, inbox = await open_inbox(world)
-    worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
-    answer = await worker.next_leg()
+    leg, _worker, answer = await started(world)
 
     answer.head(200, "text/event-stream")
     for i in range(50):
@@ -110,10 +114,7 @@ async def test_two_routers_get_their_own_frames(world):
 
 
 async def test_a_failure_is_raised_after_the_frames_before_it(world):
-    _, inbox = await open_inbox(world)
-    worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
-    answer = await worker.next_leg()
+    leg, _worker, answer = await started(world)
     failure = Failure(reason=Reason.ENGINE_DEAD, message="the engine died")
 
     answer.data(b"a")
@@ -167,10 +168,7 @@ async def test_a_cancel_is_sent_once_and_wakes_the_reader(world):
 
 
 async def test_a_cancelled_reader_loses_no_frames(world):
-    _, inbox = await open_inbox(world)
-    worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
-    answer = await worker.next_leg()
+    leg, _worker, answer = await started(world)
     reading = asyncio.ensure_future(leg.frames())
     await asyncio.sleep(0)
     reading.cancel()
@@ -182,10 +180,7 @@ async def test_a_cancelled_reader_loses_no_frames(world):
 
 
 async def test_a_leg_whose_client_does_not_read_is_ended_at_its_bound(world):
-    _, inbox = await open_inbox(world)
-    worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
-    answer = await worker.next_leg()
+    leg, worker, answer = await started(world)
 
     for _ in range(5):
         answer.data(b"x" * (LEG_BUFFER_BYTES_MAX // 4))
@@ -232,10 +227,7 @@ async def test_an_answer_of_many_megabytes_arrives_whole(world):
 
 
 async def test_a_frame_beyond_the_budget_fails_its_leg_with_the_reason(world):
-    _, inbox = await open_inbox(world)
-    worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
-    answer = await worker.next_leg()
+    leg, worker, answer = await started(world)
 
     answer.head(200, "text/plain")
     answer.data(b"x" * FRAME_BUDGET_BYTES)

@@ -16,7 +16,9 @@ from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
 from shared.bus.port import BusDown
+from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.ids import WorkerId
+from shared.contracts.inference import RequestFinished
 from shared.contracts.workers import Role
 from shared.runtime.keys import digest_of
 from shared.telemetry.tracing import SpanSink
@@ -149,6 +151,12 @@ class World:
         connection, answering = self.begin(raw, path=path, **headers)
         await answering
         return parse(connection.written)
+
+    async def reports(self) -> list[RequestFinished]:
+        """What routers report of finished requests from now on."""
+        heard: list[RequestFinished] = []
+        await self.bus.subscribe(REQUESTS_FINISHED, lambda message, _: heard.extend(message.requests))
+        return heard
 
 
 async def settle() -> None:

@@ -15,12 +15,11 @@ from services.router.placement.decision import LISTED_MAX, DecisionFilter
 from services.router.placement.decision_service import SLICE, DecisionService
 from services.router.placement.placement import PlacementRequest, Rejection
 from shared.bus.frame_sender import LegFrames
-from shared.bus.port import Envelope
-from shared.contracts.channels import DECISION, REQUESTS_FINISHED
+from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, DecisionRecord
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import DecisionId, RequestId, RouterId
-from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
+from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock
@@ -201,12 +200,7 @@ async def test_a_running_decision_has_no_outcome(world: World):
 
 @in_world()
 async def test_the_collectors_report_names_the_decision_and_sums_up(world: World):
-    heard: list[RequestFinished] = []
-
-    def hear(finished: RequestsFinished, _envelope: Envelope) -> None:
-        heard.extend(finished.requests)
-
-    await MemoryBus(world.hub).subscribe(REQUESTS_FINISHED, hear)
+    heard = await world.reports()
     await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
 
     response = await world.ask(prompt())

@@ -8,18 +8,9 @@ import msgspec
 import pytest
 
 from shared.bus.frame_sender import LegFrames
-from shared.contracts.channels import FRAMES, REQUESTS_FINISHED
+from shared.contracts.channels import FRAMES
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.inference import (
-    Frame,
-    FrameBatch,
-    FrameKind,
-    LegKind,
-    LegReport,
-    RequestFinished,
-    RequestsFinished,
-    StartLeg,
-)
+from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import KvOffer, KvRead, KvSource, KvTransferReport
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg, wants_stream
@@ -74,16 +65,6 @@ def is_quiet(world: World) -> bool:
     even = all((view.own.legs, view.own.tokens) == (0, 0) for view in views)
     tasks = [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]
     return even and not tasks and not world.router.relay.in_flight and not world.router.inbox._legs
-
-
-async def collect_reports(world: World) -> list[RequestFinished]:
-    reports: list[RequestFinished] = []
-
-    def note(finished: RequestsFinished, _envelope: object) -> None:
-        reports.extend(finished.requests)
-
-    await world.bus.subscribe(REQUESTS_FINISHED, note)
-    return reports
 
 
 @in_world()
@@ -173,7 +154,7 @@ async def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(world: World,
 @pytest.mark.parametrize("failing", [lost, refusing(503)], ids=["lost", "full"])
 @in_world(stream_tokens_min=0)
 async def test_a_lost_prefill_worker_has_both_legs_placed_again(world: World, failing):
-    reports = await collect_reports(world)
+    reports = await world.reports()
     p1, d1 = await world.pair(failing, silent_once, **OURS)
     await world.worker("p2", Role.PREFILL, **OURS)
     give_legs(world, "p2", 5)  # The router tries p1 first.
@@ -279,7 +260,7 @@ async def test_a_prefill_failure_together_with_the_first_token_is_harmless(world
 
 @in_world(stream_tokens_min=0)
 async def test_accounting_waits_for_a_late_prefill_leg_but_clients_do_not(world: World):
-    reports = await collect_reports(world)
+    reports = await world.reports()
     p1, _d1 = await world.pair(prefill=silent, **OURS)
     await asyncio.sleep(1)
     connection, answering = ask(world)
@@ -420,7 +401,7 @@ async def test_the_request_report_names_its_kv_sources(world: World):
         frames.data(WHOLE_RESPONSE)
         frames.end(LegReport(prompt_tokens=9, received_tokens=6, kv=transfer_report))
 
-    reports = await collect_reports(world)
+    reports = await world.reports()
     p1, _d1 = await world.pair(silent, decode, **OURS)
     _connection, answering = ask(world, stream=False)
     await settle()

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from shared.bus.frame_sender import LegFrames
-from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg, pack_tokens
+from shared.contracts.inference import LegKind, LegReport, StartLeg, pack_tokens
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import DONE, JSON, SSE, FakeWorker
 from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, fails, falls_silent, loses_a_frame, streams
@@ -297,12 +296,7 @@ async def test_chats_migrate_even_after_only_the_role_event(world: World):
 
 @in_world()
 async def test_the_report_of_a_resumed_request_counts_its_resumes(world: World):
-    reports: list[RequestFinished] = []
-
-    def note(finished: RequestsFinished, _envelope: object) -> None:
-        reports.extend(finished.requests)
-
-    await world.bus.subscribe(REQUESTS_FINISHED, note)
+    reports = await world.reports()
     await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
     await world.ask(prompt(stream=True))
     await asyncio.sleep(1)

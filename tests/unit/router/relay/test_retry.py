@@ -6,9 +6,9 @@ import asyncio
 
 from services.router.placement.request_fields import MODEL_CHARS_MAX
 from shared.bus.frame_sender import LegFrames
-from shared.contracts.channels import REQUESTS_FINISHED, WORKER_RECORDS
+from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
+from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
 from tests.unit.router.world import World, in_world, prompt, settle
@@ -30,12 +30,7 @@ def alone_or_with_others(worker: FakeWorker, start: StartLeg, frames: LegFrames)
 
 @in_world()
 async def test_a_retry_carries_no_numbers_of_the_failed_attempt(world: World):
-    reports: list[RequestFinished] = []
-
-    def note(finished: RequestsFinished, _envelope: object) -> None:
-        reports.extend(finished.requests)
-
-    await world.bus.subscribe(REQUESTS_FINISHED, note)
+    reports = await world.reports()
     await world.worker("p1", Role.PREFILL, alone_or_with_others)
     await world.worker("d1", Role.DECODE, lost)
 
@@ -112,12 +107,7 @@ async def test_a_prompt_counts_as_waiting_until_its_first_token(world: World):
 
 @in_world()
 async def test_an_overlong_model_name_is_truncated_in_every_report(world: World):
-    reports: list[RequestFinished] = []
-
-    def note(finished: RequestsFinished, _envelope: object) -> None:
-        reports.extend(finished.requests)
-
-    await world.bus.subscribe(REQUESTS_FINISHED, note)
+    reports = await world.reports()
     await world.worker("w1")
 
     responses = [await world.ask(prompt(model="x" * (20 << 20))) for _ in range(4)]
