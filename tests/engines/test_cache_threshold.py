@@ -62,33 +62,3 @@ async def test_a_refused_stream_has_a_finish_reason_and_no_tokens(pair, router, 
     assert answer.events()[-1]["usage"]["completion_tokens"] == 0
     assert answer.body.endswith(b"data: [DONE]\n\n")
     assert answer.token_ids == []
-
-
-async def test_a_refusal_computes_nothing_and_a_warm_prompt_is_served(pair, router):
-    decode = pair[1]
-    body = completion(prompt_of(300, seed=340))
-
-    refused = await router.leg(decode, LegKind.AGGREGATED, body, **MOST)
-    cold = await router.leg(decode, LegKind.AGGREGATED, body)
-    warm = await router.leg(decode, LegKind.AGGREGATED, body, **MOST)
-
-    assert refused.report.finish_reason == "cache_threshold"
-    assert cold.report.cached_tokens == 0
-    assert warm.token_ids == cold.token_ids
-    assert len(warm.token_ids) == 24
-
-
-async def test_what_can_be_fetched_counts_as_cached(pair, router):
-    body = completion(prompt_of(300, seed=341))
-
-    _first, second = await router.handed_over(*pair, body, **MOST)
-
-    assert len(second.token_ids) == 24
-    assert second.report.kv.fetched_tokens > 0
-
-
-async def test_prefill_legs_are_exempt(pair, router):
-    answer = await router.leg(pair[0], LegKind.PREFILL, completion(prompt_of(120, seed=342)), **MOST)
-
-    assert answer.report.kv.offer is not None
-    assert not answer.report.kv.refused
