@@ -43,7 +43,6 @@ RUN_S_PER_REQUEST, BOUND_S_PER_REQUEST = 0.0006, 0.0003
 KNEE_RUNS = 20
 """Guesses, until some runs have ended."""
 
-Pair = tuple[Workload, Fleet]
 screen = Console(stderr=True, soft_wrap=True)
 
 

@@ -15,7 +15,7 @@ from services.collector.console.handlers import OrderHandler
 from services.collector.console.state import ConsoleState, Moment
 from services.collector.console.views import Page
 from services.collector.disaggregation_report import ReportBuilder
-from services.collector.http.access import Access, guarded, is_loopback
+from services.collector.http.access import Access, guarded
 from services.collector.http.app import LIMITS, CollectorEdge, ConsoleContext, add_console, make_app
 from services.collector.metrics.exposition import BOUNDS, families, usage_families, vllm_families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
@@ -48,6 +48,7 @@ from shared.http.origin import OriginPolicy
 from shared.http.server import make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service, baton_version
+from shared.runtime.settings import is_loopback
 from shared.telemetry.prometheus import Family, to_prometheus
 from shared.telemetry.setup import MetricsPush
 from shared.text.fleet_text import adapter_ordered

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +15,7 @@ from services.router.placement.policy import Forcing, RequestPolicy, read_policy
 from services.router.placement.revisions import read_shares
 from services.router.relay.failure_policy import FailurePolicy, read_policy
 from services.router.relay.migration import RESUMES_MAX_MAX
-from shared.runtime.settings import SettingsError, why_unusable
+from shared.runtime.settings import SettingsError, is_loopback, why_unusable
 
 FILE_BYTES_MAX = 32 * 1024 * 1024
 """A larger file is not one that an operator wrote."""
@@ -260,7 +259,7 @@ def read_text(path: str) -> str:
 
 def is_local(settings: Settings) -> bool:
     """Whether only clients on this machine can connect."""
-    return _is_this_machine(settings.published_host or settings.host)
+    return is_loopback(settings.published_host or settings.host)
 
 
 def failure_policy(settings: Settings) -> FailurePolicy:
@@ -278,7 +277,7 @@ def request_policy(settings: Settings) -> RequestPolicy:
     """Which requests are served, and with which targets. Raises SettingsError."""
     try:
         policy = read_policy_fields(
-            settings.slos, settings.force_placement, settings.priority_min, local=_is_this_machine(settings.host)
+            settings.slos, settings.force_placement, settings.priority_min, local=is_loopback(settings.host)
         )
     except ValueError as error:
         raise SettingsError(f"ROUTER_SLOS: {error}; correct it or unset it") from error
@@ -313,10 +312,3 @@ def admission_policy(settings: Settings) -> AdmissionPolicy:
         serve_late=settings.serve_late,
         tenant_weights=weights,
     )
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -8,7 +8,6 @@ import binascii
 import re
 import tomllib
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from shared.contracts.api_keys import Permission
 from shared.http.edge import AsgiApp
 from shared.http.errors import HttpError, error_body
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
-from shared.runtime.settings import SettingsError, why_unusable
+from shared.runtime.settings import SettingsError, is_loopback, why_unusable
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TABLE = re.compile(r"^\[\[key\]\]", re.MULTILINE)
@@ -172,14 +171,6 @@ def read_permissions(path: str) -> dict[str, frozenset[str]]:
         wanted = f"1 to {KEYS_MAX} lines with the SHA-256 of a key each, 64 hexadecimal digits"
         raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({path}) must have {wanted}; `sha256sum` makes them")
     return dict.fromkeys(digests, frozenset({Permission.ADMIN}))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether that name reaches this machine only."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _host_of(header: str) -> str:

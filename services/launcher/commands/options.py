@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -27,6 +28,15 @@ T = TypeVar("T")
 
 WIDTH_OF_FILES = 200
 """Columns of a table that goes to a file or a pipe."""
+
+
+class EngineRole(StrEnum):
+    """Roles of a worker with an engine."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
 
 StateDir = Annotated[
     Path | None, typer.Option(help="Directory of logs and NATS storage.", show_default="~/.local/state/baton")

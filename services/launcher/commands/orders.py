@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, print_json, reply_of
+from services.launcher.commands.options import (
+    EngineRole,
+    Json,
+    NatsUrl,
+    StateDir,
+    fail,
+    find_nats,
+    print_json,
+    reply_of,
+)
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, ModelOrdered, OrderModel, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.workers import Role
 from shared.text import fleet_text
-
-
-class NewRole(StrEnum):
-    """Roles of a worker with an engine."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
 
 OPERATE = "Operate it"
 
@@ -76,7 +75,7 @@ def drain(
 
 def role(
     worker: Worker,
-    role: Annotated[NewRole, typer.Argument(help="The new role.")],
+    role: Annotated[EngineRole, typer.Argument(help="The new role.")],
     nats_url: NatsUrl = "",
     state_dir: StateDir = None,
     json: Json = False,

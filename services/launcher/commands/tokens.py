@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from services.launcher.commands.options import StateDir, fail, state_folder
+from services.launcher.commands.options import EngineRole, StateDir, fail, state_folder
 from services.launcher.system import state_file
 from services.launcher.system.options import ModelOptions
 from services.launcher.system.process_plan import PlanRefused
@@ -23,14 +22,6 @@ if TYPE_CHECKING:
     from services.launcher.fleet.joining import Token
     from services.launcher.system.options import UpOptions
     from services.launcher.system.state_file import RunningSystem
-
-
-class TokenRole(StrEnum):
-    """Roles of the workers of a host that joins."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
 
 
 WORKERS_MAX = 64
@@ -62,7 +53,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def token(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    role: Annotated[TokenRole | None, typer.Option(help="Role of the host's workers; or use --config.")] = None,
+    role: Annotated[EngineRole | None, typer.Option(help="Role of the host's workers; or use --config.")] = None,
     count: Annotated[int, typer.Option(min=1, max=WORKERS_MAX, help="Number of workers.", metavar="N")] = 1,
     model: Annotated[str, typer.Option(help="Their model.", metavar="ID", show_default="the running one")] = "",
     config: Annotated[Path | None, typer.Option(help="A fleet file, which names the workers.")] = None,

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from services.launcher.bus_client import CommandFailed, ask_service, first_status, open_bus
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
+from services.launcher.views.workers import shortened
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, CandidateRecord, DecisionRecord, Part
 from shared.contracts.ids import DecisionId, router_of
@@ -332,7 +333,7 @@ def _fitting(ordered: list[CandidateRecord], notes: list[str], columns: int) -> 
     ):
         shown = [column for column in shown if column[1] != dropped]
         lines = [
-            ["worker", *(_shortened(one.worker_id, name_columns) for one in ordered)],
+            ["worker", *(shortened(one.worker_id, name_columns) for one in ordered)],
             *([heading, *(_cell(one, name) for one in ordered)] for heading, name in shown),
             ["cost", *(duration(one.cost_s) for one in ordered)],
             ["", *notes],
@@ -340,11 +341,6 @@ def _fitting(ordered: list[CandidateRecord], notes: list[str], columns: int) -> 
         if 1 + sum(gap + max(map(len, line)) for line in lines) <= columns:
             return lines, gap
     return lines, 1
-
-
-def _shortened(name: str, columns: int) -> str:
-    """Keeps the end of a name, where names differ."""
-    return name if len(name) <= columns else f"..{name[2 - columns :]}"
 
 
 def _cell(candidate: CandidateRecord, name: str) -> str:

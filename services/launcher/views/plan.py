@@ -13,6 +13,7 @@ from rich.text import Text
 from services.launcher.bus_client import ask_service
 from shared.contracts.channels import PLANS
 from shared.contracts.planning import AskPlans, Demand, PlanAction, PlanDecision, Plans
+from shared.text.fleet_text import plan_text
 from shared.text.quantities import duration
 
 ASK_S_MAX = 3.0
@@ -88,14 +89,8 @@ def _changes(changes: list[PlanDecision], now_unix_s: float) -> Table:
     for each in changes:
         ago = f"{duration(max(0.0, now_unix_s - each.at_ms / 1000))} ago"
         why = Text.assemble(each.why, ("\n" + (each.outcome or "in progress"), "dim"))
-        table.add_row(Text(ago, "dim"), Text(_change(each), "cyan"), why)
+        table.add_row(Text(ago, "dim"), Text(plan_text(each), "cyan"), why)
     return table
-
-
-def _change(decision: PlanDecision) -> str:
-    if decision.action is PlanAction.CHANGE_ROLE:
-        return f"{decision.worker_id} becomes {decision.role}"
-    return f"{decision.change:+d} {decision.role}"
 
 
 def _sentence(text: str) -> str:

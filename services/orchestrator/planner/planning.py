@@ -23,6 +23,7 @@ from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanAction, PlanDecision, Plans, ScaleFleet
 from shared.contracts.workers import FleetWorker
 from shared.runtime.clock import Clock
+from shared.text.fleet_text import plan_text
 
 ROLE_CHANGE_S_MAX = 60.0
 SCALER_S_MAX = 10.0
@@ -98,7 +99,7 @@ class Planning:
 
     async def _carry_out(self, decision: PlanDecision) -> None:
         """Carry the decision out, unless the planner only advises, and publish the outcome."""
-        log.info("plan %d: %s, because %s", decision.number, as_text(decision), decision.why)
+        log.info("plan %d: %s, because %s", decision.number, plan_text(decision), decision.why)
         if self._settings.planner == "advise":
             updated = self._planner.advised(decision, self._clock.now())
         else:
@@ -153,12 +154,6 @@ def make_scaler(bus: Bus, settings: Settings) -> Scaler:
             return WebhookScaler(settings.scaler_url, SCALER_S_MAX)
         case "advice":
             return AdviceScaler()
-
-
-def as_text(decision: PlanDecision) -> str:
-    if decision.action is PlanAction.CHANGE_ROLE:
-        return f"{decision.worker_id} becomes {decision.role}"
-    return f"{decision.change:+d} {decision.role}"
 
 
 class Scaler(Protocol):

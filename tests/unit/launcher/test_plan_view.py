@@ -50,7 +50,7 @@ def test_it_shows_demand_roles_reason_and_changes_with_their_outcome():
     assert "Decision 2 is being carried out." in lines
     assert any(line.endswith("ago decode-2 becomes prefill prefill is full") for line in lines)
     assert "decode-2 is prefill after 0.25 s, 3 legs went on" in lines
-    assert any(line.endswith("ago +1 decode more") for line in lines)
+    assert any(line.endswith("ago add 1 decode worker more") for line in lines)
     assert "in progress" in lines
 
 
