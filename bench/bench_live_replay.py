@@ -1,8 +1,9 @@
 """The live check: a trace in real time through a router, NATS and simulated workers, each a process, against the same
-cut in virtual time: ``python -m bench.bench_live_replay TRACE --seconds 600 --load 1 --policies baton,dynamo``.
+cut in virtual time: ``python -m bench.bench_live_replay TRACE --seconds 600 --load 1 --policies baton-default,dynamo``.
 
 Engines, requests and policies are the same on both sides; prompts are token ids made from the trace's hash ids. Each
-policy gets workers with empty caches. A request that was rejected or failed is infinitely late. It fails (exit status 1)
+policy gets workers with empty caches. Baton's are ``baton-default`` and ``baton-waiting`` (a router always has its queue); of
+other systems, placement rules alone. A request that was rejected or failed is infinitely late. It fails (exit status 1)
 
 * if requests failed other than by a rejection (503, 429), or were sent too late by the client,
 * if both sides rank two policies differently that clearly differ in virtual time,
@@ -31,8 +32,10 @@ import psutil
 import uvloop
 
 from bench.live_client import Outcome, replay
+from bench.live_router import AS_IT_IS
 from replay import experiment
-from replay.policies import BATON
+from replay.policies import BATON_DEFAULT, BATON_WAITING
+from replay.policies.systems import UnknownPolicyError, make_rule
 from replay.profile import PROFILES, Profile
 from replay.results import Result, Slo, buckets_of, spread_of
 from replay.traces import Request, at_load, read_trace
@@ -109,7 +112,12 @@ def run_live(policy: str, requests: list[Request], options: argparse.Namespace) 
         for name in [f"w{number}" for number in range(options.workers)]:
             settings = {**common, **worker_settings(PROFILES[options.profile]), "WORKER_WORKER_ID": name}
             processes[name] = running.enter_context(process(name, folder, ["services.worker"], settings))
-        settings = {**common, "ROUTER_PORT": str(port), "ROUTER_LOG_REQUESTS": "false", **router_settings(options)}
+        settings = {
+            **common,
+            "ROUTER_PORT": str(port),
+            "ROUTER_LOG_REQUESTS": "false",
+            **router_settings(policy, slo, options),
+        }
         module = ["bench.live_router", policy, json.dumps(setting)]
         processes["router"] = running.enter_context(process("router", folder, module, settings))
         until_exact(port, options.workers)
@@ -137,9 +145,11 @@ def show_carried(now: dict[str, float], before: dict[str, float], span_s: float,
           f"requests sent {late.p95 * 1e3:.0f} ms late at p95")  # fmt: skip
 
 
-def router_settings(options: argparse.Namespace) -> dict[str, str]:
-    """Given as NAME=VALUE."""
-    return dict(one.split("=", 1) for one in options.router)
+def router_settings(policy: str, slo: Slo, options: argparse.Namespace) -> dict[str, str]:
+    """The targets, if this policy knows them, and what was given as NAME=VALUE."""
+    targets = {"default": {"ttft_s": slo.ttft_s, "itl_s": slo.itl_s}}
+    known = {"ROUTER_SLOS": json.dumps(targets)} if policy == BATON_WAITING else {}
+    return known | dict(one.split("=", 1) for one in options.router)
 
 
 def until_exact(port: int, workers: int) -> None:
@@ -260,7 +270,7 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=1.0, help="how many times as fast requests arrive")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--profile", choices=list(PROFILES), default="8b")
-    parser.add_argument("--policies", default=f"{BATON},dynamo,least-loaded,round-robin")
+    parser.add_argument("--policies", default=f"{BATON_DEFAULT},dynamo,least-loaded,round-robin")
     parser.add_argument("--ttft", type=float, default=Slo().ttft_s, help="target, seconds")
     parser.add_argument("--itl", type=float, default=Slo().itl_s, help="target, seconds")
     parser.add_argument("--seed", type=int, default=0)
@@ -268,6 +278,12 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=math.inf, help="largest relative difference between the sides")
     parser.add_argument("--virtual-only", action="store_true")
     options = parser.parse_args()
+    policies = options.policies.split(",")
+    try:
+        for policy in set(policies).difference(AS_IT_IS):
+            make_rule(policy)
+    except UnknownPolicyError as error:
+        parser.error(f"{error} A live router takes {', '.join(AS_IT_IS)} or a placement rule of another system.")
     requests = cut(read_trace(options.trace, seed=options.seed), options)
     shape = Shape(both=options.workers)
     slo = Slo(ttft_s=options.ttft, itl_s=options.itl)
@@ -276,7 +292,7 @@ def main() -> int:
     )
     print(f"{len(requests)} requests in {requests[-1].at_s:.0f} s on {options.workers} workers, {options.profile}")
     virtual, live, problems = [], [], []
-    for policy in options.policies.split(","):
+    for policy in policies:
         virtual.append(experiment.run(setting, policy, 1.0, "virtual"))
         show([virtual[-1]])
         if not options.virtual_only:

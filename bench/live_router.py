@@ -1,4 +1,5 @@
-"""A router process with a placement policy of the replay: ``python -m bench.live_router POLICY SETTING``.
+"""A router process with a placement policy of the replay: ``python -m bench.live_router POLICY SETTING``. ``baton-default`` and
+``baton-waiting`` are the router as it is, without targets and with targets in ``ROUTER_SLOS``.
 
 Everything but placement is the router's own: the bus, the index, the load reports, the legs, the relay. What baselines
 count by themselves (legs sent and not yet ended) is read from the router's own records of them.
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from replay.legs import Active
-from replay.policies import BATON
+from replay.policies import BATON_DEFAULT, BATON_WAITING
 from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
 from replay.policies.systems import make_rule
 from replay.profile import PROFILES
@@ -27,6 +28,8 @@ from shared.contracts.ids import WorkerId
 from shared.http.server import listen
 from shared.runtime.service import Service, run_service
 from shared.runtime.settings import load, load_common
+
+AS_IT_IS = (BATON_DEFAULT, BATON_WAITING)
 
 
 class LiveSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,7 @@ def main() -> None:
 
     async def serve(service: Service) -> None:
         router = Router(settings, service.bus, service.clock, Tracing(service.spans, service.clock))
-        if policy != BATON:
+        if policy not in AS_IT_IS:
             router.fleet.placer = Replayed(policy, router.fleet, setting)
         await run(router, service, listener)
 
