@@ -19,10 +19,10 @@ ANY_WORKER = WorkerId("")
 """Sentinel: the request waits for any worker, because all are full."""
 THROUGHPUT_MEMORY_S = 20.0
 """Time constant with which a queue's throughput is forgotten."""
-STRAIN_S_MIN = 0.02
-"""A queue counts as strained when requests waited for this long in total, lately."""
-STRAINED_FOR_S = 300.0
-"""It counts as strained for this long after: a prompt that takes an engine a minute should not meet the next burst."""
+LOAD_MEMORY_S, LOAD_SEEN_S_MIN, LOAD_FORGOTTEN_S = 60.0, 10.0, 0.001
+"""Seconds: the time constant with which a worker's prefill work is forgotten, the shortest time over which it is
+averaged, and the work below which a worker is forgotten.
+"""
 WAITED_S_MIN = 0.5
 """A queue's throughput is an estimate only after requests waited for this long."""
 WORK_AT_FIRST_S = 0.05
@@ -157,12 +157,11 @@ class PriorityQueue:
 class QueueThroughput:
     """How fast a model's queue moves: seconds of engine work begun in each second in which requests waited."""
 
-    __slots__ = ("_at", "_begun_s", "_strained_until", "_waited_s", "_waiting")
+    __slots__ = ("_at", "_begun_s", "_waited_s", "_waiting")
 
     def __init__(self) -> None:
         self._at = 0.0
         self._begun_s = 0.0
-        self._strained_until = 0.0
         self._waited_s = 0.0
         self._waiting = False
 
@@ -174,12 +173,6 @@ class QueueThroughput:
         self._waited_s = self._waited_s * kept + (took_s if self._waiting else 0.0)
         self._at = now
         self._waiting = True
-        if self._waited_s >= STRAIN_S_MIN:
-            self._strained_until = now + STRAINED_FOR_S
-
-    def calm_at(self, now: float) -> float:
-        """When the queue stops to count as strained, if no request waits from now on."""
-        return now + STRAINED_FOR_S if self._waiting else self._strained_until
 
     def emptied(self) -> None:
         """From here on no request waits."""
@@ -194,6 +187,50 @@ class QueueThroughput:
         it counts as begun, so that a queue that has not moved yet has a finite wait.
         """
         return work_s * self._waited_s / (self._begun_s + next_s) if self._waited_s >= WAITED_S_MIN else None
+
+
+class PrefillLoads:
+    """Seconds of prefill work that began on each worker in each second: moving averages over ``LOAD_MEMORY_S``."""
+
+    def __init__(self) -> None:
+        self._loads: dict[WorkerId, PrefillLoad] = {}
+
+    def begun(self, worker_id: WorkerId, work_s: float, now: float) -> None:
+        """A request has begun on this worker."""
+        load = self._loads.get(worker_id)
+        if load is None:
+            self._loads = {one: kept for one, kept in self._loads.items() if kept.left_s(now) > LOAD_FORGOTTEN_S}
+            load = self._loads[worker_id] = PrefillLoad(now)
+        load.add(work_s, now)
+
+    def falls_to(self, worker_id: WorkerId, share: float, now: float) -> float:
+        """When a worker's average is at most ``share``, if nothing more begins there; ``now`` if it is already."""
+        load = self._loads.get(worker_id)
+        average = load.average(now) if load is not None else 0.0
+        return now if average <= share else now + LOAD_MEMORY_S * math.log(average / share)
+
+
+class PrefillLoad:
+    """Of one worker."""
+
+    __slots__ = ("_at", "_begun_s", "_since")
+
+    def __init__(self, now: float) -> None:
+        self._at = self._since = now
+        self._begun_s = 0.0
+
+    def add(self, work_s: float, now: float) -> None:
+        self._begun_s = self.left_s(now) + work_s
+        self._at = now
+
+    def left_s(self, now: float) -> float:
+        """The work that is not forgotten yet."""
+        return self._begun_s * math.exp((self._at - now) / LOAD_MEMORY_S)
+
+    def average(self, now: float) -> float:
+        """Seconds of work for each second."""
+        seen_s = max(LOAD_SEEN_S_MIN, now - self._since)
+        return self.left_s(now) / (LOAD_MEMORY_S * (1.0 - math.exp(-seen_s / LOAD_MEMORY_S)))
 
 
 class ModelQueue:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from services.router.admission.admission import LATE_SHARE_MAX
-from services.router.admission.queues import STRAINED_FOR_S, WAITED_S_MIN
+from services.router.admission.admission import LATE_LOAD_MAX, LATE_SHARE_MAX, WAIT_TARGET_SHARE
+from services.router.admission.queues import LOAD_MEMORY_S, WAITED_S_MIN
 from services.router.placement.placement import Placement, Rejection
 from services.router.placement.request_fields import ForcedWorkers
 from shared.contracts.failures import Reason
@@ -308,10 +308,11 @@ def test_queued_requests_are_rejected_once_too_late():
     engines = Engines(Engine("w1"), late_ratio=1.0)
     engines.offer(10 * A_SECOND)
     entry = engines.offer(100, ttft_s=2.0)
+    waits_s = WAIT_TARGET_SHARE * 2.0 - 0.1  # it takes a tenth of a second itself
 
-    engines.run(until=1.8)
+    engines.run(until=waits_s - 0.1)
     assert entry not in dict(engines.ends)
-    engines.run(until=2.0)
+    engines.run(until=waits_s + 0.1)
 
     assert engines.reason(entry) is Reason.OVERLOADED
 
@@ -327,19 +328,31 @@ def test_a_target_that_an_idle_engine_misses_rejects_nothing():
     assert engines.reason(entry) is None
 
 
-def test_late_requests_are_rejected_until_the_strain_is_over():
-    engines = Engines(Engine("w1"))
-    for _ in range(5):
+def test_late_requests_are_rejected_until_the_load_is_low():
+    engines = Engines(Engine("w1", decode_s=300.0))
+    for _ in range(20):
         engines.offer(A_SECOND)
-    engines.run()
+        engines.run(until=engines.now + 1.0)
 
     rushed = engines.offer(5 * A_SECOND, ttft_s=0.1)
-    engines.run(until=engines.now + STRAINED_FOR_S + 10.0)
-    calm = engines.offer(5 * A_SECOND, ttft_s=0.1)
-    engines.run()
+    again_s = dict(engines.ends)[rushed].retry_after_s
+    engines.run(until=engines.now + again_s / 4)
+    sooner = engines.offer(5 * A_SECOND, ttft_s=0.1)
+    engines.run(until=engines.now + again_s * 3 / 4)
+    later = engines.offer(5 * A_SECOND, ttft_s=0.1)
 
-    assert engines.reason(rushed) is Reason.OVERLOADED
-    assert engines.reason(calm) is None
+    assert again_s == pytest.approx(LOAD_MEMORY_S * math.log(1 / LATE_LOAD_MAX), abs=2.0)
+    assert [engines.reason(entry) for entry in (rushed, sooner, later)] == [Reason.OVERLOADED, Reason.OVERLOADED, None]
+
+
+def test_late_requests_are_rejected_while_others_wait():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    engines.offer(A_SECOND)
+
+    entry = engines.offer(5 * A_SECOND, ttft_s=0.1)
+
+    assert engines.reason(entry) is Reason.OVERLOADED
 
 
 def test_late_requests_take_a_small_share_of_busy_engines():
