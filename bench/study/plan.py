@@ -166,6 +166,7 @@ PLAN = Plan(
             fleets=(
                 Fleet(both=4),
                 Fleet(both=16),
+                Fleet(both=64),
                 Fleet(prefill=2, decode=2),
                 Fleet(prefill=6, decode=10),
                 Fleet(both=8, profile="70b"),
