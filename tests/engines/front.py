@@ -19,9 +19,9 @@ from services.worker.engines.port import CURRENT_LEG, AsgiApp, LegRecord
 from services.worker.legs.asgi_call import AsgiCall
 from services.worker.settings import Settings
 from services.worker.tiny_model import _config, ensure_tiny_tokenizer
-from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
-from shared.contracts.inference import LegKind, StartLeg
+from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import LegOrder
+from tests.support.builders import start_leg
 
 MODEL = "m"
 CHAT = "/v1/chat/completions"
@@ -184,15 +184,11 @@ class Front:
         """One leg; a decode leg if it has an order."""
         usage = {"stream_options": {"include_usage": True}} if path == CHAT else {}
         raw = json.dumps({"model": MODEL, "stream": True, **usage, **body}).encode()
-        start = StartLeg(
-            worker_id=WorkerId("w1"),
-            router_id=RouterId("r1"),
-            request_id=RequestId("q"),
-            leg_id=LegId("l"),
+        start = start_leg(
+            request_id="q",
             kind=LegKind.AGGREGATED if order is None else LegKind.DECODE,
             path=path,
             body=raw,
-            deadline_s=60.0,
             resume=b"" if resume is not None else None,
             created=created,
         )

@@ -15,9 +15,8 @@ from tokenizers import AddedToken, Tokenizer
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.legs.asgi_call import AsgiCall
 from shared.contracts.engine_paths import FORMS, TRANSCRIPTIONS
-from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
-from shared.contracts.inference import LegKind, StartLeg
 from tests.engines.front import MODEL, Front, front, model_with_marks
+from tests.support.builders import start_leg
 
 pytestmark = pytest.mark.vllm
 
@@ -99,17 +98,8 @@ async def ask(there: Front, audio: bytes, **fields: str) -> tuple[int, dict]:
         for name, value in fields.items()
     ]
     file = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n%b\r\n--x--\r\n' % audio
-    start = StartLeg(
-        worker_id=WorkerId("w1"),
-        router_id=RouterId("r1"),
-        request_id=RequestId("q"),
-        leg_id=LegId("l"),
-        kind=LegKind.AGGREGATED,
-        path=TRANSCRIPTIONS,
-        body=b"".join(parts) + file,
-        content_type='multipart/form-data; boundary="x"',
-        deadline_s=60.0,
-    )
+    form = 'multipart/form-data; boundary="x"'
+    start = start_leg(path=TRANSCRIPTIONS, body=b"".join(parts) + file, content_type=form)
     record = LegRecord(kind=start.kind, request_id="q", trace_headers={}, path=start.path, cache_salt="tenant")
     whole = Whole()
 

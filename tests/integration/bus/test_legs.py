@@ -68,6 +68,12 @@ async def read_all(leg) -> list[Frame]:
     return frames
 
 
+async def fails(leg, reason: Reason) -> None:
+    with pytest.raises(LegFailed) as failed:
+        await soon(leg.frames())
+    assert failed.value.failure.reason is reason
+
+
 async def test_frames_arrive_in_order_from_head_to_end(world):
     leg, _worker, answer = await started(world)
 
@@ -131,9 +137,7 @@ async def test_a_leg_to_an_absent_worker_fails_at_once(world):
 
     leg = await inbox.start(start_leg(worker_id="nobody"))
 
-    with pytest.raises(LegFailed) as failed:
-        await soon(leg.frames())
-    assert failed.value.failure.reason is Reason.WORKER_LOST
+    await fails(leg, Reason.WORKER_LOST)
 
 
 async def test_a_missing_frame_fails_the_leg_and_stops_the_worker(world):
@@ -145,9 +149,7 @@ async def test_a_missing_frame_fails_the_leg_and_stops_the_worker(world):
     await worker.bus.publish(FRAMES, FrameBatch(router_id="r1", worker_id="w1", epoch=1, frames=frames))
 
     assert len(await soon(leg.frames())) == 1
-    with pytest.raises(LegFailed) as failed:
-        await soon(leg.frames())
-    assert failed.value.failure.reason is Reason.FRAMES_LOST
+    await fails(leg, Reason.FRAMES_LOST)
     await until(lambda: worker.cancelled == ["leg-1"])
 
 
@@ -188,9 +190,7 @@ async def test_a_leg_whose_client_does_not_read_is_ended_at_its_bound(world):
     await until(lambda: leg.ended)
     await until(lambda: worker.cancelled == ["leg-1"])
     await soon(leg.frames())
-    with pytest.raises(LegFailed) as failed:
-        await soon(leg.frames())
-    assert failed.value.failure.reason is Reason.CLIENT_SLOW
+    await fails(leg, Reason.CLIENT_SLOW)
 
 
 async def test_losing_a_worker_fails_its_legs_of_that_life_only(world):
@@ -203,9 +203,7 @@ async def test_losing_a_worker_fails_its_legs_of_that_life_only(world):
 
     inbox.worker_lost("w1", 1)
 
-    with pytest.raises(LegFailed) as failed:
-        await soon(old.frames())
-    assert failed.value.failure.reason is Reason.WORKER_LOST
+    await fails(old, Reason.WORKER_LOST)
     assert (new.ended, other.ended) == (False, False)
 
 
@@ -233,9 +231,7 @@ async def test_a_frame_beyond_the_budget_fails_its_leg_with_the_reason(world):
     answer.data(b"x" * FRAME_BUDGET_BYTES)
 
     assert (await soon(leg.frames()))[0].status == 200
-    with pytest.raises(LegFailed) as failed:
-        await soon(leg.frames())
-    assert failed.value.failure.reason is Reason.TOO_LARGE
+    await fails(leg, Reason.TOO_LARGE)
     assert worker.gone == [Reason.TOO_LARGE]
 
 
@@ -288,9 +284,7 @@ async def test_an_outage_fails_legs_on_both_sides_at_once_and_new_legs_work_afte
     await worker.next_leg()
 
     async with world.outage():
-        with pytest.raises(LegFailed) as failed:
-            await soon(leg.frames())
-        assert failed.value.failure.reason is Reason.BUS_DOWN
+        await fails(leg, Reason.BUS_DOWN)
         assert worker.gone == [Reason.BUS_DOWN]
         with pytest.raises(BusDown):
             await soon(inbox.start(start_leg("during")))

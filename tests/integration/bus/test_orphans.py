@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from shared.bus.leg_inbox import LISTS_MISSED_MAX, LegFailed
+from shared.bus.leg_inbox import LISTS_MISSED_MAX
 from shared.contracts.channels import FRAMES
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegReport
-from tests.integration.bus.test_legs import open_inbox, open_worker, read_all
+from tests.integration.bus.test_legs import fails, open_inbox, open_worker, read_all
 from tests.integration.bus.worlds import soon, until
 from tests.support.builders import start_leg
 
@@ -53,9 +51,7 @@ async def test_a_stream_that_its_worker_has_lost_fails_at_the_next_in_flight_lis
 
     await worker.sender.send_in_flight_lists()
 
-    with pytest.raises(LegFailed) as failed:
-        await soon(leg.frames())
-    assert failed.value.failure.reason is Reason.FRAMES_LOST
+    await fails(leg, Reason.FRAMES_LOST)
     assert inbox.orphans.awaited == 1
 
 
@@ -69,9 +65,7 @@ async def test_a_leg_that_never_arrived_fails_after_some_in_flight_lists_and_not
     assert not leg.ended
     await worker.sender.send_in_flight_lists()
 
-    with pytest.raises(LegFailed) as failed:
-        await soon(leg.frames())
-    assert failed.value.failure.reason is Reason.FRAMES_LOST
+    await fails(leg, Reason.FRAMES_LOST)
     assert inbox.orphans.awaited == 1
 
 

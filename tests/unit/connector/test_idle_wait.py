@@ -21,20 +21,25 @@ def waiting():
     return idle_wait, inbox
 
 
-def test_input_ends_the_wait():
-    idle_wait, inbox = waiting()
-    waiter = threading.Thread(target=lambda: [idle_wait.wait() for _ in range(1000)])
+def ends(idle_wait, inbox, cause, waits: int = 1) -> bool:
+    """Whether it ends all of its waits when ``cause`` is called in each."""
+    waiter = threading.Thread(target=lambda: [idle_wait.wait() for _ in range(waits)])
     waited = inbox.not_empty.wait
 
-    def put_while_waiting(_s):  # Runs as soon as the engine waits: without a notification it would wait forever.
-        threading.Thread(target=inbox.put, args=("request",)).start()
+    def cause_while_waiting(_s):  # Runs as soon as the engine waits: without a notification it would wait forever.
+        threading.Thread(target=cause).start()
         return waited(None)
 
-    inbox.not_empty.wait = put_while_waiting
+    inbox.not_empty.wait = cause_while_waiting
     waiter.start()
     waiter.join(5.0)
+    return not waiter.is_alive()
 
-    assert not waiter.is_alive()
+
+def test_input_ends_the_wait():
+    idle_wait, inbox = waiting()
+
+    assert ends(idle_wait, inbox, lambda: inbox.put("request"), waits=1000)
 
 
 def test_queued_input_prevents_the_wait():
@@ -63,18 +68,8 @@ def test_a_noted_change_prevents_the_next_wait():
 
 def test_wake_ends_the_wait():
     idle_wait, inbox = waiting()
-    waiter = threading.Thread(target=idle_wait.wait)
-    waited = inbox.not_empty.wait
 
-    def wake_while_waiting(_s):  # Runs as soon as the engine waits: without a notification it would wait forever.
-        threading.Thread(target=idle_wait.wake).start()
-        return waited(None)
-
-    inbox.not_empty.wait = wake_while_waiting
-    waiter.start()
-    waiter.join(5.0)
-
-    assert not waiter.is_alive()
+    assert ends(idle_wait, inbox, idle_wait.wake)
 
 
 def test_wake_before_the_wait_prevents_it():

@@ -37,6 +37,23 @@ async def answer(worker, body=None, path=CHAT, **options):
     return status, data, frames[-1].report if frames else None, failure
 
 
+async def held_leg(server, worker):
+    """A leg whose request the server has; it answers once the event is set."""
+    held = asyncio.Event()
+
+    async def slow(asked, writer) -> None:
+        await held.wait()
+        await says(WHOLE)(asked, writer)
+
+    server.answers[CHAT] = slow
+    leg = await worker.leg(path=CHAT, body=ASK)
+    async with asyncio.timeout(WAIT_S_MAX):
+        while not server.posted():
+            server.arrived.clear()
+            await server.arrived.wait()
+    return leg, held
+
+
 async def test_a_whole_answer_comes_back_under_the_served_name():
     async with server_and_worker() as (server, worker):
         server.answers[CHAT] = says(WHOLE)
@@ -299,18 +316,7 @@ async def test_metrics_are_found_where_tensorrt_llm_has_them():
 
 async def test_legs_beyond_the_limit_are_refused_before_the_server_hears_of_them():
     async with server_and_worker(legs_max=1) as (server, worker):
-        held = asyncio.Event()
-
-        async def slow(asked, writer) -> None:
-            await held.wait()
-            await says(WHOLE)(asked, writer)
-
-        server.answers[CHAT] = slow
-        first = await worker.leg(path=CHAT, body=ASK)
-        async with asyncio.timeout(WAIT_S_MAX):
-            while not server.posted():
-                server.arrived.clear()
-                await server.arrived.wait()
+        first, held = await held_leg(server, worker)
         *_rest, refused = await answer(worker)
         held.set()
         frames, failure = await worker.read(first)
@@ -331,18 +337,7 @@ async def test_its_role_cannot_be_changed():
 
 async def test_a_drain_ends_its_legs_well_and_the_record_stays_out_of_traffic():
     async with server_and_worker() as (server, worker):
-        held = asyncio.Event()
-
-        async def slow(asked, writer) -> None:
-            await held.wait()
-            await says(WHOLE)(asked, writer)
-
-        server.answers[CHAT] = slow
-        leg = await worker.leg(path=CHAT, body=ASK)
-        async with asyncio.timeout(WAIT_S_MAX):
-            while not server.posted():
-                server.arrived.clear()
-                await server.arrived.wait()
+        leg, held = await held_leg(server, worker)
         worker.service.stopping.set()
         await worker.until(WorkerPhase.DRAINING)
         held.set()

@@ -8,7 +8,8 @@ import pytest
 
 from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord
 from services.worker.legs.asgi_call import LISTEN_S_MAX, AsgiCall
-from shared.contracts.inference import LegKind, StartLeg
+from shared.contracts.inference import LegKind
+from tests.support.builders import start_leg
 
 SOON_S = 30.0
 
@@ -30,22 +31,9 @@ async def no_server_error() -> None:
     return
 
 
-def started(path: str) -> StartLeg:
-    return StartLeg(
-        worker_id="w1",
-        router_id="r1",
-        request_id="q",
-        leg_id="l",
-        kind=LegKind.AGGREGATED,
-        path=path,
-        body=b"{}",
-        deadline_s=60.0,
-    )
-
-
 def call() -> AsgiCall:
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
-    return AsgiCall(started("/v1/completions"), b"{}", record, Nobody(), no_server_error)
+    return AsgiCall(start_leg(), b"{}", record, Nobody(), no_server_error)
 
 
 async def cancelled(app: AsgiApp, computing: asyncio.Event) -> None:
@@ -57,20 +45,21 @@ async def cancelled(app: AsgiApp, computing: asyncio.Event) -> None:
         await running
 
 
+async def compute(begun: asyncio.Event, ended: asyncio.Event) -> None:
+    begun.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.set()
+
+
 async def test_cancelling_a_call_disconnects_the_server_first():
     """As vLLM's does for answers that are not streamed."""
     computing, ended = asyncio.Event(), asyncio.Event()
 
-    async def compute() -> None:
-        computing.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
     async def app(_scope, receive, send) -> None:
         await receive()
-        tasks = [asyncio.create_task(compute()), asyncio.create_task(receive())]
+        tasks = [asyncio.create_task(compute(computing, ended)), asyncio.create_task(receive())]
         _done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
@@ -85,16 +74,9 @@ async def test_a_busy_server_aborts_its_request_before_it_is_cancelled():
     """vLLM's server passes a cancellation on to its request only after a disconnect."""
     computing, aborted = asyncio.Event(), asyncio.Event()
 
-    async def compute() -> None:
-        computing.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            aborted.set()
-
     async def app(_scope, receive, _send) -> None:
         await receive()
-        computation = asyncio.create_task(compute())
+        computation = asyncio.create_task(compute(computing, aborted))
         await receive()
         await asyncio.sleep(2 * LISTEN_S_MAX)  # other requests
         computation.cancel()
@@ -108,11 +90,7 @@ async def test_a_server_that_ignores_a_disconnect_is_cancelled():
     computing, ended = asyncio.Event(), asyncio.Event()
 
     async def app(_scope, _receive, _send) -> None:
-        computing.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
+        await compute(computing, ended)
 
     await cancelled(app, computing)
 
@@ -170,7 +148,7 @@ def server(record: LegRecord, said: list[tuple[list[int], list[bytes]]], ending:
 async def test_all_events_of_a_token_are_sent_with_it_and_none_without(path):
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
     sent = Sent()
-    called = AsgiCall(started(path), b"{}", record, sent, no_server_error)
+    called = AsgiCall(start_leg(path=path), b"{}", record, sent, no_server_error)
     said = [([1], [b"added ", b"delta "]), ([2], []), ([3, 4], [b"done ", b"added ", b"delta "]), ([5], [])]
 
     await called.run(server(record, said, [b"stop ", b"end "]))
@@ -209,7 +187,7 @@ async def relayed(*messages: AsgiMessage) -> tuple[list[list[object]], list[obje
     """What has been relayed after each of the server's messages, and in the end."""
     log, after = Log(), []
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
-    served = AsgiCall(started("/v1/completions"), b"{}", record, log, no_server_error)
+    served = AsgiCall(start_leg(), b"{}", record, log, no_server_error)
 
     async def app(_scope, _receive, send) -> None:
         for message in messages:

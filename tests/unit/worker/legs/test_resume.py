@@ -9,25 +9,15 @@ import pytest
 from services.worker.engines.port import LegRecord
 from services.worker.legs.resume import CannotResume, dated, joined_tokens, resumed_tokens
 from shared.contracts.failures import Reason
-from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import FrameKind, LegKind, StartLeg, pack_tokens
+from tests.support.builders import start_leg
 from tests.unit.worker.fakes import running_worker
 
 
 def start(body: dict, kind: LegKind = LegKind.AGGREGATED, **fields) -> StartLeg:
-    return StartLeg(
-        **{
-            "worker_id": WorkerId("w1"),
-            "router_id": RouterId("r1"),
-            "request_id": RequestId("q"),
-            "leg_id": LegId("l"),
-            "kind": kind,
-            "path": "/v1/chat/completions",
-            "body": json.dumps({"stream": True, **body}).encode(),
-            "deadline_s": 5.0,
-            "resume": pack_tokens([5, 6]),
-            **fields,
-        }
+    raw = json.dumps({"stream": True, **body}).encode()
+    return start_leg(
+        **{"kind": kind, "path": "/v1/chat/completions", "body": raw, "resume": pack_tokens([5, 6]), **fields}
     )
 
 

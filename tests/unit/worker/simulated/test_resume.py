@@ -13,9 +13,9 @@ from services.worker.engines.simulated.engine import SimulatedEngine, SimulatedM
 from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.legs.asgi_call import AsgiCall
 from services.worker.tiny_model import ensure_tiny_tokenizer
-from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
-from shared.contracts.inference import LegKind, StartLeg
+from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import LegOrder
+from tests.support.builders import start_leg
 from tests.unit.worker.simulated.builders import INSTANT
 
 PROMPT = "The station master kept three clocks on the wall. " * 8
@@ -74,16 +74,7 @@ async def serve(engine, path, fields, *, resume=None, cached=None, kind=LegKind.
     body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "max_tokens": TOKENS}
     asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": PROMPT}]}
     raw = json.dumps({**body, **asked, **fields}).encode()
-    start = StartLeg(
-        worker_id=WorkerId("w1"),
-        router_id=RouterId("r1"),
-        request_id=RequestId("q"),
-        leg_id=LegId("l"),
-        kind=kind,
-        path=path,
-        body=raw,
-        deadline_s=60.0,
-    )
+    start = start_leg(request_id="q", kind=kind, path=path, body=raw)
     record = LegRecord(
         kind=kind, request_id="q", trace_headers={}, resume=resume, resume_cached_tokens=cached, order=order
     )
