@@ -7,7 +7,6 @@ holder to act in the middle of a read.
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -25,7 +24,7 @@ from shared.contracts.workers import WorkerPhase
 from tests.support.kv_driver import BLOCK, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
-from tests.support.prompts import VOCABULARY
+from tests.support.prompts import random_prompt
 from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
 
 PREFILL, DECODE = "p1", "d1"
@@ -152,10 +151,6 @@ async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
 
         await tap.until(ready, "both workers are ready", START_S_MAX)
         yield driver
-
-
-def random_prompt(seed: int, tokens: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=tokens)
 
 
 async def until_first_token(leg: Leg) -> list[Frame]:

@@ -27,7 +27,6 @@ from tests.engines.kv_pair import (
     kill,
     kv_pair,
     packed,
-    random_prompt,
     remaining_frames,
     report_of,
     start_following,
@@ -37,6 +36,7 @@ from tests.engines.kv_pair import (
     until_first_token,
 )
 from tests.support.kv_driver import TOKENS, Driver, transfer_report_of
+from tests.support.prompts import random_prompt
 from tests.support.worker_processes import GONE_S_MAX, gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from shared.contracts.inference import LegKind
 from tests.gpu.conftest import DECODE, PREFILL, Pair, driver_of
 from tests.support.kv_driver import BLOCK, Driver, transfer_report_of
-from tests.support.prompts import VOCABULARY
+from tests.support.prompts import random_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.nats]
 
@@ -24,32 +23,19 @@ async def driver(pair: Pair) -> AsyncIterator[Driver]:
         yield driver
 
 
-def prompt_of(tokens: int, seed: str) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=tokens)
-
-
 @pytest.mark.parametrize("tokens", [40, 333, 1000, 3500])
 async def test_a_handoff_gives_the_tokens_of_one_engine(driver: Driver, tokens):
     """Proves: the decode engine reads every full block from the other engine's GPU memory, and computes on with it as
     one engine would have. Fails on a wrong address, layout, device number, or a read before the GPU has written.
     """
-    prompt = prompt_of(tokens, f"handoff {tokens}")
-    alone = await driver.alone(DECODE, prompt)
-
-    offer = await driver.offered(PREFILL, prompt)
-    answer = await driver.taken(DECODE, prompt, offer)
-
-    transfer_report = transfer_report_of(answer)
-    assert transfer_report.reads[0].failure == ""
-    assert transfer_report.fetched_tokens == (tokens - 1) // BLOCK * BLOCK
-    assert answer.token_ids == alone
+    await driver.hand_over(PREFILL, DECODE, random_prompt(f"handoff {tokens}", tokens))
 
 
 async def test_a_followed_prompt_gives_the_tokens_of_one_engine(driver: Driver):
     """Proves: blocks that are read while the prompt is computed were written before. The GPU runs behind the scheduler,
     so a lease that is granted too early would hand out unwritten memory.
     """
-    prompt = prompt_of(3500, "followed")
+    prompt = random_prompt("followed", 3500)
     alone = await driver.alone(DECODE, prompt)
 
     source = driver.source(PREFILL, follow=True)
@@ -64,7 +50,7 @@ async def test_a_followed_prompt_gives_the_tokens_of_one_engine(driver: Driver):
 
 async def test_many_handoffs_at_once_do_not_mix(driver: Driver):
     """Proves: concurrent reads into one GPU land in the blocks of their own requests."""
-    prompts = [prompt_of(200 + 150 * number, f"many {number}") for number in range(AT_ONCE)]
+    prompts = [random_prompt(f"many {number}", 200 + 150 * number) for number in range(AT_ONCE)]
     alone = [await driver.alone(DECODE, prompt) for prompt in prompts]
 
     async def handed_over(prompt: list[int]) -> list[int]:
@@ -76,7 +62,7 @@ async def test_many_handoffs_at_once_do_not_mix(driver: Driver):
 
 async def test_the_prefill_engine_reads_back_what_the_decode_engine_generated(driver: Driver):
     """Proves: reads work in the other direction, and what was read serves later prompts as its own cache."""
-    first = prompt_of(500, "read back")
+    first = random_prompt("read back", 500)
     answer = await driver.leg(DECODE, LegKind.AGGREGATED, first, fields={"max_tokens": 200})
     history = [*first, *answer.token_ids]
     held = (len(history) - 1) // BLOCK * BLOCK

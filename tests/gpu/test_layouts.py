@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.gpu.conftest import DECODE, PREFILL, Pair, driver_of, running
 from tests.gpu.places import layout_of, place
-from tests.support.kv_driver import Driver, transfer_report_of
-from tests.support.prompts import VOCABULARY
+from tests.support.kv_driver import Driver
+from tests.support.prompts import random_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.nats]
 
@@ -44,13 +43,4 @@ async def test_a_prompt_is_handed_over_between_layouts(driver: Driver, layouts: 
     """
     block = (await layouts.records())[decode].hashing.block_size
     for seed in range(4):
-        prompt = random.Random(f"{prefill} {seed}").choices(VOCABULARY, k=300 + 400 * seed)
-        alone = await driver.alone(decode, prompt)
-
-        offer = await driver.offered(prefill, prompt)
-        answer = await driver.taken(decode, prompt, offer)
-
-        transfer_report = transfer_report_of(answer)
-        assert transfer_report.reads[0].failure == ""
-        assert transfer_report.fetched_tokens == (len(prompt) - 1) // block * block
-        assert answer.token_ids == alone
+        await driver.hand_over(prefill, decode, random_prompt(f"{prefill} {seed}", 300 + 400 * seed), block)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.gpu.conftest import DECODE, PREFILL, Pair, driver_of, running
 from tests.gpu.places import place
-from tests.support.kv_driver import BLOCK, Driver, transfer_report_of
-from tests.support.prompts import VOCABULARY
+from tests.support.kv_driver import Driver
+from tests.support.prompts import random_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.nats]
 
@@ -32,13 +31,4 @@ async def driver(ranks: Pair) -> AsyncIterator[Driver]:
 async def test_a_prompt_is_handed_over_between_one_gpu_and_two(driver: Driver, prefill, decode):
     """Proves: heads are split and joined right between GPUs, and each rank names the GPU that holds the block."""
     for seed in range(4):
-        prompt = random.Random(f"{prefill} {seed}").choices(VOCABULARY, k=300 + 400 * seed)
-        alone = await driver.alone(decode, prompt)
-
-        offer = await driver.offered(prefill, prompt)
-        answer = await driver.taken(decode, prompt, offer)
-
-        transfer_report = transfer_report_of(answer)
-        assert transfer_report.reads[0].failure == ""
-        assert transfer_report.fetched_tokens == (len(prompt) - 1) // BLOCK * BLOCK
-        assert answer.token_ids == alone
+        await driver.hand_over(prefill, decode, random_prompt(f"{prefill} {seed}", 300 + 400 * seed))

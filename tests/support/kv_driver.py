@@ -102,6 +102,15 @@ class Driver:
         """A decode leg that reads the offered blocks."""
         return await self.leg(worker, LegKind.DECODE, prompt, kv_transfer=msgspec.msgpack.encode(offer), **options)
 
+    async def hand_over(self, prefill: str, decode: str, prompt: Sequence[int], block: int = BLOCK) -> None:
+        """Hand a prompt over: every full block is read, and the tokens are those of one engine."""
+        alone = await self.alone(decode, prompt)
+        answer = await self.taken(decode, prompt, await self.offered(prefill, prompt))
+        transfer_report = transfer_report_of(answer)
+        assert transfer_report.reads[0].failure == ""
+        assert transfer_report.fetched_tokens == (len(prompt) - 1) // block * block
+        assert answer.token_ids == alone
+
     async def alone(self, worker: str, prompt: Sequence[int], tokens: int = TOKENS) -> list[int]:
         """Expected output tokens: those of one engine that fetches and reuses nothing."""
         fields = {"cache_salt": ALONE, "max_tokens": tokens}

@@ -17,3 +17,7 @@ def prompts_with_shared_prefixes(seed: int, *, shortest: int, longest: int = 300
         shared = draw.choice(prompts)[: draw.randint(1, length)] if number % 2 else []
         prompts.append(shared + draw.choices(VOCABULARY, k=length - len(shared)))
     return prompts
+
+
+def random_prompt(seed: int | str, tokens: int) -> list[int]:
+    return random.Random(seed).choices(VOCABULARY, k=tokens)

@@ -21,7 +21,7 @@ from shared.contracts.workers import WorkerPhase
 from tests.engines.system.fleet import AGAIN_S, DECODE, PREFILL, STORE, Client, Fleet, client_of
 from tests.support.kv_driver import BLOCK, transfer_report_of
 from tests.support.processes import quietest_cpu
-from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
+from tests.support.prompts import prompts_with_shared_prefixes, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
@@ -33,9 +33,12 @@ CACHED_SOON_S = 2.0
 ATTEMPTS = 3
 """On a busy machine a grant may come too late, and the reader computes the prompt itself."""
 TURNS: dict[str, Callable[[list[int]], tuple[list[int], int]]] = {
-    "next": lambda history: ([*history, *draw(42, 100)], whole_blocks(len(history) - 1)),
-    "edited": lambda history: ([*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)], 26 * BLOCK),
-    "shortened": lambda history: (history[: 32 * BLOCK + 3] + draw(53, 300), 32 * BLOCK),
+    "next": lambda history: ([*history, *random_prompt(42, 100)], whole_blocks(len(history) - 1)),
+    "edited": lambda history: (
+        [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *random_prompt(52, 40)],
+        26 * BLOCK,
+    ),
+    "shortened": lambda history: (history[: 32 * BLOCK + 3] + random_prompt(53, 300), 32 * BLOCK),
 }
 """A prompt from the history so far, and how many of its first tokens an engine has cached."""
 SEEDS = {"next": 410, "edited": 420, "shortened": 430}
@@ -52,10 +55,6 @@ GRANTS_BETWEEN_STEPS_MAX = 8
 async def client(fleet: Fleet) -> AsyncIterator[Client]:
     async with client_of(fleet) as client:
         yield client
-
-
-def draw(seed: int, tokens: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=tokens)
 
 
 def whole_blocks(tokens: int) -> int:
@@ -90,7 +89,7 @@ async def test_streamed_and_offered_handoffs_give_the_tokens_of_one_engine(clien
 
 
 async def test_streamed_answers_are_the_same_tokens(client: Client):
-    prompt = draw(31, 1500)
+    prompt = random_prompt(31, 1500)
 
     events = await client.events(prompt, "disaggregated")
 
@@ -101,7 +100,7 @@ async def test_streamed_answers_are_the_same_tokens(client: Client):
 @pytest.mark.parametrize("turn", ["next", "edited", "shortened"])
 async def test_a_turn_fetches_the_history_that_it_shares_with_the_decode_engine(client: Client, turn: str):
     for attempt in range(ATTEMPTS):
-        first = draw(SEEDS[turn] + attempt, 20 * BLOCK)
+        first = random_prompt(SEEDS[turn] + attempt, 20 * BLOCK)
         said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK, baton={"decode_worker": DECODE})
         await asyncio.sleep(CACHED_SOON_S)
         prompt, shared = TURNS[turn](first + said.token_ids)
@@ -120,11 +119,11 @@ async def test_a_turn_fetches_the_history_that_it_shares_with_the_decode_engine(
 
 
 async def test_one_prompt_is_read_from_two_holders(client: Client):
-    driver, prompt = client.driver, draw(61, 40 * BLOCK + 5)
+    driver, prompt = client.driver, random_prompt(61, 40 * BLOCK + 5)
     alone = await client.alone(prompt)
-    await driver.leg(DECODE, LegKind.AGGREGATED, draw(62, BLOCK))
-    await until_read(client, STORE, DECODE, draw(62, BLOCK))
-    await until_read(client, PREFILL, STORE, draw(62, BLOCK))
+    await driver.leg(DECODE, LegKind.AGGREGATED, random_prompt(62, BLOCK))
+    await until_read(client, STORE, DECODE, random_prompt(62, BLOCK))
+    await until_read(client, PREFILL, STORE, random_prompt(62, BLOCK))
     await driver.leg(DECODE, LegKind.AGGREGATED, prompt)
     assert (await driver.fetch(STORE, prompt[: 15 * BLOCK], driver.source(DECODE))).fetched == 15
     sources = [driver.source(STORE, end=15), driver.source(DECODE, first=15)]
@@ -141,7 +140,7 @@ async def test_one_prompt_is_read_from_two_holders(client: Client):
 
 
 async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: Client):
-    prompt = draw(71, 30 * BLOCK + 1)
+    prompt = random_prompt(71, 30 * BLOCK + 1)
     await client.driver.leg(PREFILL, LegKind.AGGREGATED, prompt)
     before = client.tap.loads[DECODE]
 
@@ -163,10 +162,10 @@ async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: C
 
 async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(client: Client):
     """The requests of vLLM PR #24520."""
-    base = draw(81, 1000)
+    base = random_prompt(81, 1000)
 
     async def served(seed: int, shared: int, **fields: float) -> bool:
-        prompt = base[:shared] + draw(seed, 1000 - shared)
+        prompt = base[:shared] + random_prompt(seed, 1000 - shared)
         await client.tap.until_settled(DECODE)  # Its report counts the request before, too.
         before = client.tap.loads[DECODE].computed_tokens_total
         said = await client.ask(prompt, **ON_DECODE, **fields)
@@ -191,7 +190,7 @@ async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(cli
 
 
 async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):
-    cold = draw(91, 300)
+    cold = random_prompt(91, 300)
 
     events = await client.events(cold, cache_hit_threshold=1.0)
     empty = await client.ask("", cache_hit_threshold=0.5)
@@ -206,7 +205,7 @@ async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):
 
 
 async def test_a_prefill_leg_is_exempt_and_what_can_be_fetched_counts(client: Client):
-    cold = draw(95, 700)
+    cold = random_prompt(95, 700)
 
     for handoff in ("streamed", "offered"):
         said = await client.ask(cold, "disaggregated", endpoint=handoff, cache_salt=handoff, cache_hit_threshold=0.9)
@@ -218,13 +217,13 @@ async def test_a_hundred_requests_with_random_aborts_leave_nothing_pinned(client
     dice, abort_slots = random.Random(7), asyncio.Semaphore(ABORTING_AT_ONCE)
     ended = {"answered": 0, "left": 0}
     begun_at = time.monotonic()
-    await client.ask(draw(999, 500), "disaggregated", max_tokens=12)
+    await client.ask(random_prompt(999, 500), "disaggregated", max_tokens=12)
     patience_s_max = max(PATIENCE_S_MAX, ABORTING_AT_ONCE * (time.monotonic() - begun_at))  # more on a busy machine
 
     async def ask_and_maybe_leave(number: int) -> None:
         async with abort_slots:
             asking = client.ask(
-                draw(1000 + number, dice.randint(40, 900)),
+                random_prompt(1000 + number, dice.randint(40, 900)),
                 "disaggregated",
                 endpoint=dice.choice(("streamed", "offered")),
                 max_tokens=dice.randint(1, 24),
@@ -242,16 +241,18 @@ async def test_a_hundred_requests_with_random_aborts_leave_nothing_pinned(client
 
     print(f"\n{ended}, nothing pinned {time.monotonic() - begun_at:.1f} s after the last")
     assert min(ended.values()) > 0
-    prompt = draw(99, 500)
+    prompt = random_prompt(99, 500)
     assert (await client.ask(prompt, "disaggregated")).token_ids == await client.alone(prompt)
 
 
 async def test_a_holder_grants_while_it_computes_a_step(client: Client):
-    driver, held = client.driver, draw(131, 300)
+    driver, held = client.driver, random_prompt(131, 300)
     await driver.leg(PREFILL, LegKind.AGGREGATED, held)
     granted = 0
 
-    computing = asyncio.create_task(driver.leg(PREFILL, LegKind.AGGREGATED, draw(132, 4000), fields={"max_tokens": 1}))
+    computing = asyncio.create_task(
+        driver.leg(PREFILL, LegKind.AGGREGATED, random_prompt(132, 4000), fields={"max_tokens": 1})
+    )
     while not computing.done():
         grant = await driver.lease(PREFILL, held, hold_s=5.0)
         assert len(unpack_block_ids(grant.block_ids)) == 300 // BLOCK
@@ -267,7 +268,7 @@ async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Cli
     await client.tap.until_settled(*ENGINES)
     trees = [[process, *process.children(True)] for process in map(psutil.Process, worker_pids(fleet))]
 
-    offer = await client.driver.offered(PREFILL, draw(101, 2000))
+    offer = await client.driver.offered(PREFILL, random_prompt(101, 2000))
     await asyncio.sleep(CACHED_SOON_S)
     pinned = client.tap.exchange_state(PREFILL).pinned_blocks
     used = await asyncio.to_thread(quietest_cpu, trees, enough=IDLE_CPU_MAX)
@@ -276,7 +277,7 @@ async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Cli
     assert pinned == 2000 // BLOCK
     assert offer.until_s > time.monotonic()
     assert used < IDLE_CPU_MAX
-    await client.driver.taken(DECODE, draw(101, 2000), offer)
+    await client.driver.taken(DECODE, random_prompt(101, 2000), offer)
     await client.tap.until_settled(*ENGINES)
 
 
@@ -285,7 +286,7 @@ def worker_pids(fleet: Fleet) -> list[int]:
 
 
 async def test_equal_prompts_that_come_together_are_read_once(client: Client):
-    driver, tap, prompt = client.driver, client.tap, draw(141, 1000)
+    driver, tap, prompt = client.driver, client.tap, random_prompt(141, 1000)
     alone = await client.alone(prompt)
     offers = [await driver.offered(PREFILL, prompt) for _ in range(3)]
     await tap.until_settled(DECODE)
@@ -300,8 +301,8 @@ async def test_equal_prompts_that_come_together_are_read_once(client: Client):
 
 async def test_a_store_copies_prompts_and_lends_them_after_its_restart(client: Client):
     driver, tap = client.driver, client.tap
-    prompts = {kind: draw(171 + number, 20 * BLOCK + 9) for number, kind in enumerate(("memory", "files"))}
-    warm = {kind: draw(173 + number, BLOCK) for number, kind in enumerate(prompts)}
+    prompts = {kind: random_prompt(171 + number, 20 * BLOCK + 9) for number, kind in enumerate(("memory", "files"))}
+    warm = {kind: random_prompt(173 + number, BLOCK) for number, kind in enumerate(prompts)}
     alone = {kind: await client.alone(prompt) for kind, prompt in prompts.items()}
     await restarted_store(client, empty=True)
     for prompt in (*warm.values(), *prompts.values()):

@@ -4,7 +4,6 @@ block. The models have layers with pages of two lengths, and heads on two ranks.
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.support.kv_driver import BLOCK, MODEL, Driver, driving, transfer_repo
 from tests.support.kv_tap import Tap
 from tests.support.model_families import FAMILIES, make_model
 from tests.support.nats_server import NatsServer
-from tests.support.prompts import VOCABULARY
+from tests.support.prompts import random_prompt
 from tests.support.worker_processes import WorkerProcess, ready_workers, start_worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
@@ -66,21 +65,12 @@ async def test_the_layers_of_a_block_lie_together_or_apart(driver: Driver, reque
 @pytest.mark.parametrize(("prefill", "decode"), [(TOGETHER, OTHER), (OTHER, TOGETHER)])
 async def test_a_prompt_is_handed_over_between_engines_of_different_layouts(driver: Driver, prefill, decode):
     for seed in range(4):
-        prompt = random.Random(f"{prefill}-{seed}").choices(VOCABULARY, k=300 + 150 * seed)
-        alone = await driver.alone(decode, prompt)
-
-        offer = await driver.offered(prefill, prompt)
-        answer = await driver.taken(decode, prompt, offer)
-
-        transfer_report = transfer_report_of(answer)
-        assert transfer_report.reads[0].failure == ""
-        assert transfer_report.fetched_tokens == len(prompt) // BLOCK * BLOCK
-        assert answer.token_ids == alone
+        await driver.hand_over(prefill, decode, random_prompt(f"{prefill}-{seed}", 300 + 150 * seed))
 
 
 @pytest.mark.parametrize(("reader", "holder"), [(TOGETHER, OTHER), (OTHER, TOGETHER)])
 async def test_an_engine_fetches_what_one_of_another_layout_has_cached(driver: Driver, reader, holder):
-    prompt = random.Random(f"cached by {holder}").choices(VOCABULARY, k=500)
+    prompt = random_prompt(f"cached by {holder}", 500)
     cached = await driver.leg(holder, LegKind.AGGREGATED, prompt)
 
     fetched = await driver.fetch(reader, prompt, driver.source(holder))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from tests.support.kv_tap import Tap
 from tests.support.lora_files import make_adapter
 from tests.support.model_families import FAMILIES, WINDOW, make_model
 from tests.support.nats_server import NatsServer
-from tests.support.prompts import VOCABULARY
+from tests.support.prompts import random_prompt
 from tests.support.worker_processes import READY_S_MAX, Answer, WorkerProcess, start_worker, wait_ready
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.timeout(3600)]
@@ -151,17 +150,13 @@ def block_tokens(workers: list[WorkerProcess]) -> int:
     return size
 
 
-def prompt_of(seed: str, tokens: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=tokens)
-
-
 async def prove_handoff(url: str, block: int) -> None:
     """Whole answers and streamed ones; every full block is read and only the tail computed."""
     async with driver_on(url) as driver:
         answers = []
         for tokens in LENGTHS:
             for stream in (False, True):
-                prompt = prompt_of(f"{tokens} {stream}", tokens)
+                prompt = random_prompt(f"{tokens} {stream}", tokens)
                 alone = await driver.alone(DECODE, prompt)
                 offer = await driver.offered(PREFILL, prompt)
                 answer = await driver.taken(DECODE, prompt, offer, fields={"stream": stream})
@@ -176,7 +171,7 @@ async def prove_handoff(url: str, block: int) -> None:
 async def prove_preemption(url: str, *, refetches: bool) -> None:
     """The decode worker's memory does not hold two requests: one is preempted, and its KV read or computed again."""
     async with driver_on(url) as driver:
-        first, second = (prompt_of(f"preempted {number}", HALF_TOKENS) for number in range(2))
+        first, second = (random_prompt(f"preempted {number}", HALF_TOKENS) for number in range(2))
         expected = await driver.alone(PREFILL, second, ANSWER_TOKENS)
         hungry, victim = await start_two_that_do_not_fit(driver, first, second)
         await remaining_frames(hungry)
@@ -190,7 +185,7 @@ async def prove_preemption(url: str, *, refetches: bool) -> None:
 async def prove_resume(url: str, block: int) -> None:
     """An answer that broke off is handed over with its tokens so far, and goes on as if it had not."""
     async with driver_on(url) as driver:
-        prompt, fields = prompt_of("resumed", 500), {"stream": True, "max_tokens": ANSWER_TOKENS}
+        prompt, fields = random_prompt("resumed", 500), {"stream": True, "max_tokens": ANSWER_TOKENS}
         whole = await driver.alone(DECODE, prompt, ANSWER_TOKENS)
         sent = whole[: ANSWER_TOKENS // 2]
         resume = pack_tokens(sent)
@@ -203,13 +198,13 @@ async def prove_resume(url: str, block: int) -> None:
 async def prove_lookup(url: str, block: int) -> None:
     """The decode worker's own cache, and the next turn of a conversation on the prefill worker."""
     async with driver_on(url) as driver:
-        first = prompt_of("turns", 500)
+        first = random_prompt("turns", 500)
         said = await driver.leg(DECODE, LegKind.AGGREGATED, first, fields={"max_tokens": 3 * block})
         again = await driver.leg(DECODE, LegKind.AGGREGATED, first, fields={"max_tokens": 3 * block})
         assert again.token_ids == said.token_ids
         assert again.report.cached_tokens == len(first) // block * block
 
-        second = first + said.token_ids + prompt_of("more", 100)
+        second = first + said.token_ids + random_prompt("more", 100)
         history = (len(first) + len(said.token_ids) - 1) // block * block
         source = driver.source(DECODE)
         turn = await driver.leg(PREFILL, LegKind.AGGREGATED, second, kv_sources=[source], cache_hit_threshold=0.0)
@@ -226,7 +221,7 @@ async def prove_adapter(url: str, block: int, *, no_lookup: bool) -> None:
             assert found.token_ids, found
             return found
 
-        prompt, tokens = prompt_of("adapter", 700), 700
+        prompt, tokens = random_prompt("adapter", 700), 700
         alone = (await answer(ADAPTER, cache_salt=ALONE)).token_ids
         plain = (await answer(MODEL, cache_salt=ALONE)).token_ids
         assert alone != plain
