@@ -94,7 +94,7 @@ bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_P
 	@$(PYTHON) -m bench.bench_explain
 	@$(PYTHON) -m bench.bench_learning
 
-bench-replay: setup-dev ## The placement study in virtual time, about an hour, resumable; TRACES="mooncake-conversations=FILE azure-conversations=FILE", ARGS=--quick
+bench-replay: setup-dev ## The placement study in virtual time, an hour and a half, resumable; TRACES="mooncake-conversations=FILE azure-conversations=FILE", ARGS=--quick
 	@$(PYTHON) -m bench.study $(foreach one,$(TRACES),--trace $(one)) $(ARGS)
 
 bench-planner: setup-dev ## The planner on a trace in virtual time, against fixed fleets; TRACE=FILE, ARGS="--load 2 --hours 2 --swing 0.7"

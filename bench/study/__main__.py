@@ -1,6 +1,6 @@
 """The placement study: runs what is missing, and writes the measured part of docs/benchmarks/replay.md.
 
-    make bench-replay TRACES="mooncake-conversations=FILE azure-conversations=FILE"       an hour or more on two free cores
+    make bench-replay TRACES="mooncake-conversations=FILE azure-conversations=FILE"       an hour and a half on two free cores
     make bench-replay ARGS=--quick                                                        minutes, into the runs' folder
     make bench-replay ARGS="--only fleets"
     make bench-replay ARGS="--seeds 3"   no more than three seeds in any section

@@ -233,14 +233,19 @@ STORE_RETRY_S = 2.0
 
 
 async def watch_store(bus: Bus, channel: Channel[M]) -> AsyncIterator[StoredValue[M] | None]:
-    """``KeyValueStore.watch``, once there is a bucket: waits for one, and never ends."""
+    """``KeyValueStore.watch``, once there is a bucket: waits for one, and never ends. The first failure in a row is
+    logged as information, further ones for debugging.
+    """
+    level = logging.INFO
     while True:
         try:
             store = await bus.key_value_store(channel)
+            level = logging.INFO
             async for entry in store.watch():
                 yield entry
         except BusError as error:
-            log.debug("%s cannot be read, trying again: %s", channel.subject, error)
+            log.log(level, "%s cannot be read, trying again: %s", channel.subject, error)
+            level = logging.DEBUG
         await asyncio.sleep(STORE_RETRY_S)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from math import inf
 
 import msgspec
 import pytest
 
-from bench.bench_live_replay import apart, failures, misranked, summarise
+from bench.bench_live_replay import apart, failures, misranked, router_settings, summarise
 from bench.live_client import Outcome
+from replay.policies import BATON_DEFAULT, BATON_WAITING
 from replay.results import Result, Slo, Spread
 from replay.traces import Request
 
@@ -32,6 +35,15 @@ def test_what_failed_or_was_cut_short_is_late_and_not_good():
     assert (found.refused, found.ttft.p50, found.ttft.p95, found.tpot.p95) == (2, inf, inf, inf)
     assert found.good_share == pytest.approx(1 / 3)
     assert found.good_tokens_share == pytest.approx(1 / 3)
+
+
+def test_a_live_router_knows_targets_where_the_policy_does():
+    options = Namespace(router=["ROUTER_QUEUE_S_MAX=5"])
+
+    told = router_settings(BATON_WAITING, SLO, options)
+
+    assert json.loads(told.pop("ROUTER_SLOS")) == {"default": {"ttft_s": SLO.ttft_s, "itl_s": SLO.itl_s}}
+    assert told == router_settings(BATON_DEFAULT, SLO, options) == {"ROUTER_QUEUE_S_MAX": "5"}
 
 
 def test_failures_are_problems_and_rejections_are_not():
