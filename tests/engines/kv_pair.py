@@ -24,6 +24,7 @@ from shared.contracts.workers import WorkerPhase
 from tests.support.kv_driver import BLOCK, Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
+from tests.support.processes import freeze
 from tests.support.prompts import random_prompt
 from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
 
@@ -68,8 +69,8 @@ class Pair:
     def frozen_prefill_engine(self) -> Iterator[psutil.Process]:
         """Suspend the prefill engine until the ``with`` block ends or the engine is killed."""
         core = self.prefill.engine_core()
-        core.suspend()
         try:
+            freeze(core.pid)
             yield core
         finally:
             with suppress(psutil.NoSuchProcess):

@@ -14,7 +14,7 @@ from shared.contracts.fleet_orders import DrainWorker
 from shared.contracts.inference import FrameKind, LegKind
 from shared.contracts.workers import WorkerPhase
 from tests.engines.test_handover import completion, prompt_of
-from tests.support.processes import quietest_cpu
+from tests.support.processes import freeze, quietest_cpu
 from tests.support.worker_processes import GONE_S_MAX, READY_S_MAX, STOP_S_MAX, gone, handoff, start_worker
 
 pytestmark = pytest.mark.vllm
@@ -133,7 +133,7 @@ async def test_a_dead_engine_fails_every_leg_and_ends_its_worker(pair, router):
     load = await router.load_where(decode, lambda load: load.running == 2)
     generated = load.generation_tokens_total
     await router.load_where(decode, lambda load: load.generation_tokens_total >= generated + SOME_TOKENS)
-    decode.engine_core().suspend()
+    freeze(decode.engine_core().pid)
     stuck = asyncio.create_task(router.leg(decode, LegKind.AGGREGATED, completion(prompt_of(60, seed=38))))
     await router.load_where(decode, lambda load: load.waiting_tokens > 0)
 

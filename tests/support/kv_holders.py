@@ -5,21 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import msgspec
 
 from shared.contracts.kv_exchange import KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.processes import freeze
 
 START_S_MAX = 120.0
 END_S_MAX = 60.0
-FREEZE_S_MAX = 60.0
 
 
 @dataclass
@@ -31,16 +29,7 @@ class Holder:
     handshake: KvHandshake
 
     def freeze(self) -> None:
-        """Stop the process; returns when all of its threads are stopped, which takes a while on a busy machine."""
-        os.kill(self.process.pid or 0, signal.SIGSTOP)
-        ends = time.monotonic() + FREEZE_S_MAX
-        while not all(state == "T" for state in self._thread_states()):
-            assert time.monotonic() < ends
-            time.sleep(0.001)
-
-    def _thread_states(self) -> list[str]:
-        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return [(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads]
+        freeze(self.process.pid or 0)
 
     def go_on(self) -> None:
         os.kill(self.process.pid or 0, signal.SIGCONT)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 STOP_S_MAX = 60.0
+FREEZE_S_MAX = 60.0
 SAMPLES_MAX = 5
 LIGHT_TRANSFER = {"WORKER_SIM_TRANSFER": "tcp"}
 """Simulated workers start in a third of the time without NIXL, which imports torch."""
@@ -44,6 +45,23 @@ class ServiceProcess:
         """SIGKILL; harmless when it is over."""
         self.process.kill()
         self.process.wait(STOP_S_MAX)
+
+
+def freeze(pid: int) -> None:
+    """Stop the process; returns when all of its threads are stopped. On a busy machine this takes some milliseconds,
+    because the stop begins when the thread that gets the signal runs: the others may serve a read meanwhile.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    ends = time.monotonic() + FREEZE_S_MAX
+    while any(state != "T" for state in _thread_states(pid)):
+        assert time.monotonic() < ends, f"{pid} does not stop"
+        time.sleep(0.001)
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # It has ended.
+            yield (thread / "stat").read_text().rpartition(") ")[2][0]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from openai import OpenAI
 from shared.telemetry.span_names import Attribute, SpanName
 from tests.engines.system.fleet import ANSWER_S_MAX, DECODE, PREFILL, Fleet
 from tests.support.otlp_receiver import OtlpReceiver, Span
+from tests.support.processes import freeze
 from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.support.spans import ADD_UP, length, time_to_first_token
 from tests.support.system import Metrics, System, baton, until
@@ -562,7 +563,7 @@ def midway(
             begun = [stream for stream in streams if stream.path == path]
             running += [threads.submit(stream.run, system) for stream in begun]
             until(lambda begun=begun: all(len(stream.events) > SOME for stream in begun), "each has had some", 60.0)
-        engine.suspend()
+        freeze(engine.pid)
         if all(len(now.text()) < 0.8 * len(then.text()) for now, then in zip(streams, uncut, strict=True)):
             return streams, running
         engine.resume()
