@@ -36,7 +36,7 @@ from connector.layout.engine_layout import (
     required_layout,
 )
 from connector.layout.tensors import UnsupportedLayout
-from connector.messages import Results, read_settings
+from connector.messages import Orders, Results, read_settings
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
@@ -65,7 +65,7 @@ def kv_exchange(core: Any, call: bytes) -> bytes:
     if side.idle_wait.is_attached and not side.idle_wait.wakes_on_reads and has_kv_transfer_group():
         worker_role = get_kv_transfer_group()  # in this process too, where vLLM runs the model in EngineCore
         assert isinstance(worker_role, BatonConnector)
-        side.share_process(worker_role.results, worker_role.wake_on_results)
+        side.share_process(worker_role.submit, worker_role.results, worker_role.wake_on_results)
     with side.calls.lock:
         return side.exchange(call)
 
@@ -192,6 +192,10 @@ class BatonConnector(KVConnectorBase_V1):
         """Register the memory that peers read and that own reads write."""
         with refusals_saved(self._refusal_file):
             self._worker.register_kv_caches(kv_caches)
+
+    def submit(self, orders: Orders) -> None:
+        """Begin what is ordered; for a scheduler role in the same process."""
+        self._worker.submit(orders)
 
     def results(self) -> Results:
         """What happened since the last call; for a scheduler role in the same process."""

@@ -25,7 +25,7 @@ from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import ConnectorSettings, EngineCall, EngineNotification, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
-from connector.scheduler.engine_loop import READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
+from connector.scheduler.engine_loop import IDLE_WAIT_S_MAX, READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
@@ -95,6 +95,7 @@ class ConnectorScheduler:
         )
         limits = FetchLimits(answer_s_max=settings.answer_s_max)
         self._results: Callable[[], Results] | None = None
+        self._submit: Callable[[Orders], None] | None = None
         self._ended: set[str] = set()
         self._empty: set[int] = set()
         self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic)
@@ -125,7 +126,7 @@ class ConnectorScheduler:
         call = _call.decode(packed)
         self._core.handle(call)
         self._core.grant()
-        self._take_outbox()
+        self._give_orders()
         return _encode(self._core.notifications(describe=call.describe))
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
@@ -142,16 +143,22 @@ class ConnectorScheduler:
         A step that computes nothing waits briefly for a read to end if the worker role cannot wake the engine, so
         that the request continues soon.
         """
-        self._take_outbox()
+        self._give_orders()
         self.push_notifications()
         orders, self._core.orders = self._core.orders, Orders()
         waits = self._is_moving and not scheduled_tokens and not self.idle_wait.wakes_on_reads
         return StepOrders(orders, wait_s=REPORT_WAIT_S if waits else 0.0)
 
     def share_process(
-        self, results: Callable[[], Results], wake_on_results: Callable[[Callable[[], None]], None]
+        self,
+        submit: Callable[[Orders], None],
+        results: Callable[[], Results],
+        wake_on_results: Callable[[Callable[[], None]], None],
     ) -> None:
-        """The worker role is in this process: ``results`` returns what it has to report since the last call."""
+        """The worker role is in this process: it takes orders at once, not with the next step. ``results`` returns what
+        it has to report since the last call.
+        """
+        self._submit = submit
         self._results = results
         wake_on_results(self.idle_wait.wake)
         self.idle_wait.wakes_on_reads = True
@@ -194,18 +201,33 @@ class ConnectorScheduler:
     def finish_step(self) -> None:
         """Call after the scheduler has processed a step's output."""
         self._core.grant()
-        self._take_outbox()
+        self._give_orders()
         self.push_notifications()
 
     def wait_if_idle(self) -> None:
         """Call before a step: wait if the step could only check for grants or ended reads."""
-        if self._core.orders:
-            return
+        with self.calls.lock:
+            wait_s = self._idle_s()
+        if wait_s:
+            self.idle_wait.wait(wait_s)
+
+    def _idle_s(self) -> float:
+        """For how long a step would find nothing to do, unless the wait is ended."""
+        if self._core.orders or (not self._is_moving and self.reader.idle):
+            return 0.0
         if not self._is_moving:
-            if not self.reader.idle:
-                self.idle_wait.wait()
-        elif self.idle_wait.wakes_on_reads:
-            self.idle_wait.wait(READ_WAIT_S_MAX)
+            return IDLE_WAIT_S_MAX
+        return READ_WAIT_S_MAX if self.idle_wait.wakes_on_reads else 0.0
+
+    def wait_for_more(self) -> bool:
+        """Call after a step without anything for the model runner: wait for what a next one could compute. Returns
+        whether the scheduler shall try again before EngineCore goes on.
+        """
+        owes_output = bool(self._ended or self._empty or self.reader.refused)
+        if self._submit is None or owes_output or self.idle_wait.is_computing:
+            return False
+        self.wait_if_idle()
+        return self.idle_wait.has_only_changed
 
     @property
     def must_step(self) -> bool:
@@ -228,6 +250,13 @@ class ConnectorScheduler:
     def _is_moving(self) -> bool:
         core = self._core
         return bool(core.connecting or self.reader.reads_under_way or core.works_without_request)
+
+    def _give_orders(self) -> None:
+        """At once to a worker role in this process, else with the next step."""
+        self._take_outbox()
+        if self._submit is not None and self._core.orders:
+            orders, self._core.orders = self._core.orders, Orders()
+            self._submit(orders)
 
     def _take_outbox(self) -> None:
         outbox, orders = self.reader.outbox, self._core.orders

@@ -110,6 +110,7 @@ class IdleWait:
         """The worker role is in this process and calls ``wake`` when a read ends."""
         self._inbox: Any = None
         self._changed = True
+        self._steps_computing = 0
 
     def attach_to(self, core: Any) -> None:
         """Find the queue through which requests, aborts and calls reach the engine."""
@@ -132,9 +133,30 @@ class IdleWait:
                 self._changed = True
                 inbox.not_empty.notify_all()
 
+    def begin_step(self) -> None:
+        """The scheduler handles all changes so far."""
+        self._changed = False
+
     def note_step(self, scheduled_tokens: int) -> None:
-        """The scheduler has handled all changes so far."""
-        self._changed = scheduled_tokens > 0
+        """The scheduler has made a step of so many tokens."""
+        if scheduled_tokens:
+            self._changed = True
+            self._steps_computing += 1
+
+    def note_output(self, scheduled_tokens: int) -> None:
+        """The scheduler gets the output of a step of so many tokens."""
+        if scheduled_tokens:
+            self._steps_computing -= 1
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the output of a step with tokens is outstanding: EngineCore must go on and take it."""
+        return self._steps_computing > 0
+
+    @property
+    def has_only_changed(self) -> bool:
+        """Whether a wait has ended by a change that the scheduler finds by itself; EngineCore has nothing to take."""
+        return self._changed and self._inbox is not None and not self._inbox.queue
 
     def wait(self, s_max: float = IDLE_WAIT_S_MAX) -> None:
         """Wait for at most ``s_max``; return at once if something changed since the last step."""

@@ -11,6 +11,7 @@ in what it sends to the model runner, which loads an adapter again from its path
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.lora.request import LoRARequest
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 CACHE_THRESHOLD = "cache_threshold"
 """``stop_reason`` of a request that is refused because too little of it is cached."""
+
+
+TRIES_MAX = 16
+"""To make a step with work, before EngineCore gets one without: deadlines are checked with a step's output."""
 
 
 class BatonScheduling:
@@ -64,11 +69,25 @@ class BatonScheduling:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Wait first, if the step could only check for grants or ended reads. Requests whose blocks have arrived take
         part in the step.
+
+        A step in which nothing is computed costs two milliseconds: after it EngineCore sleeps for one. So one that has
+        nothing to tell the model runner either is not made, but tried again when a read ends or a grant comes.
         """
         side = self.connector.connector_scheduler
         side.wait_if_idle()
+        scheduled = self._schedule(*args, **kwargs)
+        for _time in range(TRIES_MAX):
+            if says_anything(scheduled) or not side.wait_for_more():
+                break
+            side.holder.computed(scheduled)
+            scheduled = self._schedule(*args, **kwargs)
+        return scheduled
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        side = self.connector.connector_scheduler
         with side.calls.lock:
             side.calls.end()
+            side.idle_wait.begin_step()
             if arrived := side.take_arrived():
                 self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
             scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -93,6 +112,7 @@ class BatonScheduling:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         side = self.connector.connector_scheduler
+        side.idle_wait.note_output(scheduler_output.total_num_scheduled_tokens)
         side.holder.computed(scheduler_output)
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
@@ -129,6 +149,28 @@ class BatonScheduling:
         for request in self.finish_requests(refused, RequestStatus.FINISHED_ABORTED):
             core_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
             core_outputs.outputs = [*core_outputs.outputs, _refusal(request, reports[request.request_id])]
+
+
+SAYS_NOTHING = frozenset(
+    {
+        "num_scheduled_tokens",
+        "scheduled_cached_reqs",
+        "scheduled_encoder_input_stats",
+        "kv_connector_metadata",
+        "kv_connector_block_state",
+        "num_spec_tokens_to_schedule",
+        "num_common_prefix_blocks",
+    }
+)
+"""Fields of a step without tokens that the model runner does not need. Baton's orders go their own way (see
+``ConnectorScheduler.share_process``)."""
+
+
+def says_anything(scheduled: SchedulerOutput) -> bool:
+    """Whether the model runner must know of this step."""
+    return bool(scheduled.total_num_scheduled_tokens) or any(
+        getattr(scheduled, one.name) for one in fields(scheduled) if one.name not in SAYS_NOTHING
+    )
 
 
 def _refusal(request: Request, params: dict[str, Any]) -> EngineCoreOutput:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 CPUS = Path("/sys/devices/system/cpu")
+THREADS = Path("/proc/self/task")
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
@@ -34,6 +35,15 @@ def leave_cores(cores: set[int]) -> None:
     """Move the calling thread off these cores, if it has others."""
     if others := os.sched_getaffinity(0) - cores:
         os.sched_setaffinity(0, others)
+
+
+def unbind_heirs(cores: Iterable[int]) -> None:
+    """Let all threads that have inherited the calling thread's cores use these cores, too."""
+    own, me = os.sched_getaffinity(0), threading.get_native_id()
+    for thread in (int(task.name) for task in THREADS.iterdir()):
+        with suppress(OSError):  # It has ended.
+            if thread != me and os.sched_getaffinity(thread) == own:
+                os.sched_setaffinity(thread, own | set(cores))
 
 
 @contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from connector.messages import EngineCall, Peer, ReadPart, Results
+from connector.messages import EngineCall, EngineNotification, Orders, Peer, ReadPart, Results
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvOffer, LegOrder, pack_block_ids
+from shared.contracts.kv_exchange import KvOffer, LeaseKv, LegOrder, pack_block_ids, pack_full_hashes, unpack_block_ids
 from tests.support.kv_engines import RankMemory, Shape, handshake
 from tests.unit.connector.real_scheduler import BLOCK_TOKENS, make_scheduler
 
@@ -24,6 +27,7 @@ ARRIVED_S = 0.001
 class Worker:
     """The worker role in the scheduler's process."""
 
+    ordered: list[Orders] = field(default_factory=list)
     reported: Results = field(default_factory=Results)
     wake: Callable[[], None] | None = None
 
@@ -48,15 +52,26 @@ def scheduler(tmp_path, request):
 def worker(scheduler) -> Worker:
     worker = Worker()
     side = scheduler.connector.connector_scheduler
-    side.share_process(worker.results, worker.wake_on_results)
+    side.share_process(worker.ordered.append, worker.results, worker.wake_on_results)
     shape = Shape()
     peer = Peer(handshake=handshake([RankMemory(shape, 0).described()], shape), clock_ahead_s=0.0)
     side.exchange(msgspec.msgpack.encode(EngineCall(peers=[peer])))
     return worker
 
 
-def read_of(scheduler) -> int:
+def read_of(scheduler, worker: Worker) -> int:
     """Add a request that takes an offer, schedule it, and return the number of its read."""
+    add_request(scheduler)
+    scheduled = scheduler.schedule()
+    assert not scheduled.num_scheduled_tokens
+    assert not scheduled.kv_connector_metadata.orders
+    (read,) = worker.ordered[-1].reads
+    process(scheduler, scheduled)
+    return read.read_id
+
+
+def add_request(scheduler, name: str = "r", prompt: Sequence[int] = PROMPT, *, takes_offer: bool = True) -> list[bytes]:
+    """Add a request; returns the hashes of its blocks."""
     import time
 
     from vllm.sampling_params import SamplingParams
@@ -68,22 +83,46 @@ def read_of(scheduler) -> int:
 
     init_none_hash(sha256_cbor)
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
-    request = Request("r", PROMPT, SamplingParams(max_tokens=4), None, block_hasher=hasher)
+    request = Request(name, list(prompt), SamplingParams(max_tokens=4), None, block_hasher=hasher)
     offer = KvOffer(
         worker_id=WorkerId("holder"),
         epoch=Epoch(1),
         lease_id="l",
         block_ids=pack_block_ids(range(FULL)),
-        last_hash=bytes(request.block_hashes[FULL - 1]),
+        last_hash=bytes(request.block_hashes[-1]),
         until_s=time.monotonic() + 1000.0,
     )
-    request.kv_transfer_params = {PARAMS: LegOrder(take=offer)}
+    request.kv_transfer_params = {PARAMS: LegOrder(take=offer if takes_offer else None)}
     scheduler.add_request(request)
-    scheduled = scheduler.schedule()
-    assert not scheduled.num_scheduled_tokens
-    (read,) = scheduled.kv_connector_metadata.orders.reads
-    process(scheduler, scheduled)
-    return read.read_id
+    return list(request.block_hashes)
+
+
+def granted(scheduler, hashes: Sequence[bytes]) -> int:
+    """Blocks that another worker gets when it asks for these."""
+    ask = LeaseKv(
+        worker_id=WorkerId("d"),
+        epoch=Epoch(1),
+        reader_id=WorkerId("reader"),
+        ask_id="a",
+        hashes=pack_full_hashes(hashes),
+        hold_s=10.0,
+    )
+    answer = scheduler.connector.connector_scheduler.exchange(msgspec.msgpack.encode(EngineCall(leases=[ask])))
+    (grant,) = msgspec.msgpack.decode(answer, type=EngineNotification).grants
+    return len(unpack_block_ids(grant.block_ids))
+
+
+def while_waiting(scheduler, event: Callable[[queue.Queue], None]) -> None:
+    """From now on the scheduler has EngineCore's queue to wait on; ``event`` happens when it waits."""
+    inbox: queue.Queue = queue.Queue()
+    waited = inbox.not_empty.wait
+
+    def wait(_s: float) -> bool:  # Without a notification it would wait forever.
+        threading.Thread(target=event, args=(inbox,)).start()
+        return waited(None)
+
+    inbox.not_empty.wait = wait  # type: ignore[method-assign]
+    scheduler.connector.connector_scheduler.idle_wait.attach_to(SimpleNamespace(input_queue=inbox))
 
 
 def process(scheduler, scheduled) -> dict[int, Any]:
@@ -99,7 +138,7 @@ def process(scheduler, scheduled) -> dict[int, Any]:
 
 
 def test_a_request_whose_blocks_have_arrived_is_in_the_next_step(scheduler, worker):
-    worker.ends(read_of(scheduler), FULL)
+    worker.ends(read_of(scheduler, worker), FULL)
 
     scheduled = scheduler.schedule()
 
@@ -108,8 +147,48 @@ def test_a_request_whose_blocks_have_arrived_is_in_the_next_step(scheduler, work
     assert output.new_token_ids == [1]
 
 
+def test_a_read_that_ends_while_the_engine_waits_takes_no_step_of_its_own(scheduler, worker):
+    from vllm.v1.request import RequestStatus
+
+    def read_ends(_inbox: queue.Queue) -> None:
+        worker.ends(worker.ordered[-1].reads[0].read_id, FULL)
+        assert worker.wake is not None
+        worker.wake()
+
+    while_waiting(scheduler, read_ends)
+    add_request(scheduler)
+
+    scheduled = scheduler.schedule()
+
+    assert scheduled.num_scheduled_tokens == {"r": len(PROMPT) - FULL * BLOCK_TOKENS}
+    process(scheduler, scheduled)
+    scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    computed = add_request(scheduler, "computed", PROMPT[: -2 * BLOCK_TOKENS : -1], takes_offer=False)
+    process(scheduler, scheduler.schedule())
+    assert granted(scheduler, computed[:1]) == 1, "its block counts as not computed"
+
+
+def test_input_ends_the_wait_for_a_read(scheduler, worker):
+    while_waiting(scheduler, lambda inbox: inbox.put("request"))
+
+    read_of(scheduler, worker)
+
+
+def test_a_read_does_not_hold_up_the_output_of_a_step(scheduler, worker):
+    read_id = read_of(scheduler, worker)
+    worker.ends(read_id, FULL)
+    computing = scheduler.schedule()
+    assert computing.num_scheduled_tokens
+    add_request(scheduler, "other", PROMPT[::-1])
+    while_waiting(scheduler, lambda _inbox: pytest.fail("it waits"))
+
+    scheduler.schedule()
+
+    assert process(scheduler, computing)
+
+
 def test_a_request_waits_for_the_rest_of_its_blocks(scheduler, worker):
-    read_id = read_of(scheduler)
+    read_id = read_of(scheduler, worker)
     worker.ends(read_id, FULL - 1)
 
     assert not scheduler.schedule().num_scheduled_tokens
@@ -119,7 +198,7 @@ def test_a_request_waits_for_the_rest_of_its_blocks(scheduler, worker):
 
 
 def test_blocks_that_did_not_arrive_are_computed_from_the_first_one_on(scheduler, worker):
-    read_id = read_of(scheduler)
+    read_id = read_of(scheduler, worker)
     worker.ends(read_id, 2)
     worker.ends(read_id, FULL - 2, "the read failed", first=2)
 
@@ -134,7 +213,7 @@ def test_an_aborted_request_frees_its_blocks_when_its_read_has_ended(scheduler, 
     from vllm.v1.request import RequestStatus
 
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    read_id = read_of(scheduler)
+    read_id = read_of(scheduler, worker)
     scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free - FULL
 

@@ -17,7 +17,7 @@ def waiting():
     inbox = queue.Queue()
     idle_wait = new_idle_wait()
     idle_wait.attach_to(SimpleNamespace(input_queue=inbox))
-    idle_wait.note_step(scheduled_tokens=0)
+    idle_wait.begin_step()
     return idle_wait, inbox
 
 
@@ -90,6 +90,6 @@ def test_wake_without_a_queue_does_nothing():
 
 def test_an_engine_without_a_queue_does_not_wait():
     idle_wait = new_idle_wait()
-    idle_wait.note_step(scheduled_tokens=0)
+    idle_wait.begin_step()
 
     idle_wait.wait()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from connector.transfer import threads
-from connector.transfer.threads import allow_cores, in_daemon_thread
+from connector.transfer.threads import allow_cores, in_daemon_thread, unbind_heirs
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,28 @@ def test_cores_of_another_node_are_not_used():
 
 def test_without_other_cores_the_affinity_is_unchanged():
     assert on_a_thread(lambda: allow_cores(())) == {min(os.sched_getaffinity(0))}
+
+
+def test_threads_that_inherited_their_core_may_use_others():
+    mine, found = os.sched_getaffinity(0), list[set[int]]()
+
+    def unbind() -> None:
+        asked, unbound = threading.Event(), threading.Event()
+
+        def heir() -> None:
+            asked.set()
+            unbound.wait()
+            found.append(os.sched_getaffinity(0))
+
+        thread = threading.Thread(target=heir)
+        thread.start()
+        asked.wait()
+        unbind_heirs(mine)
+        unbound.set()
+        thread.join()
+
+    assert on_a_thread(unbind) == {min(mine)}
+    assert found == [mine]
 
 
 def test_without_numa_information_all_cores_are_allowed(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from connector import connector
+from connector.transfer.threads import unbind_heirs
 from services.worker.engines.vllm.arguments import PARENT_PID
 
 
@@ -54,7 +55,18 @@ class CpuExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         end_with_parent()
+        self._cores = os.sched_getaffinity(0)
+        self._has_begun = False
         super()._init_executor()
+
+    def execute_model(self, *args: Any, **options: Any) -> Any:
+        """OpenMP has bound this thread to a core. EngineCore's threads for messages were started from it: on its core,
+        an answer would wait for a pause of the next step, a millisecond or more.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            unbind_heirs(self._cores)
+        return super().execute_model(*args, **options)
 
 
 class BatonConnector(connector.BatonConnector):
