@@ -156,46 +156,55 @@ def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> li
     ]
 
 
+Moved = list[tuple[list[Handoff], float]]
+"""Offered handoffs and streamed ones of a length, each with the seconds that its bytes take in a plain read."""
+
+
+def _beside_steps(moved: Moved, firsts: list[handoffs.FirstStep]) -> list[object]:
+    """Exposed time beside steps of the same engine."""
+    steps, first_s = [one.step_s for one in firsts], median(one.step_s for one in firsts)
+    return [
+        *(ms(handoffs.median_of(ways, exposed_of)) for ways, _moved_s in moved),
+        ms(handoffs.median_of(moved[0][0], step_of)),
+        with_interval(steps, ".1f", 1e3),
+        *(ms(moved_s) for _ways, moved_s in moved),
+        *(
+            with_interval([one.exposed_s - one.step_s - moved_s for one in ways], "+.1f", 1e3)
+            for ways, moved_s in moved
+        ),
+        *(with_interval([one.exposed_s - first_s - moved_s for one in ways], "+.1f", 1e3) for ways, moved_s in moved),
+    ]
+
+
+def _beside_cached(moved: Moved, firsts: list[handoffs.FirstStep]) -> list[object]:
+    """Exposed time beside the same request without a handoff."""
+    every = [one for ways, _moved_s in moved for one in ways]
+    return [
+        with_interval([one.cached_ttft_s for one in every], ".1f", 1e3),
+        with_interval([one.ttft_s for one in firsts], ".1f", 1e3),
+        *(
+            f"{median(one.recomputed for one in ways):.0f}, {median(one.cached_recomputed for one in ways):.0f}"
+            for ways, _moved_s in moved
+        ),
+        *(
+            with_interval([one.exposed_s - one.cached_ttft_s - moved_s for one in ways], "+.1f", 1e3)
+            for ways, moved_s in moved
+        ),
+    ]
+
+
 def physics_lines(
     found: dict[tuple[int, str], list[Handoff]], firsts: dict[int, list[handoffs.FirstStep]], lengths: dict[int, int]
 ) -> list[str]:
     """Exposed time against what no connector can avoid, and where it goes."""
     rows, beside, parts = [], [], dict[str, list[list[object]]]()
     for length in lengths:
-        offered, streamed = found[length, OFFERED], found[length, STREAMED]
-        bytes_s = median(one.plain.seconds for one in offered if one.plain is not None)
-        moved = ((offered, bytes_s), (streamed, bytes_s * min(1.0, CHUNK / length)))
-        first_s = median(one.step_s for one in firsts[length])
-        rows.append(
-            [
-                length,
-                len(offered),
-                *(ms(handoffs.median_of(ways, exposed_of)) for ways, _moved_s in moved),
-                ms(handoffs.median_of(offered, step_of)),
-                with_interval([one.step_s for one in firsts[length]], ".1f", 1e3),
-                *(ms(moved_s) for _ways, moved_s in moved),
-                *(
-                    with_interval([one.exposed_s - one.step_s - moved_s for one in ways], "+.1f", 1e3)
-                    for ways, moved_s in moved
-                ),
-                *(
-                    with_interval([one.exposed_s - first_s - moved_s for one in ways], "+.1f", 1e3)
-                    for ways, moved_s in moved
-                ),
-            ]
-        )
-        computed = [
-            f"{median(one.recomputed for one in ways):.0f}, {median(one.cached_recomputed for one in ways):.0f}"
-            for ways, _moved_s in moved
-        ]
-        cached = with_interval([one.cached_ttft_s for one in (*offered, *streamed)], ".1f", 1e3)
-        plainly = with_interval([one.ttft_s for one in firsts[length]], ".1f", 1e3)
-        more = [
-            with_interval([one.exposed_s - one.cached_ttft_s - moved_s for one in ways], "+.1f", 1e3)
-            for ways, moved_s in moved
-        ]
-        beside.append([length, cached, plainly, *computed, *more])
-        for how, ways in ((OFFERED, offered), (STREAMED, streamed)):
+        both = found[length, OFFERED], found[length, STREAMED]
+        bytes_s = median(one.plain.seconds for one in both[0] if one.plain is not None)
+        moved = list(zip(both, (bytes_s, bytes_s * min(1.0, CHUNK / length)), strict=True))
+        rows.append([length, len(both[0]), *_beside_steps(moved, firsts[length])])
+        beside.append([length, *_beside_cached(moved, firsts[length])])
+        for how, ways in zip((OFFERED, STREAMED), both, strict=True):
             timed = [one.stages for one in ways if one.stages]
             head = f"{how}: prompt tokens | {' | '.join(timed[0])}"
             cells = [with_interval([one[name] for one in timed], ".1f", 1e3) for name in timed[0]]
