@@ -18,15 +18,17 @@ BLOCK = 32
 
 @pytest.fixture(scope="module")
 def pair(nats_url, run_dir) -> Iterator[tuple[WorkerProcess, ...]]:
-    """A prefill worker without prefix caching, and a decode worker."""
+    """A prefill worker without prefix caching, and the decode worker with which it tests itself when it starts."""
     size = {"max_model_len": "8192"}
     without = {"engine_args": "--no-enable-prefix-caching", **size}
-    with ready_workers(
-        nats_url,
-        start_worker(nats_url, "np", run_dir, role="prefill", cpu_cores="0", **without),
-        start_worker(nats_url, "nd", run_dir, role="decode", cpu_cores="1", **size),
-    ) as pair:
-        yield pair
+    decode = start_worker(nats_url, "nd", run_dir, role="decode", cpu_cores="1", **size)
+    with (
+        ready_workers(nats_url, decode) as (partner,),
+        ready_workers(nats_url, start_worker(nats_url, "np", run_dir, role="prefill", cpu_cores="0", **without)) as (
+            prefill,
+        ),
+    ):
+        yield prefill, partner
 
 
 async def test_it_is_ready_although_it_can_lend_no_blocks_to_a_self_test(pair):
