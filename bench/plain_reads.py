@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from connector.transfer.agent import Spans, TransferFailed, TransferState
-from connector.transfer.nixl_agent import NixlAgent
-from connector.transfer.nixl_read_agent import BACKENDS, MEMORY, STATES
+from connector.transfer.nixl_agent import BACKENDS, MEMORY, STATES, NixlAgent
 
 SOCKET = "KV_BENCH_PLAIN_READS"
 """Variable of the engine's environment: where it takes orders."""

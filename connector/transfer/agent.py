@@ -109,7 +109,7 @@ CUDA_DEFAULTS = {
 
 def set_ucx_defaults(devices: Collection[str]) -> None:
     """Set defaults for GPU memory before the first agent of the process starts; the operator's values stay. Settings
-    for host memory are in ``nixl_read_agent``: they hold for every agent.
+    for host memory are in ``nixl_agent``: they hold for every agent.
 
     ``devices``: kinds of the memory to be read, cpu or cuda. UCX warns of a setting that it has no use for, so nothing
     is set without a GPU.

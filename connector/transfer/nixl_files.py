@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from connector.transfer.agent import TransferFailed
-from connector.transfer.nixl_read_agent import ERRORS, make_agent
+from connector.transfer.nixl_agent import ERRORS, make_agent
 
 BACKENDS = ["POSIX"]
 POLL_S = 0.000_1

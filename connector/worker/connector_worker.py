@@ -22,8 +22,7 @@ from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import Orders, Results, read_settings
 from connector.transfer.agent import Region, TransferAgent, set_ucx_defaults
 from connector.worker.connections import PROBE_BYTES, Own
-from connector.worker.copier import Copier
-from connector.worker.transfer_thread import TransferThread
+from connector.worker.transfer_thread import Copier, TransferThread
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvRank
 

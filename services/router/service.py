@@ -56,8 +56,7 @@ from services.router.telemetry.metrics import (
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
-from services.router.usage.budgets import Budgets
-from services.router.usage.usage_log import UsageLog
+from services.router.usage import Budgets, UsageLog
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
 from shared.contracts.control import ServicePhase, ServiceStatus

@@ -23,13 +23,12 @@ from services.worker.legs.server import LegServer
 from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
-from services.worker.lifecycle.registration import Registration, new_epoch
+from services.worker.lifecycle.registration import Registration, SavedRole, WorkerStatus, follow_health, new_epoch
 from services.worker.lifecycle.self_test_handler import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
-from services.worker.lifecycle.status import SavedRole, WorkerStatus, follow_health
 from services.worker.prompt_handlers import RenderHandler, TokenizerHandler
 from services.worker.settings import Settings
-from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
+from services.worker.telemetry import CachePublisher, LoadPublisher
 from shared.bus.frame_sender import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase

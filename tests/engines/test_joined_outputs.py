@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.engines.vllm.transfer_reports import PARAMS
+from services.worker.engines.vllm.stats import PARAMS
 from services.worker.tiny_model import EOS_ID
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource, KvTransferReport, LegOrder

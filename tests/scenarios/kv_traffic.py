@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from connector.messages import EngineCall, StartFetch
-from services.worker.engines.simulated.core.sequence import ABORT, CACHE_THRESHOLD, RequestParams, Sequence
+from services.worker.engines.simulated.core.batch import ABORT, CACHE_THRESHOLD, RequestParams, Sequence
 from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
 from tests.unit.worker.simulated.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
 from tests.unit.worker.simulated.fleet import LATENCY_S, Carry, Fleet, Member, Message

@@ -17,8 +17,8 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.placement.placer import Fleet as View
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.state.worker_view import Sent, WorkerView
+from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import ModelTokens
-from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder

@@ -11,7 +11,7 @@ from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import failed
 from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
-from services.router.usage.budgets import Budgets
+from services.router.usage import Budgets
 from shared.contracts.api_keys import Key, Permission
 from shared.contracts.failures import Reason
 from shared.http.errors import Header, HttpError, error_body

@@ -30,8 +30,7 @@ from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.telemetry.ttft import Timings
 from services.router.tokenize.prompts import Prompts
-from services.router.usage.budgets import Budgets
-from services.router.usage.usage_log import UsageLog
+from services.router.usage import Budgets, UsageLog
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.engine_paths import PLACED, RESPONSES

@@ -14,8 +14,7 @@ from connector.messages import Chain, EngineCall, EngineNotification, MeasureRea
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.message_handler import FetchHandler, MessageHandler
-from services.worker.kv_exchange.peer_watch import PeerWatch
-from services.worker.kv_exchange.peers import PeerTable
+from services.worker.kv_exchange.peers import PeerTable, PeerWatch
 from services.worker.legs.body import read_offer
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE

@@ -12,8 +12,8 @@ from services.worker.engines.port import EngineAdapters, EngineDead
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.drain import DrainPlan, plan_of
 from services.worker.lifecycle.probing import Prober, failed
+from services.worker.lifecycle.registration import WorkerStatus, refusal
 from services.worker.lifecycle.self_test import NEW_PARTNERS, as_text
-from services.worker.lifecycle.status import WorkerStatus, refusal
 from shared.bus.port import Bus, Envelope
 from shared.contracts.adapters import AdapterAction, AdapterChanged, ChangeAdapter
 from shared.contracts.channels import CHANGE_ADAPTER, CHANGE_ROLE, DRAIN, SLEEP

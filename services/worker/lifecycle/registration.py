@@ -1,4 +1,7 @@
-"""The worker's record in the registry: renewed while the process runs, removed when it ends."""
+"""What other services see of a worker: its record in the registry, with its phase, its role and a note for operators.
+
+The record is renewed while the process runs, and removed when it ends. A changed role survives a crash of the process.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,16 @@ import logging
 
 import msgspec
 
+from services.worker.engines.port import EngineAdapters, EngineFacts, EngineHealth
+from services.worker.legs.server import LegServer
+from services.worker.telemetry import LoadPublisher
 from shared.bus.port import Bus, BusError, KeyValueStore, StoredValue, WrongRevision
 from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.control import ServicePhase
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
-from shared.runtime.service import WrongConfiguration
+from shared.contracts.workers import WORKER_RECORD_TTL_S, LoraAdapter, Role, WorkerPhase, WorkerRecord
+from shared.runtime.service import Service, WrongConfiguration
+from shared.runtime.state_folder import saved_role_file
 
 log = logging.getLogger("baton.worker")
 
@@ -126,3 +134,202 @@ class Registration:
 
 def _began(record: WorkerRecord) -> tuple[Epoch, str, int]:
     return record.epoch, record.host, record.pid
+
+
+SERVICE_PHASES = {
+    WorkerPhase.PROBING: ServicePhase.STARTING,
+    WorkerPhase.READY: ServicePhase.READY,
+    WorkerPhase.DRAINING: ServicePhase.DRAINING,
+}
+
+
+class WorkerStatus:
+    """Changes it in one place, so that the registry, the load reports, the leg server and the service status agree."""
+
+    def __init__(
+        self,
+        service: Service,
+        registration: Registration,
+        load: LoadPublisher,
+        server: LegServer,
+        facts: EngineFacts,
+        saved_role: SavedRole,
+        adapters: EngineAdapters | None = None,
+    ) -> None:
+        self._service = service
+        self._registration = registration
+        self._load = load
+        self._server = server
+        self._facts = facts
+        self._saved_role = saved_role
+        self._adapters = adapters
+        self._leaving = ""
+
+    @property
+    def record(self) -> WorkerRecord:
+        """As registered."""
+        return self._registration.record
+
+    @property
+    def phase(self) -> WorkerPhase:
+        """Of the leg server."""
+        return self._server.phase
+
+    async def report_load(self) -> None:
+        """Publish load reports until cancelled."""
+        await self._load.follow(lambda: (self._server.phase, self._server.sequences))
+
+    async def enter(self, phase: WorkerPhase, note: str = "") -> None:
+        self._server.phase = phase
+        self._load.changed()
+        record = full_record(self.record, self._facts, phase, note)
+        await self._registration.update(msgspec.structs.replace(record, adapters=self._loaded()))
+        self._service.set_phase(SERVICE_PHASES[phase], detail(phase, note))
+
+    async def probing(self, failure: str = "") -> None:
+        """The KV self-test runs; ``failure`` is that of its last round."""
+        await self.enter(WorkerPhase.PROBING, failure)
+
+    async def ready(self, note: str) -> None:
+        """It takes legs; ``note`` is what the operator should know of its start."""
+        await self.enter(WorkerPhase.READY, "; ".join(filter(None, (self._saved_role.note, note))))
+
+    async def draining(self, *, sleeps: bool) -> None:
+        """The worker ends by order, so its next process starts with the role of its settings, unless it only sleeps."""
+        if not sleeps:
+            self._saved_role.forget()
+        await self.enter(WorkerPhase.DRAINING)
+
+    async def away(self, fault: str) -> None:
+        """Its engine cannot serve now. Running legs go on."""
+        await self.enter(WorkerPhase.PROBING, fault)
+
+    async def change_role(self, role: Role, note: str) -> None:
+        """Be placed for other legs from now on, also after a crash."""
+        self._saved_role.save(role)
+        self._load.role = role
+        self._load.changed()
+        await self._registration.update(msgspec.structs.replace(self.record, role=role, note=note))
+
+    async def adapters_changed(self, leaving: str = "") -> None:
+        """Adapters were loaded or unloaded: routers must know. ``leaving``: one that will be unloaded."""
+        self._leaving = leaving
+        await self._registration.update(msgspec.structs.replace(self.record, adapters=self._loaded()))
+
+    def _loaded(self) -> list[LoraAdapter]:
+        loaded = self._adapters.loaded if self._adapters is not None else []
+        return [adapter for adapter in loaded if adapter.name != self._leaving]
+
+
+def detail(phase: WorkerPhase, note: str) -> str:
+    """Of the service status."""
+    if phase is WorkerPhase.PROBING:
+        return f"probing: {note}" if note else "probing"
+    return ""
+
+
+def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, note: str) -> WorkerRecord:
+    return msgspec.structs.replace(
+        record,
+        phase=phase,
+        note=note,
+        engine=facts.engine,
+        models=facts.models,
+        max_model_len=facts.max_model_len,
+        fingerprint=facts.fingerprint,
+        hashing=facts.hashing,
+        kv_blocks=facts.kv_blocks,
+        legs_max=facts.legs_max,
+        step_tokens_max=facts.step_tokens_max,
+        prefix_caching=facts.prefix_caching,
+        renders=facts.renders,
+        attached=facts.attached,
+        adapters_at_once_max=facts.adapters_at_once_max,
+        paths=sorted(facts.paths),
+    )
+
+
+class ChangedRole(msgspec.Struct, frozen=True, kw_only=True):
+    """A role that was ordered at run time, as it is saved for a restart."""
+
+    role: Role
+    of_settings: Role
+    """The role in the settings at that time."""
+
+
+def refusal(before: Role, after: Role, phase: WorkerPhase, *, is_changing: bool, attached: bool = False) -> str:
+    """Why the role may not change; empty when it may."""
+    if attached and after is not before:
+        return "it is attached to a server outside of Baton, which serves whole requests only"
+    if Role.STORE in (before, after) and before is not after:
+        return "a store has no engine, and an engine is no store"
+    if phase is not WorkerPhase.READY:
+        return f"it is {phase.value}"
+    return "another change of its role is under way" if is_changing else ""
+
+
+def role_at_start(of_settings: Role, saved: ChangedRole | None) -> tuple[Role, str]:
+    """The role of a process that starts, and a note about it. If the role in the settings has changed since the order,
+    the settings are newer and win.
+    """
+    if saved is None or saved.of_settings is not of_settings:
+        return of_settings, ""
+    return saved.role, f"{saved.role.value}, as ordered before the restart"
+
+
+class SavedRole:
+    """The role of this process and, after a crash, of the next one. If the folder is not writable, the next process has
+    the role of its settings.
+    """
+
+    def __init__(self, state_dir: str, worker_id: str, of_settings: Role) -> None:
+        self._file = saved_role_file(state_dir, worker_id)
+        self._of_settings = of_settings
+        self.role, self.note = role_at_start(of_settings, self._read())
+        if self.role is of_settings:
+            self.forget()  # It was saved under other settings.
+        else:
+            log.info("the role is %s; the settings say %s", self.note, of_settings.value)
+
+    def save(self, role: Role) -> None:
+        """Remember it for the next process."""
+        if role is self._of_settings:
+            self.forget()
+            return
+        draft = self._file.with_suffix(".draft")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(ChangedRole(role=role, of_settings=self._of_settings)))
+            draft.replace(self._file)
+        except OSError as error:
+            log.warning("the role %s will be lost if this process crashes: %s", role.value, error)
+
+    def forget(self) -> None:
+        """The next process starts with the role of its settings."""
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the saved role cannot be removed, the next process may start with it: %s", error)
+
+    def _read(self) -> ChangedRole | None:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=ChangedRole)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("the saved role cannot be read: %s", error)
+            return None
+
+
+async def follow_health(health: EngineHealth, status: WorkerStatus, note: str) -> None:
+    """Until cancelled: PROBING while the engine has a fault, which is added to the ``note``, READY otherwise."""
+    changed = asyncio.Event()
+    health.on_changed(changed.set)
+    shown: str | None = None
+    while True:
+        changed.clear()
+        fault = health.fault
+        if fault != shown:
+            shown = fault
+            await (status.away(f"{note}: {fault}") if fault else status.ready(note))
+        await changed.wait()

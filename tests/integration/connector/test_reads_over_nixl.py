@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.worker.connections import CONNECT_S_MAX
-from connector.worker.copier import SELF_END_S_MAX, Copier
-from connector.worker.transfer_thread import TransferThread
+from connector.worker.transfer_thread import SELF_END_S_MAX, Copier, TransferThread
 from shared.contracts.kv_exchange import KvHandshake
 from tests.support.faulty_agent import FaultyAgent
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape
@@ -278,7 +277,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core copies alone")
 def test_a_stuck_second_thread_keeps_the_blocks_of_its_read_and_nothing_else(engines, holders, gate):
-    from connector.transfer.nixl_read_agent import ReadAgent, open_read_agent
+    from connector.transfer.nixl_agent import ReadAgent, open_read_agent
 
     class StuckAgent(ReadAgent):
         def copy(self, *args):
@@ -314,7 +313,7 @@ def test_a_stuck_second_thread_keeps_the_blocks_of_its_read_and_nothing_else(eng
 
 
 def test_reads_go_on_while_another_peer_is_connected(engines, holders, gate):
-    from connector.transfer.nixl_read_agent import open_read_agent
+    from connector.transfer.nixl_agent import open_read_agent
 
     def open_agent(*args):
         gate.opened += 1

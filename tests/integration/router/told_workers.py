@@ -17,8 +17,7 @@ from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.telemetry.tracing import Tracing
 from services.worker.engines.port import EngineLoad
 from services.worker.lifecycle.registration import Registration
-from services.worker.telemetry.kv_events import EventTranslation
-from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
+from services.worker.telemetry import CachePublisher, EventTranslation, LoadPublisher
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT
 from shared.contracts.ids import Epoch, WorkerId

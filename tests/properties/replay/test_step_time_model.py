@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from replay.engine import Engine, Job
 from replay.profile import Profile
+from services.worker.engines.simulated.core.batch import RequestParams
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.sequence import RequestParams
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from tests.support.examples import examples
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.engines.simulated.core.batch import RequestParams
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.core.sequence import RequestParams
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from tests.nightly.chaos.chaos import make_oracle
 from tests.nightly.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule

@@ -10,7 +10,7 @@ import pytest
 from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from connector.worker.connections import CONNECT_S_MAX, OPEN_S_MAX
-from connector.worker.copier import PARTS_PER_PEER_MAX, READ_S_MAX, SELF_END_S_MAX, Copier
+from connector.worker.transfer_thread import PARTS_PER_PEER_MAX, READ_S_MAX, SELF_END_S_MAX, Copier
 from shared.contracts.kv_exchange import KvHandshake
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 

@@ -8,8 +8,7 @@ import pytest
 
 from connector.messages import MeasureRead, Read, ReadMeasured, ReadPart
 from connector.reader.fetch import Outbox
-from connector.reader.peers import PeerMemory
-from connector.reader.speed_test import (
+from connector.reader.peers import (
     READ_BYTES_MAX,
     READ_BYTES_MIN,
     READ_S,
@@ -17,6 +16,7 @@ from connector.reader.speed_test import (
     SHARE_MAX,
     TEST_S_MAX,
     TESTS_MAX,
+    PeerMemory,
     SpeedTests,
 )
 from shared.contracts.ids import Epoch, WorkerId

@@ -11,8 +11,7 @@ import pytest
 
 from connector.messages import Orders, Peer, Read, Results
 from connector.transfer.memory_agent import MemoryNetwork
-from connector.worker.copier import Copier
-from connector.worker.transfer_thread import TransferThread
+from connector.worker.transfer_thread import Copier, TransferThread
 from tests.support.faulty_agent import FaultyAgent
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 

@@ -16,7 +16,6 @@ from services.worker.engines.attached.app import AttachedApp
 from services.worker.engines.attached.health import ServerHealth
 from services.worker.engines.attached.meter import Meter
 from services.worker.engines.attached.server import Server, ServerAway, ServerModel, find_model, find_paths, read_key
-from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
     Engine,
     EngineFacts,
@@ -24,6 +23,7 @@ from services.worker.engines.port import (
     EngineRefused,
     EngineTokens,
     Identity,
+    KvEventFeed,
     TokenizerFiles,
 )
 from services.worker.settings import Settings, root_of, sends_key_in_clear

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, LegRecord, Scope
-from services.worker.engines.simulated.choices import Choice, made_up_logprob
-from services.worker.engines.simulated.core.sequence import RequestParams, Sequence, SequenceStats
+from services.worker.engines.simulated.core.batch import RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.jobs import Job, JobMaker, caught_up
 from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.engines.simulated.requests import ApiError
@@ -18,8 +17,10 @@ from services.worker.engines.simulated.responses import (
     EVENT_STREAM,
     JSON,
     UNFINISHED,
+    Choice,
     Ending,
     encode,
+    made_up_logprob,
     split_chunk,
     usage_of,
 )

@@ -14,12 +14,18 @@ from pathlib import Path
 import msgspec
 
 from services.worker.engines.adapters import LoadedAdapters
-from services.worker.engines.kv_event_feed import KvEventFeed
-from services.worker.engines.port import Engine, EngineDead, EngineLoad, EngineTokens, Identity, TokenizerFiles
+from services.worker.engines.port import (
+    Engine,
+    EngineDead,
+    EngineLoad,
+    EngineTokens,
+    Identity,
+    KvEventFeed,
+    TokenizerFiles,
+)
 from services.worker.engines.simulated.app import SimulatedApp
-from services.worker.engines.simulated.choices import Choice
+from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulatedTiming, SimulationSettings
 from services.worker.engines.simulated.jobs import JobMaker, SimulatedRenderer, engine_tokens
 from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
@@ -32,6 +38,7 @@ from services.worker.engines.simulated.model import (
     find_model,
     models_response,
 )
+from services.worker.engines.simulated.responses import Choice
 from services.worker.settings import Settings
 from shared.contracts.kv_events import KvEvent
 from shared.runtime.settings import CommonSettings

@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from services.worker.engines.port import EnginePrompt, EngineTokens, LegRecord
-from services.worker.engines.simulated.choices import Choice, Inbox, StopStrings, chat_logprobs, completion_logprobs
-from services.worker.engines.simulated.core.sequence import NO_ORDER, RequestParams
+from services.worker.engines.simulated.core.batch import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.tokens import BlockHasher
 from services.worker.engines.simulated.model import ChatTemplateFailed, SimulatedTokenizer
 from services.worker.engines.simulated.requests import (
@@ -29,7 +28,17 @@ from services.worker.engines.simulated.requests import (
     read_response,
     stop_strings,
 )
-from services.worker.engines.simulated.responses import ChatResponses, CompletionResponses, ResponseObjects, Responses
+from services.worker.engines.simulated.responses import (
+    ChatResponses,
+    Choice,
+    CompletionResponses,
+    Inbox,
+    ResponseObjects,
+    Responses,
+    StopStrings,
+    chat_logprobs,
+    completion_logprobs,
+)
 from shared.contracts.engine_paths import CHAT, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from connector.layout.tensors import PROTOCOL_VERSION
 from services.worker.engines.adapters import AdapterFiles
 from services.worker.engines.port import EngineFacts, TokenizerFiles
+from services.worker.engines.simulated.core.batch import Sequence
 from services.worker.engines.simulated.core.engine_core import ModelTokens
-from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings
 from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision

@@ -23,8 +23,7 @@ from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import Orders, Results
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
-from connector.worker.copier import Copier
-from connector.worker.transfer_thread import TransferThread
+from connector.worker.transfer_thread import Copier, TransferThread
 from services.worker.engines.port import Identity
 from services.worker.engines.simulated.kv_exchange import DirectMover, agent_name
 from services.worker.engines.store.files import StoreFiles
@@ -103,7 +102,7 @@ def mover_of(settings: Settings, engine: str) -> MoverOf:
 
         return threaded(NixlAgent)
     if transfer == "tcp":
-        from services.worker.engines.simulated.tcp_agent import TcpAgent
+        from services.worker.engines.simulated.kv_exchange import TcpAgent
 
         return threaded(lambda name: TcpAgent(name, settings.kv_host))
     raise ValueError(f"WORKER_SIM_TRANSFER={transfer}: a store needs nixl or tcp")

@@ -19,8 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
 from services.worker.engines.vllm.resume import CatchUp, catch_up_of, opening
-from services.worker.engines.vllm.stats import EngineMeter
-from services.worker.engines.vllm.transfer_reports import PARAMS
+from services.worker.engines.vllm.stats import PARAMS, EngineMeter
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import LegOrder
 

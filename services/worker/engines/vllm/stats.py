@@ -1,4 +1,4 @@
-"""The engine's load from vLLM's step statistics, and the source of each prompt's tokens."""
+"""The engine's load from vLLM's step statistics, the source of each prompt's tokens, and reports of KV transfers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,51 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
+import msgspec
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from services.worker.engines.port import EngineLoad, LegRecord
 from services.worker.engines.vllm.steps import NoIterations, StepMeter
-from services.worker.engines.vllm.transfer_reports import take_transfer_report
+from shared.contracts.kv_exchange import KvTransferReport
+
+PARAMS = "baton"
+"""Key of Baton's connector in ``kv_transfer_params``: a packed LegOrder in, a packed KvTransferReport out."""
+SUMMED = (
+    "prompt_tokens",
+    "local_tokens",
+    "fetched_tokens",
+    "recomputed_tokens",
+    "refetched_tokens",
+    "reprefilled_tokens",
+    "preemptions",
+)
+
+_decode = msgspec.msgpack.Decoder(KvTransferReport).decode
+
+
+def take_transfer_report(record: LegRecord, request_id: str, output: Any) -> None:
+    """Move the report from the engine's output, so that no client sees it, to the record. One comes with the first
+    token and a more complete one at the end. Parameters of other connectors stay.
+    """
+    packed = (output.kv_transfer_params or {}).get(PARAMS)
+    if not isinstance(packed, bytes):
+        return
+    output.kv_transfer_params = None
+    record.transfer_reports[request_id] = _decode(packed)
+    record.transfer_report = reduce(added, record.transfer_reports.values())
+    record.cached_tokens = record.transfer_report.local_tokens
+    record.received_tokens = record.transfer_report.fetched_tokens
+    record.received_bytes = sum(read.bytes for read in record.transfer_report.reads)
+
+
+def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
+    """The sum of two prompts' reports."""
+    sums: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in SUMMED}
+    return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
+
 
 SMOOTHING = 0.2
 """Weight of the newest sample in a moving average."""

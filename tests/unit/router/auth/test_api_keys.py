@@ -16,8 +16,7 @@ from services.router.auth.api_keys import salt_of
 from services.router.auth.authenticator import Authenticator
 from services.router.placement.decision import DecisionFilter
 from services.router.settings import Settings, keyring_of, salt_secret_of
-from services.router.usage.budgets import Budgets
-from services.router.usage.unstored import UnstoredUsage
+from services.router.usage import Budgets, UnstoredUsage
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock
 from shared.runtime.keys import digest_of

@@ -10,9 +10,7 @@ import pytest
 
 from services.collector.usage_ledger import LedgerStore
 from services.router.settings import Settings, keyring_of
-from services.router.usage.budgets import UNREAD_S_MAX, Budgets
-from services.router.usage.unstored import UnstoredUsage
-from services.router.usage.usage_log import REPORT_S, UNSTORED_S_MAX
+from services.router.usage import REPORT_S, UNREAD_S_MAX, UNSTORED_S_MAX, Budgets, UnstoredUsage
 from shared.bus.port import BusDown
 from shared.contracts.channels import USAGE
 from shared.contracts.control import ServicePhase, ServiceStatus

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from services.router.usage.unstored import ROWS_MAX, Place, Spender, UnstoredUsage
-from services.router.usage.usage_log import REPORT_S
+from services.router.usage import REPORT_S, ROWS_MAX, Place, Spender, UnstoredUsage
 from shared.bus.port import AskRefused
 from shared.contracts.channels import REPORT_USAGE
 from shared.contracts.failures import Failure, Reason

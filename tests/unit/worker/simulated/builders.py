@@ -1,7 +1,7 @@
 """Small simulated engines, and virtual time to run them in."""
 
+from services.worker.engines.simulated.core.batch import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.sequence import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.kv_exchange import KvOffer, KvSource, LegOrder
 from tests.unit.worker.simulated.fleet import Fleet, Member

@@ -8,8 +8,8 @@ from itertools import count
 
 from connector.messages import EngineCall, EngineNotification, Peer, PeerGone
 from connector.transfer.memory_agent import MemoryNetwork
+from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.kv_exchange import DirectMover, agent_name, direct_mover
 from shared.contracts.kv_exchange import KvGrant, LeaseKv, ReleaseKv

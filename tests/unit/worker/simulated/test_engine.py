@@ -18,9 +18,9 @@ from services.worker.engines.simulated.engine import (
     simulation_settings,
     start_engine,
 )
-from services.worker.engines.simulated.tcp_agent import TcpAgent
+from services.worker.engines.simulated.kv_exchange import TcpAgent
 from services.worker.settings import Settings
-from services.worker.telemetry.kv_events import HeldBlocks
+from services.worker.telemetry import HeldBlocks
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from services.worker.engines.kv_event_feed import KV_EVENTS_MAX, KvEventFeed
-from services.worker.engines.port import EngineDead
+from services.worker.engines.port import KV_EVENTS_MAX, EngineDead, KvEventFeed
 from shared.contracts.kv_events import KvEvent, KvEventKind, pack_hashes
 
 WHOLE = [KvEvent(kind=KvEventKind.CLEARED), KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([99]))]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engines.simulated.choices import StopStrings
+from services.worker.engines.simulated.responses import StopStrings
 
 
 def shown(pieces, stops, *, include=False):

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from services.worker.engines.store.partner import ORPHAN_S, find_partner, fitting, wait_until_orphaned
+from services.worker.engines.store.engine import ORPHAN_S, find_partner, fitting, wait_until_orphaned
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord

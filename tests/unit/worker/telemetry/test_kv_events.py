@@ -9,7 +9,7 @@ from operator import xor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.telemetry.kv_events import EventTranslation, HeldBlocks
+from services.worker.telemetry import EventTranslation, HeldBlocks
 from shared.contracts.kv_events import (
     KvEvent,
     KvEventKind,

@@ -6,8 +6,7 @@ import asyncio
 
 from services.worker.engines.port import EngineLoad
 from services.worker.prompt_handlers import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerHandler
-from services.worker.telemetry.kv_events import HeldBlocks
-from services.worker.telemetry.publishers import LoadPublisher
+from services.worker.telemetry import HeldBlocks, LoadPublisher
 from shared.bus.port import Envelope
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, TOKENS, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt

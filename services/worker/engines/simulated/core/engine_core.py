@@ -13,10 +13,9 @@ from typing import Any
 from zlib import crc32
 
 from connector.messages import EngineCall, EngineNotification, Results
-from services.worker.engines.simulated.core.batch import Batch, Plan
+from services.worker.engines.simulated.core.batch import ABORT, Batch, Plan, RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.exchange import Exchange
-from services.worker.engines.simulated.core.sequence import ABORT, RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.core.tokens import BlockHasher, TokenSampler, block_content, root_content
 from shared.contracts.load import StepTotals

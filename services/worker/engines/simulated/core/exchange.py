@@ -14,8 +14,8 @@ from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Read, ReadPart, Results
 from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
+from services.worker.engines.simulated.core.batch import Sequence
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, LeasablePool
-from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings, TransferLink
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvTransferReport

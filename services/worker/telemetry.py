@@ -1,21 +1,120 @@
-"""Publishes a worker's KV events, load and speed."""
+"""What a worker publishes: its KV events, load and speed.
+
+An engine may hold several copies of one block: it stores and removes each copy. On the wire a block is held or not, so
+only the removal of the last copy counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import xor
 
 from services.worker.engines.port import Engine, EngineDead
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
-from services.worker.telemetry.kv_events import HeldBlocks
 from shared.bus.port import Bus, BusDown, Envelope
 from shared.contracts.channels import KV_EVENTS, LOAD
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventBatch, KvSnapshot, KvTier
+from shared.contracts.kv_events import (
+    AskKvSnapshot,
+    KvDigest,
+    KvEvent,
+    KvEventBatch,
+    KvEventKind,
+    KvSnapshot,
+    KvTier,
+    block_hash64,
+    digest_xor,
+    pack_hashes,
+    unpack_hashes,
+)
 from shared.contracts.load import LOAD_HZ_MAX, LOAD_PERIOD_S_MAX, LoadReport
 from shared.contracts.workers import Role, WorkerPhase
 from shared.engine_speed.learner import SpeedLearner
+
+
+class EventTranslation:
+    """Counts the copies of each block that the engine holds in each tier."""
+
+    def __init__(self) -> None:
+        self._copies: dict[KvTier, dict[int, int]] = {tier: {} for tier in KvTier}
+
+    def stored(self, hashes: Iterable[bytes], parent: bytes | None, tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
+        """``hashes`` are full hashes of consecutive blocks; ``parent`` is that of the block before them."""
+        short = [block_hash64(full) for full in hashes]
+        copies = self._copies[tier]
+        for block in short:
+            copies[block] = copies.get(block, 0) + 1
+        if not short:
+            return None
+        return KvEvent(
+            kind=KvEventKind.STORED,
+            hashes=pack_hashes(short),
+            tier=tier,
+            parent=None if parent is None else block_hash64(parent),
+        )
+
+    def removed(self, hashes: Iterable[bytes], tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
+        """One copy of each of these blocks was removed from this tier."""
+        copies = self._copies[tier]
+        gone = [block for block in map(block_hash64, hashes) if _drop(copies, block)]
+        return KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(gone), tier=tier) if gone else None
+
+    def cleared(self) -> KvEvent:
+        """Every tier is empty, or its content is unknown."""
+        for copies in self._copies.values():
+            copies.clear()
+        return KvEvent(kind=KvEventKind.CLEARED)
+
+
+def _drop(copies: dict[int, int], block: int) -> bool:
+    """Returns whether that was the last copy."""
+    count = copies.get(block, 0)
+    if count > 1:
+        copies[block] = count - 1
+        return False
+    return copies.pop(block, None) is not None
+
+
+class HeldBlocks:
+    """The blocks held in each tier after the batch numbered ``seq``."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self._held: dict[KvTier, set[int]] = {tier: set() for tier in KvTier}
+        self._xors = dict.fromkeys(KvTier, 0)
+
+    def apply(self, events: Iterable[KvEvent]) -> int:
+        """Apply one batch; returns its number."""
+        for event in events:
+            self._apply(event)
+        self.seq += 1
+        return self.seq
+
+    def digest(self) -> KvDigest:
+        return KvDigest(seq=self.seq, count=sum(map(len, self._held.values())), xor=digest_xor(self._xors.values()))
+
+    def packed(self, tier: KvTier = KvTier.DEVICE) -> bytes:
+        """Every block held in ``tier``, packed as in ``pack_hashes``."""
+        return pack_hashes(self._held[tier])
+
+    def _apply(self, event: KvEvent) -> None:
+        if event.kind is KvEventKind.CLEARED:
+            for tier, held in self._held.items():
+                held.clear()
+                self._xors[tier] = 0
+            return
+        hashes, held = set(unpack_hashes(event.hashes)), self._held[event.tier]
+        if event.kind is KvEventKind.STORED:
+            changed = hashes - held
+            held |= changed
+        else:
+            changed = hashes & held
+            held -= changed
+        self._xors[event.tier] = reduce(xor, changed, self._xors[event.tier])
+
 
 log = logging.getLogger("baton.worker")
 

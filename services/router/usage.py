@@ -1,0 +1,403 @@
+"""What API keys use: counted for each request, reported to the metrics collectors, and held against monthly budgets.
+
+The engines' time of a request is computed by the step times that their workers have learned and published. A key has
+used what the ledger has of it, what this router's requests have used since, and what its running requests here are
+charged. Requests at other routers count when these have reported them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from typing import Any, NamedTuple
+
+from msgspec.structs import astuple
+
+from services.router.auth.client import ApiClient
+from services.router.placement import cost
+from services.router.placement.placement import Placement
+from services.router.relay.request_context import RequestContext
+from services.router.state import fleet_table as t
+from services.router.state.cluster_view import ClusterView
+from services.router.state.worker_view import WorkerView
+from shared.bus.port import Bus, BusError, StoredValue, watch_store
+from shared.contracts.api_keys import Key
+from shared.contracts.channels import REPORT_USAGE, USAGE
+from shared.contracts.ids import RouterId
+from shared.contracts.inference import RequestFinished
+from shared.contracts.usage import (
+    COUNT_MAX,
+    MONTH_CHARS,
+    NAME_CHARS_MAX,
+    ROWS_PER_REPORT_MAX,
+    ReportUsage,
+    UsageCounts,
+    UsageMonth,
+    UsageRow,
+)
+from shared.http.errors import HttpError, error_body
+from shared.runtime.clock import Clock
+
+ROWS_MAX = 10_000
+"""Rows kept while no collector stores them. What would need a further row is not counted."""
+
+
+class Spender(NamedTuple):
+    """Whose budget of which month."""
+
+    month: str
+    tenant: str
+    key: str
+
+
+class Place(NamedTuple):
+    """A row of the ledger."""
+
+    day: str
+    tenant: str
+    key: str
+    model: str
+
+
+class _Sum:
+    """Of the requests of one place."""
+
+    __slots__ = ("counts", "monthly_tokens")
+
+    def __init__(self, counts: tuple[float, ...], monthly_tokens: int) -> None:
+        self.counts = counts
+        """In the order of ``UsageCounts``."""
+        self.monthly_tokens = monthly_tokens
+
+
+class UnstoredUsage:
+    """Adds up what requests used, and hands it out in numbered reports. A report stays the same until it is stored."""
+
+    def __init__(self) -> None:
+        self._open: dict[Place, _Sum] = {}
+        self._tokens: Counter[Spender] = Counter()
+        """Tokens."""
+        self.number = 0
+        """Of the present report."""
+        self.report: list[UsageRow] = []
+        """Handed out, and not stored yet."""
+        self.uncounted = 0
+        """Requests that found no room."""
+
+    def add(self, place: Place, counts: UsageCounts, monthly_tokens: int) -> None:
+        """A request has ended."""
+        known = self._open.get(place)
+        if known is not None:
+            known.counts = tuple(map(operator.add, known.counts, astuple(counts)))
+            known.monthly_tokens = monthly_tokens
+        elif len(self._open) < ROWS_MAX:
+            self._open[place] = _Sum(astuple(counts), monthly_tokens)
+        else:
+            self.uncounted += counts.requests
+            return
+        self._tokens[Spender(place.day[:MONTH_CHARS], place.tenant, place.key)] += counts.tokens
+
+    def next_report(self) -> bool:
+        """Put together ``report``, unless there is one. False: there is nothing to report."""
+        if not self.report and self._open:
+            self.number += 1
+            places = list(islice(self._open, ROWS_PER_REPORT_MAX))
+            self.report = [_row(place, self._open.pop(place)) for place in places]
+        return bool(self.report)
+
+    def stored(self, number: int) -> None:
+        """The report of that number is in the ledger."""
+        if number != self.number:
+            return
+        for row in self.report:
+            spender = Spender(row.month, row.tenant, row.key)
+            self._tokens[spender] -= row.counts.tokens
+            if self._tokens[spender] <= 0:
+                del self._tokens[spender]
+        self.report = []
+
+    @property
+    def counts_for_budgets(self) -> bool:
+        """Whether a key with a budget has used what is not stored."""
+        return any(row.monthly_tokens for row in self.report) or any(one.monthly_tokens for one in self._open.values())
+
+    def tokens_of(self, spender: Spender) -> int:
+        """Tokens that the ledger does not have yet."""
+        return self._tokens.get(spender, 0)
+
+
+def _row(place: Place, known: _Sum) -> UsageRow:
+    named: dict[str, Any] = dict(zip(UsageCounts.__struct_fields__, known.counts, strict=True))
+    counts = UsageCounts(**named)
+    return UsageRow(**place._asdict(), counts=counts, monthly_tokens=known.monthly_tokens)
+
+
+RANKS_MAX = 1024
+"""Of an engine, whatever a faulty worker says."""
+
+
+class UsedTokens(NamedTuple):
+    """Of one finished request."""
+
+    prompt: int
+    cached: int
+    completion: int
+    sequences: int
+
+
+def engine_seconds(
+    cluster: ClusterView, placement: Placement, finished: RequestFinished, used: UsedTokens
+) -> tuple[float, float]:
+    """Prefill and decode, each times the engine's ranks. Of a decode step, whose fixed cost all requests of the batch
+    share, the request's share in the batch at its end; 0.0 for a worker that is gone. The prefill gives each completion
+    its first token.
+    """
+    computing = placement.prefill or placement.decode
+    elsewhere = finished.received_tokens if placement.prefill is None else -1
+    fetched = max(0, finished.readback_tokens, elsewhere)
+    computed = max(0, used.prompt - used.cached - fetched)
+    n = _numbers(cluster, placement.decode)
+    first = n if computing is placement.decode else _numbers(cluster, computing)
+    ranks = _ranks(placement.decode)
+    prefill_s = _prefill_s(first, computed, used.prompt - computed) * _ranks(computing)
+    again = max(0, finished.recomputed_tokens) + max(0, finished.reprefilled_tokens)
+    prefill_s += _prefill_s(n, again, max(0, used.prompt - again)) * ranks
+    return prefill_s, _decode_s(n, used) * ranks
+
+
+def _ranks(view: WorkerView) -> int:
+    return max(1, min(view.record.ranks, RANKS_MAX))
+
+
+def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:
+    """Of a worker that is not gone, as floats of Python: arithmetic on numpy's is several times slower."""
+    alive = cluster.workers.get(view.record.worker_id) is view
+    return cluster.table.numbers[:, view.row].tolist() if alive else None
+
+
+def _prefill_s(n: list[float] | None, computed: int, before: int) -> float:
+    return float(cost.work_s(n, computed, before)) if n is not None and computed else 0.0
+
+
+def _decode_s(n: list[float] | None, used: UsedTokens) -> float:
+    if n is None:
+        return 0.0
+    context_tokens = used.prompt + used.completion / 2
+    batch = max(1.0, n[t.DECODING])
+    step_s = n[t.DECODE_STEP_S] / batch + n[t.DECODE_REQUEST_S] + n[t.DECODE_CONTEXT_TOKEN_S] * context_tokens
+    return float(step_s) * max(0, used.completion - used.sequences)
+
+
+log = logging.getLogger("baton.router")
+
+REPORT_S = 3.0
+"""Between two reports. What ended since the last one is lost when the router is killed."""
+STORE_S_MAX = 10.0
+"""For a collector to store a report."""
+UNSTORED_S_MAX = 60.0
+"""An operator is told when usage is not stored for so long, where budgets need it or it is lost."""
+CLOSE_S_MAX = 2.0
+"""For the last reports of a router that stops."""
+DAY_MS = 86_400_000
+CLIENT_GONE = 499
+CLIENT_ERROR = 400
+
+
+class UsageLog:
+    """Counts every request once, when it ends."""
+
+    def __init__(self, router_id: RouterId, bus: Bus, clock: Clock, cluster: ClusterView) -> None:
+        self._router_id = router_id
+        self._bus = bus
+        self._clock = clock
+        self._cluster = cluster
+        self.unstored = UnstoredUsage()
+        self._today = (-1, "")
+        """Days since 1970, and the same as a date."""
+        self.unstored_since: float | None = None
+        """When the first of the reports that no collector has stored was sent; None if all are stored."""
+
+    @property
+    def failure(self) -> str:
+        """What an operator must correct; empty when there is nothing."""
+        if self.unstored_since is None or self._clock.now() - self.unstored_since < UNSTORED_S_MAX:
+            return ""
+        if self.unstored.uncounted:
+            return f"no metrics collector stores usage: {self.unstored.uncounted} requests are not counted"
+        if self.unstored.counts_for_budgets:
+            return "no metrics collector stores usage: other routers do not see it for the budgets of API keys"
+        return ""
+
+    def ended(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> None:
+        """A request has ended and has used so many prompt and completion tokens."""
+        key = context.http_request.head.client.key
+        place = Place(self._day(), key.tenant, key.label, self._model(context)[:NAME_CHARS_MAX])
+        self.unstored.add(place, self._counts(context, finished, used), key.monthly_tokens)
+
+    def _day(self) -> str:
+        number = self._clock.wall_ms() // DAY_MS
+        if number != self._today[0]:
+            self._today = (number, day_of(number))
+        return self._today[1]
+
+    def _model(self, context: RequestContext) -> str:
+        """The served model: a client may name any other, which must not become a row of the ledger."""
+        if context.placement is not None:
+            return context.facts.model or context.placement.decode.record.model
+        return context.facts.model if self._cluster.knows(context.facts.model) else ""
+
+    def _counts(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> UsageCounts:
+        status, placement = finished.status, context.placement
+        cancelled = status == CLIENT_GONE
+        failed = status >= CLIENT_ERROR and not cancelled
+        if placement is None or (failed and not _computed(context)):
+            return UsageCounts(requests=1, failed=int(failed), cancelled=int(cancelled))
+        prompt, completion = (max(0, min(tokens, COUNT_MAX)) for tokens in used)
+        cached = max(0, min(finished.cached_tokens, prompt))
+        tokens = UsedTokens(prompt, cached, completion, context.facts.sequences)
+        prefill_s, decode_s = engine_seconds(self._cluster, placement, finished, tokens)
+        return UsageCounts(
+            requests=1,
+            failed=int(failed),
+            cancelled=int(cancelled),
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+        )
+
+    async def report(self) -> None:
+        """Report until cancelled."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            await self.report_now()
+
+    async def report_now(self) -> None:
+        """Report what is not stored yet; what cannot be stored now stays for the next time."""
+        while self.unstored.next_report():
+            report = ReportUsage(router_id=self._router_id, number=self.unstored.number, rows=self.unstored.report)
+            try:
+                await self._bus.ask(REPORT_USAGE, report, timeout_s=STORE_S_MAX)
+            except BusError as error:
+                if self.unstored_since is None:
+                    self.unstored_since = self._clock.now()
+                log.debug("usage was not stored, trying again: %s", error)
+                return
+            self.unstored.stored(report.number)
+            self.unstored_since = None
+
+    async def close(self) -> None:
+        """Report the last requests; in vain if no collector stores them in time."""
+        try:
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await self.report_now()
+        except TimeoutError:
+            log.warning("the usage of the last requests was not stored: no collector took it")
+
+
+def day_of(number: int) -> str:
+    """The date so many days after 1970 began, in UTC."""
+    return datetime.fromtimestamp(number * DAY_MS / 1000, UTC).date().isoformat()
+
+
+def _computed(context: RequestContext) -> bool:
+    """Whether an engine is known to have computed something of the present attempt."""
+    return context.report is not None or context.prefill_report is not None or bool(context.relayed)
+
+
+UNREAD_S_MAX = 10.0
+"""An operator is told when the ledger is unread for so long."""
+INSUFFICIENT_QUOTA = "insufficient_quota"
+NO_RETRY = (b"x-should-retry", b"false")
+"""Read by the clients of OpenAI and Anthropic, which would try a 429 again at once."""
+
+
+class Budgets:
+    """The month's spending of keys with a budget. ``follow`` keeps it current, once a key has one."""
+
+    def __init__(self, bus: Bus, clock: Clock, unstored: UnstoredUsage) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._unstored = unstored
+        self._wanted = asyncio.Event()
+        self._unread_since = clock.now()
+        self._is_read = False
+        self._entries: dict[str, tuple[Spender, int]] = {}
+        """By entry of the ledger, of this month and later ones: who spent how many tokens."""
+        self._spent: dict[Spender, int] = {}
+        self._newest_month = self._month()
+
+    def keys_changed(self, keys: Iterable[Key]) -> None:
+        """These keys are in force now."""
+        wanted = any(key.monthly_tokens for key in keys)
+        if wanted and not self._wanted.is_set():
+            self._unread_since = self._clock.now()
+            self._wanted.set()
+        elif not wanted:
+            self._wanted.clear()
+
+    def refusal(self, client: ApiClient) -> HttpError | None:
+        """429 when the client's key has used its budget; else None."""
+        key = client.key
+        if not key.monthly_tokens:
+            return None
+        today = datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC)
+        spender = Spender(f"{today:%Y-%m}", key.tenant, key.label)
+        used = self._spent.get(spender, 0) + self._unstored.tokens_of(spender) + client.charged_tokens
+        return over_budget(key, used, today) if used >= key.monthly_tokens else None
+
+    @property
+    def failure(self) -> str:
+        """What an operator must correct; empty when there is nothing."""
+        if self._is_read or not self._wanted.is_set() or self._clock.now() - self._unread_since < UNREAD_S_MAX:
+            return ""
+        return "the usage ledger cannot be read: monthly budgets count only what this router has served"
+
+    async def follow(self) -> None:
+        """Watch the ledger until cancelled."""
+        await self._wanted.wait()
+        async for entry in watch_store(self._bus, USAGE):
+            if entry is None:
+                self._is_read = True
+            else:
+                self._heard(entry)
+
+    def _heard(self, entry: StoredValue[UsageMonth]) -> None:
+        self._forget(entry.key)
+        month = self._month()
+        if month != self._newest_month:
+            self._newest_month = month
+            for name in [name for name, (spender, _tokens) in self._entries.items() if spender.month < month]:
+                self._forget(name)
+        value = entry.value
+        if value is not None and value.month >= month:
+            spender, tokens = Spender(value.month, value.tenant, value.key), value.total.tokens
+            self._entries[entry.key] = (spender, tokens)
+            self._spent[spender] = self._spent.get(spender, 0) + tokens
+
+    def _forget(self, name: str) -> None:
+        spender, tokens = self._entries.pop(name, (None, 0))
+        if spender is not None:
+            left = self._spent.pop(spender, 0) - tokens
+            if left > 0:
+                self._spent[spender] = left
+
+    def _month(self) -> str:
+        return f"{datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC):%Y-%m}"
+
+
+def over_budget(key: Key, used: int, today: datetime) -> HttpError:
+    """429 in OpenAI's form for a budget that is spent."""
+    renewed = (today.replace(day=1) + timedelta(days=31)).replace(day=1).date()
+    message = (
+        f"This key has used its budget: {used:,} of {key.monthly_tokens:,} tokens in {today:%Y-%m}, running requests "
+        f"included. The next budget begins on {renewed} at 00:00 UTC."
+    )
+    body = error_body(429, message, code=INSUFFICIENT_QUOTA, kind=INSUFFICIENT_QUOTA)
+    return HttpError(429, body, reason="over_budget", more=(NO_RETRY,))
