@@ -26,9 +26,10 @@ from connector.messages import (
     ReadPart,
 )
 from connector.reader.fetch import FetchLimits
-from connector.reader.peers import Peers, SpeedTests, key_of
+from connector.reader.peers import Peers, key_of
 from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader
+from connector.reader.speed_test import SpeedTests
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvHandshake, KvOffer, KvTransferReport, LegOrder
 

@@ -6,7 +6,7 @@ import secrets
 import sys
 from functools import partial
 
-from services.collector.http.app import LIMITS
+from services.collector.app import LIMITS
 from services.collector.service import run_collector
 from services.collector.settings import Settings, check
 from shared.http.limits import allow_open_files

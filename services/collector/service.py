@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from services.collector.access import Access, guarded
+from services.collector.app import LIMITS, CollectorEdge, ConsoleContext, add_console, make_app
 from services.collector.console.feed import Feed, WatcherLimits
-from services.collector.console.handlers import OrderHandler
+from services.collector.console.orders import OrderHandler
 from services.collector.console.state import ConsoleState, Moment
 from services.collector.console.views import Page
 from services.collector.disaggregation_report import ReportBuilder
-from services.collector.http.access import Access, guarded
-from services.collector.http.app import LIMITS, CollectorEdge, ConsoleContext, add_console, make_app
 from services.collector.metrics.exposition import BOUNDS, families, usage_families, vllm_families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.settings import Settings

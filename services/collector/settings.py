@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.collector.http.access import Access
+from services.collector.access import Access
 from shared.runtime.settings import SettingsError
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from services.collector.console.tables import SILENT_S_MIN
 from services.collector.console.traffic import LastMinute
 from services.collector.console.views import (
     DEGRADED,
@@ -18,7 +19,6 @@ from services.collector.console.views import (
     Sentence,
     WorkerCard,
 )
-from services.collector.console.workers import SILENT_S_MIN
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from shared.contracts.control import DISK_MIN, ServicePhase, ServiceStatus
 from shared.contracts.failures import Reason

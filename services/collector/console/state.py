@@ -10,10 +10,9 @@ from typing import Any
 from services.collector.console.events import EventLog
 from services.collector.console.health import health_of
 from services.collector.console.requests import RecentRequests
-from services.collector.console.tables import Batches, MonthUsage
+from services.collector.console.tables import Batches, Models, MonthUsage, WorkerCards
 from services.collector.console.traffic import Flows, LastMinute, Tenants
 from services.collector.console.views import Health, Page, View, WorkerCard
-from services.collector.console.workers import Models, WorkerCards
 from services.collector.metrics.fleet_metrics import FleetMetrics
 from shared.contracts.inference import RequestFinished
 

@@ -1,13 +1,174 @@
-"""The console's tables of what clients use: this month's tokens of their API keys, and their batches."""
+"""The console's tables: workers, models, this month's tokens of API keys, and clients' batches.
+
+A worker's card combines the orchestrator's record with the worker's newest load report. A model has its workers, and
+its requests of the last minute.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from heapq import nlargest
 from typing import NamedTuple
 
-from services.collector.console.views import BatchRow, BatchTable, KeyUsage, UsageTable
+from services.collector.console.traffic import MINUTE_S, counts_as_failure
+from services.collector.console.views import BatchRow, BatchTable, KeyUsage, ModelRow, UsageTable, WorkerCard
+from services.collector.metrics.fleet_metrics import MODELS_MAX, FleetMetrics, WorkerView
+from services.collector.metrics.windows import Rate
 from shared.contracts.batches import LineFault, StoredBatch
+from shared.contracts.ids import WorkerId
+from shared.contracts.inference import RequestFinished
+from shared.contracts.load import LoadReport
 from shared.contracts.usage import UsageCounts, UsageMonth
+from shared.contracts.workers import WITHOUT_ENGINE, FleetState, FleetWorker, WorkerPhase, WorkerRecord
+
+SILENT_S_MIN = 3
+"""Workers report at least once a second; a shorter gap does not count as silence."""
+SHOWN_S = 60.0
+"""A worker that is missing in the fleet state is shown for this long after its last report."""
+DIGEST_CHARS = 12
+OVER = (WorkerPhase.GONE, WorkerPhase.LOST)
+READY = WorkerPhase.READY.value
+
+
+class WorkerCards:
+    """Builds the cards. Keeps the last fleet state's records, for times without an orchestrator."""
+
+    def __init__(self) -> None:
+        self._records: dict[WorkerId, WorkerRecord] = {}
+
+    def update(self, state: FleetState) -> None:
+        self._records = {each.record.worker_id: each.record for each in state.workers}
+
+    def model_names(self, cards: list[WorkerCard]) -> list[str]:
+        """Models that the workers on these cards serve, sorted."""
+        shown = {card.id for card in cards if card.phase not in OVER}
+        records = [record for worker_id, record in self._records.items() if worker_id in shown]
+        return sorted({name for record in records for name in record.models})
+
+    def cards(self, metrics: FleetMetrics, now: float) -> list[WorkerCard]:
+        """One card for each worker, sorted by id."""
+        state = metrics.fleet.state
+        listed = {each.record.worker_id: each for each in state.workers} if state is not None else {}
+        heard = {worker_id for worker_id, view in metrics.workers.items() if now - view.heard < SHOWN_S}
+        shown = sorted(heard | set(listed))
+        return [self._card(each, listed.get(each), metrics.workers.get(each), now) for each in shown]
+
+    def _card(self, worker_id: WorkerId, listed: FleetWorker | None, view: WorkerView | None, now: float) -> WorkerCard:
+        record = listed.record if listed is not None else self._records.get(worker_id)
+        if listed is not None and listed.phase in WITHOUT_ENGINE:
+            view = None  # Of its engine before it slept or was restarted.
+        load = view.load if view is not None else None
+        silent_s = now - view.heard if view is not None else listed.silent_s if listed is not None else 0.0
+        if listed is not None and listed.phase in {*WITHOUT_ENGINE, WorkerPhase.GONE}:
+            silent_s = 0.0  # Engines report; without one, a worker only renews its record, which expires with it.
+        hits, prompt = (view.cached.per_second(now), view.prompt.per_second(now)) if view is not None else (0.0, 0.0)
+        return WorkerCard(
+            id=worker_id,
+            role=_role(record, load),
+            phase=_phase(listed, load, record),
+            model=record.model if record is not None else "",
+            engine=record.engine if record is not None else "",
+            revision=record.fingerprint.revision if record is not None else "",
+            host=record.host if record is not None else "",
+            note=record.note if record is not None else "",
+            running=load.running if load is not None else 0,
+            waiting=load.waiting if load is not None else 0,
+            waiting_tokens=load.waiting_tokens if load is not None else 0,
+            legs=load.legs if load is not None else 0,
+            kv_used=round(kv_used(load), 3),
+            hit_ratio=round(min(1.0, hits / prompt), 3) if prompt > 0 else None,
+            prompt_tokens_per_s=round(view.tokens_in.per_second(now), 1) if view is not None else 0.0,
+            generation_tokens_per_s=round(view.tokens_out.per_second(now), 1) if view is not None else 0.0,
+            heard_s_ago=int(silent_s) if silent_s >= SILENT_S_MIN else 0,
+            adapters=adapter_texts(record),
+        )
+
+
+def kv_used(load: LoadReport | None) -> float:
+    """0.0 to 1.0."""
+    return load.kv_blocks_used / load.kv_blocks_total if load is not None and load.kv_blocks_total else 0.0
+
+
+def adapter_texts(record: WorkerRecord | None) -> list[str]:
+    """``sql (0a1b2c3d4e5f)``."""
+    loaded = record.adapters if record is not None else []
+    return [f"{adapter.name} ({adapter.digest[:DIGEST_CHARS]})" for adapter in loaded]
+
+
+def _role(record: WorkerRecord | None, load: LoadReport | None) -> str:
+    newest = load if load is not None and (record is None or load.epoch >= record.epoch) else record
+    return newest.role.value if newest is not None else ""
+
+
+def _phase(listed: FleetWorker | None, load: LoadReport | None, record: WorkerRecord | None) -> str:
+    if listed is not None:
+        return listed.phase.value
+    newest = load if load is not None else record
+    return newest.phase.value if newest is not None else ""
+
+
+class ModelTraffic:
+    """One model's last minute."""
+
+    __slots__ = ("failed", "requests", "tokens_in", "tokens_out", "ttft_s", "ttfts")
+
+    def __init__(self, now: float) -> None:
+        self.requests, self.failed, self.tokens_in, self.tokens_out = (Rate(now, MINUTE_S) for _ in range(4))
+        self.ttft_s, self.ttfts = (Rate(now, MINUTE_S) for _ in range(2))
+        """Sum and number of the known times to the first token; without lines of batches, for which no user waits."""
+
+    def add(self, request: RequestFinished, now: float) -> None:
+        self.requests.add(1, now)
+        self.tokens_in.add(max(0, request.prompt_tokens), now)
+        self.tokens_out.add(max(0, request.completion_tokens), now)
+        if counts_as_failure(request):
+            self.failed.add(1, now)
+        if request.ttft_s >= 0.0 and not request.is_batch:
+            self.ttft_s.add(request.ttft_s, now)
+            self.ttfts.add(1, now)
+
+    def mean_ttft_s(self, now: float) -> float | None:
+        """None without a request that had a first token."""
+        count = self.ttfts.per_second(now)
+        return round(self.ttft_s.per_second(now) / count, 4) if count else None
+
+
+class Models:
+    """Models that have workers. Clients can name others; those are not shown."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelTraffic] = {}
+
+    def add(self, request: RequestFinished, now: float) -> None:
+        if (traffic := self._models.get(request.model)) is not None:
+            traffic.add(request, now)
+
+    def update(self, cards: Iterable[WorkerCard], now: float) -> None:
+        """Follow the models of these workers, and forget the others."""
+        names = sorted({card.model for card in cards if card.model})[:MODELS_MAX]
+        self._models = {name: self._models.get(name) or ModelTraffic(now) for name in names}
+
+    def rows(self, cards: Iterable[WorkerCard], now: float) -> list[ModelRow]:
+        """One row for each model, sorted by name."""
+        ready = Counter((card.model, card.role) for card in cards if card.phase == READY)
+        return [
+            _row(name, {role: count for (model, role), count in sorted(ready.items()) if model == name}, traffic, now)
+            for name, traffic in self._models.items()
+        ]
+
+
+def _row(model: str, ready: dict[str, int], traffic: ModelTraffic, now: float) -> ModelRow:
+    return ModelRow(
+        model=model,
+        ready=ready,
+        requests_per_s=round(traffic.requests.per_second(now), 2),
+        tokens_in_per_s=round(traffic.tokens_in.per_second(now), 1),
+        tokens_out_per_s=round(traffic.tokens_out.per_second(now), 1),
+        failed_per_s=round(traffic.failed.per_second(now), 2),
+        ttft_s=traffic.mean_ttft_s(now),
+    )
+
 
 KEYS_SHOWN_MAX = 50
 """Those with the most tokens are shown."""

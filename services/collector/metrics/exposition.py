@@ -8,8 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from services.collector.console.tables import KeyMonth
-from services.collector.metrics.fleet_metrics import FleetMetrics, PlanView, WorkerView
-from services.collector.metrics.requests import Bounds, Handoffs, Latencies, Requests
+from services.collector.metrics.fleet_metrics import (
+    Bounds,
+    FleetMetrics,
+    Handoffs,
+    Latencies,
+    PlanView,
+    Requests,
+    WorkerView,
+)
 from services.collector.metrics.windows import Histogram
 from shared.bus.port import BusCounts
 from shared.contracts.adapters import NAME_CHARS_MAX

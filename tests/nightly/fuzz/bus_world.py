@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from connector.messages import EngineCall, EngineNotification
-from services.collector.http.access import Access
+from services.collector.access import Access
 from services.collector.service import Collector
 from services.launcher.system.scaling import OwnWorker, steps_for
 from services.launcher.views.top import Top

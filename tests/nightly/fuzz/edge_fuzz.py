@@ -15,8 +15,8 @@ from typing import Any
 import httptools
 import msgspec
 
+from services.collector.app import LIMITS, CollectorEdge
 from services.collector.console.feed import WatcherLimits
-from services.collector.http.app import LIMITS, CollectorEdge
 from services.router.settings import Settings
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg

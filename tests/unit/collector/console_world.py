@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import httpx
 import msgspec
 
+from services.collector.access import Access, guarded
+from services.collector.app import LIMITS, CollectorEdge, add_console, make_app
 from services.collector.console.feed import WatcherLimits
-from services.collector.http.access import Access, guarded
-from services.collector.http.app import LIMITS, CollectorEdge, add_console, make_app
 from services.collector.service import Collector
 from shared.contracts.channels import FLEET_STATE, REQUESTS_FINISHED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus

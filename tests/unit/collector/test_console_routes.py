@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from services.collector.http.access import Access, read_permissions
-from services.collector.http.app import page_files
+from services.collector.access import Access, read_permissions
+from services.collector.app import page_files
 from services.collector.settings import Settings, check
 from shared.bus.port import AskRefused
 from shared.contracts.adapters import AdapterChanged, AdapterOrdered

@@ -8,7 +8,8 @@ import pytest
 
 from connector.messages import MeasureRead, Read, ReadMeasured, ReadPart
 from connector.reader.fetch import Outbox
-from connector.reader.peers import (
+from connector.reader.peers import PeerMemory
+from connector.reader.speed_test import (
     READ_BYTES_MAX,
     READ_BYTES_MIN,
     READ_S,
@@ -16,7 +17,6 @@ from connector.reader.peers import (
     SHARE_MAX,
     TEST_S_MAX,
     TESTS_MAX,
-    PeerMemory,
     SpeedTests,
 )
 from shared.contracts.ids import Epoch, WorkerId

@@ -16,16 +16,19 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
+from services.collector.access import Access
 from services.collector.console.feed import Feed, Watcher
-from services.collector.console.handlers import OrderHandler, find_decision
-from services.collector.console.orders import Refusal, parse_order, refusal_of
-from services.collector.console.requests import RecentRequests
-from services.collector.http.access import Access
-from shared.bus.port import Bus
+from services.collector.console.orders import NATS_DOWN, OrderHandler, Refusal, parse_order, refusal_of
+from services.collector.console.requests import RecentRequests, detail_of
+from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
+from shared.contracts.channels import DECISION
+from shared.contracts.decisions import AskDecision
+from shared.contracts.ids import DecisionId, router_of
 from shared.http.edge import HttpEdge
 from shared.http.limits import UNNAMED, BodyRefused, EdgeLimits, owner_of, small_body
 from shared.runtime.settings import SettingsError
 from shared.telemetry.prometheus import PROMETHEUS_CONTENT_TYPE
+from shared.text.decision_texts import NO_DECISION_ID, not_kept, router_away
 
 SECURITY_HEADERS = (
     (
@@ -80,6 +83,7 @@ def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI
 
 JSON = "application/json"
 PAGE = "index.html"
+DECISION_S_MAX = 3.0
 CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -134,6 +138,23 @@ def add_console(app: FastAPI, context: ConsoleContext) -> None:
     @app.post("/console/orders")
     async def give_order(request: Request) -> Response:
         return await execute_order(context, request)
+
+
+async def find_decision(bus: Bus, recent: RecentRequests, decision_id: str) -> dict[str, Any] | Refusal:
+    """The decision and its request; a refusal says why there is none."""
+    router_id = router_of(decision_id)
+    if not router_id:
+        return Refusal(status=404, message=NO_DECISION_ID)
+    ask = AskDecision(router_id=router_id, decision_id=DecisionId(decision_id))
+    try:
+        decision = (await bus.ask(DECISION, ask, timeout_s=DECISION_S_MAX)).decision
+    except (NoResponders, AskTimedOut, AskRefused):
+        return Refusal(status=404, message=router_away(router_id))
+    except BusError:
+        return NATS_DOWN
+    if decision is None:
+        return Refusal(status=404, message=not_kept(router_id))
+    return detail_of(recent.find(decision_id), decision)
 
 
 async def execute_order(context: ConsoleContext, request: Request) -> Response:
