@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from services.launcher.batch_client import Batch, BatchClient
 from services.launcher.bus_client import CommandFailed
 from services.launcher.commands.options import Json, StateDir, fail, print_json, router_url, show
+from services.launcher.views.batch import Batch, BatchClient
 
 batch = typer.Typer(
     no_args_is_help=True, help="Submit files of requests, follow their progress, and fetch the results."

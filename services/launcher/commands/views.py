@@ -137,10 +137,10 @@ def report(
     json: Json = False,
 ) -> None:
     """Report whether disaggregated serving is faster than aggregated serving, by prompt length."""
-    from services.launcher.views.disaggregation_report import ask_report, draw
+    from services.launcher.views.reports import ask_report, draw_report
 
     url = find_nats(nats_url, state_dir)
-    show(reply_of(ask_report(url, model), url), draw, json=json)
+    show(reply_of(ask_report(url, model), url), draw_report, json=json)
 
 
 def plan(
@@ -150,10 +150,10 @@ def plan(
     json: Json = False,
 ) -> None:
     """Size a fleet for a workload (--trace, --rate), or show what the running planner changed and why."""
-    from services.launcher.views.plan import ask_plans, draw
+    from services.launcher.views.reports import ask_plans, draw_plans
 
     url = find_nats(nats_url, state_dir)
-    show(reply_of(ask_plans(url, count), url), draw, json=json, wide=True)
+    show(reply_of(ask_plans(url, count), url), draw_plans, json=json, wide=True)
 
 
 def health(

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from services.launcher.bus_client import open_bus
-from services.launcher.doctor.facts import HeardLoad, HeardService, Nats, RouterReply, SystemFacts
+from services.launcher.doctor.findings import HeardLoad, HeardService, Nats, RouterReply, SystemFacts
 from services.launcher.doctor.machine import run_probes
 from shared.bus.nats_client import without_password
 from shared.bus.port import AskTimedOut, Bus, BusDown, BusError, Envelope, NoResponders

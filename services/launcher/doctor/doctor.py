@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from services.launcher.doctor import bus as doctor_bus
 from services.launcher.doctor import machine as doctor_machine
-from services.launcher.doctor.facts import InstallationFacts, SystemFacts
-from services.launcher.doctor.findings import Examination, Finding, examination
+from services.launcher.doctor.findings import Examination, Finding, InstallationFacts, SystemFacts, examination
 from services.launcher.doctor.installation import about_installation, about_machine
 from services.launcher.doctor.services import about_access, about_bus, about_services
 from services.launcher.doctor.workers import about_workers

@@ -1,4 +1,7 @@
-"""Findings of `baton doctor`: each has a meaning and a remedy."""
+"""Facts that `baton doctor` collects, and the findings made of them: each has a meaning and a remedy.
+
+A failed probe leaves its fact's default; ``unknown`` has the reason.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,198 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
+
+from shared.contracts.control import ServiceStatus
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import FleetState, WorkerRecord
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """Base class. Every field has a default, because any probe may fail."""
+
+    unknown: dict[str, str] = msgspec.field(default_factory=dict)
+    """Name of a failed probe -> why it failed."""
+
+
+class Package(msgspec.Struct, frozen=True, kw_only=True):
+    """A package that differs from the lock."""
+
+    name: str
+    locked: str
+    installed: str = ""
+    """Empty: it is missing."""
+
+
+class Packages(msgspec.Struct, frozen=True, kw_only=True):
+    """The installed packages compared with their lock."""
+
+    lock: str = ""
+    """services, engine-cpu or engine-cuda; empty when no lock is beside this installation."""
+    count: int = 0
+    drift: list[Package] = msgspec.field(default_factory=list)
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of loading vLLM and NIXL in a separate process."""
+
+    vllm: str = ""
+    """Its version."""
+    vllm_failure: str = ""
+    torch_cuda: str = ""
+    """The CUDA that PyTorch was built for; empty: a CPU build."""
+    devices: list[str] = msgspec.field(default_factory=list)
+    """GPUs that PyTorch can use."""
+    nixl: str = ""
+    nixl_failure: str = ""
+    plugins: list[str] = msgspec.field(default_factory=list)
+    """Plugins of NIXL."""
+    plugin_failures: dict[str, str] = msgspec.field(default_factory=dict)
+    """Plugins that Baton uses but that do not load -> why."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU as nvidia-smi reports it."""
+
+    name: str
+    driver: str = ""
+    memory_bytes: int = 0
+
+
+class Disk(msgspec.Struct, frozen=True, kw_only=True):
+    """The file system of a folder that Baton writes to."""
+
+    what: str
+    path: str
+    free_bytes: int = 0
+    failure: str = ""
+    """Why the folder is not writable."""
+
+
+class Port(msgspec.Struct, frozen=True, kw_only=True):
+    """One that `baton up` would listen on."""
+
+    number: int
+    purpose: str
+    option: str
+    is_free: bool = True
+    holder: str = ""
+    """`` by pid 12 (...)``, when it can be found."""
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """A certificate for NATS."""
+
+    path: str
+    ends_in_s: float = 0.0
+    """Below 0: it has expired."""
+    failure: str = ""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of this machine whose engine was refused at its last start."""
+
+    worker: str
+    reason: str
+    ago_s: float = 0.0
+
+
+class InstallationFacts(Facts, kw_only=True):
+    baton: str = ""
+    python: tuple[int, int, int] = (0, 0, 0)
+    packages: Packages | None = None
+    has_vllm: bool = False
+    engine: Engine | None = None
+    """None: it was not loaded."""
+    nats_server: str = ""
+    """Path of the binary."""
+    is_index_compiled: bool | None = None
+    is_placement_compiled: bool | None = None
+    cores: int = 0
+    memory_bytes: int = 0
+    memory_free_bytes: int = 0
+    shm_bytes: int = 0
+    """Size of /dev/shm; 0 where there is none."""
+    gpus: list[Gpu] = msgspec.field(default_factory=list)
+    disks: list[Disk] = msgspec.field(default_factory=list)
+    ports: list[Port] = msgspec.field(default_factory=list)
+    """Empty while the system runs."""
+    others: dict[str, int] = msgspec.field(default_factory=dict)
+    """NATS addresses of other systems whose processes run here, with how many."""
+    certificates: list[Certificate] = msgspec.field(default_factory=list)
+    refused: list[Refusal] = msgspec.field(default_factory=list)
+    exposed: list[str] = msgspec.field(default_factory=list)
+    """Files with secrets that other users can read."""
+
+
+class HeardService(msgspec.Struct, frozen=True, kw_only=True):
+    """A service's newest status."""
+
+    status: ServiceStatus
+    ahead_s: float = 0.0
+    """By how much its clock is ahead of this machine's. Message delay makes it smaller, never larger."""
+    is_duplicate: bool = False
+    """Two processes publish under this name."""
+
+
+class HeardLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's newest load report."""
+
+    report: LoadReport
+    is_duplicate: bool = False
+    """Two processes report as this worker."""
+
+
+class RouterReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router replies over HTTP without an API key."""
+
+    url: str
+    ready: bool = False
+    detail: str = ""
+    requires_key: bool | None = None
+    """None: not known."""
+    failure: str = ""
+
+
+class Nats(msgspec.Struct, frozen=True, kw_only=True):
+    """What nats-server reports in its INFO message."""
+
+    version: str = ""
+    max_payload: int = 0
+    jetstream: bool = False
+    auth_required: bool = False
+    tls_required: bool = False
+    rtt_s: float = 0.0
+    """Round trip over the connection that services use."""
+
+
+class SystemFacts(Facts, kw_only=True):
+    nats_url: str = ""
+    is_expected: bool = False
+    """A state file, an option or a variable says that a system runs."""
+    launcher_pid: int = 0
+    """Process id of `baton up` on this machine; 0: none."""
+    nats: Nats | None = None
+    """None: it does not respond."""
+    failure: str = ""
+    """Why there is no connection."""
+    heard_s: float = 0.0
+    """How long the command listened."""
+    host: str = ""
+    """This machine."""
+    baton: str = ""
+    """Version of this command."""
+    records: list[WorkerRecord] = msgspec.field(default_factory=list)
+    services: list[HeardService] = msgspec.field(default_factory=list)
+    loads: list[HeardLoad] = msgspec.field(default_factory=list)
+    fleet: FleetState | None = None
+    """None: no orchestrator responds."""
+    routers: list[RouterReply] = msgspec.field(default_factory=list)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a system runs or should run."""
+        return self.is_expected or bool(self.records or self.services or self.loads)
+
 
 SHOWN_MAX = 5
 """Names that one finding lists; it counts the rest."""

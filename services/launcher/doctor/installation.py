@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.launcher.doctor.facts import Disk, Engine, InstallationFacts, Packages, Port
-from services.launcher.doctor.findings import SLOWER_IN_PYTHON, Area, Finding, Level, in_python, many, named
+from services.launcher.doctor.findings import (
+    SLOWER_IN_PYTHON,
+    Area,
+    Disk,
+    Engine,
+    Finding,
+    InstallationFacts,
+    Level,
+    Packages,
+    Port,
+    in_python,
+    many,
+    named,
+)
 from shared.text.quantities import duration, in_bytes
 
 PYTHON = (3, 11)

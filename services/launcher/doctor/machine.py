@@ -25,7 +25,7 @@ import psutil
 
 from services.launcher.cluster.certificates import NoCertificate, facts_of
 from services.launcher.cluster.folder import AUTHORITY, AUTHORITY_KEY, FOLDER, SERVER, SERVER_KEY
-from services.launcher.doctor.facts import (
+from services.launcher.doctor.findings import (
     Certificate,
     Disk,
     Engine,

@@ -6,8 +6,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.launcher.doctor.facts import HeardService, Nats, RouterReply, SystemFacts
-from services.launcher.doctor.findings import Area, Finding, Level, many, named
+from services.launcher.doctor.findings import (
+    Area,
+    Finding,
+    HeardService,
+    Level,
+    Nats,
+    RouterReply,
+    SystemFacts,
+    many,
+    named,
+)
 from shared.contracts.control import DISK_LOW, DISK_MIN, ServicePhase
 from shared.text.quantities import duration, in_bytes
 

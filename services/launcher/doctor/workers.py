@@ -7,8 +7,17 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from services.launcher.doctor.facts import HeardLoad, SystemFacts
-from services.launcher.doctor.findings import SLOWER_IN_PYTHON, Area, Finding, Level, in_python, many, named
+from services.launcher.doctor.findings import (
+    SLOWER_IN_PYTHON,
+    Area,
+    Finding,
+    HeardLoad,
+    Level,
+    SystemFacts,
+    in_python,
+    many,
+    named,
+)
 from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.load import ENGINE_SILENT_S_MAX
 from shared.contracts.message import WIRE_VERSION

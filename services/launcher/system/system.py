@@ -12,8 +12,14 @@ from typing import Self, TypeVar, cast
 
 from services.launcher.bus_client import launcher_access
 from services.launcher.system import children
-from services.launcher.system.children import Child, ChildStarter
-from services.launcher.system.process_death import RestartHistory, RestartPolicy, last_lines, why_it_died
+from services.launcher.system.children import (
+    Child,
+    ChildStarter,
+    RestartHistory,
+    RestartPolicy,
+    last_lines,
+    why_it_died,
+)
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan, stop_s
 from services.launcher.system.screen import Row, Screen
 from shared.bus.nats_bus import connect_nats

@@ -1,17 +1,180 @@
-"""``baton batch`` on the terminal: a bar, a table, one batch."""
+"""`baton batch`: files and batches of a router, over HTTP, and how they are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeVar
+from urllib.parse import quote
 
+import httpx
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.batch_client import Batch
+from services.launcher.bus_client import CommandFailed
+from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
+from shared.http.errors import ErrorResponse
+
+T = TypeVar("T")
+
+KEY_HINT = f"Set {API_KEY_VARIABLE} to an API key."
+HTTP_S_MAX = 60.0
+PAGE = 100
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Lines of a batch."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Of all lines that were answered."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What is wrong with the input."""
+
+    code: str = ""
+    message: str = ""
+    line: int | None = None
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """OpenAI's list of them."""
+
+    data: list[Fault] = msgspec.field(default_factory=list)
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """A batch as the API tells it; times in seconds since 1970."""
+
+    id: str
+    status: str
+    endpoint: str = ""
+    input_file_id: str = ""
+    created_at: int = 0
+    expires_at: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: Faults | None = None
+    request_counts: Counts = Counts()
+    model: str | None = None
+    usage: Tokens | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """It does not change any more."""
+        return self.status in ENDED
+
+    @property
+    def done(self) -> int:
+        """Lines with a result."""
+        return self.request_counts.completed + self.request_counts.failed
+
+
+class _Page(msgspec.Struct):
+    data: list[Batch]
+    has_more: bool = False
+
+
+class _File(msgspec.Struct):
+    id: str
+
+
+class BatchClient:
+    """One router's API. All methods raise CommandFailed, with a message for the user."""
+
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
+        """``transport``: instead of the network."""
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.Client(
+            base_url=f"{self._base}/v1", timeout=HTTP_S_MAX, headers=key_headers(), trust_env=False, transport=transport
+        )
+
+    def submit(self, path: Path, endpoint: str, window: str) -> Batch:
+        """Upload the file, and make a batch of it."""
+        try:
+            with path.open("rb") as content:
+                file = self._decoded(self._upload(path.name, content), _File)
+        except OSError as error:
+            raise CommandFailed(f"{path} cannot be read: {error.strerror}.") from error
+        wanted = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": window}
+        return self._decoded(self._call("POST", "/batches", json=wanted), Batch)
+
+    def batch(self, batch_id: str) -> Batch:
+        """A batch as it is now."""
+        return self._decoded(self._call("GET", f"/batches/{quote(batch_id, safe='')}"), Batch)
+
+    def cancel(self, batch_id: str) -> Batch:
+        """End a batch soon."""
+        return self._decoded(self._call("POST", f"/batches/{quote(batch_id, safe='')}/cancel"), Batch)
+
+    def batches(self, count: int) -> list[Batch]:
+        """The newest batches, at most ``count``."""
+        found: list[Batch] = []
+        while len(found) < count:
+            after = {"after": found[-1].id} if found else {}
+            limit = str(min(PAGE, count - len(found)))
+            page = self._decoded(self._call("GET", "/batches", params={"limit": limit, **after}), _Page)
+            found += page.data
+            if not page.has_more:
+                break
+        return found
+
+    def content(self, file_id: str) -> Iterator[bytes]:
+        with self._errors(), self._http.stream("GET", f"/files/{quote(file_id, safe='')}/content") as response:
+            if response.status_code != httpx.codes.OK:
+                response.read()
+                self._refused(response)
+            yield from response.iter_bytes()
+
+    def _upload(self, name: str, content: BinaryIO) -> httpx.Response:
+        return self._call("POST", "/files", data={"purpose": "batch"}, files={"file": (name, content)})
+
+    def _call(self, method: str, path: str, **kw: Any) -> httpx.Response:
+        with self._errors():
+            response = self._http.request(method, path, **kw)
+        if response.status_code != httpx.codes.OK:
+            self._refused(response)
+        return response
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            message = f"{self._base} is not the URL of a router, such as http://127.0.0.1:8000: {error}"
+            raise CommandFailed(message) from error
+        except httpx.TransportError as error:
+            raise CommandFailed(f"No router responds at {self._base} ({error or type(error).__name__}).") from error
+
+    def _decoded(self, response: httpx.Response, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise CommandFailed(f"The server at {self._base} is not a Baton router: {error}") from error
+
+    def _refused(self, response: httpx.Response) -> NoReturn:
+        """Raises CommandFailed with the router's message."""
+        try:
+            message = msgspec.json.decode(response.content, type=ErrorResponse).error.message
+        except msgspec.DecodeError:
+            message = f"The server at {self._base} is not a Baton router (status {response.status_code})."
+        hint = f" {KEY_HINT}" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise CommandFailed(message + hint)
+
 
 STYLES = {"completed": "green", "failed": "bold red", "expired": "yellow", "cancelled": "yellow"}
 

@@ -18,10 +18,9 @@ import pytest
 from rich.console import Console
 
 from services.launcher.system import children, guard, machine
-from services.launcher.system.children import open_child_starter
+from services.launcher.system.children import RestartPolicy, open_child_starter
 from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import aside, plan_nats
-from services.launcher.system.process_death import RestartPolicy
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.system.screen import Board, Screen
 from services.launcher.system.system import StartFailed, System

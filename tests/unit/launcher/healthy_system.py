@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.launcher.doctor.facts import (
+from services.launcher.doctor.findings import (
     Engine,
     HeardLoad,
     HeardService,

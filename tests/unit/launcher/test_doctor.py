@@ -14,13 +14,15 @@ from rich.console import Console
 
 from services.launcher.commands.doctor import draw
 from services.launcher.doctor.doctor import findings
-from services.launcher.doctor.facts import (
+from services.launcher.doctor.findings import (
     Certificate,
     Disk,
     Engine,
+    Finding,
     Gpu,
     HeardLoad,
     InstallationFacts,
+    Level,
     Nats,
     Package,
     Packages,
@@ -28,8 +30,8 @@ from services.launcher.doctor.facts import (
     Refusal,
     RouterReply,
     SystemFacts,
+    examination,
 )
-from services.launcher.doctor.findings import Finding, Level, examination
 from services.launcher.doctor.workers import SLOW_BYTES_PER_S
 from shared.contracts.control import DiskFolder, DiskSpace, RouterHealth, ServicePhase
 from shared.contracts.ids import WorkerId

@@ -18,7 +18,7 @@ import pytest
 from services.launcher.cluster.certificates import AUTHORITY_DAYS, new_authority
 from services.launcher.doctor import machine as doctor_machine
 from services.launcher.doctor.bus import HEARD_S_MAX, HEARD_S_MIN, hear, listen, read_info
-from services.launcher.doctor.facts import Nats, Package, SystemFacts
+from services.launcher.doctor.findings import Nats, Package, SystemFacts
 from shared.bus.port import BusDown
 from shared.contracts.channels import LOAD, SERVICE_STATUS, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus

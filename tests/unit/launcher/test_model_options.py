@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from services.launcher.commands import up
-from services.launcher.commands.model_options import by_model, model_options
+from services.launcher.commands.up import by_model, model_options
 
 
 def test_options_after_a_model_are_its_own():

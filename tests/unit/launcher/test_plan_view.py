@@ -7,7 +7,7 @@ import io
 import msgspec
 from rich.console import Console
 
-from services.launcher.views.plan import draw
+from services.launcher.views.reports import draw_plans
 from shared.contracts.ids import WorkerId
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, Plans, RoleCount
 from shared.contracts.workers import Role
@@ -35,7 +35,7 @@ GROWTH = msgspec.structs.replace(DECISION, number=1, action=PlanAction.SCALE, ro
 
 def drawn(plans: Plans) -> str:
     console = Console(file=io.StringIO(), width=120, no_color=True)
-    draw(plans, console)
+    draw_plans(plans, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

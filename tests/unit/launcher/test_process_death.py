@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.system.process_death import Restart, RestartHistory, RestartPolicy, last_lines, why_it_died
+from services.launcher.system.children import Restart, RestartHistory, RestartPolicy, last_lines, why_it_died
 
 VLLM_LOG = """\
 INFO 11-21 07:00:00 [core.py:101] Initializing a V1 LLM engine

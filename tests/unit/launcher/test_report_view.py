@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from services.launcher.views.disaggregation_report import draw
+from services.launcher.views.reports import draw_report
 from shared.contracts.planning import DisaggregationReport, ReportBucket
 
 SUMMARY = "Disaggregation pays off: 78% of the requests are served better with separate prefill and decode workers."
@@ -42,7 +42,7 @@ UNSURE = ReportBucket(
 
 def drawn(report: DisaggregationReport, columns: int = 80) -> str:
     out = io.StringIO()
-    draw(report, Console(file=out, width=columns))
+    draw_report(report, Console(file=out, width=columns))
     return out.getvalue()
 
 
