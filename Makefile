@@ -112,9 +112,7 @@ outside: setup-dev ## Suites of other projects against one engine and against P/
 
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
-	@$(PYTHON) -m observability.make_metrics_page
-	@$(PYTHON) -m scripts.make_configuration_page
-	@$(PYTHON) -m observability.grafana.make_dashboards
+	@$(PYTHON) -m scripts.make_pages
 	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py
 
 dist: setup ## Build the wheel into dist/; pip install "dist/WHEEL[cpu]" (or [cuda]) installs what `make up` runs; PURE=1: without its parts in C

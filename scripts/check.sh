@@ -26,7 +26,7 @@ part format "$bin/ruff" format --check --quiet .
 part lint "$bin/ruff" check --quiet .
 part layers "$bin/lint-imports"
 part generated "$bin/python" -m shared.contracts.catalogue --check
-part settings "$bin/python" -m scripts.make_configuration_page --check
+part pages "$bin/python" -m scripts.make_pages --check
 part figures "$bin/python" -m bench.study --check-marks
 part structure "$bin/python" scripts/check_structure.py
 # schemathesis, which only nightly tests use, costs each of pytest's processes a quarter of a second.

@@ -29,9 +29,8 @@ from services.launcher.commands.options import (
 
 if TYPE_CHECKING:  # What simulates is imported when it runs: without a workload the command is as quick as others.
     from replay.capacity.plan import Inputs
-    from replay.capacity.runner import Runner
     from replay.capacity.speeds import EngineSpeeds
-    from replay.capacity.trial import Split, Target
+    from replay.capacity.trial import Runner, Split, Target
     from replay.capacity.workload import Workload
     from replay.profile import Profile
 
@@ -204,7 +203,7 @@ def carry_out(
     """Search, and show the result."""
     from replay.capacity.plan import Impossible, case_of, make_plan
     from replay.capacity.report import draw
-    from replay.capacity.runner import cores, runner
+    from replay.capacity.trial import cores, runner
 
     try:
         case, notes = case_of(inputs)
@@ -217,7 +216,7 @@ def carry_out(
     else:
         draw(found, wide_console())
     if picture is not None:
-        from replay.capacity.picture import save
+        from replay.capacity.report import save
 
         try:
             save(found, picture)
@@ -351,7 +350,7 @@ def check_picture(picture: Path | None) -> None:
     """Exit before the search if the picture cannot be drawn after it."""
     if picture is None:
         return
-    from replay.capacity.picture import FORMATS, pyplot
+    from replay.capacity.report import FORMATS, pyplot
     from replay.results import NoPlots
 
     if picture.suffix not in FORMATS:

@@ -9,13 +9,12 @@ from functools import partial
 
 import msgspec
 
-from replay.capacity.runner import Runner
 from replay.capacity.search import Bottleneck, Limit, Search, rank
-from replay.capacity.trial import Case, Split, Target, Trial, alone_s, fits
+from replay.capacity.trial import Case, Runner, Split, Target, Trial, alone_s, fits
 from replay.capacity.workload import Summary, Workload, busiest, seen_before, summary_of
 from replay.profile import Profile
 from replay.traces import Request
-from shared.text.quantities import duration
+from shared.text.formats import duration
 
 ROUNDING = 1e-9
 """1 - 0.95 is a little more than 0.05."""

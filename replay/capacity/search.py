@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from replay.capacity.runner import Runner
-from replay.capacity.trial import Question, Resource, Split, Trial
+from replay.capacity.trial import Question, Resource, Runner, Split, Trial
 
 PRECISION = 1.03
 """Of a limit: at so many times the load that is kept, too many requests are late."""

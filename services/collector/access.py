@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 
 from services.collector.console.orders import OrderClient
-from shared.contracts.api_keys import Permission
+from shared.contracts.api_keys import KEY_CHARS_MAX, Permission, digest_of
 from shared.http.edge import AsgiApp
 from shared.http.errors import HttpError, error_body
-from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 from shared.runtime.settings import SettingsError, is_loopback, why_unusable
 
 DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -28,7 +28,7 @@ from shared.http.edge import HttpEdge
 from shared.http.limits import UNNAMED, BodyRefused, EdgeLimits, owner_of, small_body
 from shared.runtime.settings import SettingsError
 from shared.telemetry.prometheus import PROMETHEUS_CONTENT_TYPE
-from shared.text.decision_texts import NO_DECISION_ID, not_kept, router_away
+from shared.text.explanation import NO_DECISION_ID, not_kept, router_away
 
 SECURITY_HEADERS = (
     (

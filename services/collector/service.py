@@ -22,7 +22,6 @@ from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.settings import Settings
 from services.collector.usage_ledger import LedgerStore
 from shared.bus.port import Bus, Envelope, watch_store
-from shared.contracts.adapters import AdapterOrdered
 from shared.contracts.batches import StoredBatch
 from shared.contracts.channels import (
     ADAPTER_ORDERED,
@@ -38,7 +37,7 @@ from shared.contracts.channels import (
     WORKER_LOST,
 )
 from shared.contracts.control import DefaultMode, ServicePhase, ServiceStatus
-from shared.contracts.fleet_orders import WorkerDrained
+from shared.contracts.fleet_orders import AdapterOrdered, WorkerDrained
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskDisaggregationReport, DisaggregationReport, PlanDecision

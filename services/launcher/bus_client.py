@@ -19,7 +19,6 @@ from services.launcher.system.machine import inherited_environment
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import Access
 from shared.bus.port import AskRefused, AskTimedOut, Bus, Envelope, NoResponders
-from shared.contracts.adapters import AdapterOrdered, Adapters, AskAdapters, OrderAdapter
 from shared.contracts.channels import (
     CHANGE_ROLE,
     DESCRIBE_ADAPTERS,
@@ -35,7 +34,18 @@ from shared.contracts.channels import (
     Party,
 )
 from shared.contracts.control import ServiceStatus
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker, ModelOrdered, OrderModel, RoleChanged, WorkerDrained
+from shared.contracts.fleet_orders import (
+    AdapterOrdered,
+    Adapters,
+    AskAdapters,
+    ChangeRole,
+    DrainWorker,
+    ModelOrdered,
+    OrderAdapter,
+    OrderModel,
+    RoleChanged,
+    WorkerDrained,
+)
 from shared.contracts.load import LoadReport
 from shared.contracts.message import Message
 from shared.contracts.workers import DescribeFleet, FleetState, FleetWorker, WorkerPhase

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, Subscription
-from shared.contracts.adapters import (
+from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ADAPTER, DESCRIBE_ADAPTERS, ORDER_ADAPTER, WANTED_ADAPTERS
+from shared.contracts.fleet_orders import (
     NAME_CHARS_MAX,
     ORDER_WORKERS_MAX,
     PATH_CHARS_MAX,
@@ -24,7 +25,6 @@ from shared.contracts.adapters import (
     OrderAdapter,
     WantedAdapter,
 )
-from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ADAPTER, DESCRIBE_ADAPTERS, ORDER_ADAPTER, WANTED_ADAPTERS
 from shared.contracts.ids import Epoch, WorkerId, is_subject_token
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 from shared.runtime.clock import Clock

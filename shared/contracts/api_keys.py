@@ -1,7 +1,13 @@
-"""Entries of the API key file: `baton keys` writes them, routers and the metrics collector read them."""
+"""API keys, their digests, and entries of the key file: `baton keys` writes them, routers and the collector read them.
+
+Only the digest is stored. A key has 256 random bits, which cannot be guessed, so a single SHA-256 suffices and no slow
+hash is needed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from enum import StrEnum
 
 import msgspec
@@ -61,3 +67,26 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def sees_all(self) -> bool:
         """Whether it may read what operators see."""
         return not self.permissions.isdisjoint({Permission.VIEW, Permission.ADMIN})
+
+
+KEY_PREFIX = "baton-"
+"""Lets secret scanners recognise a key."""
+KEY_BYTES = 32
+KEY_CHARS_MAX = 256
+"""Longer strings are rejected."""
+
+
+def new_key() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def new_salt() -> str:
+    return secrets.token_hex(KEY_BYTES)
+
+
+def digest_of(key: str | bytes) -> str:
+    """The SHA-256 of a key, in hexadecimal digits.
+
+    Look-ups compare digests, so their duration reveals nothing about similar keys.
+    """
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()

@@ -16,15 +16,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shared.contracts.adapters import (
-    AdapterChanged,
-    AdapterOrdered,
-    Adapters,
-    AskAdapters,
-    ChangeAdapter,
-    OrderAdapter,
-    WantedAdapter,
-)
 from shared.contracts.batches import FilePart, StoredBatch, StoredFile
 from shared.contracts.control import (
     AskTokenizer,
@@ -37,11 +28,17 @@ from shared.contracts.control import (
 )
 from shared.contracts.decisions import AskDecision, FoundDecision
 from shared.contracts.fleet_orders import (
+    AdapterChanged,
+    AdapterOrdered,
+    Adapters,
+    AskAdapters,
     AskSelfTestPrompt,
+    ChangeAdapter,
     ChangeRole,
     DrainWorker,
     ModelOrdered,
     ModelWaking,
+    OrderAdapter,
     OrderModel,
     OrderTaken,
     RoleChanged,
@@ -51,6 +48,7 @@ from shared.contracts.fleet_orders import (
     SleepWorker,
     WakeModel,
     WakeWorker,
+    WantedAdapter,
     WorkerDrained,
 )
 from shared.contracts.inference import CancelLeg, FrameBatch, RenderedPrompt, RenderPrompt, RequestsFinished, StartLeg

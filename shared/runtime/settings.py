@@ -19,7 +19,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from shared.bus.nats_credentials import Access
-from shared.text.choices import choices_of
+from shared.text.formats import choices_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 

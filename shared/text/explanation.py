@@ -7,7 +7,21 @@ from operator import attrgetter
 import msgspec
 
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
-from shared.text.quantities import counted, duration
+from shared.contracts.ids import RouterId
+from shared.text.formats import counted, duration
+
+NO_DECISION_ID = "That is not a decision id: each response has one in its header x-baton-decision."
+
+
+def router_away(router_id: RouterId) -> str:
+    """The router that made it does not respond."""
+    return f"Router {router_id}, which made that decision, does not respond. It may have stopped."
+
+
+def not_kept(router_id: RouterId) -> str:
+    """The router does not store it any more."""
+    return f"Router {router_id} no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_MAX)."
+
 
 DISAGGREGATED, DECODE_FIRST = "disaggregated", "decode_first"
 TIE_RATIO = 0.05

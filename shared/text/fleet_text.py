@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from shared.contracts.adapters import AdapterAction, AdapterOrdered
-from shared.contracts.fleet_orders import ModelOrdered, RoleChanged, WorkerDrained
+from shared.contracts.fleet_orders import AdapterAction, AdapterOrdered, ModelOrdered, RoleChanged, WorkerDrained
 from shared.contracts.load import StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
-from shared.text.quantities import in_bytes
+from shared.text.formats import in_bytes
 
 
 def loss_text(store: StoreState) -> str:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.launcher.cli import app as baton
-from shared.runtime.keys import digest_of
+from shared.contracts.api_keys import digest_of
 from tests.support.nats_server import free_port
 from tests.support.processes import service_process
 from tests.support.system import EXACT, Metrics, System, until

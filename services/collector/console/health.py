@@ -24,7 +24,7 @@ from shared.contracts.control import DISK_MIN, ServicePhase, ServiceStatus
 from shared.contracts.failures import Reason
 from shared.contracts.workers import Role, WorkerPhase
 from shared.text.fleet_text import many
-from shared.text.quantities import in_bytes
+from shared.text.formats import in_bytes
 
 SENTENCES_MAX = 12
 NAMED_MAX = 4

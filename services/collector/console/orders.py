@@ -7,10 +7,9 @@ from collections.abc import Callable
 import msgspec
 
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
-from shared.contracts.adapters import AdapterAction, OrderAdapter
 from shared.contracts.channels import CHANGE_ROLE, DEFAULT_MODE, DRAIN, ORDER_ADAPTER
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker
+from shared.contracts.fleet_orders import AdapterAction, ChangeRole, DrainWorker, OrderAdapter
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.workers import Role
 from shared.text import fleet_text

@@ -19,7 +19,7 @@ from services.collector.metrics.fleet_metrics import (
 )
 from services.collector.metrics.windows import Histogram
 from shared.bus.port import BusCounts
-from shared.contracts.adapters import NAME_CHARS_MAX
+from shared.contracts.fleet_orders import NAME_CHARS_MAX
 from shared.contracts.kv_events import KvTier
 from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import LoadReport, StoreState

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.api_keys import Key
-from shared.runtime.keys import new_salt
+from shared.contracts.api_keys import Key, new_salt
 
 OWNER_ONLY = 0o600
 

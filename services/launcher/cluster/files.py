@@ -36,8 +36,7 @@ from services.launcher.cluster.folder import (
     secure_conf,
 )
 from shared.bus.nats_credentials import new_seed, read_seed
-from shared.contracts.api_keys import Key, Permission
-from shared.runtime.keys import digest_of, new_key
+from shared.contracts.api_keys import Key, Permission, digest_of, new_key
 
 OWNER_ONLY = 0o600
 FOLDER_MODE = 0o700

@@ -10,8 +10,7 @@ import typer
 
 from services.launcher.cluster.api_keys import TENANT, CannotAdd, add_entry, entry_text, salt_text
 from services.launcher.commands.options import fail
-from shared.contracts.api_keys import Key, Permission
-from shared.runtime.keys import digest_of, new_key, new_salt
+from shared.contracts.api_keys import Key, Permission, digest_of, new_key, new_salt
 
 keys = typer.Typer(no_args_is_help=True, help="Create API keys for clients, with permissions and rate limits.")
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from services.launcher.bus_client import AdapterView
 from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, print_json, reply_of, show
 from services.launcher.commands.orders import checked
-from shared.contracts.adapters import AdapterAction, AdapterOrdered, OrderAdapter, WantedAdapter
+from shared.contracts.fleet_orders import AdapterAction, AdapterOrdered, OrderAdapter, WantedAdapter
 from shared.contracts.message import in_full
 from shared.contracts.workers import LoraAdapter
 

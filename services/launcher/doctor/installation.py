@@ -18,7 +18,7 @@ from services.launcher.doctor.findings import (
     many,
     named,
 )
-from shared.text.quantities import duration, in_bytes
+from shared.text.formats import duration, in_bytes
 
 PYTHON = (3, 11)
 """The version that the packages are locked for."""

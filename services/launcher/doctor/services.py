@@ -18,7 +18,7 @@ from services.launcher.doctor.findings import (
     named,
 )
 from shared.contracts.control import DISK_LOW, DISK_MIN, ServicePhase
-from shared.text.quantities import duration, in_bytes
+from shared.text.formats import duration, in_bytes
 
 PAYLOAD_BYTES_MIN = 256 * 1024
 """With a smaller limit, ordinary messages are split into many parts."""

@@ -22,7 +22,7 @@ from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.load import ENGINE_SILENT_S_MAX
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase, WorkerRecord
-from shared.text.quantities import bytes_per_second, counted, duration
+from shared.text.formats import bytes_per_second, counted, duration
 
 STARTING_S_MAX = 600.0
 """Enough for a large model on slow disks."""

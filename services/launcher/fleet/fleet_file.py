@@ -16,7 +16,7 @@ import msgspec
 from services.launcher.system.options import ModelOptions, parse_bytes
 from shared.contracts.ids import is_subject_token
 from shared.contracts.workers import Role
-from shared.text.choices import choices_of
+from shared.text.formats import choices_of
 
 FOR_SERVICES = ("ROUTER_", "COLLECTOR_", "ORCHESTRATOR_")
 FOR_WORKERS = ("BATON_", "WORKER_", "VLLM_", "HF_", "UCX_", "NIXL_", "NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")

@@ -25,8 +25,8 @@ from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, CandidateRecord, DecisionRecord, Part
 from shared.contracts.ids import DecisionId, router_of
 from shared.text import explanation
-from shared.text.decision_texts import NO_DECISION_ID, not_kept, router_away
-from shared.text.quantities import counted, duration
+from shared.text.explanation import NO_DECISION_ID, not_kept, router_away
+from shared.text.formats import counted, duration
 
 T = TypeVar("T")
 

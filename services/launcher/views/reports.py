@@ -25,7 +25,7 @@ from shared.contracts.planning import (
     ReportBucket,
 )
 from shared.text.fleet_text import plan_text
-from shared.text.quantities import counted, duration
+from shared.text.formats import counted, duration
 
 REPORT_S_MAX = 10.0
 OPEN_ENDED = 1 << 30

@@ -42,7 +42,7 @@ from shared.contracts.planning import PlanDecision
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.waiting import first_of
-from shared.text.quantities import counted, duration, in_bytes
+from shared.text.formats import counted, duration, in_bytes
 
 M = TypeVar("M", bound=msgspec.Struct)
 

@@ -19,7 +19,7 @@ from shared.bus.port import BusDown
 from shared.contracts.channels import USAGE
 from shared.contracts.message import in_full
 from shared.contracts.usage import UsageCounts, UsageMonth
-from shared.text.quantities import compact, long_duration
+from shared.text.formats import compact, long_duration
 
 By = Literal["day", "month", "total"]
 

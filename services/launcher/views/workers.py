@@ -11,7 +11,7 @@ from rich.text import Text
 from services.launcher.bus_client import Fleet
 from services.launcher.views.watch import Watch, Worker
 from shared.contracts.workers import Role, WorkerPhase
-from shared.text.quantities import counted, duration
+from shared.text.formats import counted, duration
 
 ENDED = (WorkerPhase.GONE, WorkerPhase.LOST)
 BAR = ("━", "╸", "─")

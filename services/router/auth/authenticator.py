@@ -12,10 +12,9 @@ from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import failed
 from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
 from services.router.usage import Budgets
-from shared.contracts.api_keys import Key, Permission
+from shared.contracts.api_keys import KEY_CHARS_MAX, Key, Permission, digest_of
 from shared.contracts.failures import Reason
 from shared.http.errors import Header, HttpError, error_body
-from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 from shared.runtime.settings import CHECK_S, FollowedFile
 
 log = logging.getLogger("baton.router")

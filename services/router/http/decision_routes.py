@@ -17,7 +17,7 @@ from shared.contracts.decisions import DecisionRecord
 from shared.contracts.ids import router_of
 from shared.contracts.message import in_full
 from shared.http.errors import error_body
-from shared.text.decision_texts import NO_DECISION_ID
+from shared.text.explanation import NO_DECISION_ID
 
 JSON = "application/json"
 LATEST = "latest"

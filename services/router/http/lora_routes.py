@@ -17,9 +17,9 @@ from services.router.http.decision_routes import too_many
 from services.router.http.edge import is_json
 from services.router.state.cluster_view import ClusterView
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
-from shared.contracts.adapters import AdapterAction, AdapterOrdered, OrderAdapter
 from shared.contracts.api_keys import Permission
 from shared.contracts.channels import ORDER_ADAPTER
+from shared.contracts.fleet_orders import AdapterAction, AdapterOrdered, OrderAdapter
 from shared.http.errors import error_body
 from shared.http.limits import BodyRefused, small_body
 from shared.text import fleet_text

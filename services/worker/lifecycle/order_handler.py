@@ -15,9 +15,17 @@ from services.worker.lifecycle.probing import Prober, failed
 from services.worker.lifecycle.registration import WorkerStatus, refusal
 from services.worker.lifecycle.self_test import NEW_PARTNERS, as_text
 from shared.bus.port import Bus, Envelope
-from shared.contracts.adapters import AdapterAction, AdapterChanged, ChangeAdapter
 from shared.contracts.channels import CHANGE_ADAPTER, CHANGE_ROLE, DRAIN, SLEEP
-from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, RoleChanged, SleepWorker
+from shared.contracts.fleet_orders import (
+    AdapterAction,
+    AdapterChanged,
+    ChangeAdapter,
+    ChangeRole,
+    DrainWorker,
+    OrderTaken,
+    RoleChanged,
+    SleepWorker,
+)
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service

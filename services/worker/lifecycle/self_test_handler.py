@@ -26,7 +26,7 @@ from shared.contracts.kv_exchange import KvSource, LegOrder
 from shared.contracts.workers import KV_SPEED_MAX, KV_SPEEDS_MAX, KvReadSpeed, WorkerRecord
 from shared.runtime.clock import Clock
 from shared.telemetry.tracing import NOT_TRACED
-from shared.text.quantities import bytes_per_second
+from shared.text.formats import bytes_per_second
 
 log = logging.getLogger("baton.worker")
 

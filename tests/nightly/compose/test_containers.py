@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from services.launcher.cluster.api_keys import add_entry
-from shared.contracts.api_keys import Key
-from shared.runtime.keys import digest_of
+from shared.contracts.api_keys import Key, digest_of
 from tests.nightly.compose.conftest import POLL_S, Compose, wait_until_ready
 
 pytestmark = pytest.mark.compose

@@ -14,9 +14,9 @@ import pytest
 
 from services.router.tokenize.block_hash import block_hashes
 from services.worker.tiny_model import ensure_tiny_model
-from shared.contracts.adapters import AdapterAction, AdapterChanged, ChangeAdapter
 from shared.contracts.channels import CHANGE_ADAPTER, TOKENS, WORKER_RECORDS
 from shared.contracts.control import AskTokens, ProbePrompt
+from shared.contracts.fleet_orders import AdapterAction, AdapterChanged, ChangeAdapter
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import unpack_hashes

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from services.launcher.cluster.api_keys import CannotAdd, add_entry
 from services.router.auth.api_keys import read_keys
-from shared.contracts.api_keys import Key
-from shared.runtime.keys import digest_of
+from shared.contracts.api_keys import Key, digest_of
 from tests.support.examples import examples
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=40)

@@ -15,12 +15,11 @@ from services.collector.access import Access, read_permissions
 from services.collector.app import page_files
 from services.collector.settings import Settings, check
 from shared.bus.port import AskRefused
-from shared.contracts.adapters import AdapterChanged, AdapterOrdered
 from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN, ORDER_ADAPTER
 from shared.contracts.control import FLEET
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, FoundDecision, Part
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.fleet_orders import OrderTaken, RoleChanged
+from shared.contracts.fleet_orders import AdapterChanged, AdapterOrdered, OrderTaken, RoleChanged
 from shared.contracts.workers import Role
 from shared.http.limits import BODY_BYTES_MAX
 from shared.runtime.settings import SettingsError

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.collector.metrics.exposition import BOUNDS, vllm_families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
-from shared.contracts.adapters import NAME_CHARS_MAX
+from shared.contracts.fleet_orders import NAME_CHARS_MAX
 from shared.contracts.workers import ADAPTERS_MAX, FleetState, FleetWorker, Role, WorkerPhase, WorkerRecord
 from shared.telemetry.prometheus import to_prometheus
 from tests.support.fleet_builders import load, record

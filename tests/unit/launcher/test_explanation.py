@@ -14,7 +14,7 @@ from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, Tt
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource
 from shared.text import explanation
-from shared.text.quantities import duration
+from shared.text.formats import duration
 
 
 def one(

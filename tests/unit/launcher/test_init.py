@@ -30,8 +30,8 @@ from services.launcher.cluster.folder import (
     plan_files,
 )
 from shared.bus.nats_credentials import read_seed
+from shared.contracts.api_keys import digest_of
 from shared.contracts.channels import Party
-from shared.runtime.keys import digest_of
 
 NOW = datetime.now(UTC)
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from services.launcher.cli import app
 from services.launcher.cluster.api_keys import add_entry
 from services.router.auth.api_keys import read_keys
-from shared.contracts.api_keys import Key
-from shared.runtime.keys import digest_of
+from shared.contracts.api_keys import Key, digest_of
 
 
 def new(file: Path, *options: str, tenant: str = "acme") -> tuple[int, str]:

@@ -10,7 +10,7 @@ from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Role
 from shared.text.fleet_text import drained, draining, role_changed
-from shared.text.quantities import in_bytes
+from shared.text.formats import in_bytes
 
 NOTHING_RAN = "d2 drained in 3.2 s: no request was running"
 

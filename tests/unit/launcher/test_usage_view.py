@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from services.launcher.cli import app
 from services.launcher.views.usage import NO_KEY, Usage, UsageQuery, draw, parse_day, summed, to_csv, to_jsonl
 from shared.contracts.usage import UsageCounts, UsageMonth, entry_id
-from shared.text.quantities import compact, long_duration
+from shared.text.formats import compact, long_duration
 
 NOW = date(2026, 11, 23)
 LONG = "a-model-with-a-rather-long-name/as-they-have-them-at-hugging-face-instruct-2507-fp8"

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from observability.grafana.make_dashboards import DASHBOARDS, pages
-from observability.make_metrics_page import PAGE, page
+from scripts.make_pages import dashboards, metrics_page
 from shared.telemetry import names
 from shared.telemetry.metrics import Kind, Metric
 from shared.telemetry.names import METRICS
@@ -77,18 +76,17 @@ def test_counters_are_used_only_in_rate_or_increase():
             assert f"rate({selector.name}" in whole or f"increase({selector.name}" in whole, expression.where
 
 
-def test_the_dashboards_are_up_to_date():
-    written = {path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
+def test_metrics_page_and_dashboards_are_up_to_date():
+    repository = ROOT.parent
+    written = [repository / "docs/METRICS.md", *(ROOT / "grafana/dashboards").glob("*.json")]
 
-    assert written == pages(), "python -m observability.grafana.make_dashboards"
+    found = {str(path.relative_to(repository)): path.read_text() for path in written}
 
-
-def test_the_metrics_page_is_up_to_date():
-    assert PAGE.read_text() == page(), "python -m observability.make_metrics_page"
+    assert found == {"docs/METRICS.md": metrics_page(), **dashboards()}, "make catalogue"
 
 
 def test_panels_do_not_overlap_and_have_unique_ids():
-    for text in pages().values():
+    for text in dashboards().values():
         taken = set()
         panels = json.loads(text)["panels"]
         for panel in panels:
@@ -112,7 +110,7 @@ def test_panels_query_only_provisioned_datasources():
     uids = {each["uid"] for each in yaml_of(ROOT / "grafana/provisioning/datasources/baton.yaml")["datasources"]}
     used = {
         target["datasource"]["uid"]
-        for text in pages().values()
+        for text in dashboards().values()
         for p in json.loads(text)["panels"]
         for target in p["targets"]
     }

@@ -15,15 +15,6 @@ from services.orchestrator.adapter_orders import TRIES_MAX
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
 from shared.bus.port import BusError
-from shared.contracts.adapters import (
-    AdapterAction,
-    AdapterChanged,
-    AdapterOrdered,
-    Adapters,
-    AskAdapters,
-    ChangeAdapter,
-    OrderAdapter,
-)
 from shared.contracts.channels import (
     ADAPTER_ORDERED,
     CHANGE_ADAPTER,
@@ -31,6 +22,15 @@ from shared.contracts.channels import (
     LOAD,
     ORDER_ADAPTER,
     WORKER_RECORDS,
+)
+from shared.contracts.fleet_orders import (
+    AdapterAction,
+    AdapterChanged,
+    AdapterOrdered,
+    Adapters,
+    AskAdapters,
+    ChangeAdapter,
+    OrderAdapter,
 )
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import LoraAdapter

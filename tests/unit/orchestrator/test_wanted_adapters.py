@@ -14,7 +14,7 @@ from services.orchestrator.adapter_orders import (
     targets,
     wanted_key,
 )
-from shared.contracts.adapters import ORDER_WORKERS_MAX, AdapterAction, OrderAdapter
+from shared.contracts.fleet_orders import ORDER_WORKERS_MAX, AdapterAction, OrderAdapter
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import FleetWorker, LoraAdapter, Role, WorkerPhase
 from tests.support.fleet_builders import adapter, record

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from replay.capacity.plan import Impossible, Inputs, case_of, make_plan
-from replay.capacity.runner import Runner, runner
 from replay.capacity.speeds import EngineSpeeds, SpeedsError, profile_of, read_speeds, speeds_of
-from replay.capacity.trial import Case, Question, Split, SplitError, Target, split_of, try_out
+from replay.capacity.trial import Case, Question, Runner, Split, SplitError, Target, runner, split_of, try_out
 from replay.capacity.workload import Workload, busiest, generated, rate_of, read_workload, summary_of
 from replay.profile import Profile
 from replay.traces import Request, TraceError

@@ -16,11 +16,11 @@ from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
 from shared.bus.port import BusDown
+from shared.contracts.api_keys import digest_of
 from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RequestFinished
 from shared.contracts.workers import Role
-from shared.runtime.keys import digest_of
 from shared.telemetry.tracing import SpanSink
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, as_test, run_in_virtual_time

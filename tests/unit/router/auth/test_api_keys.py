@@ -17,9 +17,9 @@ from services.router.auth.authenticator import Authenticator
 from services.router.placement.decision import DecisionFilter
 from services.router.settings import Settings, keyring_of, salt_secret_of
 from services.router.usage import Budgets, UnstoredUsage
+from shared.contracts.api_keys import digest_of
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock
-from shared.runtime.keys import digest_of
 from shared.runtime.settings import FollowedFile, SettingsError, state_of
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.router.http.test_http_server import running, until

@@ -12,10 +12,9 @@ from services.router.placement.policy import RequestHeaders, RequestPolicy, read
 from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, RequestOptions
 from services.router.placement.slo import SloRule, Slos
 from services.router.settings import Settings, check
-from shared.contracts.api_keys import Key, Permission
+from shared.contracts.api_keys import Key, Permission, digest_of, new_key
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
-from shared.runtime.keys import digest_of, new_key
 from shared.runtime.settings import SettingsError
 
 DIGEST = digest_of("a key")

@@ -23,10 +23,10 @@ from services.router.telemetry.tracing import Tracing
 from shared.bus.frame_sender import LegFrames
 from shared.bus.port import Envelope
 from shared.bus.receiver import read_entry
+from shared.contracts.api_keys import digest_of
 from shared.contracts.batches import PART_BYTES, BatchUsage, StoredBatch, record_key
 from shared.contracts.channels import FILES, REQUESTS_FINISHED
 from shared.contracts.inference import LegReport, RequestsFinished, StartLeg
-from shared.runtime.keys import digest_of
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, as_test, in_virtual_time
 from tests.unit.router.fake_worker import JSON, FakeWorker

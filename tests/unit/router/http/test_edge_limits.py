@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.bus.frame_sender import LegFrames
+from shared.contracts.api_keys import digest_of
 from shared.contracts.inference import LegReport, StartLeg
 from shared.http.limits import OTHER_FILES, Connections, allow_open_files, owner_of
 from shared.http.protocol import HEADERS_MAX
-from shared.runtime.keys import digest_of
 from shared.telemetry import names
 from tests.support.examples import examples
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker

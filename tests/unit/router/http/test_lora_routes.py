@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from services.router.http.lora_routes import DIGEST_CHARS, LOAD, UNLOAD, OrderAdapters, giver
-from shared.contracts.adapters import AdapterAction, AdapterChanged, AdapterOrdered, OrderAdapter
+from shared.contracts.api_keys import digest_of
 from shared.contracts.channels import ORDER_ADAPTER
+from shared.contracts.fleet_orders import AdapterAction, AdapterChanged, AdapterOrdered, OrderAdapter
 from shared.http.limits import BODY_BYTES_MAX
-from shared.runtime.keys import digest_of
 from tests.support.fleet_builders import adapter
 from tests.unit.router.auth.test_api_keys import ACME, KEYS, OPERATOR, TOP, bearer, entry
 from tests.unit.router.http.test_http_server import Running, running

@@ -15,9 +15,9 @@ from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
 from shared.bus.frame_sender import LegFrames
+from shared.contracts.api_keys import digest_of
 from shared.contracts.channels import RESPONSES as BUCKET
 from shared.contracts.inference import LegReport, StartLeg
-from shared.runtime.keys import digest_of
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock, as_test
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, wants_stream

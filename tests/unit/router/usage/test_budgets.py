@@ -12,11 +12,11 @@ from services.collector.usage_ledger import LedgerStore
 from services.router.settings import Settings, keyring_of
 from services.router.usage import REPORT_S, UNREAD_S_MAX, UNSTORED_S_MAX, Budgets, UnstoredUsage
 from shared.bus.port import BusDown
+from shared.contracts.api_keys import digest_of
 from shared.contracts.channels import USAGE
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.inference import LegReport
 from shared.contracts.usage import UsageCounts, UsageMonth, entry_id
-from shared.runtime.keys import digest_of
 from shared.runtime.settings import SettingsError
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock

@@ -10,11 +10,11 @@ import pytest
 
 from services.router.usage import REPORT_S, ROWS_MAX, Place, Spender, UnstoredUsage
 from shared.bus.port import AskRefused
+from shared.contracts.api_keys import digest_of
 from shared.contracts.channels import REPORT_USAGE
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport
 from shared.contracts.usage import ROWS_PER_REPORT_MAX, ReportUsage, UsageCounts, UsageRow, UsageStored
-from shared.runtime.keys import digest_of
 from tests.support.memory_bus import MemoryBus
 from tests.unit.router.world import World, in_world, run_in_world
 

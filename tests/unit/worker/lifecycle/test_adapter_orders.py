@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.worker.engines.adapters import CONFIG, WEIGHTS, AdapterFiles, LoadedAdapters
-from shared.contracts.adapters import AdapterAction, AdapterChanged, ChangeAdapter
 from shared.contracts.channels import CHANGE_ADAPTER, WORKER_RECORDS
+from shared.contracts.fleet_orders import AdapterAction, AdapterChanged, ChangeAdapter
 from shared.contracts.workers import LoraAdapter
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, RunningWorker, running_worker
 
