@@ -22,7 +22,6 @@ from services.launcher.commands import orders as order_commands
 from services.launcher.commands import service as service_commands
 from services.launcher.commands import tokens as token_commands
 from services.launcher.commands import up as up_command
-from services.launcher.commands import usage as usage_command
 from services.launcher.commands import views as view_commands
 from services.launcher.commands.options import StateDir, fail, state_folder
 from services.launcher.system import state_file
@@ -69,7 +68,6 @@ fleet_commands.add_to(app)
 service_commands.add_to(app)
 batch_commands.add_to(app)
 view_commands.add_to(app)
-usage_command.add_to(app)
 order_commands.add_to(app)
 lora_commands.add_to(app)
 doctor_command.add_to(app)
