@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.engines.vllm.stats import PARAMS
 from services.worker.tiny_model import EOS_ID
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource, KvTransferReport, LegOrder
@@ -54,6 +53,8 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("joined", [(), (1,), (1, 2, 3)], ids=["each", "first-two", "all"])
 async def test_a_report_with_the_first_token_survives_that_later_tokens_join_it(model, path, joined):
     from vllm.v1.metrics.stats import PrefillStats
+
+    from services.worker.engines.vllm.stats import PARAMS
 
     report = KvTransferReport(local_tokens=0, fetched_tokens=RECEIVED, prefill_cached_tokens=CACHED)
     sources = PrefillStats()
