@@ -147,7 +147,7 @@ class Contender:
         cpu_s = self.system.cpu_s() - before - self.system.idle_cpu * (time.monotonic() - begun_at)
         check_answers(result, row.requests)
         if self.served is not None:
-            check_legs(served, self.served(), result["sent"])
+            result["repeated_legs"] = check_legs(served, self.served(), result["sent"])
         elif not self.is_direct:
             check_decisions(self.decisions(), min(result["sent"], DECISIONS_LISTED), next_turns=row.turns)
         return cpu_s, result
@@ -247,6 +247,8 @@ class Figures:
 
     values: list[float] = field(default_factory=list)
     loops_ms: list[float] = field(default_factory=list)
+    repeated_legs: int = 0
+    """Legs that the router sent again by itself, of all rounds."""
 
 
 Measured = dict[str, dict[str, Figures]]
@@ -269,6 +271,7 @@ def measure(rows: Sequence[Row], contenders: Sequence[Contender], number: int, m
                 figures = measured.setdefault(row.label, {}).setdefault(contender.name, Figures())
                 figures.values.append(row.figure(result, cpu_s))
                 figures.loops_ms.append(loop_ms)
+                figures.repeated_legs += result.get("repeated_legs", 0)
                 print(f"{row.label}: {contender.name}: {figures.values[-1]:.3f} {row.unit}", file=sys.stderr)
 
 
@@ -301,6 +304,16 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
 
 
+def repeated_in(rows: Sequence[Row], measured: Measured, names: Sequence[str]) -> str:
+    """Which routers sent legs again, and how many."""
+    counts = {
+        name: sum({json.dumps(row.options): measured[row.label][name].repeated_legs for row in rows}.values())
+        for name in names
+    }
+    said = [f"{name} {count}" for name, count in counts.items() if count]
+    return f"Legs that a router sent again by itself, in all rounds: {', '.join(said) or 'none'}."
+
+
 def page(
     rows: Sequence[Row], measured: Measured, names: Sequence[str], rounds: int, calls: dict[str, list[float]]
 ) -> list[str]:
@@ -322,6 +335,8 @@ def page(
         "the rounds' ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %).",
         "",
         *table(head, lines),
+        repeated_in(rows, measured, names),
+        "",
         f"Calls per short request ({PROFILED_CONNECTIONS} connections, cProfile, what an idle router calls taken off): "
         + "; ".join(f"{name} {shown(counted)}" for name, counted in calls.items()),
         "",

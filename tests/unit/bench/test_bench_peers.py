@@ -48,10 +48,15 @@ def legs(prefill: int, decode: int, whole: int = 0) -> dict[str, int]:
 
 
 def test_one_prefill_and_one_decode_leg_per_request_pass():
-    check_legs([legs(5, 0), legs(0, 5)], [legs(15, 0), legs(0, 15)], 10)
+    assert check_legs([legs(5, 0), legs(0, 5)], [legs(15, 0), legs(0, 15)], 10) == 0
 
 
-@pytest.mark.parametrize("after", [legs(9, 10), legs(11, 10), legs(10, 9), legs(10, 10, 1), legs(0, 0, 10)])
+def test_a_few_legs_that_a_router_sends_again_are_counted():
+    assert check_legs([legs(0, 0)], [legs(11, 10)], 10) == 1
+    assert check_legs([legs(0, 0)], [legs(1005, 1002)], 1000) == 7
+
+
+@pytest.mark.parametrize("after", [legs(9, 10), legs(12, 10), legs(10, 9), legs(10, 10, 1), legs(0, 0, 10)])
 def test_requests_that_were_not_disaggregated_fail_the_run(after):
     with pytest.raises(RunFailed):
         check_legs([legs(0, 0)], [after], 10)
