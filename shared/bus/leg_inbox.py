@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shared.bus.port import Bus, BusDown, Envelope, Subscription
@@ -98,7 +98,7 @@ class Leg:
         if not self._frames:
             if self.ended:
                 raise LegFailed(self._failure or _ENDED, self.worker_id)
-            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            self._waiter = waiter = self._inbox.new_future()
             try:
                 await waiter
             finally:
@@ -134,11 +134,11 @@ class Leg:
             self._wake()
 
     def take(self, frame: Frame, buffer_bytes_max: int) -> None:
-        if frame.seq != self._seq:
-            self._inbox.cancel(self, _lost(f"frame {self._seq} of leg {self.leg_id} is missing"))
+        seq, kind = self._seq, frame.kind
+        if frame.seq != seq:
+            self._inbox.cancel(self, _lost(f"frame {seq} of leg {self.leg_id} is missing"))
             return
-        self._seq += 1
-        kind = frame.kind
+        self._seq = seq + 1
         if kind is _FAILURE:
             self._inbox.forget(self)
             self.fail(frame.failure or _INTERNAL)
@@ -179,6 +179,8 @@ class LegInbox:
         self._subscription: Subscription | None = None
         self.closed = False
         """No new legs are started."""
+        self.new_future: Callable[[], asyncio.Future[None]] = asyncio.get_running_loop().create_future
+        """Bound once: until Python 3.12 ``get_running_loop`` asks the kernel for the process's id each time."""
 
     async def open(self) -> None:
         """Subscribe to frames. Call once, before the first ``start``."""
