@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from typing import Any, NamedTuple
-
-from msgspec.structs import astuple
+from typing import NamedTuple
 
 from services.router.auth.client import ApiClient
 from services.router.placement import cost
@@ -67,12 +64,41 @@ class Place(NamedTuple):
 class _Sum:
     """Of the requests of one place."""
 
-    __slots__ = ("counts", "monthly_tokens")
+    __slots__ = (
+        "cached_tokens", "cancelled", "completion_tokens", "decode_s", "failed", "monthly_tokens", "place", "prefill_s",
+        "prompt_tokens", "requests", "spender",
+    )  # fmt: skip
 
-    def __init__(self, counts: tuple[float, ...], monthly_tokens: int) -> None:
-        self.counts = counts
-        """In the order of ``UsageCounts``."""
-        self.monthly_tokens = monthly_tokens
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.spender = Spender(place.day[:MONTH_CHARS], place.tenant, place.key)
+        self.requests = self.failed = self.cancelled = 0
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.prefill_s = self.decode_s = 0.0
+        self.monthly_tokens = 0
+
+    def add(self, counts: UsageCounts) -> None:
+        self.requests += counts.requests
+        self.failed += counts.failed
+        self.cancelled += counts.cancelled
+        self.prompt_tokens += counts.prompt_tokens
+        self.cached_tokens += counts.cached_tokens
+        self.completion_tokens += counts.completion_tokens
+        self.prefill_s += counts.prefill_s
+        self.decode_s += counts.decode_s
+
+    def row(self) -> UsageRow:
+        counts = UsageCounts(
+            requests=self.requests,
+            failed=self.failed,
+            cancelled=self.cancelled,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+        )
+        return UsageRow(**self.place._asdict(), counts=counts, monthly_tokens=self.monthly_tokens)
 
 
 class UnstoredUsage:
@@ -92,22 +118,21 @@ class UnstoredUsage:
     def add(self, place: Place, counts: UsageCounts, monthly_tokens: int) -> None:
         """A request has ended."""
         known = self._open.get(place)
-        if known is not None:
-            known.counts = tuple(map(operator.add, known.counts, astuple(counts)))
-            known.monthly_tokens = monthly_tokens
-        elif len(self._open) < ROWS_MAX:
-            self._open[place] = _Sum(astuple(counts), monthly_tokens)
-        else:
-            self.uncounted += counts.requests
-            return
-        self._tokens[Spender(place.day[:MONTH_CHARS], place.tenant, place.key)] += counts.tokens
+        if known is None:
+            if len(self._open) >= ROWS_MAX:
+                self.uncounted += counts.requests
+                return
+            known = self._open[place] = _Sum(place)
+        known.add(counts)
+        known.monthly_tokens = monthly_tokens
+        self._tokens[known.spender] += counts.tokens
 
     def next_report(self) -> bool:
         """Put together ``report``, unless there is one. False: there is nothing to report."""
         if not self.report and self._open:
             self.number += 1
             places = list(islice(self._open, ROWS_PER_REPORT_MAX))
-            self.report = [_row(place, self._open.pop(place)) for place in places]
+            self.report = [self._open.pop(place).row() for place in places]
         return bool(self.report)
 
     def stored(self, number: int) -> None:
@@ -129,12 +154,6 @@ class UnstoredUsage:
     def tokens_of(self, spender: Spender) -> int:
         """Tokens that the ledger does not have yet."""
         return self._tokens.get(spender, 0)
-
-
-def _row(place: Place, known: _Sum) -> UsageRow:
-    named: dict[str, Any] = dict(zip(UsageCounts.__struct_fields__, known.counts, strict=True))
-    counts = UsageCounts(**named)
-    return UsageRow(**place._asdict(), counts=counts, monthly_tokens=known.monthly_tokens)
 
 
 RANKS_MAX = 1024
@@ -171,7 +190,8 @@ def engine_seconds(
 
 
 def _ranks(view: WorkerView) -> int:
-    return max(1, min(view.record.ranks, RANKS_MAX))
+    ranks = view.record.ranks
+    return ranks if 1 <= ranks <= RANKS_MAX else max(1, min(ranks, RANKS_MAX))
 
 
 def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:
@@ -257,7 +277,7 @@ class UsageLog:
         failed = status >= CLIENT_ERROR and not cancelled
         if placement is None or (failed and not _computed(context)):
             return UsageCounts(requests=1, failed=int(failed), cancelled=int(cancelled))
-        prompt, completion = (max(0, min(tokens, COUNT_MAX)) for tokens in used)
+        prompt, completion = max(0, min(used[0], COUNT_MAX)), max(0, min(used[1], COUNT_MAX))
         cached = max(0, min(finished.cached_tokens, prompt))
         tokens = UsedTokens(prompt, cached, completion, context.facts.sequences)
         prefill_s, decode_s = engine_seconds(self._cluster, placement, finished, tokens)

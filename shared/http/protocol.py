@@ -227,7 +227,9 @@ class EdgeProtocol(HttpToolsProtocol):
         """A new request."""
         self.in_head = True
         self.http_request = None
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
 
     def on_headers_complete(self) -> None:
         """The head is complete: serve the request directly, or leave it to the app."""
@@ -242,7 +244,7 @@ class EdgeProtocol(HttpToolsProtocol):
         path, _, query = self.url.partition(b"?")
         served = self._served(path)
         if served is None:
-            super().on_headers_complete()
+            self._begin_asgi(headers)
             return
         http11 = self.parser.get_http_version() == "1.1"
         keep = http11 and self.parser.should_keep_alive()  # HTTP/1.0 is always closed: it cannot delimit a stream.
@@ -253,6 +255,15 @@ class EdgeProtocol(HttpToolsProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
+
+    def _begin_asgi(self, headers: list[Header]) -> None:
+        """Leave the request to the app. uvicorn makes the scope as a request begins; here that is known only now."""
+        url, expects = self.url, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects
+        self.headers += headers  # The list in the scope.
+        super().on_headers_complete()
+        self.headers = NO_TRAILERS
 
     def _served(self, path: bytes) -> str | None:
         """The path, if the edge serves it without the app."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from services.router.admission.admission import Admission
 from services.router.admission.queues import QueueEntry
-from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.placement import Placement, Rejection
 from services.router.relay.request_context import RequestContext
 from services.router.telemetry.metrics import QueueMetrics
 from shared.contracts.failures import Reason
@@ -43,17 +42,12 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @contextmanager
-    def entry(self, context: RequestContext, request: PlacementRequest) -> Iterator[QueueEntry]:
-        """Holds the request's entry until the request ends; then settles its tenant's account."""
-        entry = QueueEntry(request, context.timings.started_at, context.ends_at)
-        try:
-            yield entry
-        finally:
-            computed, tokens_out = computed_tokens(context)
-            self._admission.ended(entry, computed, tokens_out)
-            self._metrics.ended(request.tenant, context.reason, max(0, computed), max(0, tokens_out))
-            self.reschedule()
+    def ended(self, entry: QueueEntry, context: RequestContext) -> None:
+        """The request of this entry has ended: settle its tenant's account."""
+        computed, tokens_out = computed_tokens(context)
+        self._admission.ended(entry, computed, tokens_out)
+        self._metrics.ended(entry.request.tenant, context.reason, max(0, computed), max(0, tokens_out))
+        self.reschedule()
 
     def offer(self, entry: QueueEntry) -> Placement | Rejection | None:
         """The result, if it is decided at once; None: ``wait`` for it."""
@@ -128,6 +122,5 @@ def computed_tokens(context: RequestContext) -> tuple[int, int]:
     if context.report is None:
         return -1, -1
     report = context.prefill_report or context.report
-    return max(
-        0, report.prompt_tokens - report.cached_tokens - report.received_tokens
-    ), context.report.completion_tokens
+    computed = report.prompt_tokens - report.cached_tokens - report.received_tokens
+    return max(0, computed), context.report.completion_tokens

@@ -165,19 +165,23 @@ class Placing:
         while True:
             if not self._bus_health.reachable and not await self._bus_health.wait_reachable(context, until):
                 return BUS_UNREACHABLE
-            timings.admission_s, begun = timings.admission_s + self._now() - begun, self._now()
+            now = self._now()
+            timings.admission_s += now - begun
             result = self._queue.offer(entry)
-            begun = self._record(context, begun)
+            begun = self._record(context, now)
             if result is None:
                 result = await self._queue.wait(entry, context)
                 context.mark(SpanName.ADMISSION, begun, self._now())
+            if isinstance(result, Placement):
+                timings.admission_s += self._now() - begun
+                return result
             if lacks_worker(result) and self._bus_health.reachable and not is_woken:
                 woken = await self._waker.wake(context, entry.request.model)
                 if woken is True:
                     is_woken = True
                     continue
                 result = woken or result
-            if isinstance(result, Placement) or self._bus_health.reachable or context.http_request.left:
+            if self._bus_health.reachable or context.http_request.left:
                 timings.admission_s += self._now() - begun
                 return result
 

@@ -293,11 +293,11 @@ class HttpRequest:
 
     def _begin(self, status: int, headers: list[Header]) -> None:
         self.begun = True
-        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
-        if not self._keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._unsent_head = b"".join(lines)
+        pieces = [STATUS_LINE[status]]
+        for name, value in headers:
+            pieces += (name, b": ", value, b"\r\n")
+        pieces.append(b"\r\n" if self._keep_alive else b"connection: close\r\n\r\n")
+        self._unsent_head = b"".join(pieces)
 
     def _end(self) -> None:
         self.ended = True

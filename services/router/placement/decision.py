@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from operator import methodcaller
@@ -30,8 +29,7 @@ CANDIDATES_SHOWN_MAX = 8
 UNKNOWN = -1.0
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Decision:
+class Decision(msgspec.Struct, eq=False, kw_only=True):
     """It copies a few numbers of the ``PlacementRequest`` instead of keeping it: the block hashes in there may take
     hundreds of kilobytes.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -19,6 +18,7 @@ from shared.contracts.failures import Failure
 from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token, router_of
 from shared.contracts.inference import RequestFinished
 from shared.runtime.clock import Clock
+from shared.runtime.random_ids import RandomIds
 
 log = logging.getLogger("baton.router")
 
@@ -29,6 +29,7 @@ ROUTERS_ASKED_MAX = 64
 SLICE = 500
 """Decisions that are looked at in one turn of the event loop."""
 OK = "ok"
+ID_BYTES = 16
 
 
 class DecisionService:
@@ -45,7 +46,7 @@ class DecisionService:
         bytes_max: int,
     ) -> None:
         """``others`` returns the other routers that are alive."""
-        self.log = DecisionLog(router_id, lambda: secrets.token_hex(16), count_max=count_max, bytes_max=bytes_max)
+        self.log = DecisionLog(router_id, RandomIds(ID_BYTES).next, count_max=count_max, bytes_max=bytes_max)
         self.router_id = router_id
         self.others = others
         self._bus = bus

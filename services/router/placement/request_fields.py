@@ -328,7 +328,7 @@ def unsplittable_response(body: Body) -> str:
 
 def given(raw: msgspec.Raw) -> bool:
     """Whether the field is there and not null."""
-    return bytes(memoryview(raw)[:5]) not in (b"", b"null")
+    return len(raw) > 0 and bytes(memoryview(raw)[:5]) != b"null"
 
 
 def _sequences(path: str, parsed: Body, body: bytes) -> int:
@@ -345,7 +345,7 @@ def _sequences(path: str, parsed: Body, body: bytes) -> int:
 
 def _limit(body: Body) -> int:
     for value in (body.max_completion_tokens, body.max_tokens, body.max_output_tokens):
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if type(value) is int and value > 0:
             return value
     return 0
 

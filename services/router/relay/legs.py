@@ -163,7 +163,8 @@ class LegRunner:
 
     async def _prefill(self, context: RequestContext, placement: Placement, start: StartLeg) -> LegReport:
         begun = self._now()
-        with self._loads.of(start, placement.context_tokens) as load, self._tracing.leg(context, start) as headers:
+        load, times = LegLoad(self._loads, start, placement.context_tokens), self._tracing.leg(context, start)
+        with load, times as headers:
             leg = await self._open(context, start, load, headers)
             frames = await leg.frames()
             while frames[-1].kind is not END:
@@ -180,7 +181,8 @@ class LegRunner:
 
     async def _answer(self, context: RequestContext, placement: Placement, start: StartLeg) -> None:
         begun, first_at = self._now(), None
-        with self._loads.of(start, placement.context_tokens) as load, self._tracing.leg(context, start) as headers:
+        load, times = LegLoad(self._loads, start, placement.context_tokens), self._tracing.leg(context, start)
+        with load, times as headers:
             leg: Frames = await self._open(context, start, load, headers)
             guarded = placement.mode is Mode.DECODE_FIRST or self._starter.guards(context, placement)
             leg = GuardedLeg(leg) if guarded else leg

@@ -117,10 +117,11 @@ class Relay:
             self.in_flight.discard(context)
             http_request.on_left.remove(context.client_left)
             context.close()
-            finished = self._request_log.finished(context, self._now())
+            now = self._now()
+            finished = self._request_log.finished(context, now)
             self._decisions.finished(context, finished)
-            used = used_by(context, finished, self._now())
-            settle(context, used, self._now())
+            used = used_by(context, finished, now)
+            settle(context, used, now)
             self._usage.ended(context, finished, used)
 
     async def _serve(self, context: RequestContext) -> None:
@@ -158,8 +159,11 @@ class Relay:
         request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes, prompt.unsplittable)
         if context.not_serving:
             request = msgspec.structs.replace(request, excluded=context.not_serving)
-        with self._queue.entry(context, request) as entry:
+        entry = QueueEntry(request, context.timings.started_at, context.ends_at)
+        try:
             await self._serve_in_turn(context, request, entry)
+        finally:
+            self._queue.ended(entry, context)
 
     def _path_fault(self, context: RequestContext) -> HttpError | None:
         """404 when no engine serves the path of the request; else notes which do not."""

@@ -6,7 +6,6 @@ load that the router's own legs add to their workers, until the workers' load re
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import Protocol, Self
 
@@ -23,6 +22,7 @@ from shared.bus.leg_inbox import LegFailed
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId, RouterId, WorkerId
 from shared.contracts.inference import CACHE_THRESHOLD, Frame, LegKind, LegReport, StartLeg, pack_tokens
+from shared.runtime.random_ids import RandomIds
 
 pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED = 0.0
@@ -39,6 +39,7 @@ class LegStarter:
         self._router_id = router_id
         self._now = now
         self._guards_handoffs = guards_handoffs
+        self._leg_ids = RandomIds(ID_BYTES)
 
     def make(
         self,
@@ -54,6 +55,7 @@ class LegStarter:
         """
         http_request, facts = context.http_request, context.facts
         sources = list(placement.handoff if kind is LegKind.DECODE else placement.sources)
+        resumes = http_request.begun
         if beside is not None:
             sources = [msgspec.structs.replace(source, leg_id=beside) for source in sources]
         view = placement.prefill if kind is LegKind.PREFILL and placement.prefill is not None else placement.decode
@@ -61,7 +63,7 @@ class LegStarter:
             worker_id=view.record.worker_id,
             router_id=self._router_id,
             request_id=http_request.head.request_id,
-            leg_id=LegId(secrets.token_hex(ID_BYTES)),
+            leg_id=LegId(self._leg_ids.next()),
             kind=kind,
             path=http_request.head.path,
             body=http_request.upload.body(),
@@ -75,9 +77,9 @@ class LegStarter:
             expected_tokens=placement.uncached_tokens if kind is not LegKind.DECODE else 0,
             cache_hit_threshold=self._threshold(context, placement) if kind is not LegKind.PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
-            resume=pack_tokens(context.relayed) if http_request.begun else None,
-            resume_joined=pack_tokens(context.joined),
-            cached_tokens=context.cached_tokens if http_request.begun else None,
+            resume=pack_tokens(context.relayed) if resumes else None,
+            resume_joined=pack_tokens(context.joined) if resumes else b"",
+            cached_tokens=context.cached_tokens if resumes else None,
             created=context.created,
             answer_id=context.answer_id,
             cache_salt=facts.salt,
@@ -157,13 +159,11 @@ class LegLoads:
         self.load_changed = load_changed
         self.now = now
 
-    def of(self, start: StartLeg, context_tokens: int) -> LegLoad:
-        """``with`` this around the leg: its load counts from entry to exit."""
-        return LegLoad(self, start, context_tokens)
-
 
 class LegLoad:
-    """One leg's load: its context while it runs, and its prompt until that is computed."""
+    """One leg's load: its context while it runs, and its prompt until that is computed. ``with`` this around the leg:
+    its load counts from entry to exit.
+    """
 
     __slots__ = ("_context_tokens", "_legs", "_loads", "_prompt_tokens", "_sent", "_start")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Awaitable
 from functools import partial
 
 import msgspec
@@ -92,11 +93,13 @@ class Responses:
         """End those that still run."""
         await self._background.close()
 
-    async def serve(self, http_request: HttpRequest) -> None:
+    def serve(self, http_request: HttpRequest) -> Awaitable[None]:
         """Serve one request from its complete body to the end of its response."""
         if not self.enabled or http_request.head.path != RESPONSES:
-            await self._relay.serve(http_request)
-            return
+            return self._relay.serve(http_request)
+        return self._serve_response(http_request)
+
+    async def _serve_response(self, http_request: HttpRequest) -> None:
         try:
             body = http_request.upload.body()
             wanted = await on_loop_or_thread(len(body), _wanted, body)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 import msgspec
 
@@ -101,8 +100,7 @@ def predicted_cached_tokens(context: RequestContext) -> int:
     return context.placement.cached_tokens if context.placement is not None and exact else -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvNumbers:
+class KvNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """See the fields of ``RequestFinished``; -1: unknown."""
 
     recomputed_tokens: int = -1
@@ -122,19 +120,12 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
         return UNKNOWN
     apart = mode is Mode.DISAGGREGATED
     computing = first if apart else last
-    waits_s = [
-        wait_s
-        for transfer_report in (first, last)
-        if transfer_report is not None
-        for wait_s in _wait_s(transfer_report)
-    ]
-    reads_s = [
-        read.read_s
-        for transfer_report in (first, last)
-        if transfer_report is not None
-        for read in transfer_report.reads
-        if read.read_at
-    ]
+    waits_s: list[float] = []
+    reads_s: list[float] = []
+    for transfer_report in (first, last):
+        if transfer_report is not None and transfer_report.reads:
+            waits_s += _wait_s(transfer_report)
+            reads_s += [read.read_s for read in transfer_report.reads if read.read_at]
     return KvNumbers(
         recomputed_tokens=last.recomputed_tokens if apart and last is not None else -1,
         reprefilled_tokens=last.reprefilled_tokens if last is not None else -1,
@@ -156,14 +147,14 @@ def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -
 
 def kv_moves(prefill: LegReport | None, prefill_id: str, answering: LegReport, answering_id: str) -> list[KvMoved]:
     """The reads of KV between workers."""
-    transfer_reports = ((prefill.kv if prefill is not None else None, prefill_id), (answering.kv, answering_id))
-    moves = [
-        KvMoved(source_id=read.worker_id, reader_id=WorkerId(reader_id), tokens=read.tokens, bytes=read.bytes)
-        for transfer_report, reader_id in transfer_reports
-        if transfer_report is not None
-        for read in transfer_report.reads
-        if read.tokens
-    ]
+    moves: list[KvMoved] = []
+    for report, reader_id in ((prefill, prefill_id), (answering, answering_id)):
+        if report is not None and report.kv is not None and report.kv.reads:
+            moves += [
+                KvMoved(source_id=read.worker_id, reader_id=WorkerId(reader_id), tokens=read.tokens, bytes=read.bytes)
+                for read in report.kv.reads
+                if read.tokens
+            ]
     return moves[:KV_MOVES_MAX]
 
 

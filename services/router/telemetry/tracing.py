@@ -38,6 +38,7 @@ from shared.telemetry.tracing import (
 )
 
 Headers = dict[str, str] | None
+NO_HEADERS: AbstractContextManager[Headers] = nullcontext()
 TRACE_BITS = 128
 TOO_MANY = "too_many"
 """Worth keeping, but over the rate limit."""
@@ -74,7 +75,10 @@ class Tracing:
     def leg(self, context: RequestContext, start: StartLeg) -> AbstractContextManager[Headers]:
         """``with`` this around one leg; it returns the headers for the leg's message."""
         trace = context.trace
-        return nullcontext(context.http_request.head.trace) if trace is None else LegTimes(trace, start, self._now)
+        if trace is not None:
+            return LegTimes(trace, start, self._now)
+        headers = context.http_request.head.trace
+        return NO_HEADERS if headers is None else nullcontext(headers)
 
     def ended(self, context: RequestContext, finished: RequestFinished) -> RequestFinished:
         """Keep or drop the trace of a request that has ended. Returns its record, with the trace id of a kept trace."""

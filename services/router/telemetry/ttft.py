@@ -86,21 +86,18 @@ def fitted(whole_s: float, router: Timings, work: TtftParts) -> TtftParts:
     work_s = work.queue_s + work.fetch_s + work.prefill_s + work.handoff_s + work.decode_queue_s + work.first_token_s
     left_s = max(0.0, whole_s - own_s)
     share = left_s / work_s if work_s > left_s else 1.0
-    before_s = (router.admission_s * own, router.tokenize_s * own, router.place_s * own, router.failed_s * own)
-    first_s = (work.queue_s * share, work.fetch_s * share, work.prefill_s * share)
-    last_s = (work.handoff_s * share, work.decode_queue_s * share, work.first_token_s * share)
     return TtftParts(
-        admission_s=before_s[0],
-        tokenize_s=before_s[1],
-        place_s=before_s[2],
-        failed_s=before_s[3],
-        queue_s=first_s[0],
-        fetch_s=first_s[1],
-        prefill_s=first_s[2],
-        handoff_s=last_s[0],
-        decode_queue_s=last_s[1],
-        first_token_s=last_s[2],
-        transit_s=max(0.0, whole_s - sum((*before_s, *first_s, *last_s))),
+        admission_s=router.admission_s * own,
+        tokenize_s=router.tokenize_s * own,
+        place_s=router.place_s * own,
+        failed_s=router.failed_s * own,
+        queue_s=work.queue_s * share,
+        fetch_s=work.fetch_s * share,
+        prefill_s=work.prefill_s * share,
+        handoff_s=work.handoff_s * share,
+        decode_queue_s=work.decode_queue_s * share,
+        first_token_s=work.first_token_s * share,
+        transit_s=max(0.0, whole_s - own_s * own - work_s * share),
     )
 
 
@@ -108,8 +105,9 @@ def exchanging_s(report: LegReport) -> float:
     """The part of the leg's time in its engine's queue in which it requested or read KV. Time between the grant and the
     read, when it waits for free blocks, counts as queueing.
     """
-    transfer_report = report.kv
-    requested = [read for read in transfer_report.reads if read.requested_at > 0] if transfer_report is not None else []
+    if report.kv is None or not report.kv.reads:
+        return 0.0
+    requested = [read for read in report.kv.reads if read.requested_at > 0]
     if not requested:
         return 0.0
     # Later reads fetched KV again after a preemption.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -161,7 +161,9 @@ class Prompts:
         """A worker of the revision that should serve the request: another one may tokenize the prompt differently. An
         attached one only where there is no other.
         """
-        views = sorted(self._fleet.cluster.offering(facts.model), key=lambda view: view.record.attached)
+        views: Iterable[WorkerView] = self._fleet.cluster.offering(facts.model)
+        if self._fleet.cluster.has_attached:
+            views = sorted(views, key=lambda view: view.record.attached)
         for revision in self._shares.order(facts):
             for view in views:
                 if means(revision, view.record.fingerprint.revision):
