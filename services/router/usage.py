@@ -190,8 +190,7 @@ def engine_seconds(
 
 
 def _ranks(view: WorkerView) -> int:
-    ranks = view.record.ranks
-    return ranks if 1 <= ranks <= RANKS_MAX else max(1, min(ranks, RANKS_MAX))
+    return max(1, min(view.record.ranks, RANKS_MAX))
 
 
 def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:

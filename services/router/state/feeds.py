@@ -260,6 +260,7 @@ class FleetFeed:
                 self._fleet.index.drop(record.worker_id)
                 self._speeds.gone(record.worker_id)
                 self._inbox.worker_lost(record.worker_id, record.epoch)
+                self._prompts.workers_changed()
                 log.info("worker %s is gone", record.worker_id)
             self._fleet_changed(0.0)  # A worker that falls silent causes no event.
 
@@ -270,6 +271,7 @@ class FleetFeed:
             return
         known = self._fleet.cluster.workers.get(record.worker_id)
         self._fleet.cluster.record(record, self._clock.now())
+        self._prompts.workers_changed()
         self._speeds.joined(record)
         self._fleet_changed(0.0)
         if known is not None and known.record.epoch < record.epoch:
@@ -284,6 +286,9 @@ class FleetFeed:
                 self._kv.worker_joined(record.worker_id, record.epoch)
 
     def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
+        view = self._fleet.cluster.workers.get(load.worker_id)
+        if view is not None and view.record.role is not load.role:
+            self._prompts.workers_changed()
         self._fleet.cluster.report(load, self._clock.now())
         self._speeds.load(load)
         self._fleet_changed(self._reservations.book.lag_s())

@@ -52,6 +52,8 @@ BYTES_PER_TOKEN_MAX = 16
 
 ATTACHED = "its workers are attached to servers outside of Baton, which show no tokens"
 QUERY_FIELDS_MAX = 16
+READERS_MAX = 1024
+"""Kinds of requests whose readers are remembered: clients can make up names of models."""
 
 PROBES = "probes"
 """The tenant of the router's own work."""
@@ -79,6 +81,8 @@ class Prompts:
         self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
         """The worker that sent the tokenizer, by fingerprint."""
         self._try_at: dict[str, float] = {}
+        self._readers: dict[tuple[str, str, bool], WorkerView | None] = {}
+        """See ``_reader``. By model, why it cannot be split, and whether the body is long enough to fetch KV for."""
         self._shares = request_policy(settings).shares
         self._wake = asyncio.Event()
 
@@ -88,14 +92,14 @@ class Prompts:
         """
         bytes_per_token, why = BYTES_PER_TOKEN_GUESSED, ""
         size = http_request.upload.size
-        if facts.body is not None and facts.path in PLACED and self._matters(facts, size):
-            view = self._likely_worker(facts)
-            known = self._tokenizers.get(view.pairs_with) if view is not None else None
+        view = self._reader(facts, size) if facts.body is not None and facts.path in PLACED else None
+        if view is not None:
+            known = self._tokenizers.get(view.pairs_with)
             if known is not None:
                 bytes_per_token = known.chars_per_token
-            if view is not None and view.record.attached:
+            if view.record.attached:
                 why = ATTACHED
-            elif view is not None:
+            else:
                 found = await self._known(http_request, facts, more, view, known)
                 if isinstance(found, Prompt):
                     return found
@@ -156,6 +160,26 @@ class Prompts:
             return await Work(self._work, PROBES).run(partial(tokenizer.whole_prompt, facts, lora))
         except NoTurn:
             return None
+
+    def workers_changed(self) -> None:
+        """Workers have come or gone, or have other records."""
+        self._readers.clear()
+
+    def _reader(self, facts: RequestFacts, body_bytes: int) -> WorkerView | None:
+        """The worker that should read the prompt, or one like it; None where the prompt cannot change the placement.
+        Found by looking at the records of all workers, and remembered until one of them changes.
+        """
+        if facts.kv_fetch_min_tokens is not None or self._shares.models:
+            return self._likely_worker(facts) if self._matters(facts, body_bytes) else None
+        kind = facts.model, facts.unsplittable, body_bytes >= self._fleet.policy.fetch_tokens_min
+        try:
+            return self._readers[kind]
+        except KeyError:
+            if len(self._readers) >= READERS_MAX:
+                self._readers.clear()
+            reader = self._likely_worker(facts) if self._matters(facts, body_bytes) else None
+            self._readers[kind] = reader
+            return reader
 
     def _likely_worker(self, facts: RequestFacts) -> WorkerView | None:
         """A worker of the revision that should serve the request: another one may tokenize the prompt differently. An
