@@ -32,7 +32,7 @@ PURE = {
     "services.launcher.service_files": "host_services systemd",
     "services.launcher.system": "devices options plan process_plan",
     "services.launcher.views": "watch",
-    "services.orchestrator": "lifecycle sleeper",
+    "services.orchestrator": "lifecycle",
     "services.orchestrator.planner": "change family planner rules work",
     "services.router.admission": "admission fair_share queues",
     "services.router.auth": "api_keys rate_limit",
@@ -53,7 +53,6 @@ PURE = {
     "services.worker.engines.simulated.core": "*",
     "services.worker.engines.store": "kv_exchange records tiers",
     "services.worker.legs": "body resume",
-    "services.worker.lifecycle": "self_test",
     "shared.engine_speed": "*",
     "shared.text": "*",
 }
@@ -61,8 +60,12 @@ PURE = {
 PURE_PARTS = {
     "services.collector.console.orders": "parse_order refusal_of",
     "services.launcher.system.children": "RestartHistory why_it_died",
+    "services.orchestrator.sleeping": "Sleeper",
     "services.router.usage": "UnstoredUsage",
     "services.worker.kv_exchange.peers": "PeerTable",
+    "services.worker.lifecycle.self_test": (
+        "Attempt as_text check_report check_tokens next_partner outcome_of partners pause_s prompt_tokens worst"
+    ),
     "services.worker.telemetry": "EventTranslation HeldBlocks",
 }
 """By module: its pure classes and functions. What they use of their module, and import, is pure, too."""

@@ -8,7 +8,7 @@ import msgspec
 
 from services.orchestrator.buckets import KeptFor
 from services.orchestrator.planner.rules import Rules, read_models
-from services.orchestrator.sleeper import SleepPolicy, read_after
+from services.orchestrator.sleeping import SleepPolicy, read_after
 from shared.contracts.batches import FILES_BYTES_MAX
 from shared.contracts.control import LEADERSHIP_TTL_S
 from shared.contracts.routers import RESPONSES_BYTES_MAX, RESPONSES_S

@@ -24,7 +24,7 @@ from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, D
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.registration import Registration, SavedRole, WorkerStatus, follow_health, new_epoch
-from services.worker.lifecycle.self_test_handler import ReadSpeeds, SelfTestHandler
+from services.worker.lifecycle.self_test import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
 from services.worker.prompt_handlers import RenderHandler, TokenizerHandler
 from services.worker.settings import Settings

@@ -6,14 +6,31 @@ tries another, because the partner may be the faulty one. An unresponsive partne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 
-from shared.contracts.ids import WorkerId
-from shared.contracts.kv_exchange import KvTransferReport, NoGrant
-from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+import msgspec
+
+from connector.messages import ReadMeasured
+from services.worker.engines.port import CURRENT_LEG, Engine, Identity, LegRecord
+from services.worker.legs.asgi_call import ask_app
+from services.worker.lifecycle.registration import Registration
+from shared.bus.port import AskRefused, Bus, BusError, Envelope
+from shared.contracts.channels import RUN_SELF_TEST, SELF_TEST_PROMPT
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.fleet_orders import AskSelfTestPrompt, RunSelfTest, SelfTestPrompt, SelfTestResult
+from shared.contracts.ids import Epoch, RequestId, WorkerId
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvSource, KvTransferReport, LegOrder, NoGrant
+from shared.contracts.workers import KV_SPEED_MAX, KV_SPEEDS_MAX, KvReadSpeed, Role, WorkerPhase, WorkerRecord
+from shared.runtime.clock import Clock
+from shared.telemetry.tracing import NOT_TRACED
+from shared.text.formats import bytes_per_second
 
 FULL_BLOCKS = 2
 TAIL_TOKENS = 5
@@ -161,3 +178,246 @@ def check_tokens(expected: Sequence[int], generated: Sequence[int]) -> Result:
         return PASSED
     text = f"with the KV that was read the engine generated {list(generated)}, its holder {list(expected)}"
     return Result(Outcome.FAILED, text)
+
+
+log = logging.getLogger("baton.worker")
+
+PATH = "/v1/completions"
+OK = 200
+PROMPTS_AT_ONCE_MAX = 8
+"""Computed for other workers at a time; further asks are refused."""
+PROMPT_S_MAX = 5.0
+"""For a partner to compute its prompt; a slower one counts as too busy."""
+MEASURE_S_MAX = 5.0
+"""For a measurement and those before it. The engine needs less, unless it is in a long step."""
+WAITING_MAX = 4
+"""Measurements that may wait for the one under way; further ones are left out."""
+
+READ_S_MAX = 10.0
+"""For this engine to read a prompt's KV and generate."""
+RUN_S_MAX = PROMPT_S_MAX + READ_S_MAX + MEASURE_S_MAX
+"""For a partner to ask for this worker's prompt, read it and measure how fast it reads."""
+ERROR_CHARS_MAX = 300
+
+Measure = Callable[[WorkerId, Epoch], Awaitable[None]]
+"""Measures how fast this worker reads another one's KV, within MEASURE_S_MAX. Never raises."""
+
+
+class CannotCompute(Exception):
+    """The engine of this worker could not compute a self-test prompt; the partner is not the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine generated, and the record of that call."""
+
+    tokens: list[int]
+    record: LegRecord
+
+
+class SelfTestHandler:
+    """Runs KV self-tests with partners and serves theirs. Its engine calls are not legs: no router waits for them."""
+
+    def __init__(self, bus: Bus, clock: Clock, engine: Engine, identity: Identity, measure: Measure) -> None:
+        """``measure``: called after each read of a partner's KV that passed."""
+        self._measure = measure
+        self._bus = bus
+        self._clock = clock
+        self._engine = engine
+        self._me = identity
+        self._slots = asyncio.Semaphore(PROMPTS_AT_ONCE_MAX)
+        self._number = 0
+
+    async def open(self) -> None:
+        """Serve partners from now on. A worker serves them while it probes, or two that start would wait for each other
+        for ever.
+        """
+        await self._bus.answer(SELF_TEST_PROMPT, self._make_prompt, worker_id=self._me.worker_id)
+        await self._bus.answer(RUN_SELF_TEST, self._run, worker_id=self._me.worker_id)
+
+    async def try_with(self, partner: WorkerRecord) -> Result:
+        """Test each direction that is possible: this engine reads the partner's KV, the partner reads this engine's. An
+        engine without prefix caching cannot lend blocks by hash.
+        """
+        results = []
+        async with asyncio.TaskGroup() as directions:
+            if partner.prefix_caching:
+                results.append(directions.create_task(self._read_from(partner), name="read-self-test"))
+            if self._engine.facts.prefix_caching:
+                results.append(directions.create_task(self._lend_to(partner.worker_id), name="lend-self-test"))
+        if partner.prefix_caching and results[0].result().outcome is Outcome.PASSED:
+            await self._measure(partner.worker_id, partner.epoch)  # After the partner has measured.
+        return worst(task.result() for task in results)
+
+    async def _read_from(self, partner: WorkerRecord) -> Result:
+        try:
+            prompt = await self._ask_for(partner.worker_id)
+        except BusError as error:
+            return Result(Outcome.INCONCLUSIVE, f"it sends no prompt: {error or type(error).__name__}")
+        if prompt.epoch != partner.epoch:
+            return Result(Outcome.INCONCLUSIVE, "it has been restarted")
+        result, _completion = await self._read(prompt)
+        return result
+
+    async def _ask_for(self, worker_id: WorkerId) -> SelfTestPrompt:
+        ask = AskSelfTestPrompt(worker_id=worker_id, reader_id=self._me.worker_id)
+        return await self._bus.ask(SELF_TEST_PROMPT, ask, timeout_s=PROMPT_S_MAX)
+
+    async def _lend_to(self, reader: WorkerId) -> Result:
+        ask = RunSelfTest(worker_id=reader, source_id=self._me.worker_id, source_epoch=self._me.epoch)
+        try:
+            result = await self._bus.ask(RUN_SELF_TEST, ask, timeout_s=RUN_S_MAX)
+        except BusError as error:
+            return Result(Outcome.INCONCLUSIVE, f"it does not read this worker's KV: {error or type(error).__name__}")
+        if result.failure:
+            return Result(Outcome.FAILED, f"it cannot read this worker's KV: {result.failure}")
+        return PASSED
+
+    async def _make_prompt(self, _ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
+        """Handler of SELF_TEST_PROMPT. Raises AskRefused."""
+        if not self._engine.facts.prefix_caching:
+            raise _busy("its engine has no prefix caching, so it lends no blocks by hash")
+        if self._slots.locked():
+            raise _busy(f"it computes {PROMPTS_AT_ONCE_MAX} self-test prompts already")
+        async with self._slots:
+            try:
+                async with asyncio.timeout(PROMPT_S_MAX):
+                    prompt = await self._new_prompt()
+                    completion = await self._generate(prompt, LegOrder())
+            except (CannotCompute, TimeoutError) as error:
+                raise _busy(str(error) or f"it did not compute the prompt within {PROMPT_S_MAX:g} s") from error
+        me = self._me
+        return SelfTestPrompt(worker_id=me.worker_id, epoch=me.epoch, tokens=prompt, answer=completion.tokens)
+
+    async def _run(self, ask: RunSelfTest, _envelope: Envelope) -> SelfTestResult:
+        """Handler of RUN_SELF_TEST. Raises AskRefused where the test is inconclusive."""
+        me, began = self._me, self._clock.now()
+        try:
+            prompt = await self._ask_for(ask.source_id)
+        except AskRefused as refused:
+            raise AskRefused(refused.failure) from refused
+        except BusError as error:
+            text = f"it sent no prompt: {error or type(error).__name__}"
+            return SelfTestResult(worker_id=me.worker_id, epoch=me.epoch, failure=text)
+        if prompt.epoch != ask.source_epoch:
+            raise AskRefused(Failure(reason=Reason.WORKER_LOST, message="the source has been restarted"))
+        result, completion = await self._read(prompt)
+        took_s = self._clock.now() - began
+        if result.outcome is Outcome.INCONCLUSIVE:
+            raise _busy(result.failure)
+        if result.outcome is Outcome.PASSED:
+            await self._measure(prompt.worker_id, prompt.epoch)
+        return SelfTestResult(
+            worker_id=me.worker_id,
+            epoch=me.epoch,
+            fetched_tokens=completion.record.received_tokens if completion else 0,
+            bytes=completion.record.received_bytes if completion else 0,
+            seconds=took_s,
+            failure=result.failure,
+            tokens=completion.tokens if completion else [],
+        )
+
+    async def _read(self, prompt: SelfTestPrompt) -> tuple[Result, Completion | None]:
+        """Fetch the prompt's blocks as any request does, compute its tail, and compare the tokens."""
+        sources = [KvSource(worker_id=prompt.worker_id, epoch=prompt.epoch)]
+        try:
+            async with asyncio.timeout(READ_S_MAX):
+                completion = await self._generate(prompt.tokens, LegOrder(sources=sources))
+        except (CannotCompute, TimeoutError) as error:
+            text = str(error) or f"the reading engine was not done within {READ_S_MAX:g} s"
+            return Result(Outcome.FAILED, text), None
+        full_tokens = (len(prompt.tokens) - 1) // self._block_size * self._block_size
+        read = check_report(completion.record.transfer_report, full_tokens)
+        if read.outcome is not Outcome.PASSED:
+            return read, completion
+        return check_tokens(prompt.answer, completion.tokens), completion
+
+    @property
+    def _block_size(self) -> int:
+        return self._engine.facts.hashing.block_size
+
+    async def _new_prompt(self) -> list[int]:
+        """Random tokens of the model's vocabulary, so that no cache has them. Raises CannotCompute."""
+        facts = self._engine.facts
+        count = prompt_tokens(self._block_size, facts.max_model_len)
+        text = " ".join(str(secrets.randbelow(NUMBERS_MAX)) for _ in range(count))
+        body = msgspec.json.encode({"model": facts.models[0], "prompt": text})
+        tokenized = await self._engine.tokens(PATH, body)
+        if not 0 < count <= len(tokenized.tokens):
+            why = tokenized.refusal or "they are too few"
+            raise CannotCompute(f"no self-test can be made of {len(tokenized.tokens)} tokens: {why}")
+        return tokenized.tokens[-count:]
+
+    async def _generate(self, prompt: list[int], order: LegOrder) -> Completion:
+        """Generate greedily. Raises CannotCompute."""
+        self._number += 1
+        record = LegRecord(
+            kind=LegKind.AGGREGATED,
+            request_id=RequestId(f"self-test-{self._me.worker_id}-{self._number}"),
+            trace_headers=dict(NOT_TRACED),
+            order=order,
+        )
+        params = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        body = msgspec.json.encode({"model": self._engine.facts.models[0], "prompt": prompt, **params})
+        calling = asyncio.create_task(self._call(record, body), name="self-test")
+        try:
+            status, response = await calling
+        finally:
+            calling.cancel()
+        if status != OK:
+            raise CannotCompute(f"the engine answers {status}: {response.decode(errors='replace')[:ERROR_CHARS_MAX]}")
+        return Completion(record.token_ids, record)
+
+    async def _call(self, record: LegRecord, body: bytes) -> tuple[int, bytes]:
+        CURRENT_LEG.set(record)  # In the context of this task alone.
+        try:
+            return await ask_app(self._engine.app, PATH, body)
+        except Exception as error:  # The engine's server failed on a prompt that belongs to no client.
+            log.exception("a KV self-test failed")
+            raise CannotCompute(f"{type(error).__name__}: {error}") from error
+
+
+def _busy(message: str) -> AskRefused:
+    return AskRefused(Failure(reason=Reason.WORKER_BUSY, message=message))
+
+
+class ReadSpeeds:
+    """How fast this worker reads its partners' KV: measured after each passed self-test, published in its record. One
+    measurement runs at a time, because two at a time would slow each other.
+    """
+
+    def __init__(
+        self, measure: Callable[[WorkerId, Epoch], Awaitable[ReadMeasured]], registration: Registration
+    ) -> None:
+        self._measure = measure
+        self._registration = registration
+        self._one_at_a_time = asyncio.Lock()
+        self._waiting = 0
+
+    async def measure(self, source: WorkerId, epoch: Epoch) -> None:
+        """Measure, log and publish within MEASURE_S_MAX. Never raises; a speed that cannot be measured is logged."""
+        if self._waiting > WAITING_MAX:
+            return
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(MEASURE_S_MAX), self._one_at_a_time:
+                measured = await self._measure(source, epoch)
+        except TimeoutError:
+            measured = ReadMeasured(measure_id="", failure=f"it was not measured within {MEASURE_S_MAX:g} s")
+        finally:
+            self._waiting -= 1
+        if measured.failure:
+            log.info("the speed of reads from %s is not known: %s", source, measured.failure)
+            return
+        log.info("reads KV from %s at %s", source, bytes_per_second(measured.bytes_per_s))
+        record = self._registration.record
+        listed = updated(record.kv_reads, source, measured)
+        await self._registration.update(msgspec.structs.replace(record, kv_reads=listed))
+
+
+def updated(listed: list[KvReadSpeed], source: WorkerId, measured: ReadMeasured) -> list[KvReadSpeed]:
+    """With the new speed, oldest first; at most KV_SPEEDS_MAX."""
+    new = KvReadSpeed(
+        source_id=source, bytes_per_s=min(KV_SPEED_MAX, int(measured.bytes_per_s)), memory=measured.memory
+    )
+    return [*(one for one in listed if one.source_id != source), new][-KV_SPEEDS_MAX:]

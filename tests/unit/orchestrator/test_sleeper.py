@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.settings import Settings
-from services.orchestrator.sleeper import AWAKE_S_MIN, REPEAT_S, WANT_S, Sleeper, SleepPolicy
+from services.orchestrator.sleeping import AWAKE_S_MIN, REPEAT_S, WANT_S, Sleeper, SleepPolicy
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 from tests.support.fleet_builders import record
 

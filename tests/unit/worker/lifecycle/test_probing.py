@@ -8,8 +8,15 @@ import pytest
 
 from services.worker.engines.port import EngineTokens, Identity
 from services.worker.lifecycle.probing import Prober, failed
-from services.worker.lifecycle.self_test import PASSED, PAUSE_S, Outcome, PartnerKind, Result
-from services.worker.lifecycle.self_test_handler import PROMPTS_AT_ONCE_MAX, SelfTestHandler
+from services.worker.lifecycle.self_test import (
+    PASSED,
+    PAUSE_S,
+    PROMPTS_AT_ONCE_MAX,
+    Outcome,
+    PartnerKind,
+    Result,
+    SelfTestHandler,
+)
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.bus.port import AskRefused, Envelope
 from shared.contracts.channels import CHANGE_ROLE, DRAIN, DRAINED, LOAD, RUN_SELF_TEST, SELF_TEST_PROMPT, SERVICE_STATUS

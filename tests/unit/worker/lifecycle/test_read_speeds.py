@@ -8,7 +8,7 @@ import msgspec
 
 from connector.messages import ReadMeasured
 from services.worker.lifecycle.registration import Registration
-from services.worker.lifecycle.self_test_handler import MEASURE_S_MAX, WAITING_MAX, ReadSpeeds
+from services.worker.lifecycle.self_test import MEASURE_S_MAX, WAITING_MAX, ReadSpeeds
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import KV_SPEED_MAX, KV_SPEEDS_MAX, KvMemory, KvReadSpeed, Role
