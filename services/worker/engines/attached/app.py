@@ -12,8 +12,7 @@ import httpx
 import msgspec
 
 from services.worker.engines.attached.bodies import AnswerReader, BadAnswer, EventCutter, ServerBody, server_body
-from services.worker.engines.attached.health import ServerHealth
-from services.worker.engines.attached.meter import Meter, MeteredRequest
+from services.worker.engines.attached.health import Meter, MeteredRequest, ServerHealth
 from services.worker.engines.attached.server import REFUSES_KEY, Server, ServerAway
 from services.worker.engines.port import CURRENT_LEG, AsgiMessage, LegFailed, LegRecord, Scope
 from shared.contracts.engine_paths import CHAT, COMPLETIONS

@@ -13,8 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from services.worker.engines.attached.app import AttachedApp
-from services.worker.engines.attached.health import ServerHealth
-from services.worker.engines.attached.meter import Meter
+from services.worker.engines.attached.health import Meter, ServerHealth
 from services.worker.engines.attached.server import Server, ServerAway, ServerModel, find_model, find_paths, read_key
 from services.worker.engines.port import (
     Engine,

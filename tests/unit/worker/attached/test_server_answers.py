@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.worker.engines.attached.app import RETRY_AFTER_S_MAX, retry_after_s
 from services.worker.engines.attached.bodies import AnswerReader, BadAnswer, EventCutter, server_body
-from services.worker.engines.attached.meter import Gauges, Meter, read_gauges
+from services.worker.engines.attached.health import Gauges, Meter, read_gauges
 from services.worker.engines.attached.server import read_key
 from services.worker.settings import Settings, root_of
 from shared.engine_speed.learner import SpeedLearner
