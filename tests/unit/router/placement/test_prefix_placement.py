@@ -60,6 +60,34 @@ async def test_a_prompt_goes_to_the_worker_with_its_blocks(world: World, tokeniz
     assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
 
 
+@in_world()
+async def test_prompts_are_tokenized_once_a_second_worker_can_compute_them(world: World, tokenizer_json):
+    for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+        asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
+        await world.worker(worker_id, role, asset=asset)
+    fingerprint = world.workers["p1"].record().fingerprint.key()
+    while not world.router.prompts.followed(fingerprint):
+        await asyncio.to_thread(lambda: None)
+
+    async def is_exact() -> bool:
+        assert (await world.ask(prompt(prompt=TEXT))).status == 200
+        return world.router.decisions.log.newest_first()[0].exact
+
+    assert not await is_exact()
+    world.workers["d1"].role = Role.BOTH
+    await world.workers["d1"].report()
+    await settle()
+    assert await is_exact()
+
+    world.workers["d1"].role = Role.DECODE
+    await world.workers["d1"].report()
+    await settle()
+    assert not await is_exact()
+
+    await world.worker("p2", Role.PREFILL)
+    assert await is_exact()
+
+
 @in_world(fetch_tokens_min=64)
 async def test_the_prefill_worker_reads_a_conversation_from_the_decode_worker(world: World, tokenizer_json):
     for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
