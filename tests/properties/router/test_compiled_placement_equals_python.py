@@ -85,10 +85,21 @@ def candidate_of(one):
     return one.view.record.worker_id, one.group, repr(numbers)
 
 
+def set_block_size(cluster, tokens):
+    """Of all workers: those that exchange KV have the same. The table's number is a copy of the record's."""
+    for view in cluster.workers.values():
+        hashing = msgspec.structs.replace(view.record.hashing, block_size=int(tokens))
+        view.renew(msgspec.structs.replace(view.record, hashing=hashing))
+        cluster.table.numbers[t.BLOCK_SIZE, view.row] = tokens
+
+
 def outcomes(members, writes, requests, policy, *, compiled):
     cluster, index = build(members)
     for row, number, value in writes:
-        cluster.table.numbers[number, row % len(cluster.table.groups)] = value
+        if number == t.BLOCK_SIZE:
+            set_block_size(cluster, value)
+        else:
+            cluster.table.numbers[number, row % len(cluster.table.groups)] = value
     placer = CostPlacer(cluster, index, policy, compiled=compiled)
     with np.errstate(all="ignore"):
         for request in requests:
@@ -110,6 +121,7 @@ def outcomes(members, writes, requests, policy, *, compiled):
 @example([Member()] * 2, ([(row, t.DECODE_STEP_S, math.nan) for row in range(2)], []), [PROMPT], PlacementPolicy())
 @example([Member()] * 13, ([(row, t.HEARD_AT, 1e9) for row in range(13)], []), [PROMPT], PlacementPolicy())
 @example([Member(), Member(held=4), Member(held=3)], ([], []), [PROMPT], PlacementPolicy(fetch_tokens_min=1))
+@example([Member()] * 3 + [Member(held=1)], ([], [(0, t.BLOCK_SIZE, 1.0)]), [PROMPT], PlacementPolicy())
 @example([Member(held=1), Member(held=4)], ([(0, t.PREFILL_TOKEN_S, 1.0)], []), [PROMPT] * 3, PlacementPolicy())
 def test_both_forms_say_the_same(members, writes, requests, policy):
     written = [*writes[0], *writes[1]]
