@@ -39,7 +39,7 @@ from bench.bench_router import (
     running,
     wait_for,
 )
-from bench.kv_bench_page import machine, median_interval, table
+from bench.kv_bench_page import commit, machine, median_interval, table
 from bench.peer_checks import RunFailed, check_answers, check_decisions, check_legs
 from bench.peer_routers import PEERS, Peer
 from tests.support.nats_server import free_port
@@ -341,11 +341,6 @@ def page(
         + "; ".join(f"{name} {shown(counted)}" for name, counted in calls.items()),
         "",
     ]
-
-
-def commit() -> str:
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return described.stdout.strip() or "unknown"
 
 
 def calls_per_request(checkout: Path, requests: int, rounds: int) -> list[float]:

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.kv_bench_page import with_interval
+from bench.kv_bench_page import commit, machine, with_interval
 from bench.peer_checks import check_answers
 from tests.support.nats_server import NatsServer, free_port
 
@@ -45,6 +44,8 @@ FAST = {
 }
 """Nearly instant: the speed of an engine that takes no time at all cannot be learned."""
 COMMAND = "make bench-router"
+OTHERS = "## Beside other routers"
+"""The part of the page that tells of ``bench.bench_peers``; it is kept."""
 ROUNDS = 6
 """The fewest with which the sign test gives a 95 % interval."""
 ROUTER = ("-m", "services.router")
@@ -249,21 +250,12 @@ def show(row: str) -> str:
     return row
 
 
-def page(requests: list[str], streams: list[str], latency: list[str], rounds: int) -> str:
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        "?",
-    )
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+def page(command: str, requests: list[str], streams: list[str], latency: list[str], rounds: int) -> str:
     return "\n".join(
         [
             "# Cost of the router",
             "",
-            f"`{COMMAND}`, {when}, on {os.cpu_count()} x {model}, Python {platform.python_version()}.",
+            f"`{command}`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on {machine()}.",
             "The router alone on core 0; nats-server, nearly instant simulated workers and the load client on core 1.",
             "Every request is disaggregated: a prefill leg on one worker, a decode leg on another. With 2P+2D the prompt",
             "is tokenized and its prefix looked up block by block; with one prefill worker there is no choice.",
@@ -306,9 +298,11 @@ def main() -> None:
     seconds = 2.0 if arguments.quick else 8.0
     requests = measure_requests(1, seconds) + measure_requests(2, seconds)
     rounds = 2 if arguments.quick else ROUNDS
-    text = page(requests, measure_streams(seconds), measure_latency(seconds / 2, rounds), rounds)
+    command = f"{COMMAND} ARGS=--quick" if arguments.quick else COMMAND
+    text = page(command, requests, measure_streams(seconds), measure_latency(seconds / 2, rounds), rounds)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
+    _before, heading, others = (arguments.out.read_text() if arguments.out.exists() else "").partition(OTHERS)
+    arguments.out.write_text(f"{text}\n{heading}{others}" if heading else text)
     print(text)
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,11 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
     return f"{len(os.sched_getaffinity(0))} x {model}, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
 
 
 @dataclass
