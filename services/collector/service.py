@@ -217,7 +217,7 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     await service.stopping.wait()
     service.set_phase(ServicePhase.DRAINING)
     collector.feed.close()
-    server.should_exit = True
+    server.stop()
     await serving
 
 

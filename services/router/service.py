@@ -344,6 +344,6 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     service.set_phase(ServicePhase.DRAINING, f"{len(router.relay.in_flight)} requests")
     router.queue.close()
     # uvicorn closes the listener and idle connections, and waits for running requests.
-    server.should_exit = True
+    server.stop()
     await asyncio.gather(serving, router.responses.drain(), router.batches.runner.stop())
     await router.close()

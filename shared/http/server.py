@@ -21,12 +21,15 @@ class PortTaken(Exception):
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the service handles signals."""
+    """uvicorn without its signal handlers, since the service handles signals. It ends when told to, and not when it
+    looks, which uvicorn does every 0.1 s; it waits 0.1 s for connections to close only where there are some.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
         self._further: list[socket.socket] = []
+        self._stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, then set ``listening``."""
@@ -42,9 +45,25 @@ class Server(uvicorn.Server):
         self.servers.append(await loop.create_server(protocol, sock=bound, backlog=BACKLOG))
         self._further.append(bound)
 
+    def stop(self) -> None:
+        """Let ``serve`` end: see ``shutdown``."""
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wait for ``stop``."""
+        await self.on_tick(0)  # It sets the headers of all responses.
+        await self._stopping.wait()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no new connections; wait for running requests."""
-        await super().shutdown([*(sockets or []), *self._further])
+        listening = [*(sockets or []), *self._further]
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(listening)
+            return
+        for server in self.servers:
+            server.close()
+        for bound in listening:
+            bound.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,7 +72,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(edge: HttpEdge[Any]) -> Server:
-    """The server; ``serve(sockets=[...])`` runs it until ``should_exit``. ``edge.end_late``, or another task that calls
+    """The server; ``serve(sockets=[...])`` runs it until ``stop``. ``edge.end_late``, or another task that calls
     ``edge.idle.end_late``, must run beside it.
     """
     config = uvicorn.Config(

@@ -109,6 +109,6 @@ async def serving(one, host="127.0.0.1", origins=LOOPBACK, **limits):
             yield server, listener.getsockname()[1]
         finally:
             one.collector.feed.close()
-            server.should_exit = True
+            server.stop()
             await running
             late.cancel()

@@ -66,7 +66,7 @@ async def running(**settings: object) -> AsyncIterator[Running]:
         try:
             yield Running(router, server, worker, listener.getsockname()[1])
         finally:
-            server.should_exit = True
+            server.stop()
             await serving
             await router.close()
             for task in list(tasks._tasks):
@@ -85,6 +85,16 @@ def request(body: bytes, *headers: str, path: str = COMPLETIONS, version: str = 
 
 
 BODY = json.dumps(prompt()).encode()
+
+
+async def test_a_server_without_connections_ends_without_waiting():
+    async with running() as up:
+        up.server.stop()
+        for _turn in range(10):
+            await asyncio.sleep(0)
+
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", up.port)
 
 
 async def test_a_response_has_a_length_and_keeps_the_connection_open():

@@ -34,7 +34,7 @@ async def serving() -> AsyncIterator[tuple[Server, str]]:
     try:
         yield server, f"http://{HOST}:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop()
         await running
         await router.close()
 
