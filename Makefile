@@ -56,7 +56,7 @@ nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, co
 	@$(MAKE) llama-server
 	@TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
-check: setup-dev ## Format, lint, types, layers, generated files and all tests that need no process; under four minutes of CPU
+check: setup-dev ## Format, lint, types, layers, generated files and all quick tests that need no process; about a minute on two cores
 	@scripts/check.sh
 
 fix: setup-dev ## Formatter and safe automatic fixes

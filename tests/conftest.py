@@ -39,7 +39,7 @@ GROUPS = {
     "tests/integration/connector/": ENGINES,
     "tests/unit/connector/": ENGINES,
     "tests/unit/worker/simulated/test_engine.py": ENGINES,
-    "tests/unit/worker/vllm/test_fingerprint.py": ENGINES,
+    "tests/unit/worker/vllm/": ENGINES,
     "tests/unit/worker/store/test_files.py": ENGINES,
 }
 """Files whose paths begin so share what is costly: running engines, or vLLM or NIXL, which import torch, in their own

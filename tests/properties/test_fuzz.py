@@ -22,6 +22,7 @@ PAYLOADS = 50
 """Of each kind."""
 
 
+@pytest.mark.slow
 def test_fuzzed_clients_get_http_responses_and_leave_no_state():
     campaigns = fuzz_edges(CONNECTIONS, 1, lambda _name, _sent: None)
 
@@ -30,6 +31,7 @@ def test_fuzzed_clients_get_http_responses_and_leave_no_state():
     assert all(0 < campaign.read < campaign.heard <= campaign.sent == CONNECTIONS for campaign in campaigns)
 
 
+@pytest.mark.slow
 def test_fuzzed_bodies_are_read_within_their_limits_or_refused():
     campaign = fuzz_bodies(BODIES, 1, lambda _name, _sent: None)
 

@@ -37,6 +37,7 @@ def correlated(seed: int, *, count: int = 600) -> np.ndarray:
     return np.repeat(rng.lognormal(-0.5, 1.0, count // 25), 25) * rng.lognormal(0.0, 0.1, count)
 
 
+@pytest.mark.slow
 def test_the_interval_contains_the_truth_about_as_often_as_it_claims():
     truth = np.mean(np.concatenate([correlated(10_000 + seed) for seed in range(400)]) <= SLO.ttft_s)
     held = 0

@@ -114,7 +114,7 @@ def test_csv_and_json_lines_have_the_same_numbers():
         (("--since", "2026-02-30"), "--since: '2026-02-30' is no date"),
         (("--until", "2026-13"), "--until: '2026-13' is no date"),
         (("--since", "2026-11-02", "--until", "2026-11-01"), "--since 2026-11-02 is after --until 2026-11-01"),
-        (("--nats-url", "nats://127.0.0.1:1"), "does not respond"),
+        pytest.param(("--nats-url", "nats://127.0.0.1:1"), "does not respond", marks=pytest.mark.slow),
     ],
 )
 def test_errors_say_what_is_wrong(arguments, said):

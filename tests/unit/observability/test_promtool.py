@@ -59,6 +59,7 @@ def test_the_configuration_is_valid():
 
 
 @needs_promtool
+@pytest.mark.slow
 def test_each_alert_fires_exactly_in_its_cases(tmp_path):
     cases = tmp_path / "cases.yaml"
     cases.write_text(yaml.safe_dump(complete_cases()))

@@ -60,6 +60,7 @@ def test_more_traffic_adds_prefill_and_decode_workers_until_queues_are_empty():
     assert longest_wait(world, HOUR_S / 4) < RULES.ttft_s
 
 
+@pytest.mark.slow
 def test_a_models_own_limits_hold_for_it_alone():
     for model, most in (("m", 3), ("another", 8)):
         rules = msgspec.structs.replace(RULES, workers_max=8, models={model: ModelRules(workers_max=3)})
@@ -69,6 +70,7 @@ def test_a_models_own_limits_hold_for_it_alone():
         assert max(prefills + decodes for _at, prefills, decodes in world.sizes) == most
 
 
+@pytest.mark.slow
 def test_noise_moves_nothing_to_and_fro():
     world = PlannerWorld(RULES, steady(10.0), noise=0.3).run(HOUR_S)
 
@@ -77,6 +79,7 @@ def test_noise_moves_nothing_to_and_fro():
     assert len(world.changes) <= 10
 
 
+@pytest.mark.slow
 def test_the_fleet_follows_day_and_night_with_one_reversal_at_noon():
     world = PlannerWorld(RULES, day_and_night, noise=0.2).run(HOUR_S)
 
@@ -93,6 +96,7 @@ def test_short_spikes_change_nothing():
     assert world.scalings() == []
 
 
+@pytest.mark.slow
 def test_in_a_full_fleet_roles_follow_the_traffic_one_at_a_time():
     world = PlannerWorld(RULES, prompts_then_answers, prefill=3, decode=3, noise=0.2, **ROLES_ONLY).run(1.5 * HOUR_S)
 
@@ -141,6 +145,7 @@ def test_the_last_worker_of_each_role_stays_however_idle_it_is(curve: Curve):
     assert (world.count(Role.PREFILL), world.count(Role.DECODE)) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_fleet_keeps_its_least_and_its_most():
     rules = msgspec.structs.replace(RULES, workers_min=4, workers_max=6)
     calm = PlannerWorld(rules, lambda at: Traffic(3.0) if at < 120 else Traffic(0.0), prefill=3, decode=2)

@@ -33,6 +33,7 @@ def found_by(run):
     return {outcome.test.rpartition("_")[2]: outcome.outcome for outcome in run.outcomes}
 
 
+@pytest.mark.slow
 def test_each_test_has_its_own_outcome(tmp_path):
     (tmp_path / "test_three.py").write_text(THREE_TESTS)
 
@@ -40,6 +41,7 @@ def test_each_test_has_its_own_outcome(tmp_path):
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_what_the_earlier_one_found_and_runs_the_rest(tmp_path, goes_on):
     (tmp_path / "test_three.py").write_text(THREE_TESTS)
     run_three(tmp_path, goes_on=False)

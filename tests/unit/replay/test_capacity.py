@@ -99,6 +99,7 @@ def test_a_split_is_read_as_it_is_written(split):
 # Plans.
 
 
+@pytest.mark.slow
 def test_a_plan_recommends_what_keeps_the_targets_and_says_how_far():
     given = inputs(conversations(60))
     made, notes = case_of(given)
@@ -129,6 +130,7 @@ def test_the_best_split_of_a_piece_is_tried_on_the_whole_workload():
     assert plan.whole.requests == 60
 
 
+@pytest.mark.slow
 def test_without_a_number_of_gpus_the_plan_is_of_the_smallest_fleet():
     requests = [replace(request, at_s=request.at_s / 8) for request in conversations(60)]
     given = inputs(requests)

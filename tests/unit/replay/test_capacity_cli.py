@@ -29,6 +29,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_a_plan_has_an_outcome_a_picture_and_the_command_to_start_it(trace, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
@@ -102,6 +103,7 @@ def test_a_file_without_requests_gives_a_clear_error(tmp_path, content):
 
 
 @pytest.mark.parametrize("options", [[], ["--export-speeds", "speeds.json"], ["--rate", "1/s", "--speeds", "running"]])
+@pytest.mark.slow
 def test_what_a_running_system_must_answer_fails_without_one(options):
     done = run(*options, "--nats-url", f"nats://127.0.0.1:{free_port()}")
 
@@ -109,6 +111,7 @@ def test_what_a_running_system_must_answer_fails_without_one(options):
     assert "does not respond" in done.stderr
 
 
+@pytest.mark.slow
 def test_baton_plan_is_this_command_by_its_entry_point(tmp_path):
     installed = tmp_path / "another-1.dist-info"
     installed.mkdir()

@@ -27,6 +27,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_a_replay_shows_a_table_and_writes_tables_numbers_and_pictures(trace, tmp_path):
     out = tmp_path / "out"
     done = run(
@@ -54,6 +55,7 @@ def test_the_knee_is_where_the_best_baseline_just_keeps_the_target(trace):
     assert "overload:" in done.output
 
 
+@pytest.mark.slow
 def test_a_workload_needs_no_file(tmp_path):
     done = run("replay", "conversations", "--limit", 60, "--policy", "baton", "--loads", 2, "--out", tmp_path)
 
@@ -63,6 +65,7 @@ def test_a_workload_needs_no_file(tmp_path):
     assert 30 <= result.requests <= 60
 
 
+@pytest.mark.slow
 def test_several_fleets_have_a_table_and_a_folder_each(trace, tmp_path):
     done = run(
         "replay", trace, "--fleets", "2,1+1", "--policy", "baton", "--step-model", "table", "--noise", 0.1, "--slow", "0:0.6",
@@ -114,6 +117,7 @@ def test_a_file_that_is_no_trace_gives_a_clear_error(tmp_path):
     assert "line 1" in done.output
 
 
+@pytest.mark.slow
 def test_baton_finds_the_command_by_its_entry_point(tmp_path):
     installed = tmp_path / "another-1.dist-info"
     installed.mkdir()

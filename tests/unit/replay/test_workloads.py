@@ -74,6 +74,7 @@ def test_thoughts_are_not_in_later_prompts():
 
 
 @pytest.mark.parametrize("name", ["conversations", "agents", "code"])
+@pytest.mark.slow
 def test_sessions_share_their_beginnings_and_nothing_else(name):
     owners = defaultdict(set)
     positions = defaultdict(set)

@@ -19,6 +19,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_a_receiver_that_is_away_is_complained_about_once_in_a_while(caplog):
     now = 1000.0
     receiver = OtlpReceiver()  # It accepts connections, and nobody answers them.

@@ -7,6 +7,7 @@ from collections import Counter
 from functools import reduce
 from operator import xor
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,6 +173,7 @@ async def test_kv_events_are_numbered_from_one_and_the_snapshot_follows():
         assert sorted(unpack_hashes(snapshot.hashes)) == [1, 3, 4]
 
 
+@pytest.mark.slow
 async def test_the_load_report_carries_the_engines_numbers_and_the_digest():
     async with running_worker() as worker:
         worker.engine.events.put_nowait([stored(5, 9)])

@@ -188,6 +188,7 @@ async def test_a_server_that_names_a_pause_is_not_asked_again_before_its_end():
     ],
     ids=["bad request", "server error", "no JSON", "the key"],
 )
+@pytest.mark.slow
 async def test_the_servers_refusal_reaches_the_client_without_the_key(tmp_path, status, body, shown):
     (tmp_path / "key").write_text(KEY)
     async with server_and_worker(attach_key_file=str(tmp_path / "key")) as (server, worker):
@@ -247,6 +248,7 @@ async def test_a_silent_server_is_given_up():
         assert "it was silent for 0.1 s" in failure.message
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_away_takes_its_worker_out_of_traffic_until_it_is_back():
     async with server_and_worker() as (server, worker):
         await server.close()
@@ -261,6 +263,7 @@ async def test_a_server_that_is_away_takes_its_worker_out_of_traffic_until_it_is
         assert back.epoch == away.epoch
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_back_without_the_model_gets_no_requests():
     async with server_and_worker() as (server, worker):
         server.answers["/health"] = says(b"", 500)
@@ -287,6 +290,7 @@ async def test_a_leg_that_continues_another_workers_stream_is_refused():
     [(b"sglang:num_running_reqs 3\nsglang:num_queue_reqs 2\n", (3, 2)), (b"\xff\x00{{{ 1 NaN", (0, 0))],
     ids=["SGLang", "garbage"],
 )
+@pytest.mark.slow
 async def test_the_servers_metrics_count_as_load_where_they_can_be_read(metrics, load):
     async with server_and_worker(metrics=metrics) as (server, worker):
         reports: asyncio.Queue = asyncio.Queue()
@@ -299,6 +303,7 @@ async def test_the_servers_metrics_count_as_load_where_they_can_be_read(metrics,
                 found = await reports.get()
 
 
+@pytest.mark.slow
 async def test_metrics_are_found_where_tensorrt_llm_has_them():
     metrics = b'trtllm_num_requests_running{model_name="m"} 3\ntrtllm_num_requests_waiting{model_name="m"} 2\n'
     more = {"/metrics": says([{"iter": 1}]), "/prometheus/metrics": says(metrics, content_type="text/plain")}

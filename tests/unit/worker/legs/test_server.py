@@ -180,6 +180,7 @@ async def test_a_leg_past_its_deadline_fails_and_is_aborted():
         assert worker.engine.aborted.is_set()
 
 
+@pytest.mark.slow
 async def test_a_crash_of_the_engines_server_fails_one_leg_only():
     async with running_worker() as worker:
         _frames, failure = await worker.read(await worker.leg(body={"crash": True}))
