@@ -18,10 +18,10 @@ import msgspec
 
 from bench.kv_bench_fleet import BenchFleet, Prompts
 from bench.plain_reads import PlainRead, PlainReader
-from shared.bus.leg_inbox import Leg
 from shared.contracts.inference import FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvOffer, pack_block_ids, unpack_block_ids
 from tests.support.kv_driver import BLOCK, full_hashes
+from tests.support.pulled_legs import PulledLeg
 
 P, D = "p", "d"
 STREAMED, OFFERED, UPSTREAM = "streamed", "offered", "upstream"
@@ -75,7 +75,7 @@ class Answered:
     report: LegReport
 
 
-async def answer(leg: Leg) -> Answered:
+async def answer(leg: PulledLeg) -> Answered:
     """Read a leg to its end. Raises LegFailed."""
     first_at = last_at = 0.0
     steps = 0

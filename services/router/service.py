@@ -8,7 +8,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -22,7 +22,6 @@ from services.router.batches.line_server import LineServer
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.lora_routes import OrderAdapters
-from services.router.http.request import HttpRequest
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placer import Fleet
 from services.router.placement.policy import RequestPolicy
@@ -30,6 +29,7 @@ from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
 from services.router.relay.request_context import ResponseHeaders
+from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
 from services.router.relay.start_leg import LegLoads, LegStarter
 from services.router.responses.responses import Responses
@@ -121,6 +121,7 @@ class Router:
         self.usage = UsageLog(router_id, bus, clock, fleet.cluster)
         self.budgets = Budgets(bus, clock, self.usage.unstored)
         policy = request_policy(settings)
+        self.request_tasks = RequestTasks()
         self.relay = self._make_relay(policy, tracing)
         self.authenticator = Authenticator(settings, clock.now, self.budgets)
         self.responses = Responses(
@@ -158,10 +159,7 @@ class Router:
             batches=self.batches,
             order_adapters=OrderAdapters(self.bus, self.fleet.cluster, is_local=is_local(self.settings)),
         )
-        return Edge(self.settings, self.clock, self.relay, self._serving(), self.request_log, self.authenticator, app)
-
-    def _serving(self) -> Callable[[HttpRequest], Awaitable[None]]:
-        return self.responses.serve if self.responses.enabled else self.relay.serve
+        return Edge(self.settings, self.clock, self.relay, self.responses, self.request_log, self.authenticator, app)
 
     def _make_batches(self) -> Batches:
         lines = LineServer(
@@ -171,7 +169,7 @@ class Router:
             in_flight=self.relay.in_flight,
             totals=lambda: self.edge.upload_totals,
             authenticator=self.authenticator,
-            serve=self._serving(),
+            serve=self.responses.serve,
         )
         return Batches(self.router_id, self.bus, self.clock, lines, self.settings.files_bytes_max)
 
@@ -214,6 +212,7 @@ class Router:
             budgets=self.budgets,
             tracing=tracing,
             response_headers=response_headers,
+            tasks=self.request_tasks,
         )
 
     def _make_runner(self, tracing: Tracing, response_headers: ResponseHeaders, *, guards_handoffs: bool) -> LegRunner:
@@ -228,6 +227,7 @@ class Router:
             tracing=tracing,
             request_log=self.request_log,
             response_headers=response_headers,
+            tasks=self.request_tasks,
         )
 
     def _register_metrics(self) -> None:
@@ -283,6 +283,7 @@ class Router:
         await self.batches.runner.stop()
         self.queue.close()
         await self.inbox.close()
+        await self.request_tasks.close()
         await self.decisions.close()
         await self.request_log.reports.close(self.bus)
         await self.usage.close()

@@ -1,7 +1,7 @@
 """The router's side of legs: start them, read their frames, cancel them. Every loss fails its leg; none hangs it.
 
 This is the hot path of the system. A router gets one ``FrameBatch`` per turn of a worker's event loop, whatever the
-number of streams, and does one dictionary look-up and one append per frame. A waiter is woken once per batch.
+number of streams, and does one dictionary look-up and one append per frame. A leg's reader is called once per batch.
 
 A worker is believed about its own legs only. NATS lets it publish on subjects with its own id, the bus drops a batch
 whose worker is not that of its subject, and frames of a leg that another worker serves are dropped here.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared.bus.port import Bus, BusDown, Envelope, Subscription
@@ -59,6 +59,20 @@ class Orphans:
     """Awaited by this router, but not served by their worker."""
 
 
+class LegReader:
+    """Gets the frames of one leg."""
+
+    def leg_changed(self, leg: Leg) -> None:
+        """Frames have come, or the leg has ended. Called once for each batch of frames, on the event loop; an exception
+        is a bug, and goes to ``leg_crashed``.
+        """
+        raise NotImplementedError
+
+    def leg_crashed(self, bug: Exception) -> None:
+        """``leg_changed`` raised."""
+        raise NotImplementedError
+
+
 class Leg:
     """The router's end of one leg."""
 
@@ -67,49 +81,50 @@ class Leg:
         "_failure",
         "_frames",
         "_inbox",
+        "_reader",
         "_seq",
-        "_waiter",
+        "_told",
         "ended",
         "epoch",
+        "has_failed",
         "leg_id",
         "lists_missed",
         "worker_id",
     )
 
-    def __init__(self, inbox: LegInbox, leg_id: LegId, worker_id: WorkerId, epoch: Epoch | None) -> None:
+    def __init__(
+        self, inbox: LegInbox, reader: LegReader, leg_id: LegId, worker_id: WorkerId, epoch: Epoch | None
+    ) -> None:
         self.leg_id = leg_id
         self.worker_id = worker_id
         self.epoch = epoch
         self.ended = False
         """No more frames are taken: END or FAILURE arrived, or the leg was cancelled or lost."""
+        self.has_failed = False
+        """It ended without an END frame, a turn of the loop ago. In that turn the frames of other legs are read that
+        came together with the failure.
+        """
         self.lists_missed = 0
         self._inbox = inbox
+        self._reader = reader
         self._frames: list[Frame] = []
         self._buffered_bytes = 0
         self._seq = 0
         self._failure: Failure | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._told = True
+        """False: the reader is about to be called."""
 
-    async def frames(self) -> list[Frame]:
-        """All frames since the last call, in order, at least one; the END frame is the last of the leg.
-
-        One caller at a time. Raises LegFailed once the frames before the failure have been read.
-        """
-        if not self._frames:
-            if self.ended:
-                raise LegFailed(self._failure or _ENDED, self.worker_id)
-            self._waiter = waiter = self._inbox.new_future()
-            try:
-                await waiter
-            finally:
-                if self._waiter is waiter:
-                    self._waiter = None
-            if not self._frames:
-                raise LegFailed(self._failure or _ENDED, self.worker_id)
+    def frames(self) -> list[Frame]:
+        """All frames since the last call, in order; the END frame is the last of the leg."""
         frames = self._frames
-        self._frames = []
-        self._buffered_bytes = 0
+        if frames:
+            self._frames = []
+            self._buffered_bytes = 0
         return frames
+
+    def failure(self) -> LegFailed:
+        """Why it has failed."""
+        return LegFailed(self._failure or _INTERNAL, self.worker_id)
 
     @property
     def is_begun(self) -> bool:
@@ -131,9 +146,10 @@ class Leg:
         if not self.ended:
             self.ended = True
             self._failure = failure
-            self._wake()
+            self._inbox.call_soon(self._tell_failure)
 
     def take(self, frame: Frame, buffer_bytes_max: int) -> None:
+        """Add a frame; ``tell`` must follow."""
         seq, kind = self._seq, frame.kind
         if frame.seq != seq:
             self._inbox.cancel(self, _lost(f"frame {seq} of leg {self.leg_id} is missing"))
@@ -152,15 +168,21 @@ class Leg:
         elif kind is _END:
             self._inbox.forget(self)
             self.ended = True
-        if self._waiter is not None:
-            self._wake()
+        self._told = False
 
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+    def tell(self) -> None:
+        """Call the reader, unless it has been called since the last ``take``."""
+        if self._told:
+            return
+        self._told = True
+        try:
+            self._reader.leg_changed(self)
+        except Exception as bug:  # It ends this leg's request, not the bus.
+            self._reader.leg_crashed(bug)
+
+    def _tell_failure(self) -> None:
+        self.has_failed, self._told = True, False
+        self.tell()
 
 
 class LegInbox:
@@ -179,8 +201,8 @@ class LegInbox:
         self._subscription: Subscription | None = None
         self.closed = False
         """No new legs are started."""
-        self.new_future: Callable[[], asyncio.Future[None]] = asyncio.get_running_loop().create_future
-        """Bound once: until Python 3.12 ``get_running_loop`` asks the kernel for the process's id each time."""
+        self._loop = asyncio.get_running_loop()
+        self.call_soon = self._loop.call_soon
 
     async def open(self) -> None:
         """Subscribe to frames. Call once, before the first ``start``."""
@@ -190,17 +212,39 @@ class LegInbox:
             FRAMES, self._on_batch, on_dropped=self._on_dropped, router_id=self._router_id
         )
 
-    async def start(self, start: StartLeg, headers: Mapping[str, str] | None = None) -> Leg:
-        """Ask a worker to serve a leg. Raises BusDown, MessageTooLarge; ``Leg.frames`` raises all other failures."""
-        leg = Leg(self, start.leg_id, start.worker_id, start.epoch)
-        self._legs[start.leg_id] = leg
+    def start_now(self, start: StartLeg, reader: LegReader, headers: Mapping[str, str] | None = None) -> Leg | None:
+        """Ask a worker to serve a leg. None: the bus cannot take the message at once; ``start`` waits for it.
+
+        Raises BusDown, MessageTooLarge; all other failures end the leg.
+        """
+        leg = self._new_leg(start, reader)
+        try:
+            sent = self._bus.publish_now(START_LEG, start, headers=headers, key=start.leg_id)
+        except BaseException:
+            self._forget_unstarted(leg)
+            raise
+        if not sent:
+            self._forget_unstarted(leg)
+            return None
+        return leg
+
+    async def start(self, start: StartLeg, reader: LegReader, headers: Mapping[str, str] | None = None) -> Leg:
+        """As ``start_now``, and waits until the bus can take the message."""
+        leg = self._new_leg(start, reader)
         try:
             await self._bus.publish(START_LEG, start, headers=headers, key=start.leg_id)
         except BaseException:
-            self.forget(leg)
-            leg.ended = True
+            self._forget_unstarted(leg)
             raise
         return leg
+
+    def _new_leg(self, start: StartLeg, reader: LegReader) -> Leg:
+        leg = self._legs[start.leg_id] = Leg(self, reader, start.leg_id, start.worker_id, start.epoch)
+        return leg
+
+    def _forget_unstarted(self, leg: Leg) -> None:
+        self.forget(leg)
+        leg.ended = True
 
     def worker_lost(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Fail every leg of this epoch of the worker, or of an earlier one."""
@@ -232,6 +276,7 @@ class LegInbox:
         legs = self._legs
         worker_id = batch.worker_id
         buffer_bytes_max = self._leg_buffer_bytes_max
+        changed: list[Leg] = []
         for frame in batch.frames:
             leg = legs.get(frame.leg_id)
             if leg is None:
@@ -239,8 +284,11 @@ class LegInbox:
                     self._cancel_once(worker_id, frame.leg_id)
             elif leg.worker_id == worker_id:
                 leg.take(frame, buffer_bytes_max)
+                changed.append(leg)
             else:
                 self._drop_foreign(worker_id, leg)
+        for leg in changed:
+            leg.tell()
         if batch.in_flight is not None:
             self._compare(batch.worker_id, batch.epoch, set(batch.in_flight))
 
@@ -289,7 +337,7 @@ class LegInbox:
             del self._cancelled[next(iter(self._cancelled))]
         self._cancels.append(CancelLeg(worker_id=worker_id, leg_id=leg_id))
         if self._canceller is None:
-            self._canceller = asyncio.get_running_loop().create_task(self._send_cancels(), name="cancel-legs")
+            self._canceller = self._loop.create_task(self._send_cancels(), name="cancel-legs")
             self._canceller.add_done_callback(self._bus.end_with)
 
     def _on_unreachable(self, key: str) -> None:
@@ -325,7 +373,6 @@ def _lost(message: str) -> Failure:
     return Failure(reason=Reason.FRAMES_LOST, message=message)
 
 
-_ENDED = Failure(reason=Reason.INTERNAL, message="the leg has ended; its END frame was already read")
 _CANCELLED = Failure(reason=Reason.CANCELLED, message="the router cancelled the leg")
 _SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
 _INTERNAL = Failure(reason=Reason.INTERNAL, message="the worker gave no reason")

@@ -149,15 +149,26 @@ class NatsBus(Connection):
     async def publish(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
     ) -> None:
+        subject, payload, reply = self._addressed(channel, message, key)
+        if subject:
+            await self._sender.send(subject, payload, headers, reply)
+
+    def publish_now(
+        self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
+    ) -> bool:
+        subject, payload, reply = self._addressed(channel, message, key)
+        return not subject or self._sender.send_now(subject, payload, headers, reply)
+
+    def _addressed(self, channel: Channel[M], message: M, key: str) -> tuple[str, bytes, str]:
+        """Subject, payload and reply subject; an empty subject if the message must not be sent."""
         subject = channel.address(message)
         payload = pack(message)
         if not can_be_sent_to(subject):
             log.warning("%r is not a valid subject: not sent", subject[:SUBJECT_SHOWN_MAX])
             if key:
                 asyncio.get_running_loop().call_soon(self._call, self.unreachable, key)
-            return
-        reply = self._inbox.for_key(key) if key else ""
-        await self._sender.send(subject, payload, headers, reply)
+            return "", payload, ""
+        return subject, payload, self._inbox.for_key(key) if key else ""
 
     async def subscribe(
         self,

@@ -141,21 +141,30 @@ class Sender:
         """Unique to this connection."""
         self._numbers = count()
 
-    async def send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
-        """Hand one payload to the connection. Raises BusDown, MessageTooLarge."""
+    def send_now(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> bool:
+        """Hand one payload to the connection, unless that must wait. Raises BusDown, MessageTooLarge."""
         nc = self._nc
         if not nc.is_connected:
             raise BusDown("NATS cannot be reached")
         size = len(payload)
-        if size > self._frame_budget_bytes:
-            raise MessageTooLarge(f"{size} bytes; at most {self._frame_budget_bytes} travel on the bus")
+        if size + PART_MARGIN_BYTES > nc.max_payload:
+            if size > self._frame_budget_bytes:
+                raise MessageTooLarge(f"{size} bytes; at most {self._frame_budget_bytes} travel on the bus")
+            return False
+        return not headers and subject not in self._locks and nc.publish_now(subject, payload, reply)
+
+    async def send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
+        """Hand one payload to the connection. Raises BusDown, MessageTooLarge."""
+        if self.send_now(subject, payload, headers, reply):
+            return
+        nc, size = self._nc, len(payload)
         try:
             if size + PART_MARGIN_BYTES + header_bytes(headers) > nc.max_payload:
                 await self._send_parts(subject, payload, headers, reply)
             elif subject in self._locks:
                 async with self._locks.hold(subject):
                     await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]
-            elif headers or not nc.publish_now(subject, payload, reply):
+            else:
                 await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]  # nats-py says dict and only reads
         except nats.errors.Error as error:
             raise BusDown(f"{subject}: {error!r}") from error

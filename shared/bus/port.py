@@ -181,6 +181,15 @@ class Bus(Protocol):
         Raises MessageTooLarge, BusDown.
         """
 
+    def publish_now(
+        self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
+    ) -> bool:
+        """As ``publish``, without a coroutine. False: the message was not sent, because it has to wait for the socket
+        or travels in parts: only ``publish`` does that.
+
+        Raises MessageTooLarge, BusDown.
+        """
+
     def on_unreachable(self, handler: Callable[[str], None]) -> None:
         """Call ``handler(key)`` for each message with a key (a subject token) whose subject has no subscriber."""
 

@@ -119,8 +119,8 @@ class HttpEdge(Generic[Request]):
         """Whether the body, of so many bytes announced or received, was refused: ``refusal`` is set then."""
         raise NotImplementedError
 
-    async def serve(self, http_request: Request) -> None:
-        """Serve one complete request to one of ``paths`` or ``gets``."""
+    def begin(self, http_request: Request) -> None:
+        """Serve one complete request to one of ``paths`` or ``gets``; returns at once."""
         raise NotImplementedError
 
     def refused_connection(self, reason: str) -> None:

@@ -313,9 +313,7 @@ class EdgeProtocol(HttpToolsProtocol):
         if http_request.refusal is not None:
             http_request.refuse(http_request.refusal)
         elif http_request.upload.complete:
-            task = self.loop.create_task(self.edge.serve(http_request))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self.edge.begin(http_request)
 
     def on_response_complete(self) -> None:
         """Serve the next request, once the client has read its responses. Reading pauses while pipelined ones wait."""

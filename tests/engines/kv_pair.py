@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import psutil
 
-from shared.bus.leg_inbox import Leg
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.workers import WorkerPhase
@@ -26,6 +25,7 @@ from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
 from tests.support.processes import freeze
 from tests.support.prompts import random_prompt
+from tests.support.pulled_legs import PulledLeg
 from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
 
 PREFILL, DECODE = "p1", "d1"
@@ -154,7 +154,7 @@ async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
         yield driver
 
 
-async def until_first_token(leg: Leg) -> list[Frame]:
+async def until_first_token(leg: PulledLeg) -> list[Frame]:
     """The leg's frames up to those with the first token."""
     frames: list[Frame] = []
     while not any(frame.kind is FrameKind.DATA for frame in frames):
@@ -162,7 +162,7 @@ async def until_first_token(leg: Leg) -> list[Frame]:
     return frames
 
 
-async def remaining_frames(leg: Leg, frames: Sequence[Frame] = ()) -> list[Frame]:
+async def remaining_frames(leg: PulledLeg, frames: Sequence[Frame] = ()) -> list[Frame]:
     """All frames of a leg, of which ``frames`` are read already. Raises LegFailed."""
     read = list(frames)
     async with asyncio.timeout(LEG_S_MAX):
@@ -198,7 +198,7 @@ def report_of(frames: Sequence[Frame]) -> tuple[LegReport, KvTransferReport]:
 
 async def start_two_that_do_not_fit(
     driver: Driver, first: list[int], second: list[int], **options: Any
-) -> tuple[Leg, Leg]:
+) -> tuple[PulledLeg, PulledLeg]:
     """Start two decode legs; when they have grown by a block or two, the second one is preempted."""
     offers = [await driver.offered(PREFILL, prompt) for prompt in (first, second)]
     legs = []
@@ -218,7 +218,7 @@ async def start_two_that_do_not_fit(
     return legs[0], legs[1]
 
 
-async def start_following(driver: Driver, prompt: list[int]) -> Leg:
+async def start_following(driver: Driver, prompt: list[int]) -> PulledLeg:
     """Start a prefill leg and a decode leg that follows it; returns the decode leg when its first blocks are granted."""
     known = len(driver.tap.grants)
     await driver.start(PREFILL, LegKind.PREFILL, prompt, kv_offer=False)

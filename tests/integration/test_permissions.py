@@ -42,6 +42,7 @@ from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch, start_leg
 from tests.support.cluster_keys import ClusterKeys
 from tests.support.nats_server import NatsServer, find_nats_server
+from tests.support.pulled_legs import PulledLeg
 
 pytestmark = pytest.mark.nats
 
@@ -87,7 +88,7 @@ async def test_a_router_and_a_worker_can_serve_a_leg(guarded, keys):
         await worker.subscribe(START_LEG, lambda start, _: sender.leg(start).end(LegReport()), worker_id="w1")
         await worker.subscribe(CANCEL_LEG, lambda _cancel, _: None, worker_id="w1")
 
-        leg = await inbox.start(start_leg(body=b"x" * 3_000_000))
+        leg = await PulledLeg.start(inbox, start_leg(body=b"x" * 3_000_000))
 
         assert len(await leg.frames()) == 1
         unreachable = asyncio.get_running_loop().create_future()

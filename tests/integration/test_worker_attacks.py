@@ -45,6 +45,7 @@ from tests.integration.bus.worlds import until
 from tests.integration.test_permissions import SOON_S, Fleet, Stranger
 from tests.support.builders import start_leg
 from tests.support.cluster_keys import ClusterKeys
+from tests.support.pulled_legs import PulledLeg
 from tests.unit.worker.kv_exchange.fakes import FakeExchange
 
 pytestmark = pytest.mark.nats
@@ -109,7 +110,7 @@ class Stream:
         started: asyncio.Future[StartLeg] = asyncio.get_running_loop().create_future()
         await self.victim.subscribe(START_LEG, lambda start, _: started.set_result(start), worker_id=VICTIM)
         self.sender = FrameSender(self.victim, VICTIM, EPOCH)
-        self.leg = await self.inbox.start(start_leg(new_lease_id(), worker_id=VICTIM))
+        self.leg = await PulledLeg.start(self.inbox, start_leg(new_lease_id(), worker_id=VICTIM))
         self.answer = self.sender.leg(await started)
         self.answer.head(200, "text/event-stream")
         assert [frame.kind for frame in await self.leg.frames()] == [FrameKind.HEAD]

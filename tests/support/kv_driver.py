@@ -13,7 +13,6 @@ import msgspec
 
 from connector.layout.routes import ReaderRank, routes_to
 from services.router.tokenize.block_hash import extend_chain
-from shared.bus.leg_inbox import Leg
 from shared.bus.port import Bus
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE, KV_LEASE, KV_RELEASE
 from shared.contracts.ids import WorkerId
@@ -32,6 +31,7 @@ from shared.contracts.kv_exchange import (
 )
 from shared.contracts.workers import HashScheme
 from tests.support.kv_tap import Tap
+from tests.support.pulled_legs import PulledLeg
 from tests.support.worker_processes import Answer, Router
 
 MODEL = "baton-tiny"
@@ -87,7 +87,7 @@ class Driver:
         async with asyncio.timeout(ANSWER_S_MAX):
             return await self.router.leg(worker_ref(worker), kind, body(prompt, **fields), **options)
 
-    async def start(self, worker: str, kind: LegKind, prompt: Sequence[int], **options: Any) -> Leg:
+    async def start(self, worker: str, kind: LegKind, prompt: Sequence[int], **options: Any) -> PulledLeg:
         """Start one leg without waiting for its end."""
         return await self.router.start(worker_ref(worker), kind, body(prompt, **options.pop("fields", {})), **options)
 

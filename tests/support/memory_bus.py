@@ -161,10 +161,16 @@ class MemoryBus(Connection):
     async def publish(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
     ) -> None:
+        self.publish_now(channel, message, headers=headers, key=key)
+
+    def publish_now(
+        self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
+    ) -> bool:
         reached = self.hub.deliver(channel.address(message), self._pack(message), headers or {})
         if key and not reached:
             for handler in self.unreachable:
                 asyncio.get_running_loop().call_soon(handler, key)
+        return True
 
     async def subscribe(
         self,

@@ -28,6 +28,7 @@ from shared.contracts.inference import FrameKind, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase, WorkerRecord
+from tests.support.pulled_legs import PulledLeg
 
 READY_S_MAX = 480.0
 STOP_S_MAX = 60.0
@@ -199,8 +200,10 @@ class Router:
             "request_id": RequestId(uuid.uuid4().hex),
             **options,
         }
-        return await self.inbox.start(
-            StartLeg(worker_id=worker.worker_id, router_id=self.router_id, kind=kind, body=raw, **fields), headers
+        return await PulledLeg.start(
+            self.inbox,
+            StartLeg(worker_id=worker.worker_id, router_id=self.router_id, kind=kind, body=raw, **fields),
+            headers,
         )
 
     async def leg(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, **options) -> Answer:

@@ -51,19 +51,28 @@ class AdmissionQueue:
 
     def offer(self, entry: QueueEntry) -> Placement | Rejection | None:
         """The result, if it is decided at once; None: ``wait`` for it."""
-        return self._admission.offer(entry, self._now())
-
-    async def wait(self, entry: QueueEntry, context: RequestContext) -> Placement | Rejection:
-        """Wait for the result. When the client leaves, the entry leaves the queue."""
+        now = self._now()
+        result = self._admission.offer(entry, now)
+        if result is not None:
+            return result
         if self._closed:
             self._admission.withdraw(entry)
             return CLOSED
-        begun = self._now()
-        decided: asyncio.Future[Placement | Rejection] = asyncio.get_running_loop().create_future()
-        self._waiting[entry] = decided
-        self._wake_at(self._admission.wakes_at(begun))
+        self._waiting[entry] = asyncio.get_running_loop().create_future()
+        self._wake_at(self._admission.wakes_at(now))
+        return None
+
+    def has(self, entry: QueueEntry) -> bool:
+        """Whether ``wait`` must follow."""
+        return entry in self._waiting
+
+    async def wait(self, entry: QueueEntry, context: RequestContext) -> Placement | Rejection:
+        """Wait for the result. When the client leaves, the entry leaves the queue."""
+        begun, decided = self._now(), self._waiting[entry]
         leave = functools.partial(settle, decided, LEFT)
         context.http_request.on_left.append(leave)
+        if context.http_request.left:
+            leave()
         try:
             return await decided
         finally:

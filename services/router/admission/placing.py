@@ -131,7 +131,7 @@ BUS_UNREACHABLE = Rejection(
 )
 
 
-def lacks_worker(result: Placement | Rejection) -> bool:
+def lacks_worker(result: Placement | Rejection | None) -> bool:
     """Whether no worker of the model is ready."""
     return isinstance(result, Rejection) and result.reason is Reason.NO_WORKER
 
@@ -156,6 +156,13 @@ class Placing:
         self._bus_wait_s_max = bus_wait_s_max
         self._waker = waker
 
+    def first_now(self, context: RequestContext, entry: QueueEntry) -> Placement | Rejection | None:
+        """The result if it is there at once; None: ``first`` must follow, which waits for it."""
+        if not self._bus_health.reachable:
+            return None
+        result = self._offer(context, entry)
+        return None if lacks_worker(result) else result
+
     async def first(self, context: RequestContext, entry: QueueEntry) -> Placement | Rejection:
         """Wait in the admission queue. A request that is rejected during a bus outage is offered again after it, one
         whose model sleeps once that is awake.
@@ -163,12 +170,13 @@ class Placing:
         timings, begun, is_woken = context.timings, self._now(), False
         until = min(begun + self._bus_wait_s_max, context.ends_at)
         while True:
-            if not self._bus_health.reachable and not await self._bus_health.wait_reachable(context, until):
-                return BUS_UNREACHABLE
-            now = self._now()
-            timings.admission_s += now - begun
-            result = self._queue.offer(entry)
-            begun = self._record(context, now)
+            result: Placement | Rejection | None = None
+            if not self._queue.has(entry):
+                if not self._bus_health.reachable and not await self._bus_health.wait_reachable(context, until):
+                    return BUS_UNREACHABLE
+                timings.admission_s += self._now() - begun
+                result = self._offer(context, entry)
+                begun = self._now()
             if result is None:
                 result = await self._queue.wait(entry, context)
                 context.mark(SpanName.ADMISSION, begun, self._now())
@@ -185,6 +193,13 @@ class Placing:
                 timings.admission_s += self._now() - begun
                 return result
 
+    def _offer(self, context: RequestContext, entry: QueueEntry) -> Placement | Rejection | None:
+        """None: the request waits in the admission queue."""
+        begun = self._now()
+        result = self._queue.offer(entry)
+        self._record(context, begun)
+        return result
+
     def again(self, context: RequestContext, request: PlacementRequest) -> Placement | Rejection:
         """Place a further attempt, which does not wait in the queue again."""
         begun = self._now()
@@ -192,12 +207,11 @@ class Placing:
         self._record(context, begun)
         return result
 
-    def _record(self, context: RequestContext, begun: float) -> float:
-        """Record the time of a placement; returns its end."""
+    def _record(self, context: RequestContext, begun: float) -> None:
+        """Record the time of a placement."""
         ended = self._now()
         context.timings.place_s += ended - begun
         context.mark(SpanName.PLACE, begun, ended)
-        return ended
 
 
 RETURN_S_MAX = 2.0

@@ -68,7 +68,7 @@ class LineRequest(HttpRequest):
         del status, headers
         self.begun = True
 
-    async def send(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self._pieces.append(data)
 
     def end(self, data: bytes = b"") -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +16,8 @@ from services.router.http.errors import bad_request, error_event, error_for, fai
 from services.router.http.request import JSON_TYPE, Connection, Head, HttpRequest, Upload, UploadTotals
 from services.router.placement.form import form_type
 from services.router.placement.request_fields import Mode
-from services.router.relay.relay import Relay
+from services.router.relay.relay import BUG, Relay
+from services.router.responses.responses import Responses
 from services.router.settings import Settings, is_local
 from services.router.telemetry.request_log import RequestLog
 from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
@@ -47,7 +48,6 @@ NOT_A_FORM = HttpError(
     error_body(415, "Send a form, with the header `Content-Type: multipart/form-data; boundary=...` (`curl -F`)."),
     reason="not_a_form",
 )
-BUG = "Internal error in the router; its log has details."
 
 
 class Edge(HttpEdge[HttpRequest]):
@@ -61,20 +61,20 @@ class Edge(HttpEdge[HttpRequest]):
         settings: Settings,
         clock: Clock,
         relay: Relay,
-        serve: Callable[[HttpRequest], Awaitable[None]],
+        responses: Responses,
         request_log: RequestLog,
         authenticator: Authenticator,
         app: AsgiApp,
     ) -> None:
-        """``serve``: serves a complete request."""
         super().__init__(app, clock.now, limits_of(settings), origins_of(settings, authenticator))
         self._settings = settings
         self._now = clock.now
         self._relay = relay
-        self._serve = serve
+        self._responses = responses
         self._request_log = request_log
         self._authenticator = authenticator
         self.upload_totals = UploadTotals()
+        self._tasks: set[asyncio.Task[None]] = set()
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
 
@@ -157,9 +157,18 @@ class Edge(HttpEdge[HttpRequest]):
             if http_request.is_current and http_request.refusal is not None:
                 http_request.refuse(http_request.refusal)
 
+    def begin(self, http_request: HttpRequest) -> None:
+        if self._responses.takes(http_request):
+            task = asyncio.get_running_loop().create_task(self.serve(http_request), name="serve-response")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._relay.begin(http_request, http_request.upload.over)
+
     async def serve(self, http_request: HttpRequest) -> None:
+        """As ``begin``, and wait for the end."""
         try:
-            await self._serve(http_request)
+            await self._responses.serve(http_request)
         except Exception:
             log.exception("a request failed with an internal error")
             if http_request.left or http_request.ended:

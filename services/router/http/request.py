@@ -265,13 +265,18 @@ class HttpRequest:
             self._keep_alive = False
         self._begin(status, [*headers, (b"transfer-encoding", b"chunked")] if self.head.http11 else headers)
 
-    async def send(self, data: bytes) -> None:
-        """Send a piece of a stream; waits while the client reads too slowly."""
-        connection = self._connection
-        if connection.write_paused():
-            await connection.drain()
+    def is_blocked(self) -> bool:
+        """Whether the client reads too slowly: a stream's next piece should wait for ``drained``."""
+        return self._connection.write_paused()
+
+    async def drained(self) -> None:
+        """Wait until the client has caught up or left."""
+        await self._connection.drain()
+
+    def send(self, data: bytes) -> None:
+        """Send a piece of a stream."""
         if not self.left:
-            connection.write(self._framed(data))
+            self._connection.write(self._framed(data))
             self._unsent_head = b""
 
     def end(self, data: bytes = b"") -> None:

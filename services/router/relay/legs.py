@@ -1,4 +1,8 @@
-"""Runs the legs of a placed request: the prefill leg to its report, the answering leg to the client."""
+"""Runs the legs of a placed request: the prefill leg to its report, the answering leg to the client.
+
+Everything here is called back: by the inbox when a leg's frames have come, by timers, by the client's connection. A
+coroutine for each leg would cost more than all that it does. Only what must wait for the bus or the client is one.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.migration import ATTACHED
 from services.router.relay.request_context import RequestContext, ResponseHeaders
-from services.router.relay.start_leg import Frames, GuardedLeg, LegLoad, LegLoads, LegStarter
+from services.router.relay.request_tasks import RequestTasks
+from services.router.relay.start_leg import LegLoad, LegLoads, LegStarter, is_refusal
 from services.router.settings import Settings
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.telemetry.ttft import NOT_BROKEN
-from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
+from shared.bus.leg_inbox import Leg, LegFailed, LegInbox, LegReader
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
@@ -25,6 +30,7 @@ from shared.telemetry.span_names import SpanName
 
 HEAD, END = FrameKind.HEAD, FrameKind.END
 OK = 200
+STATUS_MAX = 599
 REPORT_S_MAX = 1.0
 """How long a complete response waits for its prefill leg to end: only that leg's report is missing then."""
 REFUSAL_BYTES_MAX = 500
@@ -35,6 +41,13 @@ LAST_EVENTS = (b"data: [DONE]", b"event: message_stop\n", b"event: response.comp
 """A stream that ends with one of them is complete, whatever happens to its leg afterwards."""
 EVENT_END = b"\n\n"
 OTHER_LEG_OVER = Failure(reason=Reason.CANCELLED, message="the leg beside it is over")
+MISSED = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
+NO_HEAD = Failure(reason=Reason.BAD_MESSAGE, message="The leg's answer does not begin with a head.")
+NO_REPORT = Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report.")
+NO_STREAM = Failure(
+    reason=Reason.BAD_MESSAGE, message="The worker that took over the stream did not answer with a stream."
+)
+TOO_LARGE = Failure(reason=Reason.INTERNAL, message="The answer is larger than the router holds.")
 
 
 class EngineRefused(Exception):
@@ -55,11 +68,12 @@ class EngineRefused(Exception):
         )
 
 
-NOT_ANSWERED = (LegFailed, EngineRefused, BusDown, MessageTooLarge)
+NotAnswered = LegFailed | EngineRefused | BusDown | MessageTooLarge
+"""Why an attempt did not give the client its response."""
 
 
 class LegRunner:
-    """Starts legs and reads them to their end. The request's ``deadline_at`` bounds every wait."""
+    """Starts the legs of all requests. A request's ``deadline_at`` bounds every wait."""
 
     def __init__(  # noqa: PLR0913  # wiring
         self,
@@ -73,183 +87,441 @@ class LegRunner:
         tracing: Tracing,
         request_log: RequestLog,
         response_headers: ResponseHeaders,
+        tasks: RequestTasks,
     ) -> None:
-        self._settings = settings
-        self._now = now
-        self._inbox = inbox
-        self._starter = starter
-        self._loads = loads
-        self._speeds = speeds
-        self._tracing = tracing
-        self._request_log = request_log
-        self._gaps = request_log.metrics.gaps
-        self._headers = response_headers.of
-        self._coalescer = WriteCoalescer()
+        self.settings = settings
+        self.now = now
+        self.inbox = inbox
+        self.starter = starter
+        self.loads = loads
+        self.speeds = speeds
+        self.tracing = tracing
+        self.request_log = request_log
+        self.gaps = request_log.metrics.gaps
+        self.headers = response_headers.of
+        self.coalescer = WriteCoalescer()
+        self.loop = asyncio.get_running_loop()
+        self.tasks = tasks
 
-    async def run(self, context: RequestContext, placement: Placement) -> None:
-        """Run all legs of this placement. Raises NOT_ANSWERED."""
-        if placement.prefill is None:
-            self._allow_answer(context)
-            start = self._starter.make(context, placement, LegKind.AGGREGATED)
-            await self._answer(context, placement, start)
-        elif placement.streamed:
-            await self._side_by_side(context, placement)
-        else:
-            self._allow_prefill(context)
-            report = await self._prefill(context, placement, self._starter.make(context, placement, LegKind.PREFILL))
-            self._allow_answer(context)
-            await self._answer(context, placement, self._starter.make(context, placement, LegKind.DECODE, report))
-
-    async def _side_by_side(self, context: RequestContext, placement: Placement) -> None:
-        """Run both legs at once: the decode worker reads the KV as the prefill worker computes it. A failed prefill leg
-        stops the decode leg, unless that has begun to answer: then it has all the KV it needs.
+    def run(
+        self,
+        context: RequestContext,
+        placement: Placement,
+        over: Callable[[RequestContext, NotAnswered | None], None],
+        crashed: Callable[[RequestContext, Exception], None],
+    ) -> None:
+        """Run all legs of this placement. ``over`` is called once at their end, perhaps before this returns: with None
+        when the client has its response. ``crashed`` is called for a bug.
         """
-        self._allow_prefill(context)
-        prefill = self._starter.make(context, placement, LegKind.PREFILL)
-        decode = self._starter.make(context, placement, LegKind.DECODE, beside=prefill.leg_id)
-        prefilling = asyncio.create_task(self._prefill_beside(context, placement, prefill), name="prefill-leg")
-        try:
-            await self._answer(context, placement, decode)
-            context.timings.answered_at = self._now()
-            if not prefilling.done():
-                await asyncio.wait([prefilling], timeout=REPORT_S_MAX)
-        except NOT_ANSWERED:
-            context.stop(OTHER_LEG_OVER)
-            cause = await prefilling
-            if cause is not None and not context.answering:
-                raise cause from None
-            raise
-        finally:
-            context.stop(OTHER_LEG_OVER)
-            await prefilling
+        Attempt(self, context, placement, over, crashed).begin()
 
-    async def _prefill_beside(self, context: RequestContext, placement: Placement, start: StartLeg) -> Exception | None:
-        """Run the prefill leg; return its failure if that is why the request cannot be answered."""
-        try:
-            await self._prefill(context, placement, start)
-        except NOT_ANSWERED as failure:
-            beside = any(leg.unread for leg in context.legs)
-            if context.answering or context.stopped is OTHER_LEG_OVER or beside:
-                return None
-            context.stop(OTHER_LEG_OVER)
-            return failure
-        if not context.answering:
-            self._allow_answer(context)
-        return None
+    def allow_prefill(self, context: RequestContext) -> None:
+        """The next step ends with the prefill leg."""
+        self._allow(context, self.settings.prefill_s_max)
 
-    def _allow_prefill(self, context: RequestContext) -> None:
-        self._allow(context, self._settings.prefill_s_max)
-
-    def _allow_answer(self, context: RequestContext) -> None:
+    def allow_answer(self, context: RequestContext) -> None:
         """The next step ends with the response's first frame."""
         if context.facts.stream:
-            self._allow(context, self._settings.first_frame_s_max)
+            self._allow(context, self.settings.first_frame_s_max)
         else:  # An engine sends the head of a response that is no stream with its body, when all tokens are there.
-            context.allow(self._now(), self._settings.request_s_max)
+            context.allow(self.now(), self.settings.request_s_max)
 
     def _allow(self, context: RequestContext, step_s_max: float) -> None:
-        now, may_fail = self._now(), context.may_retry(self._settings.attempts_max)
+        now, may_fail = self.now(), context.may_retry(self.settings.attempts_max)
         context.allow(now, step_s(context.ends_at - now, step_s_max, may_fail=may_fail))
 
-    async def _open(
-        self, context: RequestContext, start: StartLeg, load: LegLoad, headers: dict[str, str] | None
-    ) -> Leg:
-        if context.stopped is not None:
-            raise LegFailed(context.stopped)
-        leg = await self._inbox.start(start, headers)
-        load.sent()
-        context.started(leg)
-        return leg
 
-    async def _prefill(self, context: RequestContext, placement: Placement, start: StartLeg) -> LegReport:
-        begun = self._now()
-        load, times = LegLoad(self._loads, start, placement.context_tokens), self._tracing.leg(context, start)
-        with load, times as headers:
-            leg = await self._open(context, start, load, headers)
-            frames = await leg.frames()
-            while frames[-1].kind is not END:
-                frames += await leg.frames()
-        if status_of(frames[0]) != OK:
-            raise EngineRefused(start.worker_id, frames)
-        report = frames[-1].report
-        if report is None:
-            raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report."))
-        context.timings.prefill_s = prefill_s = self._now() - begun
-        context.prefill_report = report
-        self._speeds.leg_ended(start.worker_id, start.epoch, report, prefill_s)
-        return report
+class Attempt:
+    """One placement of a request, while its legs run."""
 
-    async def _answer(self, context: RequestContext, placement: Placement, start: StartLeg) -> None:
-        begun, first_at = self._now(), None
-        load, times = LegLoad(self._loads, start, placement.context_tokens), self._tracing.leg(context, start)
-        with load, times as headers:
-            leg: Frames = await self._open(context, start, load, headers)
-            guarded = placement.mode is Mode.DECODE_FIRST or self._starter.guards(context, placement)
-            leg = GuardedLeg(leg) if guarded else leg
-            frames = await leg.frames()
-            while guarded and frames[-1].kind is not END and not any(frame.token_ids for frame in frames):
-                frames += await leg.frames()  # Until the first token or the refusal: both come after the head.
-            if status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM):
-                with self._coalescer:
-                    first_at = await self._stream(context, placement, leg, frames, load)
-            else:
-                await self._whole(context, placement, leg, frames)
-        first_token_s = first_at - begun if first_at is not None else None
-        self._speeds.leg_ended(start.worker_id, start.epoch, context.report, first_token_s)
+    def __init__(
+        self,
+        runner: LegRunner,
+        context: RequestContext,
+        placement: Placement,
+        over: Callable[[RequestContext, NotAnswered | None], None],
+        crashed: Callable[[RequestContext, Exception], None],
+    ) -> None:
+        self.runner = runner
+        self.context = context
+        self.placement = placement
+        self._over = over
+        self._crashed = crashed
+        self._prefill: PrefillLeg | None = None
+        """Until it is over."""
+        self._answer: AnswerLeg | None = None
+        """Likewise."""
+        self._cause: NotAnswered | None = None
+        """Of a prefill leg beside the answering one: its failure, if that is why the request cannot be answered."""
+        self._result: NotAnswered | None = None
+        """Why the answering leg failed, while the other one has not ended."""
+        self._patience: asyncio.TimerHandle | None = None
 
-    async def _stream(  # noqa: C901  # a call less for every relayed token
-        self, context: RequestContext, placement: Placement, leg: Frames, frames: list[Frame], load: LegLoad
-    ) -> float:
-        """Relay events as they arrive, all that are there in one write. The response's head waits for the first data,
-        so that a leg that fails before it can still be retried. Returns when the first data came.
+    def begin(self) -> None:
+        """Start the first leg, or both."""
+        runner, context, placement = self.runner, self.context, self.placement
+        if placement.prefill is None:
+            runner.allow_answer(context)
+            self._start_answer(runner.starter.make(context, placement, LegKind.AGGREGATED))
+            return
+        runner.allow_prefill(context)
+        start = runner.starter.make(context, placement, LegKind.PREFILL)
+        self._prefill = prefill = PrefillLeg(self, start)
+        if not placement.streamed:
+            prefill.open()
+            return
+        # Side by side: the decode worker reads the KV as the prefill worker computes it.
+        decode = runner.starter.make(context, placement, LegKind.DECODE, beside=start.leg_id)
+        self._answer = AnswerLeg(self, decode)
+        prefill.open()
+        if self._answer is not None:
+            self._answer.open()
+
+    def prefilled(self, report: LegReport) -> None:
+        """The prefill leg is complete."""
+        self._prefill = None
+        if not self.placement.streamed:
+            self.runner.allow_answer(self.context)
+            self._start_answer(self.runner.starter.make(self.context, self.placement, LegKind.DECODE, report))
+        elif self._answer is None:
+            self._end(self._result)
+        elif not self.context.answering:
+            self.runner.allow_answer(self.context)
+
+    def prefill_failed(self, error: NotAnswered) -> None:
+        """The prefill leg has failed. That stops the decode leg beside it, unless that has begun to answer: then it has
+        all the KV that it needs.
         """
-        http_request, timings = context.http_request, context.timings
-        now, gap_s_max = self._now, self._settings.frame_gap_s_max
-        # Bound once per stream: this loop runs for every relayed token.
-        remember = context.relayed.fromlist
-        note_gap = self._gaps.of[placement.mode.value].noted.append
-        written_at = first_at = 0.0
-        at, awaited, uncounted = timings.last_at, True, context.cached_tokens is None
-        while True:
-            data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
-            for frame in frames:
-                if frame.joined:
-                    context.join(frame.joined)
-                remember(frame.token_ids)
-            if uncounted:
-                context.cached_tokens, uncounted = cached_in(frames)
-            last = frames[-1]
-            if data:
-                before, at = at, now()
-                timings.last_at = at
-                if before:
-                    note_gap(gap_s := at - before)
-                    timings.gap_s_max = max(timings.gap_s_max, gap_s)
-                context.deadline_at = min(at + gap_s_max, context.ends_at)
-            if awaited and (data or last.kind is END):
-                awaited, first_at = False, at or now()
-                load.prompt_computed()
-                self._begin(context, placement, first_at, data)
-            if last.kind is END:
-                break
-            if data:
-                await http_request.send(data)
-                if at - written_at < self._coalescer.period_s:
-                    await self._coalescer.wait()
-                written_at = at
-            try:
-                frames = await leg.frames()
-            except LegFailed:
-                if not is_complete(data):
-                    raise
-                data = b""
-                break
-        context.report = last.report
-        http_request.end(data)
-        return first_at
+        self._prefill = None
+        context = self.context
+        if not self.placement.streamed:
+            self._end(error)
+            return
+        if self._answer is None:
+            self._end(self._result)
+            return
+        beside = any(leg.unread for leg in context.legs)
+        if not (context.answering or context.stopped is OTHER_LEG_OVER or beside):
+            self._cause = error
+            context.stop(OTHER_LEG_OVER)
 
-    def _begin(self, context: RequestContext, placement: Placement, at: float, data: bytes) -> None:
+    def answered(self) -> None:
+        """The client has its response."""
+        self._answer = None
+        if self.placement.streamed:
+            self.context.timings.answered_at = self.runner.now()
+        if self._prefill is None:
+            self._end(None)
+            return
+        # Only the report of the prefill leg is missing.
+        self._patience = self.runner.loop.call_later(REPORT_S_MAX, self.context.stop, OTHER_LEG_OVER)
+
+    def answer_failed(self, error: NotAnswered) -> None:
+        """The answering leg has failed."""
+        self._answer = None
+        context = self.context
+        if self.placement.streamed:
+            context.stop(OTHER_LEG_OVER)
+        self._result = self._cause if self._cause is not None and not context.answering else error
+        if self._prefill is None:
+            self._end(self._result)
+
+    def crashed(self, bug: Exception) -> None:
+        """A bug ends the attempt."""
+        self._cancel_patience()
+        for leg in (self._prefill, self._answer):
+            if leg is not None:
+                leg.drop()
+        self._prefill = self._answer = None
+        self._crashed(self.context, bug)
+
+    def _start_answer(self, start: StartLeg) -> None:
+        self._answer = AnswerLeg(self, start)
+        self._answer.open()
+
+    def _end(self, error: NotAnswered | None) -> None:
+        self._cancel_patience()
+        self._over(self.context, error)
+
+    def _cancel_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+
+
+class RunningLeg(LegReader):
+    """One leg from its start to its end, with its load on the worker and its times."""
+
+    def __init__(self, attempt: Attempt, start: StartLeg) -> None:
+        runner, context = attempt.runner, attempt.context
+        self.attempt = attempt
+        self.start = start
+        self.begun_at = runner.now()
+        self.over = False
+        self._leg: Leg | None = None
+        self._load = LegLoad(runner.loads, start, attempt.placement.context_tokens)
+        self._times = runner.tracing.leg(context, start)
+
+    def open(self) -> None:
+        """Send the leg to its worker."""
+        context, runner = self.attempt.context, self.attempt.runner
+        if context.stopped is not None:
+            self.fail(LegFailed(context.stopped))
+            return
+        times, head = self._times, context.http_request.head
+        headers = head.trace if times is None else times.headers()
+        try:
+            leg = runner.inbox.start_now(self.start, self, headers)
+        except (BusDown, MessageTooLarge) as error:
+            self.fail(error)
+            return
+        if leg is None:
+            runner.tasks.spawn(context, self._open_later(headers), "start-leg")
+        else:
+            self._opened(leg)
+
+    async def _open_later(self, headers: dict[str, str] | None) -> None:
+        try:
+            self._opened(await self.attempt.runner.inbox.start(self.start, self, headers))
+        except (BusDown, MessageTooLarge) as error:
+            self.fail(error)
+        except Exception as bug:
+            self.leg_crashed(bug)
+
+    def _opened(self, leg: Leg) -> None:
+        self._leg = leg
+        self._load.sent()
+        self.attempt.context.started(leg)
+        if leg.unread or leg.has_failed:  # It was answered while the message was being sent.
+            self.leg_changed(leg)
+
+    def leg_changed(self, leg: Leg) -> None:
+        """See ``LegReader``."""
+        if self.over or self._leg is None or self.waits(leg):
+            return
+        frames = leg.frames()
+        if frames:
+            self.read(frames)
+        if leg.has_failed and not self.over:
+            self.broke(leg.failure())
+
+    def leg_crashed(self, bug: Exception) -> None:
+        """See ``LegReader``."""
+        self.attempt.crashed(bug)
+
+    def resume(self) -> None:
+        """What it waited for has come."""
+        if self._leg is None:
+            return
+        try:
+            self.leg_changed(self._leg)
+        except Exception as bug:
+            self.leg_crashed(bug)
+
+    def waits(self, leg: Leg) -> bool:
+        """Whether frames are left in the leg for now; ``resume`` must follow."""
+        del leg
+        return False
+
+    def read(self, frames: list[Frame]) -> None:
+        """The next frames, at least one."""
+        raise NotImplementedError
+
+    def broke(self, error: LegFailed) -> None:
+        """The leg has ended without an END frame."""
+        self.fail(error)
+
+    def fail(self, error: NotAnswered) -> None:
+        """It ends without its result."""
+        raise NotImplementedError
+
+    def close(self, error: Exception | None) -> None:
+        """It is over: its load counts no more."""
+        self.over = True
+        if self._times is not None:
+            self._times.ended(self.attempt.runner.now(), error)
+        self._load.ended()
+
+    def drop(self) -> None:
+        """Its request has ended with an internal error."""
+        if not self.over:
+            self.close(None)
+
+    def _learn(self, report: LegReport | None, took_s: float | None) -> None:
+        self.attempt.runner.speeds.leg_ended(self.start.worker_id, self.start.epoch, report, took_s)
+
+
+class PrefillLeg(RunningLeg):
+    """Reads to the report."""
+
+    def __init__(self, attempt: Attempt, start: StartLeg) -> None:
+        super().__init__(attempt, start)
+        self._frames: list[Frame] = []
+
+    def read(self, frames: list[Frame]) -> None:
+        self._frames += frames
+        last = frames[-1]
+        if last.kind is not END:
+            return
+        self.close(None)
+        attempt, context = self.attempt, self.attempt.context
+        head, report = self._frames[0], last.report
+        if not is_head(head):
+            attempt.prefill_failed(LegFailed(NO_HEAD))
+        elif head.status != OK:
+            attempt.prefill_failed(EngineRefused(self.start.worker_id, self._frames))
+        elif report is None:
+            attempt.prefill_failed(LegFailed(NO_REPORT))
+        else:
+            context.timings.prefill_s = prefill_s = attempt.runner.now() - self.begun_at
+            context.prefill_report = report
+            self._learn(report, prefill_s)
+            attempt.prefilled(report)
+
+    def fail(self, error: NotAnswered) -> None:
+        self.close(error)
+        self.attempt.prefill_failed(error)
+
+
+class AnswerLeg(RunningLeg):
+    """Passes the response on to the client: a stream as it arrives, another one as a whole."""
+
+    def __init__(self, attempt: Attempt, start: StartLeg) -> None:
+        super().__init__(attempt, start)
+        runner, context, placement = attempt.runner, attempt.context, attempt.placement
+        self._guarded = placement.mode is Mode.DECODE_FIRST or runner.starter.guards(context, placement)
+        """The worker may refuse to compute the prompt."""
+        self._refused = False
+        self._is_stream = False
+        self._is_whole = False
+        """Neither: it is not known yet."""
+        self._collected: list[Frame] = []
+        """Frames of a whole response, or those after which it is known what it is."""
+        self._size = 0
+        self._waiting = False
+        """For the client to read, or for the coalescer."""
+        self._gaps = runner.gaps.of[placement.mode.value].noted
+        self._data = b""
+        """The newest data of the stream."""
+        self._written_at = self._first_at = 0.0
+        self._is_awaited = True
+        """Its first data has not come."""
+        self._is_uncounted = context.cached_tokens is None
+
+    def waits(self, leg: Leg) -> bool:
+        if self._waiting:
+            return True
+        if not self._is_stream or leg.ended or not self.attempt.context.http_request.is_blocked():
+            return False
+        self._waiting = True
+        self.attempt.runner.tasks.spawn(self.attempt.context, self._until_read(), "wait-for-client")
+        return True
+
+    async def _until_read(self) -> None:
+        await self.attempt.context.http_request.drained()
+        self.resume()
+
+    def resume(self) -> None:
+        self._waiting = False
+        super().resume()
+
+    def read(self, frames: list[Frame]) -> None:
+        if self._guarded:
+            good = next((number for number, frame in enumerate(frames) if is_refusal(frame)), len(frames))
+            self._refused = good < len(frames)
+            frames = frames[:good]
+        if frames:
+            self._take(frames)
+        if self._refused and not self.over:
+            self.broke(LegFailed(MISSED, self.start.worker_id))
+
+    def broke(self, error: LegFailed) -> None:
+        if self._is_stream and is_complete(self._data):
+            self.attempt.context.report = None
+            self._end_stream(b"")
+        else:
+            self.fail(error)
+
+    def fail(self, error: NotAnswered) -> None:
+        self.close(error)
+        self.attempt.answer_failed(error)
+
+    def close(self, error: Exception | None) -> None:
+        super().close(error)
+        if self._is_stream:
+            self.attempt.runner.coalescer.leave()
+
+    def _take(self, frames: list[Frame]) -> None:
+        if self._is_stream:
+            self._relay(frames)
+            return
+        for frame in frames:
+            self._size += len(frame.data)
+        if self._is_whole:
+            self._collected += frames
+            if self._size > self.attempt.runner.settings.answer_bytes_max:
+                self.fail(LegFailed(TOO_LARGE))
+            else:
+                self._collect(frames[-1])
+            return
+        self._collected = collected = self._collected + frames
+        # A refusal comes after the head, and before or instead of the first token.
+        if self._guarded and frames[-1].kind is not END and not any(frame.token_ids for frame in collected):
+            return
+        head = collected[0]
+        if not is_head(head):
+            self.fail(LegFailed(NO_HEAD))
+        elif head.status == OK and head.content_type.startswith(EVENT_STREAM):
+            self._is_stream = True
+            self.attempt.runner.coalescer.enter()
+            self._collected = []
+            self._relay(collected)
+        else:
+            self._is_whole = True
+            self._collect(collected[-1])
+
+    def _relay(self, frames: list[Frame]) -> None:
+        """Relay events as they arrive, all that are there in one write. The response's head waits for the first data,
+        so that a leg that fails before it can still be retried.
+        """
+        attempt = self.attempt
+        runner, context = attempt.runner, attempt.context
+        timings = context.timings
+        data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
+        for frame in frames:
+            if frame.joined:
+                context.join(frame.joined)
+            context.relayed.fromlist(frame.token_ids)
+        if self._is_uncounted:
+            context.cached_tokens, self._is_uncounted = cached_in(frames)
+        last = frames[-1]
+        if data:
+            before, at = timings.last_at, runner.now()
+            timings.last_at = at
+            if before:
+                gap_s = at - before
+                self._gaps.append(gap_s)
+                timings.gap_s_max = max(timings.gap_s_max, gap_s)
+            context.deadline_at = min(at + runner.settings.frame_gap_s_max, context.ends_at)
+        if self._is_awaited and (data or last.kind is END):
+            self._is_awaited = False
+            self._first_at = timings.last_at or runner.now()
+            self._load.prompt_computed()
+            self._begin_stream(self._first_at, data)
+        if last.kind is END:
+            context.report = last.report
+            self._end_stream(data)
+        elif data:
+            self._data = data
+            context.http_request.send(data)
+            coalescer = runner.coalescer
+            if timings.last_at - self._written_at < coalescer.period_s:
+                self._waiting = True
+                coalescer.add(self)
+            self._written_at = timings.last_at
+
+    def _begin_stream(self, at: float, data: bytes) -> None:
         """The first data of this attempt: it begins the response, or resumes it."""
+        runner, context, placement = self.attempt.runner, self.attempt.context, self.attempt.placement
         timings = context.timings
         context.answering = True
         if not context.http_request.begun:
@@ -258,31 +530,40 @@ class LegRunner:
             context.began(data)
             if placement.decode.record.attached:
                 context.why_not_resumable = ATTACHED
-            context.http_request.begin(OK, self._headers(context, placement, EVENT_STREAM))
+            context.http_request.begin(OK, runner.headers(context, placement, EVENT_STREAM))
         elif timings.broke_at != NOT_BROKEN:
-            self._request_log.resumed(at - timings.broke_at)
+            runner.request_log.resumed(at - timings.broke_at)
             context.mark(SpanName.RESUME, timings.broke_at, at)
             timings.broke_at = NOT_BROKEN
 
-    async def _whole(self, context: RequestContext, placement: Placement, leg: Frames, frames: list[Frame]) -> None:
+    def _end_stream(self, data: bytes) -> None:
+        context = self.attempt.context
+        self.close(None)
+        context.http_request.end(data)
+        self._learn(context.report, self._first_at - self.begun_at)
+        self.attempt.answered()
+
+    def _collect(self, last: Frame) -> None:
         """Collect the response to its end: until then the request can still be retried."""
-        size = sum([len(frame.data) for frame in frames])
-        while frames[-1].kind is not END:
-            more = await leg.frames()
-            size += sum([len(frame.data) for frame in more])
-            if size > self._settings.answer_bytes_max:
-                raise LegFailed(Failure(reason=Reason.INTERNAL, message="The answer is larger than the router holds."))
-            frames += more
-        if frames[0].status != OK:
-            raise EngineRefused(leg.worker_id, frames)
+        if last.kind is not END:
+            return
+        runner, context, collected = self.attempt.runner, self.attempt.context, self._collected
+        head = collected[0]
+        if head.status != OK:
+            self.fail(EngineRefused(self.start.worker_id, collected))
+            return
         if context.http_request.begun:
-            message = "The worker that took over the stream did not answer with a stream."
-            raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message=message))
-        context.report = frames[-1].report
+            self.fail(LegFailed(NO_STREAM))
+            return
+        self.close(None)
+        context.report = last.report
         context.status = OK
-        context.timings.first_at = context.timings.last_at = self._now()
-        body = b"".join([frame.data for frame in frames])
-        context.http_request.answer(OK, self._headers(context, placement, frames[0].content_type), body)
+        context.timings.first_at = context.timings.last_at = runner.now()
+        body = b"".join([frame.data for frame in collected])
+        headers = runner.headers(context, self.attempt.placement, head.content_type)
+        context.http_request.answer(OK, headers, body)
+        self._learn(context.report, None)
+        self.attempt.answered()
 
 
 def step_s(left_s: float, step_s_max: float, *, may_fail: bool) -> float:
@@ -292,8 +573,10 @@ def step_s(left_s: float, step_s_max: float, *, may_fail: bool) -> float:
 
 def cached_in(frames: list[Frame]) -> tuple[int | None, bool]:
     """The cached tokens of the first frame that tells of them, and whether a later one may."""
-    cached = next((frame.cached_tokens for frame in frames if frame.cached_tokens is not None), None)
-    return cached, cached is None and not any(frame.token_ids for frame in frames)
+    for frame in frames:
+        if frame.cached_tokens is not None:
+            return frame.cached_tokens, False
+    return None, not any(frame.token_ids for frame in frames)
 
 
 def is_complete(data: bytes) -> bool:
@@ -302,11 +585,9 @@ def is_complete(data: bytes) -> bool:
     return data.endswith(EVENT_END) and last.startswith(LAST_EVENTS)
 
 
-def status_of(head: Frame) -> int:
-    """The HTTP status in a leg's first frame. Raises LegFailed for a frame that is no head."""
-    if head.kind is not HEAD or not 200 <= head.status <= 599:
-        raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The leg's answer does not begin with a head."))
-    return head.status
+def is_head(frame: Frame) -> bool:
+    """Whether it can be a leg's first frame: a head with a status that HTTP has."""
+    return frame.kind is HEAD and OK <= frame.status <= STATUS_MAX
 
 
 PERIOD_S_PER_STREAM = 50e-6
@@ -314,8 +595,8 @@ PERIOD_S_MAX = 0.01
 
 
 class WriteCoalescer:
-    """Batches the writes of many fast streams into one turn of the event loop: ``with coalescer:`` around each stream;
-    ``wait`` ends at the moment when all waiting streams write.
+    """Batches the writes of many fast streams into one turn of the event loop: a stream that has written waits until
+    the moment when all waiting streams write.
 
     A socket write costs more than everything else the router does for an event; most of that is waking the client. With
     few streams the wait is too short to matter. With hundreds at full speed it saves most of the CPU. A stream with
@@ -326,24 +607,28 @@ class WriteCoalescer:
         self.period_s = 0.0
         """A stream that has written less than this ago waits before its next write."""
         self._streams = 0
-        self._next: asyncio.Event | None = None
+        self._waiting: list[AnswerLeg] = []
+        self._loop = asyncio.get_running_loop()
 
-    def __enter__(self) -> None:
-        self._streams += 1
+    def enter(self) -> None:
+        """One more stream."""
+        self._count(1)
+
+    def leave(self) -> None:
+        """One stream less."""
+        self._count(-1)
+
+    def add(self, stream: AnswerLeg) -> None:
+        """Resume it at the next common moment, at most ``PERIOD_S_MAX`` from now."""
+        if not self._waiting:
+            self._loop.call_later(self.period_s, self._resume_all)
+        self._waiting.append(stream)
+
+    def _count(self, more: int) -> None:
+        self._streams += more
         self.period_s = min(PERIOD_S_MAX, self._streams * PERIOD_S_PER_STREAM)
 
-    def __exit__(self, *_exc: object) -> None:
-        self._streams -= 1
-        self.period_s = min(PERIOD_S_MAX, self._streams * PERIOD_S_PER_STREAM)
-
-    async def wait(self) -> None:
-        """Wait for the next common moment, at most ``PERIOD_S_MAX``."""
-        if self._next is None:
-            self._next = asyncio.Event()
-            asyncio.get_running_loop().call_later(self.period_s, self._wake_all)
-        await self._next.wait()
-
-    def _wake_all(self) -> None:
-        waiting, self._next = self._next, None
-        if waiting is not None:
-            waiting.set()
+    def _resume_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for stream in waiting:
+            stream.resume()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -16,35 +19,43 @@ from services.router.http.request import HttpRequest
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import Mode, default_or_requested
+from services.router.placement.request_fields import Mode, RequestFacts, default_or_requested
 from services.router.placement.revisions import with_primary_name
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
-from services.router.relay.legs import EngineRefused, LegRunner
-from services.router.relay.migration import resumes_allowed, why_not_resumable
+from services.router.relay.legs import EngineRefused, LegRunner, NotAnswered
+from services.router.relay.migration import resumes_allowed
 from services.router.relay.request_context import CLIENT_LEFT, RequestContext, ResponseHeaders
+from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import DefaultModeFeed
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
-from services.router.telemetry.ttft import Timings
-from services.router.tokenize.prompts import Prompts
+from services.router.tokenize.prompts import Prompts, UnreadPrompt
+from services.router.tokenize.segments import Prompt
 from services.router.usage import Budgets, UsageLog
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
-from shared.contracts.engine_paths import PLACED, RESPONSES
+from shared.contracts.engine_paths import PLACED
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
 from shared.http.errors import HttpError
 from shared.telemetry.span_names import SpanName
 
+log = logging.getLogger("baton.router")
+
 SERVICE_UNAVAILABLE = 503
-ID_BYTES = 16
 ENGINE_FULL = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
 
 
+BUG = "Internal error in the router; its log has details."
+
+
 class Relay:
-    """Serves requests side by side; each call of ``serve`` is one."""
+    """Serves requests side by side. A request is a chain of plain calls for as long as nothing must be waited for: from
+    ``begin`` to its legs, whose frames call it back, to ``_finish``. What waits (a large body, the admission queue,
+    what follows a failed attempt) is a task that continues the chain.
+    """
 
     def __init__(  # noqa: PLR0913  # wiring
         self,
@@ -67,6 +78,7 @@ class Relay:
         budgets: Budgets,
         tracing: Tracing,
         response_headers: ResponseHeaders,
+        tasks: RequestTasks,
     ) -> None:
         self._settings = settings
         self._now = now
@@ -86,47 +98,49 @@ class Relay:
         self._budgets = budgets
         self._tracing = tracing
         self._headers = response_headers.of
+        self._tasks = tasks
         self.in_flight: set[RequestContext] = set()
 
     async def serve(self, http_request: HttpRequest) -> None:
-        """Serve one request from its complete body to the end of its response."""
+        """Serve one request from its complete body to the end of its response. Cancelled, the client counts as gone."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begin(http_request, partial(_set_ended, ended))
+        try:
+            await ended
+        except asyncio.CancelledError:
+            http_request.client_left()
+            raise
+
+    def begin(self, http_request: HttpRequest, on_end: Callable[[], None]) -> None:
+        """Serve one request whose body is complete; ``on_end`` is called at its end, perhaps before this returns."""
         now = self._now()
-        client = http_request.head.client
-        facts = with_primary_name(await self._prompts.read(http_request), self._cluster)
-        facts = salted(facts, client.key, client.secret)
         ends_at = now + self._settings.request_s_max
         context = RequestContext(
-            http_request=http_request,
-            facts=facts,
-            inbox=self._inbox,
-            timings=Timings(started_at=now),
-            ends_at=ends_at,
-            deadline_at=ends_at,
-            resumes_max=resumes_allowed(self._settings.resumes_max, facts.options.resumes_max),
-            why_not_resumable=why_not_resumable(facts),
-            answer_id=secrets.token_hex(ID_BYTES) if facts.path == RESPONSES and facts.stream else "",
+            http_request=http_request, inbox=self._inbox, started_at=now, ends_at=ends_at, on_end=on_end
         )
         http_request.on_left.append(context.client_left)
-        if http_request.left:
-            context.client_left()
         self.in_flight.add(context)
         try:
+            if http_request.left:
+                context.client_left()
             self._tracing.begin(context)
-            await self._serve(context)
-        finally:
-            self.in_flight.discard(context)
-            http_request.on_left.remove(context.client_left)
-            context.close()
-            now = self._now()
-            finished = self._request_log.finished(context, now)
-            self._decisions.finished(context, finished)
-            used = used_by(context, finished, now)
-            settle(context, used, now)
-            self._usage.ended(context, finished, used)
+            facts = self._prompts.read_now(http_request)
+            if facts is None:
+                self._later(context, self._read(context), "read-request")
+            else:
+                self._place(context, facts)
+        except Exception as bug:
+            self._crashed(context, bug)
 
-    async def _serve(self, context: RequestContext) -> None:
-        facts, head = context.facts, context.http_request.head
+    async def _read(self, context: RequestContext) -> None:
+        self._place(context, await self._prompts.read(context.http_request))
+
+    def _place(self, context: RequestContext, facts: RequestFacts) -> None:
+        """Check what the request asks for, and read its prompt."""
+        head = context.http_request.head
         key = head.client.key
+        facts = salted(with_primary_name(facts, self._cluster), key, head.client.secret)
+        context.read(facts, resumes_allowed(self._settings.resumes_max, facts.options.resumes_max))
         mode = default_or_requested(facts, head.mode or Mode.AUTO, self._default_mode.mode)
         headers = RequestHeaders(
             mode=mode, class_name=head.class_name, tenant=key.tenant or head.tenant, key=key, is_batch=head.is_batch
@@ -144,26 +158,44 @@ class Relay:
         if (refused := self._suspects.refusal(context)) is not None:
             self._fail(context, refused)
             return
-        begun = self._now()
-        context.prompt = prompt = await self._prompts.of(context.http_request, facts)
-        ended = self._now()
-        context.timings.tokenize_s = ended - begun
-        context.mark(SpanName.TOKENIZE, begun, ended)
+        begun_at = self._now()
+        prompt = self._prompts.begin(context.http_request, facts)
+        if isinstance(prompt, UnreadPrompt):
+            self._later(context, self._read_prompt(context, headers, prompt, begun_at), "read-prompt")
+        else:
+            self._admit(context, headers, prompt, begun_at)
+
+    async def _read_prompt(
+        self, context: RequestContext, headers: RequestHeaders, unread: UnreadPrompt, begun_at: float
+    ) -> None:
+        self._admit(context, headers, await self._prompts.finish(unread), begun_at)
+
+    def _admit(self, context: RequestContext, headers: RequestHeaders, prompt: Prompt, begun_at: float) -> None:
+        """Charge the request, and place it as soon as an engine would begin it."""
+        facts, timings, ended_at = context.facts, context.timings, self._now()
+        context.prompt = prompt
+        timings.tokenize_s = ended_at - begun_at
+        context.mark(SpanName.TOKENIZE, begun_at, ended_at)
         if context.http_request.left:
             self._fail(context, CLIENT_LEFT)
             return
-        over = self._budgets.refusal(head.client) or charge(context, prompt.tokens, ended)
+        over = self._budgets.refusal(context.http_request.head.client) or charge(context, prompt.tokens, ended_at)
         if over is not None:
             self._refuse(context, over)
             return
         request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes, prompt.unsplittable)
         if context.not_serving:
             request = msgspec.structs.replace(request, excluded=context.not_serving)
-        entry = QueueEntry(request, context.timings.started_at, context.ends_at)
-        try:
-            await self._serve_in_turn(context, request, entry)
-        finally:
-            self._queue.ended(entry, context)
+        context.request = request
+        context.entry = entry = QueueEntry(request, timings.started_at, context.ends_at)
+        placement = self._placing.first_now(context, entry)
+        if placement is None:
+            self._later(context, self._wait_for_placement(context, entry), "admit")
+        else:
+            self._try(context, request, placement, None)
+
+    async def _wait_for_placement(self, context: RequestContext, entry: QueueEntry) -> None:
+        self._try(context, entry.request, await self._placing.first(context, entry), None)
 
     def _path_fault(self, context: RequestContext) -> HttpError | None:
         """404 when no engine serves the path of the request; else notes which do not."""
@@ -174,53 +206,108 @@ class Relay:
         context.not_serving = lacking
         return None
 
-    async def _serve_in_turn(self, context: RequestContext, request: PlacementRequest, entry: QueueEntry) -> None:
-        """Wait in the admission queue, then try until an attempt succeeds; further attempts do not queue again."""
-        lost: LegFailed | None = None
-        placement = await self._placing.first(context, entry)
-        timings = context.timings
-        while True:
-            self._decisions.made(context, request, placement)
-            if isinstance(placement, Rejection):
-                self._reject(context, placement, lost)
-                return
-            begun, place_s = self._now(), timings.place_s
-            lost = await self._attempt(context, placement)
-            if lost is None:
-                self._suspects.cleared(context)
-                return
-            self._decisions.failed(context, lost.failure)
-            found = await self._retry.next_attempt(context, request, lost)
-            if isinstance(found, Failure):
-                self._fail(context, found)
-                return
-            timings.failed_s += max(0.0, self._now() - begun - (timings.place_s - place_s))
-            request, placement = found
+    def _try(
+        self,
+        context: RequestContext,
+        request: PlacementRequest,
+        placement: Placement | Rejection,
+        lost: LegFailed | None,
+    ) -> None:
+        """Run an attempt, unless it was rejected. ``lost``: why the one before failed."""
+        self._decisions.made(context, request, placement)
+        if isinstance(placement, Rejection):
+            self._reject(context, placement, lost)
+            return
+        context.request = request
+        context.begin_attempt(placement, self._now())
+        self._runner.run(context, placement, self._over, self._crashed)
 
-    async def _attempt(self, context: RequestContext, placement: Placement) -> LegFailed | None:
-        """Run the legs. Returns why they failed, or None when the client has its response."""
-        context.begin_attempt(placement)
-        try:
-            await self._runner.run(context, placement)
-        except LegFailed as lost:
-            return lost
-        except BusDown as error:
+    def _over(self, context: RequestContext, error: NotAnswered | None) -> None:
+        """An attempt has ended: with the response, or because of ``error``."""
+        lost = None if error is None else self._lost(context, error)
+        if lost is None:
+            self._suspects.cleared(context)
+            self._finish(context)
+        else:
+            self._decisions.failed(context, lost.failure)
+            self._later(context, self._try_again(context, lost), "retry")
+
+    async def _try_again(self, context: RequestContext, lost: LegFailed) -> None:
+        """Further attempts do not wait in the admission queue again."""
+        assert context.request is not None
+        found = await self._retry.next_attempt(context, context.request, lost)
+        if isinstance(found, Failure):
+            self._fail(context, found)
+            return
+        timings = context.timings
+        timings.failed_s += max(0.0, self._now() - context.tried_at - (timings.place_s - context.place_s_before))
+        self._try(context, *found, lost)
+
+    def _lost(self, context: RequestContext, error: NotAnswered) -> LegFailed | None:
+        """What the next attempt must know of the failure; None when the client gets the engine's own error."""
+        if isinstance(error, LegFailed):
+            return error
+        if isinstance(error, BusDown):
             return LegFailed(Failure(reason=Reason.BUS_DOWN, message=str(error)))
-        except MessageTooLarge as error:
+        if isinstance(error, MessageTooLarge):
             return LegFailed(Failure(reason=Reason.TOO_LARGE, message=str(error)))
-        except EngineRefused as error:
-            if error.status == SERVICE_UNAVAILABLE and context.may_retry(self._settings.attempts_max):
-                return LegFailed(ENGINE_FULL, error.worker_id)
-            if context.http_request.begun:
-                return LegFailed(Failure(reason=Reason.CANNOT_RESUME, message=error.as_text()), error.worker_id)
-            self._pass_on(context, placement, error)
+        if error.status == SERVICE_UNAVAILABLE and context.may_retry(self._settings.attempts_max):
+            return LegFailed(ENGINE_FULL, error.worker_id)
+        if context.http_request.begun:
+            return LegFailed(Failure(reason=Reason.CANNOT_RESUME, message=error.as_text()), error.worker_id)
+        self._pass_on(context, error)
         return None
 
-    def _pass_on(self, context: RequestContext, placement: Placement, error: EngineRefused) -> None:
+    def _later(self, context: RequestContext, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Continue the chain in a task."""
+        self._tasks.spawn(context, self._guarded(context, work), name)
+
+    async def _guarded(self, context: RequestContext, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as bug:
+            self._crashed(context, bug)
+        except asyncio.CancelledError:  # The router ends.
+            self._finish(context)
+            raise
+
+    def _crashed(self, context: RequestContext, bug: Exception) -> None:
+        """A bug ends its request, not the process."""
+        log.error("a request failed with an internal error", exc_info=bug)
+        http_request = context.http_request
+        context.status, context.reason = HTTP_STATUS[Reason.INTERNAL], str(Reason.INTERNAL)
+        if not (http_request.left or http_request.ended):
+            if http_request.begun:
+                http_request.end(error_event(http_request.head.path, Reason.INTERNAL, BUG))
+            else:
+                http_request.refuse(failed(Reason.INTERNAL, BUG))
+        self._finish(context)
+
+    def _finish(self, context: RequestContext) -> None:
+        """The request has ended: account for it, once."""
+        if context not in self.in_flight:
+            return
+        self.in_flight.discard(context)
+        context.http_request.on_left.remove(context.client_left)
+        context.close()
+        try:
+            if context.entry is not None:
+                self._queue.ended(context.entry, context)
+            now = self._now()
+            finished = self._request_log.finished(context, now)
+            self._decisions.finished(context, finished)
+            used = used_by(context, finished, now)
+            settle(context, used, now)
+            self._usage.ended(context, finished, used)
+        finally:
+            context.on_end()
+
+    def _pass_on(self, context: RequestContext, error: EngineRefused) -> None:
         """Send the engine's own error unchanged."""
+        assert context.placement is not None
         context.status = error.status
         context.reason = "engine_refused"
-        headers = self._headers(context, placement, error.content_type)
+        headers = self._headers(context, context.placement, error.content_type)
         context.http_request.answer(error.status, headers, error.body)
 
     def _reject(self, context: RequestContext, rejection: Rejection, lost: LegFailed | None) -> None:
@@ -249,8 +336,15 @@ class Relay:
         context.reason = str(reason)
         if not left and not http_request.ended:
             http_request.end(error_event(context.facts.path, reason, failure.message))
+        self._finish(context)
 
     def _refuse(self, context: RequestContext, error: HttpError) -> None:
         context.status = error.status
         context.reason = error.reason
         context.http_request.refuse(error, context.decision_headers())
+        self._finish(context)
+
+
+def _set_ended(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)

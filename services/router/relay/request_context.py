@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import re
+import secrets
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
+from services.router.admission.queues import QueueEntry
 from services.router.http.request import HttpRequest, header_value
 from services.router.placement.decision import Decision
-from services.router.placement.placement import Placement
+from services.router.placement.placement import Placement, PlacementRequest
 from services.router.placement.request_fields import Mode, RequestFacts
+from services.router.relay.migration import why_not_resumable
 from services.router.state.worker_view import WorkerView
 from services.router.telemetry.trace import Trace
 from services.router.telemetry.ttft import Timings
 from services.router.tokenize.segments import Prompt
 from shared.bus.leg_inbox import Leg, LegInbox
+from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.http.errors import NO_SNIFFING, Header
 from shared.telemetry.span_names import SpanName
+from shared.telemetry.tracing import trace_named
 
 NEVER = float("inf")
 CLIENT_LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
 CLIENT_SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
+ID_BYTES = 16
+NO_WORKERS: frozenset[WorkerId] = frozenset()
 CREATED = re.compile(rb'"created(?:_at)?":(\d{1,18})')
 
 
@@ -49,78 +55,110 @@ class Served(NamedTuple):
         return self == Served.by(view, self.name)
 
 
-class RequestContext(msgspec.Struct, kw_only=True, eq=False):
+class RequestContext:
     """A request that is being served. It is made when the body is complete and dropped when the request has ended."""
 
-    http_request: HttpRequest
-    facts: RequestFacts
-    inbox: LegInbox
-    timings: Timings
     trace: Trace | None = None
     """What the request's spans are made from; None when tracing is off."""
     prompt: Prompt | None = None
-    charged_tokens: int = 0
+    charged_tokens = 0
     """Taken from the key's rate limit, until the request's true use is known."""
-    charged_prompt_tokens: int = 0
+    charged_prompt_tokens = 0
     """Of these, for the prompt."""
-    sequences: int = 0
+    sequences = 0
     """Counted for the key, until the request ends."""
-
-    ends_at: float
-    """End of the request's whole time budget."""
-    deadline_at: float
-    """Deadline of the present step (prefill leg, first frame, next frame)."""
-    late_at: float = NEVER
+    late_at = NEVER
     """When the deadline monitor found the present step late."""
 
+    request: PlacementRequest | None = None
+    """What placement was last asked."""
+    entry: QueueEntry | None = None
+    """In the admission queue, until the request ends."""
     placement: Placement | None = None
     """Of the present attempt."""
     decision: Decision | None = None
     """The last placement or rejection, in the decision log."""
-    legs: list[Leg] = msgspec.field(default_factory=list)
-    """Of the present attempt."""
     stopped: Failure | None = None
     """Why the present attempt goes no further."""
-    attempts: int = 0
-    answering: bool = False
+    attempts = 0
+    tried_at = 0.0
+    """When the present attempt began."""
+    place_s_before = 0.0
+    """``timings.place_s`` then."""
+    answering = False
     """The client has received data of the present attempt."""
-    deaths: int = 0
+    deaths = 0
     """Engines that died, or may have, while they computed this request."""
-    digest: bytes = b""
+    digest = b""
     """See ``state.quarantine``; empty while it is not needed."""
-    failed_workers: dict[WorkerId, Epoch] = msgspec.field(default_factory=dict)
-    """Workers that failed this request. A worker that has restarted since has a later epoch."""
-    not_serving: frozenset[WorkerId] = frozenset()
+    not_serving: frozenset[WorkerId] = NO_WORKERS
     """Workers whose engines do not serve the request's path."""
-    busy_workers: set[WorkerId] = msgspec.field(default_factory=set)
-    """Workers that were full when this request was last tried."""
 
-    relayed: array[int] = msgspec.field(default_factory=lambda: array("I"))
-    """Token ids of all frames that were relayed, in order: a request migration continues after them."""
-    joined: array[int] = msgspec.field(default_factory=lambda: array("I"))
-    """Indexes in ``relayed`` of tokens that the engine's server received together with the one before."""
     cached_tokens: int | None = None
     """Cached prompt tokens as the first worker would have counted them in usage; None: not known."""
-    created: int = 0
+    created = 0
     """The ``created`` or ``created_at`` field of the stream's first event; 0: it has none."""
-    answer_id: str = ""
+    answer_id = ""
     """See ``StartLeg.answer_id``; empty where no event tells an id that a resumed stream could not repeat."""
-    resumes_max: int = 0
-    why_not_resumable: str = ""
+    resumes_max = 0
+    why_not_resumable = ""
     """Why the stream cannot continue at another worker; empty when it can."""
-    resumes: int = 0
-    resumed_tokens: int = 0
+    resumes = 0
+    resumed_tokens = 0
     """Tokens relayed before each resume, summed over all resumes."""
     like: Served | None = None
     """What the worker that began the stream serves: a worker with another model would continue it differently."""
 
-    status: int = 0
+    status = 0
     """HTTP status of the response; 0 until it is known."""
-    reason: str = ""
+    reason = ""
     """Why the request did not end well; empty when it did."""
     prefill_report: LegReport | None = None
     report: LegReport | None = None
     """Of the leg that answered."""
+
+    def __init__(
+        self,
+        *,
+        http_request: HttpRequest,
+        inbox: LegInbox,
+        started_at: float,
+        ends_at: float,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.http_request = http_request
+        self.inbox = inbox
+        self.facts = RequestFacts(path=http_request.head.path, model="")
+        """Known once the body has been read."""
+        self.timings = Timings(started_at=started_at)
+        self.on_end = on_end
+        """Called when the request has ended, whatever its response was."""
+        self.ends_at = ends_at
+        """End of the request's whole time budget."""
+        self.deadline_at = ends_at
+        """Deadline of the present step (prefill leg, first frame, next frame)."""
+        self.legs: list[Leg] = []
+        """Of the present attempt."""
+        self.failed_workers: dict[WorkerId, Epoch] = {}
+        """Workers that failed this request. A worker that has restarted since has a later epoch."""
+        self.busy_workers: set[WorkerId] = set()
+        """Workers that were full when this request was last tried."""
+        self.relayed = array("I")
+        """Token ids of all frames that were relayed, in order: a request migration continues after them."""
+        self.joined = array("I")
+        """Indexes in ``relayed`` of tokens that the engine's server received together with the one before."""
+
+    def read(self, facts: RequestFacts, resumes_max: int) -> None:
+        """The body has been read."""
+        self.facts = facts
+        self.resumes_max = resumes_max
+        self.why_not_resumable = why_not_resumable(facts)
+        if facts.path == RESPONSES and facts.stream:
+            self.answer_id = secrets.token_hex(ID_BYTES)
+
+    def trace_id(self) -> str:
+        """For log lines; empty: there is none."""
+        return trace_named(self.http_request.head.trace) if self.trace is None else self.trace.name()
 
     def mark(self, name: SpanName, begun_at: float, ended_at: float) -> None:
         """Note a span of the router's own work."""
@@ -138,8 +176,10 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
             return not self.why_not_resumable and self.resumes < self.resumes_max
         return self.attempts < attempts_max
 
-    def begin_attempt(self, placement: Placement) -> None:
+    def begin_attempt(self, placement: Placement, now: float) -> None:
         """Run this placement next. What the attempt before reported does not count for it."""
+        self.tried_at = now
+        self.place_s_before = self.timings.place_s
         self.legs.clear()
         self.stopped = CLIENT_LEFT if self.http_request.left else None
         self.attempts += 1

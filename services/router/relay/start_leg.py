@@ -1,13 +1,12 @@
 """Makes the StartLeg message of each leg, with what it tells the worker about KV.
 
-Also reads the frames of a leg whose worker may refuse to compute a prompt that it has too little of, and counts the
-load that the router's own legs add to their workers, until the workers' load reports include it.
+Also recognises the refusal of a worker to compute a prompt that it has too little of, and counts the load that the
+router's own legs add to their workers, until the workers' load reports include it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, Self
 
 import msgspec
 
@@ -18,9 +17,7 @@ from services.router.relay.request_context import RequestContext
 from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import ReservationFeed
 from services.router.state.worker_view import Sent
-from shared.bus.leg_inbox import LegFailed
-from shared.contracts.failures import Failure, Reason
-from shared.contracts.ids import LegId, RouterId, WorkerId
+from shared.contracts.ids import LegId, RouterId
 from shared.contracts.inference import CACHE_THRESHOLD, Frame, LegKind, LegReport, StartLeg, pack_tokens
 from shared.runtime.random_ids import RandomIds
 
@@ -29,7 +26,6 @@ NEVER_REFUSED = 0.0
 ID_BYTES = 16
 REFUSED = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
 """As it stands in a refusing event. Generated text cannot imitate it: JSON escapes the quotes inside of text."""
-MISSED = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
 
 
 class LegStarter:
@@ -111,34 +107,6 @@ def kv_transfer_of(prefill: LegReport) -> bytes:
     return prefill.kv_transfer
 
 
-class Frames(Protocol):
-    """What a reader of a leg uses."""
-
-    worker_id: WorkerId
-
-    async def frames(self) -> list[Frame]:
-        """See ``shared.bus.leg_inbox.Leg``."""
-
-
-class GuardedLeg:
-    """Passes frames on up to a refusal, which it raises as LegFailed."""
-
-    def __init__(self, leg: Frames) -> None:
-        self.worker_id = leg.worker_id
-        self._leg = leg
-        self._refused = False
-
-    async def frames(self) -> list[Frame]:
-        """The leg's frames. Raises LegFailed for a refusal, after the frames that came before it were read."""
-        if not self._refused:
-            frames = await self._leg.frames()
-            good = next((number for number, frame in enumerate(frames) if is_refusal(frame)), len(frames))
-            self._refused = good < len(frames)
-            if good:
-                return frames[:good]
-        raise LegFailed(MISSED, self.worker_id)
-
-
 def is_refusal(frame: Frame) -> bool:
     """Whether the worker refuses here, at the start or after a preemption."""
     return REFUSED in frame.data or (frame.report is not None and frame.report.finish_reason == CACHE_THRESHOLD)
@@ -161,9 +129,7 @@ class LegLoads:
 
 
 class LegLoad:
-    """One leg's load: its context while it runs, and its prompt until that is computed. ``with`` this around the leg:
-    its load counts from entry to exit.
-    """
+    """One leg's load, from its start to ``ended``: its context while it runs, and its prompt until that is computed."""
 
     __slots__ = ("_context_tokens", "_legs", "_loads", "_prompt_tokens", "_sent", "_start")
 
@@ -174,10 +140,7 @@ class LegLoad:
         self._context_tokens = context_tokens
         self._legs = start.sequences
         self._sent = Sent(loads.now(), self._prompt_tokens, context_tokens, self._legs)
-
-    def __enter__(self) -> Self:
-        self._loads.cluster.leg_started(self._start.worker_id, self._sent)
-        return self
+        loads.cluster.leg_started(start.worker_id, self._sent)
 
     def sent(self) -> None:
         """The leg's message has left for its worker: announce it to the other routers."""
@@ -189,7 +152,8 @@ class LegLoad:
         self._prompt_tokens = 0
         self._loads.load_changed()
 
-    def __exit__(self, *_failure: object) -> None:
+    def ended(self) -> None:
+        """The leg is over."""
         worker_id, tokens = self._start.worker_id, self._prompt_tokens
         self._loads.cluster.leg_ended(worker_id, self._sent, self._context_tokens, self._legs, tokens)
         self._loads.load_changed()

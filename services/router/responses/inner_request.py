@@ -74,9 +74,16 @@ class InnerRequest(HttpRequest):
         if self._client is not None:
             self._client.begin(status, headers)
 
-    async def send(self, data: bytes) -> None:
+    def is_blocked(self) -> bool:
+        return self._client is not None and self._client.is_blocked()
+
+    async def drained(self) -> None:
+        if self._client is not None:
+            await self._client.drained()
+
+    def send(self, data: bytes) -> None:
         if (passed := self._passed(data)) and self._client is not None:
-            await self._client.send(passed)
+            self._client.send(passed)
 
     def end(self, data: bytes = b"") -> None:
         """What the client still has to get is in ``before``, ``last`` and ``rest``."""

@@ -93,11 +93,13 @@ class Responses:
         """End those that still run."""
         await self._background.close()
 
+    def takes(self, http_request: HttpRequest) -> bool:
+        """Whether ``serve`` must look at the request; all others can go to the relay."""
+        return self.enabled and http_request.head.path == RESPONSES
+
     def serve(self, http_request: HttpRequest) -> Awaitable[None]:
         """Serve one request from its complete body to the end of its response."""
-        if not self.enabled or http_request.head.path != RESPONSES:
-            return self._relay.serve(http_request)
-        return self._serve_response(http_request)
+        return self._serve_response(http_request) if self.takes(http_request) else self._relay.serve(http_request)
 
     async def _serve_response(self, http_request: HttpRequest) -> None:
         try:

@@ -253,7 +253,10 @@ class RequestLog:
         self.metrics.finished(finished, context.placement, context.timings.gap_s_max)
         self.reports.add(finished)
         if self._log_requests:
-            log.info("request", extra={"facts": log_facts(finished)})
+            facts = log_facts(finished)
+            if "trace_id" not in facts and (trace_id := context.trace_id()):
+                facts["trace_id"] = trace_id
+            log.info("request", extra={"facts": facts})
         return finished
 
 

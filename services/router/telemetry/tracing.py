@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 import msgspec
 from opentelemetry.trace import SpanKind
@@ -22,7 +20,6 @@ from shared.contracts.decisions import TtftParts
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
 from shared.runtime.clock import Clock, SystemClock
-from shared.telemetry.log import TRACE_ID
 from shared.telemetry.span_names import Attribute, SpanName
 from shared.telemetry.tracing import (
     About,
@@ -34,11 +31,8 @@ from shared.telemetry.tracing import (
     first_request_at,
     report_of,
     tokens_of,
-    trace_named,
 )
 
-Headers = dict[str, str] | None
-NO_HEADERS: AbstractContextManager[Headers] = nullcontext()
 TRACE_BITS = 128
 TOO_MANY = "too_many"
 """Worth keeping, but over the rate limit."""
@@ -61,7 +55,6 @@ class Tracing:
         """Begin the request's trace: below the client's span if its headers name one."""
         client_trace = context.http_request.head.trace
         if self._sink is None:
-            TRACE_ID.set(trace_named(client_trace))
             return
         trace = Trace.below(client_trace, new_id()) if client_trace is not None else None
         if trace is None:
@@ -70,15 +63,10 @@ class Tracing:
         elif trace.sampled:
             trace.sampled = self._share.allowed(self._now())
         context.trace = trace
-        TRACE_ID.set(trace.name())
 
-    def leg(self, context: RequestContext, start: StartLeg) -> AbstractContextManager[Headers]:
-        """``with`` this around one leg; it returns the headers for the leg's message."""
-        trace = context.trace
-        if trace is not None:
-            return LegTimes(trace, start, self._now)
-        headers = context.http_request.head.trace
-        return NO_HEADERS if headers is None else nullcontext(headers)
+    def leg(self, context: RequestContext, start: StartLeg) -> LegTimes | None:
+        """To note the times of one leg, which begins now; None when tracing is off."""
+        return None if context.trace is None else LegTimes(context.trace, start, self._now())
 
     def ended(self, context: RequestContext, finished: RequestFinished) -> RequestFinished:
         """Keep or drop the trace of a request that has ended. Returns its record, with the trace id of a kept trace."""
@@ -98,27 +86,25 @@ class Tracing:
 
 
 class LegTimes:
-    """Notes when a leg began and ended, for its span."""
+    """When a leg began and ended, for its span."""
 
-    __slots__ = ("_begun_at", "_now", "_span_id", "_start", "_trace")
+    __slots__ = ("_begun_at", "_span_id", "_start", "_trace")
 
-    def __init__(self, trace: Trace, start: StartLeg, now: Callable[[], float]) -> None:
+    def __init__(self, trace: Trace, start: StartLeg, now: float) -> None:
         self._trace = trace
         self._start = start
-        self._now = now
         self._span_id = new_id()
-        self._begun_at = 0.0
+        self._begun_at = now
 
-    def __enter__(self) -> Headers:
-        self._begun_at = self._now()
+    def headers(self) -> dict[str, str] | None:
+        """Headers for the leg's message; see ``Trace.headers``."""
         return self._trace.headers(self._span_id)
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
-    ) -> None:
+    def ended(self, now: float, error: Exception | None) -> None:
+        """The leg is over; ``error``: why it failed."""
         start, failure = self._start, None if error is None else error_of(error)
         self._trace.legs.append(
-            LegMark(self._span_id, start.worker_id, start.leg_id, start.kind, self._begun_at, self._now(), failure)
+            LegMark(self._span_id, start.worker_id, start.leg_id, start.kind, self._begun_at, now, failure)
         )
 
 

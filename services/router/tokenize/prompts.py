@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 from urllib.parse import parse_qs
 
 from services.router.http.request import HttpRequest
@@ -19,12 +20,19 @@ from services.router.state.worker_view import WorkerView
 from services.router.tokenize.parity import ParityWatch
 from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts
 from services.router.tokenize.segments import Prompt
-from services.router.tokenize.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed, is_plain_chat
+from services.router.tokenize.tokenizer import (
+    BYTES_PER_TOKEN_GUESSED,
+    PromptTokenizer,
+    Unfinished,
+    guessed,
+    is_plain_chat,
+    prompt_bytes,
+)
 from services.router.tokenize.turns import NoTurn, PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
-from shared.contracts.engine_paths import CHAT, FORMS, MESSAGES, PLACED, RESPONSES, TOKENIZER_INFO
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, MESSAGES, PLACED, RESPONSES, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
@@ -62,6 +70,19 @@ BUSY = Fault(
 )
 
 
+class UnreadPrompt(NamedTuple):
+    """A prompt that cannot be read at once."""
+
+    http_request: HttpRequest
+    facts: RequestFacts
+    more: Sequence[int]
+    view: WorkerView
+    """Of a worker that reads prompts as the request's worker will."""
+    known: PromptTokenizer | None
+    begun: Unfinished | None
+    """None: only a worker can say how its engine reads it."""
+
+
 class Prompts:
     """Tokenizes prompts for placement. ``follow`` fetches the tokenizers; ``of`` never fails a request."""
 
@@ -90,67 +111,77 @@ class Prompts:
         """The prompt, tokenized where that can change the placement, else a guess from the body's size. ``more``:
         tokens to append.
         """
-        bytes_per_token, why = BYTES_PER_TOKEN_GUESSED, ""
-        size = http_request.upload.size
-        view = self._reader(facts, size) if facts.body is not None and facts.path in PLACED else None
-        if view is not None:
-            known = self._tokenizers.get(view.pairs_with)
-            if known is not None:
-                bytes_per_token = known.chars_per_token
-            if view.record.attached:
-                why = ATTACHED
-            else:
-                found = await self._known(http_request, facts, more, view, known)
-                if isinstance(found, Prompt):
-                    return found
-                why = found
-        guess = guessed(facts, size, bytes_per_token)
-        return Prompt(guess.tokens + len(more), (), exact=False, why=why) if more or why else guess
+        begun = self.begin(http_request, facts, more)
+        return await self.finish(begun) if isinstance(begun, UnreadPrompt) else begun
 
-    async def _known(
-        self,
-        http_request: HttpRequest,
-        facts: RequestFacts,
-        more: Sequence[int],
-        view: WorkerView,
-        known: PromptTokenizer | None,
-    ) -> Prompt | str:
-        """The prompt as the workers like ``view`` read it, or why it is not known."""
-        readable = http_request.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
+    def begin(self, http_request: HttpRequest, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt | UnreadPrompt:
+        """As ``of``, for all that takes less than a millisecond; ``finish`` does the rest of others."""
+        size = http_request.upload.size
+        view = self._reader(facts, size) if facts.path in PLACED else None
+        if view is None:
+            return guess_of(facts, size, more)
+        known = self._tokenizers.get(view.pairs_with)
+        bytes_per_token = BYTES_PER_TOKEN_GUESSED if known is None else known.chars_per_token
+        if view.record.attached:
+            return guess_of(facts, size, more, bytes_per_token, ATTACHED)
+        unread = UnreadPrompt(http_request, facts, more, view, known, None)
+        readable = size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
         if known is not None and readable and self.parity.trusted(view.pairs_with):
-            held, work = self._fleet.index.held, Work(self._work, tenant_of(http_request), http_request)
             lora = view.hashed_adapter(facts.model)
-            prompt = await known.prompt(facts, held, work=work, loop_chars_max=LOOP_CHARS_MAX, more=more, lora=lora)
+            held = self._fleet.index.held
+            begun = known.begin(facts, held, loop_chars_max=LOOP_CHARS_MAX, more=more, lora=lora)
+            if isinstance(begun, Prompt):
+                return begun
+            if begun is not None:
+                return unread._replace(begun=begun)
+        return unread if _only_engines_render(facts) else guess_of(facts, size, more, bytes_per_token)
+
+    async def finish(self, unread: UnreadPrompt) -> Prompt:
+        """What ``begin`` could not read at once. A guess, if it cannot be read in time."""
+        http_request, facts, more, view, known, begun = unread
+        why = ""
+        if known is not None and begun is not None:
+            prompt = await known.finish(begun, self._fleet.index.held, self._work_on(http_request))
             if prompt is not None:
                 return prompt
-        if not _only_engines_render(facts):
-            return ""
-        try:
-            prompt = await self.rendered.of(
-                http_request, facts, view, Work(self._work, tenant_of(http_request), http_request)
-            )
-        except NotRendered as not_rendered:
-            return str(not_rendered)
-        if not more:
-            return prompt
-        # What follows the prompt is not hashed: its blocks are nowhere but where the stream broke off.
-        return Prompt(prompt.tokens + len(more), prompt.hashes, exact=False, unsplittable=prompt.unsplittable)
+        if _only_engines_render(facts):
+            try:
+                prompt = await self.rendered.of(http_request, facts, view, self._work_on(http_request))
+            except NotRendered as not_rendered:
+                why = str(not_rendered)
+            else:
+                # What follows the prompt is not hashed: its blocks are nowhere but where the stream broke off.
+                return _followed(prompt, more) if more else prompt
+        bytes_per_token = BYTES_PER_TOKEN_GUESSED if known is None else known.chars_per_token
+        return guess_of(facts, http_request.upload.size, more, bytes_per_token, why)
+
+    def _work_on(self, http_request: HttpRequest) -> Work:
+        return Work(self._work, tenant_of(http_request), http_request)
+
+    def read_now(self, http_request: HttpRequest) -> RequestFacts | None:
+        """As ``read``; None when the body is so large that a thread must read it."""
+        if http_request.upload.size > READ_ON_LOOP_BYTES:
+            return None
+        return self._read(http_request, http_request.upload.body())
 
     async def read(self, http_request: HttpRequest) -> RequestFacts:
         """The request as placement sees it. Never fails."""
-        path, body = http_request.head.path, http_request.upload.body()
-        if path == TOKENIZER_INFO:
-            return RequestFacts(path=path, model=model_in(http_request.head.query), body=Body())
-        if path in FORMS:
-            read = partial(read_form_request, path, body, http_request.head.content_type)
-        else:
-            read = partial(read_request, path, body, self._media_hosts)
-        if len(body) <= READ_ON_LOOP_BYTES:
-            return read()
+        facts = self.read_now(http_request)
+        if facts is not None:
+            return facts
+        step = partial(self._read, http_request, http_request.upload.body())
         try:
-            return await Work(self._work, tenant_of(http_request)).run(read, slow=True)
+            return await Work(self._work, tenant_of(http_request)).run(step, slow=True)
         except NoTurn:
-            return RequestFacts(path=path, model="", fault=BUSY)
+            return RequestFacts(path=http_request.head.path, model="", fault=BUSY)
+
+    def _read(self, http_request: HttpRequest, body: bytes) -> RequestFacts:
+        head = http_request.head
+        if head.path == TOKENIZER_INFO:
+            return RequestFacts(path=head.path, model=model_in(head.query), body=Body())
+        if head.path in FORMS:
+            return read_form_request(head.path, body, head.content_type)
+        return read_request(head.path, body, self._media_hosts)
 
     async def whole(
         self, tokenizer: PromptTokenizer, facts: RequestFacts, lora: tuple[str, str] | None = None
@@ -169,6 +200,10 @@ class Prompts:
         """The worker that should read the prompt, or one like it; None where the prompt cannot change the placement.
         Found by looking at the records of all workers, and remembered until one of them changes.
         """
+        if facts.body is None:
+            return None
+        if facts.path == COMPLETIONS:  # Other fields make it no longer.
+            body_bytes = prompt_bytes(facts.body)
         if facts.kv_fetch_min_tokens is not None or self._shares.models:
             return self._likely_worker(facts) if self._matters(facts, body_bytes) else None
         kind = facts.model, facts.unsplittable, body_bytes >= self._fleet.policy.fetch_tokens_min
@@ -286,6 +321,22 @@ class Prompts:
         self._sources[key] = record.worker_id, asset.epoch
         self.parity.tokenizer_changed(key)
         return True
+
+
+def guess_of(
+    facts: RequestFacts,
+    body_bytes: int,
+    more: Sequence[int],
+    bytes_per_token: float = BYTES_PER_TOKEN_GUESSED,
+    why: str = "",
+) -> Prompt:
+    """An estimate, and ``why`` the prompt is not known."""
+    guess = guessed(facts, body_bytes, bytes_per_token)
+    return Prompt(guess.tokens + len(more), (), exact=False, why=why) if more or why else guess
+
+
+def _followed(prompt: Prompt, more: Sequence[int]) -> Prompt:
+    return Prompt(prompt.tokens + len(more), prompt.hashes, exact=False, unsplittable=prompt.unsplittable)
 
 
 def model_in(query: bytes) -> str:

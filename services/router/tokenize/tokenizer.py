@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,8 +83,6 @@ NOT_EXACT = (
 )
 """Errors of an invalid or too costly prompt; the engine reports them to the client."""
 Lora = tuple[str, str]
-Run = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a step of the work."""
 Held = Callable[[int], bool]
 """Whether any worker holds a block."""
 
@@ -95,6 +93,16 @@ class Text(NamedTuple):
     text: str
     special: bool
     """With the tokenizer's special tokens."""
+
+
+class Unfinished(NamedTuple):
+    """A prompt whose tokenization takes too long for the event loop."""
+
+    facts: RequestFacts
+    read: Text | list[int] | None
+    """None: reading it takes too long already."""
+    keys: HashKeys
+    more: Sequence[int]
 
 
 def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN_GUESSED) -> Prompt:
@@ -173,6 +181,19 @@ class PromptTokenizer:
         """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly, or
         not within ``TOKENIZE_S_MAX``. ``more``: tokens that follow it. ``lora``: see ``HashKeys``.
         """
+        begun = self.begin(facts, held, loop_chars_max=loop_chars_max, more=more, lora=lora)
+        return await self.finish(begun, held, work) if isinstance(begun, Unfinished) else begun
+
+    def begin(
+        self,
+        facts: RequestFacts,
+        held: Held,
+        *,
+        loop_chars_max: int,
+        more: Sequence[int] = (),
+        lora: Lora | None = None,
+    ) -> Prompt | Unfinished | None:
+        """As ``prompt``, for what takes less than a millisecond; ``finish`` does the rest of a longer one."""
         body = facts.body
         if body is None or body.truncate_prompt_tokens is not None or not isinstance(body.cache_salt, str | None):
             return None
@@ -183,8 +204,20 @@ class PromptTokenizer:
                 walk = self._segments.begin(read.text, special=read.special, keys=keys)
                 if not self._segments.advance(walk, held, loop_chars_max):
                     return self._segments.prompt(walk, special=read.special, more=more)
-            elif read is not None and len(read) <= max(HASHED_AT_ONCE, loop_chars_max):
-                return await self._prompt_of_tokens([*read, *more], keys, held, _run_here)
+            elif read is not None and len(read) <= HASHED_AT_ONCE:
+                tokens = [*read, *more]
+                hashes, _digest = extend_chain(None, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
+                return Prompt(len(tokens), hashes, exact=True)
+        except NOT_EXACT:
+            return None
+        return Unfinished(facts, read, keys, more)
+
+    async def finish(self, begun: Unfinished, held: Held, work: Work) -> Prompt | None:
+        """The rest of ``begin``, in a thread."""
+        facts, read, keys, more = begun
+        body = facts.body
+        assert body is not None
+        try:
             async with work.within(TOKENIZE_S_MAX):
                 if read is None:
                     step = partial(self._read, facts.path, body, stopped=work.is_stopped)
@@ -192,7 +225,7 @@ class PromptTokenizer:
                 if isinstance(read, Text):
                     work.hold(sys.getsizeof(read.text))
                     return await self._prompt_of_text(read, keys, held, work, more)
-                return await self._prompt_of_tokens([*read, *more], keys, held, work.run)
+                return await self._prompt_of_tokens([*read, *more], keys, held, work)
         except (*NOT_EXACT, NoTurn, TimeoutError):
             return None
 
@@ -204,7 +237,7 @@ class PromptTokenizer:
             chars = await work.run(step, slow=chars > STEP_CHARS)
         return self._segments.prompt(walk, special=text.special, more=more)
 
-    async def _prompt_of_tokens(self, tokens: list[int], keys: HashKeys, held: Held, run: Run) -> Prompt:
+    async def _prompt_of_tokens(self, tokens: list[int], keys: HashKeys, held: Held, work: Work) -> Prompt:
         at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
         hashes: list[int] = []
         digest: bytes | None = None
@@ -213,7 +246,7 @@ class PromptTokenizer:
                 break
             some = tokens[begin : begin + at_once]
             step = partial(extend_chain, digest, some, self._scheme, salt=keys.salt, lora=keys.lora)
-            found, digest = await run(step)
+            found, digest = await work.run(step)
             hashes += found
         return Prompt(len(tokens), hashes, exact=True)
 
@@ -254,10 +287,6 @@ class PromptTokenizer:
         variables = _template_variables(body)
         text = self._template.render(messages, variables, rounds_max=rounds_max, stopped=stopped)
         return Text(text, body.add_special_tokens is True)
-
-
-async def _run_here(step: Callable[[], Any]) -> Any:
-    return step()
 
 
 def _compiled(asset: TokenizerAsset, chars_max: int) -> ChatTemplate | None:

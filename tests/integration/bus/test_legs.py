@@ -14,6 +14,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegReport
 from tests.integration.bus.worlds import FRAME_BUDGET_BYTES, SOON_S, soon, until
 from tests.support.builders import start_leg
+from tests.support.pulled_legs import PulledLeg
 
 LEG_BUFFER_BYTES_MAX = 1024 * 1024
 
@@ -58,7 +59,7 @@ async def started(world):
     """A leg: the router's end, its worker, the worker's end."""
     _, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    return await inbox.start(start_leg()), worker, await worker.next_leg()
+    return await PulledLeg.start(inbox, start_leg()), worker, await worker.next_leg()
 
 
 async def read_all(leg) -> list[Frame]:
@@ -95,7 +96,7 @@ async def test_frames_of_one_loop_iteration_travel_in_one_message(world):
     worker = await open_worker(world)
     batches = []
     await bus.subscribe(FRAMES, lambda batch, _: batches.append(len(batch.frames)), router_id="r1")
-    legs = [await inbox.start(start_leg(f"leg-{i}")) for i in range(10)]
+    legs = [await PulledLeg.start(inbox, start_leg(f"leg-{i}")) for i in range(10)]
     answers = [await worker.next_leg() for _ in legs]
 
     for answer in answers:
@@ -110,7 +111,10 @@ async def test_two_routers_get_their_own_frames(world):
     _, one = await open_inbox(world, "r1")
     _, two = await open_inbox(world, "r2")
     worker = await open_worker(world)
-    legs = [await one.start(start_leg("a", router_id="r1")), await two.start(start_leg("b", router_id="r2"))]
+    legs = [
+        await PulledLeg.start(one, start_leg("a", router_id="r1")),
+        await PulledLeg.start(two, start_leg("b", router_id="r2")),
+    ]
     for _ in legs:
         answer = await worker.next_leg()
         answer.data(answer.leg_id.encode())
@@ -135,7 +139,7 @@ async def test_a_failure_is_raised_after_the_frames_before_it(world):
 async def test_a_leg_to_an_absent_worker_fails_at_once(world):
     _, inbox = await open_inbox(world)
 
-    leg = await inbox.start(start_leg(worker_id="nobody"))
+    leg = await PulledLeg.start(inbox, start_leg(worker_id="nobody"))
 
     await fails(leg, Reason.WORKER_LOST)
 
@@ -143,7 +147,7 @@ async def test_a_leg_to_an_absent_worker_fails_at_once(world):
 async def test_a_missing_frame_fails_the_leg_and_stops_the_worker(world):
     _, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
+    leg = await PulledLeg.start(inbox, start_leg())
     frames = [Frame(leg_id="leg-1", seq=seq, kind=FrameKind.DATA, data=b"x") for seq in (0, 2)]
 
     await worker.bus.publish(FRAMES, FrameBatch(router_id="r1", worker_id="w1", epoch=1, frames=frames))
@@ -156,7 +160,7 @@ async def test_a_missing_frame_fails_the_leg_and_stops_the_worker(world):
 async def test_a_cancel_is_sent_once_and_wakes_the_reader(world):
     _, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
+    leg = await PulledLeg.start(inbox, start_leg())
     reading = asyncio.ensure_future(leg.frames())
     await worker.next_leg()
 
@@ -197,9 +201,9 @@ async def test_losing_a_worker_fails_its_legs_of_that_life_only(world):
     _, inbox = await open_inbox(world)
     await open_worker(world, "w1")
     await open_worker(world, "w2")
-    old = await inbox.start(start_leg("old", worker_id="w1", epoch=1))
-    new = await inbox.start(start_leg("new", worker_id="w1", epoch=2))
-    other = await inbox.start(start_leg("other", worker_id="w2", epoch=1))
+    old = await PulledLeg.start(inbox, start_leg("old", worker_id="w1", epoch=1))
+    new = await PulledLeg.start(inbox, start_leg("new", worker_id="w1", epoch=2))
+    other = await PulledLeg.start(inbox, start_leg("other", worker_id="w2", epoch=1))
 
     inbox.worker_lost("w1", 1)
 
@@ -211,7 +215,7 @@ async def test_an_answer_of_many_megabytes_arrives_whole(world):
     _, inbox = await open_inbox(world)
     inbox._leg_buffer_bytes_max = 64 * 1024 * 1024
     worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
+    leg = await PulledLeg.start(inbox, start_leg())
     answer = await worker.next_leg()
     pieces = [bytes([i]) * 500_000 for i in range(20)]
 
@@ -239,13 +243,13 @@ async def test_a_body_beyond_the_budget_is_refused_before_anything_is_sent(world
     _, inbox = await open_inbox(world)
 
     with pytest.raises(MessageTooLarge):
-        await inbox.start(start_leg(body=b"x" * FRAME_BUDGET_BYTES))
+        await PulledLeg.start(inbox, start_leg(body=b"x" * FRAME_BUDGET_BYTES))
 
 
 async def test_a_worker_learns_that_its_router_is_gone(world):
     router, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    await inbox.start(start_leg())
+    await PulledLeg.start(inbox, start_leg())
     answer = await worker.next_leg()
     await router.close()
 
@@ -262,7 +266,7 @@ async def test_a_worker_learns_that_its_router_is_gone(world):
 async def test_a_worker_without_frames_can_check_whether_its_router_is_gone(world):
     router, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
+    leg = await PulledLeg.start(inbox, start_leg())
     await worker.next_leg()
     await worker.sender.send_in_flight_lists()
     assert worker.gone == []
@@ -280,16 +284,16 @@ async def test_a_worker_without_frames_can_check_whether_its_router_is_gone(worl
 async def test_an_outage_fails_legs_on_both_sides_at_once_and_new_legs_work_after_it(world):
     _, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
+    leg = await PulledLeg.start(inbox, start_leg())
     await worker.next_leg()
 
     async with world.outage():
         await fails(leg, Reason.BUS_DOWN)
         assert worker.gone == [Reason.BUS_DOWN]
         with pytest.raises(BusDown):
-            await soon(inbox.start(start_leg("during")))
+            await soon(PulledLeg.start(inbox, start_leg("during")))
 
-    again = await inbox.start(start_leg("after"))
+    again = await PulledLeg.start(inbox, start_leg("after"))
     answer = await worker.next_leg()
     answer.end(LegReport())
     assert len(await read_all(again)) == 1
@@ -306,7 +310,7 @@ async def test_an_abandoned_leg_is_cancelled_once(world):
     forgotten.end(LegReport())
 
     await until(lambda: worker.cancelled)
-    marker = await inbox.start(start_leg("marker"))
+    marker = await PulledLeg.start(inbox, start_leg("marker"))
     await worker.next_leg()
     marker.cancel()
     await until(lambda: "marker" in worker.cancelled)

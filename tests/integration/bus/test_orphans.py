@@ -9,12 +9,13 @@ from shared.contracts.inference import LegReport
 from tests.integration.bus.test_legs import fails, open_inbox, open_worker, read_all
 from tests.integration.bus.worlds import soon, until
 from tests.support.builders import start_leg
+from tests.support.pulled_legs import PulledLeg
 
 
 async def world_with_a_leg(world):
     _, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    leg = await inbox.start(start_leg())
+    leg = await PulledLeg.start(inbox, start_leg())
     return inbox, worker, leg, await worker.next_leg()
 
 
@@ -61,7 +62,7 @@ async def test_a_leg_that_never_arrived_fails_after_some_in_flight_lists_and_not
 
     for _ in range(LISTS_MISSED_MAX - 1):
         await worker.sender.send_in_flight_lists()
-    await until(lambda: leg.lists_missed == LISTS_MISSED_MAX - 1)
+    await until(lambda: leg.leg.lists_missed == LISTS_MISSED_MAX - 1)
     assert not leg.ended
     await worker.sender.send_in_flight_lists()
 
@@ -100,13 +101,13 @@ async def test_a_router_without_legs_gets_empty_lists_for_a_while(world):
     worker = await open_worker(world)
     lists = []
     await bus.subscribe(FRAMES, lambda batch, _: lists.append(batch.in_flight), router_id="r1")
-    leg = await inbox.start(start_leg())
+    leg = await PulledLeg.start(inbox, start_leg())
     (await worker.next_leg()).end(LegReport())
     await read_all(leg)
 
     for _ in range(100):
         await worker.sender.send_in_flight_lists()
-    await inbox.start(start_leg("another"))
+    await PulledLeg.start(inbox, start_leg("another"))
     (await worker.next_leg()).head(200, "text/plain")
     await worker.sender.send_in_flight_lists()
 

@@ -22,7 +22,7 @@ from services.worker.engines.port import (
 )
 from services.worker.service import run_worker
 from services.worker.settings import Settings
-from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
+from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, StartLeg
@@ -34,6 +34,7 @@ from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
 from tests.support.fleet_builders import FINGERPRINT
 from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.pulled_legs import PulledLeg
 from tests.unit.worker.kv_exchange.fakes import FakeExchange
 
 WORKER = WorkerId("w1")
@@ -174,11 +175,12 @@ class RunningWorker:
     async def main(self, service: Service) -> None:
         await run_worker(service, self.settings, self.common, self.start_engine)
 
-    async def leg(self, kind: LegKind = LegKind.AGGREGATED, **options) -> Leg:
+    async def leg(self, kind: LegKind = LegKind.AGGREGATED, **options) -> PulledLeg:
         self._count += 1
         body = options.pop("body", {})
         fields = {"path": "/v1/completions", "deadline_s": 5.0, "router_id": RouterId("r1"), **options}
-        return await self.inbox.start(
+        return await PulledLeg.start(
+            self.inbox,
             StartLeg(
                 worker_id=WORKER,
                 request_id=RequestId(f"q{self._count}"),
@@ -186,10 +188,10 @@ class RunningWorker:
                 kind=kind,
                 body=body if isinstance(body, bytes) else json.dumps(body).encode(),
                 **fields,
-            )
+            ),
         )
 
-    async def read(self, leg: Leg) -> tuple[list[Frame], Failure | None]:
+    async def read(self, leg: PulledLeg) -> tuple[list[Frame], Failure | None]:
         """Every frame of a leg, and how it failed if it did."""
         frames: list[Frame] = []
         async with asyncio.timeout(WAIT_S_MAX):

@@ -13,6 +13,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import KvOffer, KvRead, KvSource, KvTransferReport
 from shared.contracts.workers import Role
+from tests.support.pulled_legs import PulledLeg
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg, wants_stream
 from tests.unit.router.world import World, give_legs, in_world, parse, prompt, settle
 
@@ -342,8 +343,8 @@ async def test_a_leg_starting_during_cancellation_is_cancelled(world: World):
     connection.leave()
     await answering
 
-    late = await context.inbox.start(msgspec.structs.replace(d1.started[0], leg_id="late"))
-    context.started(late)
+    late = await PulledLeg.start(context.inbox, msgspec.structs.replace(d1.started[0], leg_id="late"))
+    context.started(late.leg)
     await settle()
 
     assert late.ended

@@ -43,7 +43,7 @@ def relayed(pieces: list[bytes]) -> tuple[bytes, InnerRequest]:
         inner = InnerRequest(client, b"{}", tell, client)
         inner.begin(200, [])
         for piece in pieces[:-1]:
-            await inner.send(piece)
+            inner.send(piece)
         inner.end(pieces[-1])
         assert totals.bytes_held == 0
         return parse(connection.written).body if connection.written else b"", inner

@@ -55,11 +55,16 @@ def prompts(asset) -> PromptTokenizer:
 
 
 async def found(
-    prompts: PromptTokenizer, prompt: object, *, held: bool = True, loop_chars_max: int = sys.maxsize
+    prompts: PromptTokenizer,
+    prompt: object,
+    *,
+    held: bool = True,
+    loop_chars_max: int = sys.maxsize,
+    threads: PromptWork | None = None,
 ) -> Prompt | None:
-    """Tokenize up to that many characters on the event loop; there is no thread."""
+    """Tokenize up to that many characters on the event loop; without ``threads`` there is none."""
     facts = read_request(COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode())
-    work = Work(PromptWork(Stuck(), Stuck()), "tenant")
+    work = Work(threads or PromptWork(Stuck(), Stuck()), "tenant")
     return await prompts.prompt(facts, lambda _block: held, work=work, loop_chars_max=loop_chars_max)
 
 
@@ -76,8 +81,11 @@ async def test_token_ids_are_hashed_as_far_as_blocks_are_cached(prompts):
     ids = [number % 1000 for number in range(3 * HASHED_AT_ONCE + 100)]
     all_hashes = block_hashes(ids, SCHEME)
 
-    everything = await found(prompts, ids)
-    beginning = await found(prompts, ids, held=False)
+    threads = PromptWork.in_threads()
+
+    everything = await found(prompts, ids, threads=threads)
+    beginning = await found(prompts, ids, held=False, threads=threads)
+    threads.close()
 
     assert everything == Prompt(len(ids), all_hashes, exact=True)
     assert beginning == Prompt(len(ids), all_hashes[: HASHED_AT_ONCE // SCHEME.block_size], exact=True)

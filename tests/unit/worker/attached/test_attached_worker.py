@@ -230,7 +230,7 @@ async def test_a_client_that_leaves_closes_the_request_at_the_server():
         leg = await worker.leg(path=CHAT, body={**ASK, "stream": True})
         async with asyncio.timeout(WAIT_S_MAX):
             await begun.wait()
-            worker.inbox.cancel(leg, LEFT)
+            worker.inbox.cancel(leg.leg, LEFT)
             await server.left.wait()
 
 

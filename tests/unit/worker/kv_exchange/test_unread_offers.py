@@ -41,7 +41,7 @@ async def test_a_broken_off_prefill_leg_releases_its_offer(ended: bool):
         if ended:
             await worker.read(leg)
             assert engine.every("releases") == []
-            worker.inbox.cancel(leg, None)
+            worker.inbox.cancel(leg.leg, None)
         else:
             await worker.engine.started.wait()
             leg.cancel()
