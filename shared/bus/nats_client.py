@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -16,20 +16,15 @@ from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
-from nats.protocol.command import pub_cmd
 
 from shared.bus.nats_credentials import Access
+from shared.bus.nats_reader import MessageReader, Take, header_block
 from shared.bus.port import BusDown, BusRefused, MessageTooLarge
 from shared.bus.wire import PART_HEADER, PART_MARGIN_BYTES, header_bytes, split
 from shared.deadline import keep_cancellation
 
-Direct = Callable[[bytes, dict[str, str], str, str], None]
-"""Payload, headers, subject, reply subject."""
-
 UNSENT_BYTES_MAX = 256 * 1024
 """Above this the flusher task sends, which waits for the socket."""
-
-_NO_HEADERS: dict[str, str] = {}
 
 
 class NotEncrypted(nats.errors.Error):
@@ -37,24 +32,19 @@ class NotEncrypted(nats.errors.Error):
 
 
 class DirectClient(Client):
-    """Calls a subscription's function while the message is being read. Relies on internals of nats-py 2.16, which is
-    pinned.
+    """Calls a subscription's function while the message is being read (see ``MessageReader``), and hands messages to
+    the socket at once. Relies on internals of nats-py 2.16, which is pinned.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.direct: dict[int, Direct] = {}
+        self.direct: dict[int, Take] = {}
         """Functions by subscription id."""
+        self._socket: asyncio.Transport | None = None
+        """Of the established connection."""
 
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+    def _heard(self) -> None:
         self._pings_outstanding = 0  # A server that sends is alive, even if its PONG is queued behind many messages.
-        take = self.direct.get(sid)
-        if take is None:
-            await super()._process_msg(sid, subject, reply, data, headers)
-        elif headers:
-            take(data, await self._process_headers(headers) or _NO_HEADERS, subject.decode(), reply.decode())
-        else:
-            take(data, _NO_HEADERS, subject.decode(), reply.decode())
 
     async def _process_connect_init(self) -> None:
         """Abort the socket if the handshake fails: nats-py would wait for ever for it to close."""
@@ -64,6 +54,14 @@ class DirectClient(Client):
             self.abort()
             self._transport = None
             raise
+        streams: Any = self._transport
+        writer, reader = streams._io_writer, streams._io_reader
+        ours = MessageReader(self.direct, writer._protocol, self._heard)
+        self._socket = writer.transport
+        self._socket.set_protocol(ours)
+        if already := bytes(reader._buffer):
+            reader._buffer.clear()
+            ours.data_received(already)
 
     async def _attempt_reconnect(self) -> None:
         """Abort the lost socket first: nats-py would wait for ever if it cannot send what is pending."""
@@ -96,18 +94,23 @@ class DirectClient(Client):
             writer._protocol._over_ssl = True  # nats-py does not set it, and asyncio would warn at each close
         return super()._connect_command()
 
-    def publish_now(self, subject: str, payload: bytes, reply: str) -> bool:
-        """Hand a message without headers to the transport. Returns False where ``publish`` must do it: its six
-        coroutines take several times as long.
+    def publish_now(self, subject: str, payload: bytes, reply: str, headers: Mapping[str, str] | None) -> bool:
+        """Hand a message to the socket. Returns False where ``publish`` must do it, whose six coroutines take several
+        times as long.
         """
-        writer = getattr(self._transport, "_io_writer", None)
-        if self._pending or self._status != self.CONNECTED or writer is None or not _takes_more(writer):
+        socket = self._socket
+        if self._pending or self._status != self.CONNECTED or socket is None or socket.is_closing():
             return False
-        if writer.transport.is_closing():
+        if socket.get_write_buffer_size() > UNSENT_BYTES_MAX:
             return False
-        writer.write(pub_cmd(subject, reply, payload))
-        self.stats["out_msgs"] += 1
-        self.stats["out_bytes"] += len(payload)
+        if headers:
+            block = header_block(headers)
+            sizes = f"{len(block)} {len(block) + len(payload)}"
+            socket.write(
+                b"HPUB %b %b %b\r\n%b%b\r\n" % (subject.encode(), reply.encode(), sizes.encode(), block, payload)
+            )
+        else:
+            socket.write(f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n")
         return True
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
@@ -147,11 +150,11 @@ class Sender:
         if not nc.is_connected:
             raise BusDown("NATS cannot be reached")
         size = len(payload)
-        if size + PART_MARGIN_BYTES > nc.max_payload:
+        if size + PART_MARGIN_BYTES + header_bytes(headers) > nc.max_payload:
             if size > self._frame_budget_bytes:
                 raise MessageTooLarge(f"{size} bytes; at most {self._frame_budget_bytes} travel on the bus")
             return False
-        return not headers and subject not in self._locks and nc.publish_now(subject, payload, reply)
+        return subject not in self._locks and nc.publish_now(subject, payload, reply, headers)
 
     async def send(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
         """Hand one payload to the connection. Raises BusDown, MessageTooLarge."""

@@ -1,11 +1,11 @@
-"""Reads a connection to NATS: calls subscriptions whose function is plain while the bytes are being read, and leaves all
+"""Reads a connection to NATS, and writes headers: calls subscriptions whose function is plain while the bytes are being read, and leaves all
 else (other subscriptions, PING, PONG, INFO, errors) to nats-py's own reader, which takes several times as long.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 Take = Callable[[bytes, dict[str, str], str, str], None]
 """Payload, headers, subject, reply subject."""
@@ -13,6 +13,8 @@ Take = Callable[[bytes, dict[str, str], str, str], None]
 MSG, HMSG = b"MSG ", b"HMSG "
 LINE_END = b"\r\n"
 LINE_END_BYTES = 2
+LINE_BYTES_MAX = 1024 * 1024
+"""Of a line without its end. INFO is the longest: it lists all servers."""
 VERSION = b"NATS/1.0"
 _NO_HEADERS: dict[str, str] = {}
 
@@ -51,7 +53,10 @@ class MessageReader(asyncio.Protocol):
         while at < size:
             line_end = data.find(LINE_END, at)
             if line_end < 0:
-                self._hold(data[at:], 0)
+                if size - at > LINE_BYTES_MAX:
+                    others.append(data[at:])  # nats-py ends the connection for it.
+                else:
+                    self._hold(data[at:], 0)
                 break
             is_plain = data.startswith(MSG, at)
             if not is_plain and not data.startswith(HMSG, at):
@@ -63,7 +68,7 @@ class MessageReader(asyncio.Protocol):
             try:
                 subscription, payload_end = int(words[2]), begin + int(words[-1])
                 payload = begin if is_plain else begin + int(words[-2])
-            except (ValueError, IndexError):  # nats-py ends the connection for it.
+            except (ValueError, IndexError):  # Likewise.
                 others.append(data[at:])
                 break
             end = payload_end + LINE_END_BYTES
@@ -99,7 +104,7 @@ class MessageReader(asyncio.Protocol):
 
 
 def read_headers(raw: bytes) -> dict[str, str]:
-    """Headers of a message, and ``Status`` and ``Description`` if the server wrote the message itself (ADR-4 of NATS)."""
+    """Headers of a message; ``Status`` and ``Description`` are the server's (ADR-4 of NATS)."""
     first, *lines = raw.split(LINE_END)
     headers: dict[str, str] = {}
     code, _, description = first.removeprefix(VERSION).strip().partition(b" ")
@@ -112,3 +117,9 @@ def read_headers(raw: bytes) -> dict[str, str]:
         if colon:
             headers[name.decode(errors="replace").strip()] = value.decode(errors="replace").strip()
     return headers
+
+
+def header_block(headers: Mapping[str, str]) -> bytes:
+    """The headers of a message that is sent. Names and values must not contain line ends."""
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    return f"NATS/1.0\r\n{lines}\r\n".encode()

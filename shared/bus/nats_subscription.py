@@ -16,7 +16,8 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from shared.bus.nats_client import Direct, DirectClient
+from shared.bus.nats_client import DirectClient
+from shared.bus.nats_reader import Take as Direct
 from shared.bus.port import BusCounts, NoResponders
 from shared.bus.receiver import Reply, count_bad
 from shared.bus.wire import PART_HEADER, Assembler, BadMessage
