@@ -1,5 +1,6 @@
-"""Reads a connection to NATS, and writes headers: calls subscriptions whose function is plain while the bytes are being read, and leaves all
-else (other subscriptions, PING, PONG, INFO, errors) to nats-py's own reader, which takes several times as long.
+"""Reads a connection to NATS, and writes headers. Subscriptions whose function is plain are called while the bytes are
+being read. All else (other subscriptions, PING, PONG, INFO, errors) is left to nats-py's own reader, which takes several
+times as long.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Serve requests whose target even an idle worker would miss, while the load is low and within ``LATE_SHARE_MAX``;
     False: always reject them.
     """
-    tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
+    tenant_weights: dict[str, float] = {}
     """A tenant of weight 2 may have twice as much as one of weight 1, the default."""
 
 
