@@ -1,6 +1,6 @@
 """Reads a connection to NATS, and writes headers. Subscriptions whose function is plain are called while the bytes are
-being read. All else (other subscriptions, PING, PONG, INFO, errors) is left to nats-py's own reader, which takes several
-times as long.
+being read. All else (other subscriptions, PING, PONG, INFO, errors) is left to nats-py's own reader, which takes
+several times as long.
 """
 
 from __future__ import annotations

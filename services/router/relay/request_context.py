@@ -67,8 +67,6 @@ class RequestContext:
     """Of these, for the prompt."""
     sequences = 0
     """Counted for the key, until the request ends."""
-    late_at = NEVER
-    """When the deadline monitor found the present step late."""
 
     request: PlacementRequest | None = None
     """What placement was last asked."""
@@ -91,8 +89,6 @@ class RequestContext:
     """Engines that died, or may have, while they computed this request."""
     digest = b""
     """See ``state.quarantine``; empty while it is not needed."""
-    not_serving: frozenset[WorkerId] = NO_WORKERS
-    """Workers whose engines do not serve the request's path."""
 
     cached_tokens: int | None = None
     """Cached prompt tokens as the first worker would have counted them in usage; None: not known."""
@@ -137,10 +133,14 @@ class RequestContext:
         """End of the request's whole time budget."""
         self.deadline_at = ends_at
         """Deadline of the present step (prefill leg, first frame, next frame)."""
+        self.late_at = NEVER
+        """When the deadline monitor found the present step late."""
         self.legs: list[Leg] = []
         """Of the present attempt."""
         self.failed_workers: dict[WorkerId, Epoch] = {}
         """Workers that failed this request. A worker that has restarted since has a later epoch."""
+        self.not_serving = NO_WORKERS
+        """Workers whose engines do not serve the request's path."""
         self.busy_workers: set[WorkerId] = set()
         """Workers that were full when this request was last tried."""
         self.relayed = array("I")

@@ -157,8 +157,6 @@ class Timings:
     """The longest time between two pieces of the stream."""
     answered_at = 0.0
     """When the response was complete, if the router waited for a report after that."""
-    broke_at = NOT_BROKEN
-    """While a stream is interrupted: when the client got its latest data."""
 
     def __init__(
         self,
@@ -177,3 +175,5 @@ class Timings:
         """All placements together."""
         self.failed_s = failed_s
         """Failed attempts, each from its placement to the next one, without ``place_s``."""
+        self.broke_at = NOT_BROKEN
+        """While a stream is interrupted: when the client got its latest data."""
