@@ -45,15 +45,9 @@ from services.router.state.block_table import IS_COMPILED
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
 from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
-from services.router.telemetry.metrics import (
-    CountMetrics,
-    LiveMetrics,
-    QueueMetrics,
-    RequestMetrics,
-    SpeedMetrics,
-    health_of,
-)
+from services.router.telemetry.metrics import CountMetrics, LiveMetrics, SpeedMetrics, health_of
 from services.router.telemetry.request_log import RequestLog
+from services.router.telemetry.request_metrics import QueueMetrics, RequestMetrics
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
 from services.router.usage import Budgets, UsageLog

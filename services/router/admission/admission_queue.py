@@ -10,7 +10,7 @@ from services.router.admission.admission import Admission
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, Rejection
 from services.router.relay.request_context import RequestContext
-from services.router.telemetry.metrics import QueueMetrics
+from services.router.telemetry.request_metrics import QueueMetrics
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 

@@ -12,7 +12,7 @@ import msgspec
 
 from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
-from services.router.telemetry.metrics import RequestMetrics
+from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.tracing import Tracing
 from services.router.telemetry.ttft import Legs, ttft_parts, ttft_s
 from shared.bus.port import Bus, BusDown

@@ -10,15 +10,16 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.router.telemetry.metrics import (
+from services.router.telemetry.metrics import GapMetrics
+from services.router.telemetry.outcome import TargetOutcome
+from services.router.telemetry.request_metrics import (
     OTHER_TENANTS,
     TENANTS_NAMED_MAX,
     UNCOUNTED_GAPS_MAX,
-    GapMetrics,
     QueueMetrics,
     RequestMetrics,
+    StreamGaps,
 )
-from services.router.telemetry.outcome import TargetOutcome
 from shared.contracts.ids import RequestId
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
@@ -67,13 +68,13 @@ def test_exemplars_refer_only_to_kept_traces():
 
 
 def test_bulk_counting_of_gaps_equals_counting_singly():
-    dice, gaps, singly, bulk = random.Random(3), GapMetrics(), CollectorRegistry(), CollectorRegistry()
+    dice, gaps, singly, bulk = random.Random(3), StreamGaps(), CollectorRegistry(), CollectorRegistry()
     reference = Histogram("x", "x", ("mode",), buckets=names.ROUTER_ITL.buckets, registry=singly)
     for gap_s in [*(dice.expovariate(20.0) for _ in range(3 * UNCOUNTED_GAPS_MAX)), *names.ROUTER_ITL.buckets]:
         reference.labels("aggregated").observe(gap_s)
         gaps.of["aggregated"].noted.append(gap_s)
         gaps.ended("aggregated", gap_s, "")
-    bulk.register(gaps)
+    bulk.register(GapMetrics(gaps.of))
 
     def values(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
         return {
