@@ -21,7 +21,7 @@ from replay.results import Slo
 from replay.traces import read_trace
 from replay.world import Shape
 from services.orchestrator.planner.rules import Rules
-from services.router.admission.admission import AdmissionPolicy
+from services.router.admission.policy import AdmissionPolicy
 
 WORKERS_MAX = 64
 HEAD = (

@@ -12,7 +12,7 @@ from replay.results import Slo, summarise
 from replay.traces import Request
 from replay.world import Shape
 from services.orchestrator.planner.rules import Rules
-from services.router.admission.admission import AdmissionPolicy
+from services.router.admission.policy import AdmissionPolicy
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import Role
 

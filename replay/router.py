@@ -12,7 +12,8 @@ from typing import Protocol
 
 from replay.legs import ReplayedRequest
 from replay.simworker import SimWorker
-from services.router.admission.admission import Admission, AdmissionPolicy
+from services.router.admission.admission import Admission
+from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet

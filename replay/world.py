@@ -17,7 +17,7 @@ from replay.profile import Profile
 from replay.router import NETWORK_S, At, Knowledge, RouterQueue, VirtualAdmission
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
-from services.router.admission.admission import AdmissionPolicy
+from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet
 from services.router.placement.slo import NO_TARGETS, Targets

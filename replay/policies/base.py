@@ -14,7 +14,7 @@ from replay.legs import Active, RequestCounts
 from replay.profile import Profile
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId

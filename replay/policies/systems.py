@@ -30,7 +30,7 @@ from replay.policies.queueing import (
 )
 from replay.policies.routed_prompts import ProductionStack, SglangCacheAware, SglangExact, VllmRouter
 from replay.world import World
-from services.router.admission.admission import AdmissionPolicy
+from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.placement import PlacementPolicy
 from services.router.placement.placer import CostPlacer, Placer
 from services.router.placement.slo import Targets

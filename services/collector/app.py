@@ -25,7 +25,8 @@ from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision
 from shared.contracts.ids import DecisionId, router_of
 from shared.http.edge import HttpEdge
-from shared.http.limits import UNNAMED, BodyRefused, EdgeLimits, owner_of, small_body
+from shared.http.edge_limits import EdgeLimits
+from shared.http.limits import UNNAMED, BodyRefused, owner_of, small_body
 from shared.runtime.settings import SettingsError
 from shared.telemetry.prometheus import PROMETHEUS_CONTENT_TYPE
 from shared.text.explanation import NO_DECISION_ID, not_kept, router_away

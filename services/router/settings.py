@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from services.router.admission.admission import AdmissionPolicy
+from services.router.admission.policy import AdmissionPolicy
 from services.router.auth.api_keys import SALT_CHARS_MIN, Keyring, read_keys, salt_key
 from services.router.placement.placement import PlacementPolicy
 from services.router.placement.policy import Forcing, RequestPolicy, read_policy_fields, read_weights
@@ -276,15 +276,19 @@ def failure_policy(settings: Settings) -> FailurePolicy:
 def request_policy(settings: Settings) -> RequestPolicy:
     """Which requests are served, and with which targets. Raises SettingsError."""
     try:
-        policy = read_policy_fields(
-            settings.slos, settings.force_placement, settings.priority_min, local=is_loopback(settings.host)
+        shares = read_shares(settings.revision_shares)
+    except ValueError as error:
+        raise SettingsError(f"ROUTER_REVISION_SHARES: {error}; correct it or unset it") from error
+    try:
+        return read_policy_fields(
+            settings.slos,
+            settings.force_placement,
+            settings.priority_min,
+            local=is_loopback(settings.host),
+            shares=shares,
         )
     except ValueError as error:
         raise SettingsError(f"ROUTER_SLOS: {error}; correct it or unset it") from error
-    try:
-        return msgspec.structs.replace(policy, shares=read_shares(settings.revision_shares))
-    except ValueError as error:
-        raise SettingsError(f"ROUTER_REVISION_SHARES: {error}; correct it or unset it") from error
 
 
 def placement_policy(settings: Settings) -> PlacementPolicy:

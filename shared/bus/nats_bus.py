@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 from uuid import uuid4
-from weakref import WeakSet
 
 import msgspec
 import nats.errors
@@ -93,7 +92,7 @@ class NatsBus(Connection):
         self._errors = errors
         self._inbox = Inbox(f"{login.inboxes}.{uuid4().hex}", lambda key: self._call(self.unreachable, key))
         self._sender = Sender(self._nc, frame_budget_bytes, self._inbox.token)
-        self._subscriptions: WeakSet[LiveSubscription] = WeakSet()
+        self._subscriptions: set[LiveSubscription] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._connect_until = math.inf
@@ -293,7 +292,12 @@ class NatsBus(Connection):
         self, subject: str, take: Take, queue_max: int, on_dropped: Callable[[], None] | None
     ) -> LiveSubscription:
         subscription = LiveSubscription(
-            self._nc, take, self.counts, frame_budget_bytes=self.frame_budget_bytes, on_dropped=on_dropped
+            self._nc,
+            take,
+            self.counts,
+            frame_budget_bytes=self.frame_budget_bytes,
+            on_dropped=on_dropped,
+            on_closed=self._subscriptions.discard,
         )
         try:
             await subscription.open(subject, queue_max=queue_max, queue_bytes_max=2 * self.frame_budget_bytes)

@@ -8,8 +8,7 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
@@ -165,8 +164,11 @@ class Sender:
             if size + PART_MARGIN_BYTES + header_bytes(headers) > nc.max_payload:
                 await self._send_parts(subject, payload, headers, reply)
             elif subject in self._locks:
-                async with self._locks.hold(subject):
+                await self._locks.acquire(subject)
+                try:
                     await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]
+                finally:
+                    self._locks.release(subject)
             else:
                 await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]  # nats-py says dict and only reads
         except nats.errors.Error as error:
@@ -179,13 +181,16 @@ class Sender:
         message_id = f"{self._token}-{next(self._numbers)}"
         parts = list(split(payload, part_bytes_max, message_id))
         # Later messages on this subject wait for the lock, so that order is kept while this one waits for the socket.
-        async with self._locks.hold(subject):
+        await self._locks.acquire(subject)
+        try:
             for number, (part_header, part) in enumerate(parts, 1):
                 if not self._nc.is_connected:
                     raise BusDown("the connection to NATS was lost while a message in parts was sent")
                 # Only the last part, which completes the message, makes the server report a missing subscriber.
                 part_reply = reply if number == len(parts) else ""
                 await self._nc.publish(subject, bytes(part), part_reply, {**(headers or {}), PART_HEADER: part_header})
+        finally:
+            self._locks.release(subject)
 
 
 class _SubjectLock:
@@ -197,26 +202,33 @@ class _SubjectLock:
 
 
 class SubjectLocks:
-    """``subject in locks`` is the cheap check; a sender that finds a lock, or needs one, goes through ``hold``."""
+    """``subject in locks`` is the cheap check; a sender that finds a lock, or needs one, calls ``acquire``."""
 
     def __init__(self) -> None:
         self._locks: dict[str, _SubjectLock] = {}
 
-    def __contains__(self, subject: str) -> bool:
+    def __contains__(self, subject: object) -> bool:
         return subject in self._locks
 
-    @asynccontextmanager
-    async def hold(self, subject: str) -> AsyncIterator[None]:
-        """Be the only sender on the subject; senders take turns in the order of their calls."""
+    async def acquire(self, subject: str) -> None:
+        """Be the only sender on the subject until ``release``; senders take turns in the order of their calls."""
         lock = self._locks.setdefault(subject, _SubjectLock())
         lock.users += 1
         try:
-            async with lock.lock:
-                yield
-        finally:
-            lock.users -= 1
-            if not lock.users:
-                del self._locks[subject]
+            await lock.lock.acquire()
+        except BaseException:
+            self._forget(subject, lock)
+            raise
+
+    def release(self, subject: str) -> None:
+        lock = self._locks[subject]
+        lock.lock.release()
+        self._forget(subject, lock)
+
+    def _forget(self, subject: str, lock: _SubjectLock) -> None:
+        lock.users -= 1
+        if not lock.users:
+            del self._locks[subject]
 
 
 log = logging.getLogger("baton.bus")

@@ -51,6 +51,7 @@ class LiveSubscription:
         *,
         frame_budget_bytes: int,
         on_dropped: Callable[[], None] | None,
+        on_closed: Callable[[LiveSubscription], None],
     ) -> None:
         self.dropped = 0
         self.nats: NatsSubscription | None = None
@@ -59,6 +60,7 @@ class LiveSubscription:
         self._is_direct = not inspect.iscoroutinefunction(take)
         self._counts = counts
         self._on_dropped = on_dropped
+        self._on_closed = on_closed
         self._assembler = Assembler(
             message_bytes_max=frame_budget_bytes, held_bytes_max=HELD_BUDGETS_MAX * frame_budget_bytes
         )
@@ -72,7 +74,7 @@ class LiveSubscription:
             self._nc.direct[self.nats._id] = self._on_direct
 
     def _on_direct(self, payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
-        whole = self._whole(payload, headers, subject)
+        whole = self._whole(payload, headers, subject) if headers else payload
         if whole is not None:
             self._take(whole, headers, subject, reply)
 
@@ -94,6 +96,7 @@ class LiveSubscription:
 
     async def close(self) -> None:
         """Stop; messages not yet handled are discarded."""
+        self._on_closed(self)
         subscription, self.nats = self.nats, None
         if subscription is None:
             return

@@ -69,8 +69,7 @@ class WrongRevision(BusError):
     """The entry has another revision: another process wrote it first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True):
     """Headers of a message, such as trace context (W3C names, lower case), and its size in bytes."""
 
     headers: Mapping[str, str]

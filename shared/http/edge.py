@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from shared.http.edge_limits import EdgeLimits
 from shared.http.errors import NO_SNIFFING, Header, HttpError
-from shared.http.limits import Connections, EdgeLimits, IdleClients
+from shared.http.limits import Connections, IdleClients
 from shared.http.origin import OriginPolicy
 
 AsgiMessage = MutableMapping[str, Any]

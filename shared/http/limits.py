@@ -12,7 +12,6 @@ from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 BACKLOG = 4096
@@ -27,23 +26,6 @@ UNNAMED = "-"
 """The address of connections without one, as over a Unix socket."""
 HOST_BITS = 64
 """The low bits of an IPv6 address: a network's owner chooses them freely, so a limit per address must ignore them."""
-
-
-class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the clients of one HTTP server may hold."""
-
-    connections_max: int
-    """0: no limit."""
-    connections_per_address_max: int
-    """From one address, for IPv6 one /64 network. 0: no limit."""
-    head_s_max: float
-    """From the opening of a connection, or a request's first byte, to the end of the request's head."""
-    read_s_max: float
-    """For a client to read what was written."""
-    keep_alive_s: float
-    """How long an idle connection stays open."""
-    drain_s_max: float
-    """For running responses to end when the server stops."""
 
 
 class Client(Protocol):

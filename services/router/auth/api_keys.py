@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.router.placement.request_fields import Fault, RequestFacts
+from services.router.placement.request_facts import Fault, RequestFacts
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, is_priority
 from shared.contracts.api_keys import Key, Permission
 from shared.contracts.engine_paths import COUNT_TOKENS, TOKENIZER_INFO
@@ -45,14 +45,14 @@ NO_KEY = Key(permissions=frozenset({Permission.INFER, Permission.ADMIN}))
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
     """All keys of the operator's file."""
 
-    keys: dict[str, Key] = msgspec.field(default_factory=dict)
+    keys: dict[str, Key] = {}
     """By SHA-256."""
     salt: str = ""
     """The secret of the tenants' cache salts; empty: ROUTER_SALT_FILE has it."""
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    key: list[Key] = msgspec.field(default_factory=list)
+    key: list[Key] = []
     salt: str = ""
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from shared.contracts.api_keys import Key
 
 MINUTE_S = 60.0
@@ -19,14 +17,15 @@ REQUEST_END_S = 1.0
 Kind = Literal["requests", "tokens", "sequences"]
 
 
-class Over(msgspec.Struct, frozen=True):
+class Over:
     """A limit that was reached."""
 
-    kind: Kind
-    per_minute: int
-    """At once, for sequences."""
-    wait_s: float
-    """Until a request may pass again."""
+    def __init__(self, kind: Kind, per_minute: int, wait_s: float) -> None:
+        self.kind: Kind = kind
+        self.per_minute = per_minute
+        """At once, for sequences."""
+        self.wait_s = wait_s
+        """Until a request may pass again."""
 
     @property
     def message(self) -> str:
@@ -120,24 +119,13 @@ class RateLimit:
         return [(kind, one.per_minute, max(0, int(one.level(now)))) for kind, one in buckets if one is not None]
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request's tokens when it has ended."""
-
-    prompt_charged: int
-    """The prompt as the router counted or estimated it."""
-    prompt: int
-    """As the engine reports it; 0 or less: not reported."""
-    completion: int
-    """As the engine reports it; -1: not reported."""
-    relayed: int
-    """Generated tokens that the client was sent."""
-    unseen: int
-    """Tokens that the engine may have generated for a client that left before its response."""
-
-
-def tokens_used(usage: Usage) -> tuple[int, int]:
+def tokens_used(*, prompt_charged: int, prompt: int, completion: int, relayed: int, unseen: int) -> tuple[int, int]:
     """Prompt and completion tokens that a finished request has used. Without a report the charge stays: leaving must
     not be cheaper than waiting.
+
+    ``prompt_charged``: the prompt as the router counted or estimated it. ``prompt`` and ``completion`` as the engine
+    reports them; 0 or less, and -1: not reported. ``relayed``: generated tokens that the client was sent; ``unseen``:
+    those that the engine may have generated for a client that left before its response.
     """
-    prompt = usage.prompt if usage.prompt > 0 else usage.prompt_charged
-    return prompt, usage.completion if usage.completion >= 0 else max(usage.relayed, usage.unseen)
+    used = prompt if prompt > 0 else prompt_charged
+    return used, completion if completion >= 0 else max(relayed, unseen)

@@ -27,7 +27,8 @@ from services.router.http.response_routes import add_responses
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placer import Fleet
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
-from services.router.placement.request_fields import FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
+from services.router.placement.request_facts import Mode
+from services.router.placement.request_fields import FETCH_MIN_TOKENS_MAX, SOURCES_MAX
 from services.router.placement.revisions import Shares
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
 from services.router.responses.responses import Responses

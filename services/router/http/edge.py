@@ -15,7 +15,7 @@ from services.router.auth.client import ANYONE, ApiClient
 from services.router.http.errors import bad_request, error_event, error_for, failed
 from services.router.http.request import JSON_TYPE, Connection, Head, HttpRequest, Upload, UploadTotals
 from services.router.placement.form import form_type
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.relay.relay import BUG, Relay
 from services.router.responses.responses import Responses
 from services.router.settings import Settings, is_local
@@ -23,8 +23,8 @@ from services.router.telemetry.request_log import RequestLog
 from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.http.edge import AsgiApp, HttpEdge
+from shared.http.edge_limits import EdgeLimits
 from shared.http.errors import Header, HttpError, error_body
-from shared.http.limits import EdgeLimits
 from shared.http.origin import OriginPolicy
 from shared.runtime.clock import Clock
 from shared.telemetry.tracing import trace_named

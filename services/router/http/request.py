@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.router.auth.client import ANYONE
 from services.router.http.errors import error_for
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from shared.contracts.ids import RequestId, is_subject_token
 from shared.http.errors import Header, HttpError
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from services.router.placement.kv_sources import SOURCES_MAX, source_of
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView

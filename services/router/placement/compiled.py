@@ -16,7 +16,7 @@ from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
 from services.router.placement.evaluation import fit_rows, source_rows
 from services.router.placement.kv_sources import source_of
 from services.router.placement.placement import PlacementPolicy, PlacementRequest, Rejection, reject, reject_pair
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.placement.revisions import ANY
 from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths, cheapest_rows
 from services.router.state import fleet_table as t

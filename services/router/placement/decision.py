@@ -12,10 +12,8 @@ from itertools import islice
 from math import inf
 from operator import methodcaller
 
-import msgspec
-
+from services.router.placement.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.slo import Targets
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import DecisionId, RequestId, RouterId
 
@@ -29,33 +27,49 @@ CANDIDATES_SHOWN_MAX = 8
 UNKNOWN = -1.0
 
 
-class Decision(msgspec.Struct, eq=False, kw_only=True):
+class Decision:
     """It copies a few numbers of the ``PlacementRequest`` instead of keeping it: the block hashes in there may take
     hundreds of kilobytes.
     """
 
-    decision_id: DecisionId
-    request_id: RequestId
-    model: str
-    tenant: str
-    priority: int
-    targets: Targets
-    prompt_tokens: int
-    exact: bool
-    """Whether the prompt was tokenized as the engine does."""
-    why_inexact: str
-    at_unix_s: float
-    attempt: int
-    earlier: DecisionId
-    """The decision of the attempt before this one, which failed; empty for the first attempt."""
-    result: Placement | Rejection
-    outcome: str = ""
+    outcome = ""
     """``ok``, or the reason that ended the attempt; empty while it runs."""
     measured: TtftParts | None = None
-    ttft_s: float = UNKNOWN
-    itl_s: float = UNKNOWN
-    counted_prompt_tokens: int = -1
-    cached_tokens: int = -1
+    ttft_s = -1.0
+    """-1, here and below: not known."""
+    itl_s = -1.0
+    counted_prompt_tokens = -1
+    cached_tokens = -1
+
+    def __init__(  # noqa: PLR0913  # the record's fields
+        self,
+        *,
+        decision_id: DecisionId,
+        request_id: RequestId,
+        request: PlacementRequest,
+        result: Placement | Rejection,
+        exact: bool,
+        why_inexact: str,
+        at_unix_s: float,
+        attempt: int,
+        earlier: DecisionId,
+    ) -> None:
+        """``exact``: whether the prompt was tokenized as the engine does. ``earlier``: the decision of the attempt
+        before this one, which failed; empty for the first attempt.
+        """
+        self.decision_id = decision_id
+        self.request_id = request_id
+        self.model = request.model
+        self.tenant = request.tenant
+        self.priority = request.priority
+        self.targets = request.targets
+        self.prompt_tokens = request.prompt_tokens
+        self.exact = exact
+        self.why_inexact = why_inexact
+        self.at_unix_s = at_unix_s
+        self.attempt = attempt
+        self.earlier = earlier
+        self.result = result
 
     def end(
         self,
@@ -200,30 +214,6 @@ LISTED_MAX = 100
 """Decisions in one list."""
 
 
-class DecisionFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which decisions to list; empty and negative values match all."""
-
-    tenant: str | None = None
-    """None matches all tenants; the empty tenant is one of them."""
-    request_id: str = ""
-    worker_id: str = ""
-    outcome: str = ""
-    ttft_s_min: float = UNKNOWN
-    missed: bool = False
-    """Only those that missed a target."""
-    limit: int = 20
-
-    def matches(self, decision: Decision) -> bool:
-        return (
-            (self.tenant is None or decision.tenant == self.tenant)
-            and (not self.request_id or decision.request_id == self.request_id)
-            and (not self.worker_id or self.worker_id in decision.workers)
-            and (not self.outcome or decision.outcome == self.outcome)
-            and decision.ttft_s >= self.ttft_s_min
-            and (not self.missed or decision.missed_target)
-        )
-
-
 class DecisionLog:
     """The newest decisions of this router: at most ``count_max``, of about ``bytes_max`` bytes together."""
 
@@ -256,17 +246,13 @@ class DecisionLog:
         decision = Decision(
             decision_id=DecisionId(f"{self._router_id}-d{self._random_hex()}"),
             request_id=request_id,
-            model=request.model,
-            tenant=request.tenant,
-            priority=request.priority,
-            targets=request.targets,
-            prompt_tokens=request.prompt_tokens,
+            request=request,
+            result=result,
             exact=exact,
             why_inexact=why_inexact,
             at_unix_s=at_unix_s,
             attempt=attempt,
             earlier=earlier.decision_id if earlier is not None else DecisionId(""),
-            result=result,
         )
         self._decisions.append(decision)
         self._by_id[decision.decision_id] = decision

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from services.router.placement.decision import LISTED_MAX, DecisionFilter, DecisionLog
+from services.router.placement.decision import LISTED_MAX, DecisionLog
+from services.router.placement.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.request_context import RequestContext
 from shared.bus.port import Bus, BusError, Envelope, Subscription

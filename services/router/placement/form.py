@@ -11,7 +11,8 @@ import re
 
 import msgspec
 
-from services.router.placement.request_fields import MODEL_CHARS_MAX, UNSPLITTABLE_PATH, Body, Fault, RequestFacts
+from services.router.placement.request_facts import Body, Fault, RequestFacts
+from services.router.placement.request_fields import MODEL_CHARS_MAX, UNSPLITTABLE_PATH
 from services.router.placement.sequences import lax_count
 
 MEDIA_TYPE = "multipart/form-data"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from services.router.placement.request_fields import ForcedWorkers, Mode
+from services.router.placement.request_facts import ForcedWorkers, Mode
 from services.router.placement.shortlist import PartCandidates
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.cluster_view import ClusterView

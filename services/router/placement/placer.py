@@ -27,7 +27,7 @@ from services.router.placement.placement import (
     reject,
     reject_pair,
 )
-from services.router.placement.request_fields import Mode, RequestFacts
+from services.router.placement.request_facts import Mode, RequestFacts
 from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex

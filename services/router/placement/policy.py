@@ -9,7 +9,8 @@ import msgspec
 
 from services.router.auth.api_keys import NO_KEY
 from services.router.placement.placement import PlacementRequest
-from services.router.placement.request_fields import Fault, ForcedWorkers, Mode, RequestFacts, requested_mode
+from services.router.placement.request_facts import Fault, ForcedWorkers, Mode, RequestFacts
+from services.router.placement.request_fields import requested_mode
 from services.router.placement.revisions import NO_SHARES, Shares
 from services.router.placement.slo import NO_SLOS, NO_TARGETS, PRIORITY_MAX, Slos, read_slos
 from shared.contracts.api_keys import Key, Permission
@@ -23,28 +24,49 @@ WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 Forcing = Literal["auto", "anyone", "nobody"]
 
 
-class RequestHeaders(msgspec.Struct, frozen=True, kw_only=True):
+class RequestHeaders:
     """Baton's request headers, and the API key that came with them."""
 
-    mode: Mode = Mode.AUTO
-    class_name: str = ""
-    tenant: str = ""
-    key: Key = NO_KEY
-    is_batch: bool = False
-    """A line of a batch: without targets, and less urgent than every request that may become so."""
+    def __init__(
+        self,
+        *,
+        mode: Mode = Mode.AUTO,
+        class_name: str = "",
+        tenant: str = "",
+        key: Key = NO_KEY,
+        is_batch: bool = False,
+    ) -> None:
+        """``is_batch``: it is a line of a batch, without targets, and less urgent than every request that may become
+        so.
+        """
+        self.mode = mode
+        self.class_name = class_name
+        self.tenant = tenant
+        self.key = key
+        self.is_batch = is_batch
 
 
-class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPolicy:
     """The operator's settings of what clients may ask for."""
 
-    slos: Slos = NO_SLOS
-    shares: Shares = NO_SHARES
-    may_force: bool = False
-    """Whether clients without keys may choose workers."""
-    keys_may_force: bool = True
-    """Whether clients may whose keys have the permission."""
-    priority_min: int = 0
-    """The most urgent priority that a body may ask for; classes may be more urgent."""
+    def __init__(
+        self,
+        *,
+        slos: Slos = NO_SLOS,
+        shares: Shares = NO_SHARES,
+        may_force: bool = False,
+        keys_may_force: bool = True,
+        priority_min: int = 0,
+    ) -> None:
+        """``may_force``: whether clients without keys may choose workers; ``keys_may_force``: whether those may whose
+        keys have the permission. ``priority_min``: the most urgent priority that a body may ask for; classes may be
+        more urgent.
+        """
+        self.slos = slos
+        self.shares = shares
+        self.may_force = may_force
+        self.keys_may_force = keys_may_force
+        self.priority_min = priority_min
 
     def fault(self, facts: RequestFacts, request_headers: RequestHeaders, workers: Container[WorkerId]) -> Fault | None:
         """Why the request is not served; None when it is. ``workers``: those that exist."""
@@ -142,10 +164,13 @@ def class_of(facts: RequestFacts, request_headers: RequestHeaders) -> str:
     return request_headers.class_name if facts.options.class_name is None else facts.options.class_name
 
 
-def read_policy_fields(slos: str, forcing: Forcing, priority_min: int, *, local: bool) -> RequestPolicy:
+def read_policy_fields(
+    slos: str, forcing: Forcing, priority_min: int, *, local: bool, shares: Shares = NO_SHARES
+) -> RequestPolicy:
     """``local``: only clients on this machine can connect. Raises ValueError with a message for the operator."""
     return RequestPolicy(
         slos=read_slos(slos),
+        shares=shares,
         may_force=forcing == "anyone" or (forcing == "auto" and local),
         keys_may_force=forcing != "nobody",
         priority_min=priority_min,

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from services.router.placement.media import foreign_media
+from services.router.placement.request_facts import (
+    NO_OPTIONS,
+    Body,
+    Fault,
+    ForcedWorkers,
+    Mode,
+    RawBody,
+    RequestFacts,
+    RequestOptions,
+    Tool,
+)
 from services.router.placement.sequences import GENERATING, batch_size, completions, elements, is_one_input, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.engine_paths import CHAT, CHAT_BATCH, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES, SERVER_TOOLS
-from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
 
@@ -32,124 +41,9 @@ MAY_BE_LONG = frozenset(("cache_salt", "chat_template", "chat_template_kwargs", 
 """In all other fields a value that is too long is a fault: placement cannot know what an engine would make of it."""
 
 
-class Mode(StrEnum):
-    """How a request is served, or asks to be served."""
-
-    AUTO = "auto"
-    AGGREGATED = "aggregated"
-    DISAGGREGATED = "disaggregated"
-    DECODE_FIRST = "decode_first"
-    """A decode worker alone, if enough of the prompt is cached for it; else disaggregated."""
-
-
-class ForcedWorkers(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that the client chose; empty where placement chooses."""
-
-    prefill_worker: WorkerId = WorkerId("")
-    decode_worker: WorkerId = WorkerId("")
-    """Serves the whole request when it is aggregated."""
-    sources: tuple[WorkerId, ...] | None = None
-    """The only workers to fetch the prompt's KV from; None: placement chooses."""
-
-
-class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The body's ``baton`` object; None for fields that it leaves out."""
-
-    mode: Mode | None = None
-    forced: ForcedWorkers | None = None
-    class_name: str | None = None
-    priority: int | None = None
-    ttft_s: float | None = None
-    itl_s: float | None = None
-    resumes_max: int | None = None
-
-
-NO_OPTIONS = RequestOptions()
-
-
-class Body(msgspec.Struct, kw_only=True):
-    """The fields of an OpenAI body that placement depends on. Every field takes any type: the engine validates the body
-    and its error message reaches the client. Prompts, and fields of which only the presence matters, stay JSON: as
-    objects they would take up to 24 times the memory.
-    """
-
-    model: Any = None
-    stream: Any = None
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    background: Any = None
-    previous_response_id: Any = None
-    n: Any = None
-    best_of: Any = None
-    echo: Any = None
-    prompt_logprobs: Any = None
-    use_beam_search: Any = None
-    prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
-    cache_salt: Any = None
-    prompt_cache_key: Any = None
-    add_special_tokens: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    documents: msgspec.Raw = msgspec.Raw(b"")
-    reasoning_effort: Any = None
-    truncate_prompt_tokens: Any = None
-    cache_hit_threshold: Any = None
-    kv_fetch_min_tokens: Any = None
-    baton: msgspec.Raw = msgspec.Raw(b"")
-
-
-class _Tool(msgspec.Struct):
-    type: Any = None
-
-
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """An invalid or forbidden value of one of Baton's own fields, which engines do not validate."""
-
-    param: str
-    message: str
-    reason: Reason | None = None
-    """None: the value is invalid."""
-
-
-class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as placement sees it."""
-
-    path: str
-    model: str
-    """Its primary name, where that is known. Empty: any model."""
-    alias: str = ""
-    """The name in the request, if it is another one."""
-    stream: bool = False
-    unsplittable: str = ""
-    """Why the request cannot be split into legs; empty when it can."""
-    tokens_out: int = 0
-    """The limit that the client set on the completion; 0 when none."""
-    sequences: int = 1
-    """Completions or inputs that an engine computes for it."""
-    body: Body | None = None
-    """None when the body could not be read."""
-    cache_hit_threshold: float | None = None
-    kv_fetch_min_tokens: int | None = None
-    options: RequestOptions = NO_OPTIONS
-    fault: Fault | None = None
-    salt: str = ""
-    """Written into the body for the engine, so that other tenants cannot use the cached KV; empty: nothing."""
-    media_salt: str = ""
-    """In the place of ``salt`` where that is empty, for the names that the client gives to its media."""
-
-
-_RawBody = msgspec.defstruct("_RawBody", [(name, msgspec.Raw, None) for name in Body.__struct_fields__])
 _body = msgspec.json.Decoder(Body)
-_tools = msgspec.json.Decoder(list[_Tool])
-_raw_body = msgspec.json.Decoder(_RawBody)
+_tools = msgspec.json.Decoder(list[Tool])
+_raw_body = msgspec.json.Decoder(RawBody)
 RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
 
 

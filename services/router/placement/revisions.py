@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from services.router.placement.request_fields import Fault, RequestFacts, given
+from services.router.placement.request_facts import Fault, RequestFacts
+from services.router.placement.request_fields import given
 from shared.contracts.engine_paths import CHAT
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ TURNS = msgspec.json.Decoder(list[Turn])
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
     """The share of conversations of each revision. For a model without shares, cost decides."""
 
-    models: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    models: dict[str, dict[str, float]] = {}
 
     def order(self, facts: RequestFacts) -> tuple[str, ...]:
         """The revisions that may serve the request, the drawn one first; the others serve while no worker of that one

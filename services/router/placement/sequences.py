@@ -11,35 +11,15 @@ from typing import Any
 
 import msgspec
 
+from services.router.placement.request_facts import Inputs
 from shared.contracts.engine_paths import CHAT_BATCH, FORMS, INVOCATIONS, PLACED
 
-NO_RAW = msgspec.Raw(b"")
 QUOTE = ord('"')
 LIST = re.compile(rb"[ \t\r\n]*\[")
 ONE_INPUT = re.compile(rb'[ \t\r\n]*("|\[[ \t\r\n]*[-0-9])')
 """A text, or a list of tokens."""
 GENERATING = (*PLACED, CHAT_BATCH, INVOCATIONS, *sorted(FORMS))
 """Endpoints that generate tokens. Of all others only the inputs cost something."""
-
-
-class Inputs(msgspec.Struct):
-    """The fields of the batch endpoints' bodies that may be lists of inputs."""
-
-    input: msgspec.Raw = NO_RAW
-    """Embeddings, pooling, classify."""
-    data: msgspec.Raw = NO_RAW
-    documents: msgspec.Raw = NO_RAW
-    """Rerank, score."""
-    items: msgspec.Raw = NO_RAW
-    queries: msgspec.Raw = NO_RAW
-    texts: msgspec.Raw = NO_RAW
-    """Cohere's embed, and the next two."""
-    images: msgspec.Raw = NO_RAW
-    inputs: msgspec.Raw = NO_RAW
-    data_1: msgspec.Raw = NO_RAW
-    data_2: msgspec.Raw = NO_RAW
-    text_1: msgspec.Raw = NO_RAW
-    text_2: msgspec.Raw = NO_RAW
 
 
 _inputs = msgspec.json.Decoder(Inputs)
@@ -63,7 +43,8 @@ def completions(prompt: msgspec.Raw, prompt_embeds: msgspec.Raw, n: Any, best_of
 
 def is_one_input(raw: msgspec.Raw) -> bool:
     """Whether a field is one text or one list of tokens."""
-    return ONE_INPUT.match(memoryview(raw)) is not None
+    view = memoryview(raw)
+    return len(view) > 0 and (view[0] == QUOTE or ONE_INPUT.match(view) is not None)
 
 
 def elements(raw: msgspec.Raw) -> int:

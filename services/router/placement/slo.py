@@ -42,8 +42,8 @@ class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A class's rule overrides its model's, and a model's rule the default."""
 
     default: SloRule = NO_RULE
-    models: dict[str, SloRule] = msgspec.field(default_factory=dict)
-    classes: dict[str, SloRule] = msgspec.field(default_factory=dict)
+    models: dict[str, SloRule] = {}
+    classes: dict[str, SloRule] = {}
 
     def knows(self, name: str) -> bool:
         """Whether the class exists; no class (empty) always does."""
@@ -51,13 +51,17 @@ class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def targets(self, model: str, name: str, *, ttft_s: float | None, itl_s: float | None) -> Targets:
         """For a request of this model and class; ``ttft_s`` and ``itl_s`` are its own and override them."""
+        if self is NO_SLOS and ttft_s is None and itl_s is None:
+            return NO_TARGETS
         rules = self._by_precedence(model, name)
         return Targets(
-            ttft_s=_target(ttft_s, *(one.ttft_s for one in rules)), itl_s=_target(itl_s, *(one.itl_s for one in rules))
+            ttft_s=_target(ttft_s, [one.ttft_s for one in rules]), itl_s=_target(itl_s, [one.itl_s for one in rules])
         )
 
     def priority(self, model: str, name: str) -> int:
         """Lower is more urgent; 0 by default."""
+        if self is NO_SLOS:
+            return 0
         for rule in self._by_precedence(model, name):
             if rule.priority is not msgspec.UNSET:
                 return rule.priority
@@ -109,7 +113,7 @@ def _check(name: str, rule: SloRule) -> None:
         raise ValueError(f"{name}.priority is {rule.priority}; it must be {PRIORITY_MIN} to {PRIORITY_MAX}")
 
 
-def _target(requested: float | None, *configured: float | msgspec.UnsetType | None) -> float:
+def _target(requested: float | None, configured: list[float | msgspec.UnsetType | None]) -> float:
     if requested is not None:
         return requested
     for value in configured:

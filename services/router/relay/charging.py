@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from services.router.auth.authenticator import limited
-from services.router.auth.rate_limit import Usage, tokens_used
+from services.router.auth.rate_limit import tokens_used
 from services.router.http.errors import bad_request
 from services.router.placement.sequences import GENERATING
 from services.router.relay.request_context import RequestContext
@@ -50,13 +50,11 @@ def used_by(context: RequestContext, finished: RequestFinished, now: float) -> t
     if context.placement is None:
         return 0, 0
     return tokens_used(
-        Usage(
-            prompt_charged=context.charged_prompt_tokens,
-            prompt=finished.prompt_tokens,
-            completion=finished.completion_tokens,
-            relayed=len(context.relayed),
-            unseen=_unseen(context, now),
-        )
+        prompt_charged=context.charged_prompt_tokens,
+        prompt=finished.prompt_tokens,
+        completion=finished.completion_tokens,
+        relayed=len(context.relayed),
+        unseen=_unseen(context, now),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from services.router.http.errors import EVENT_STREAM
 from services.router.placement.placement import Placement
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.relay.migration import ATTACHED
 from services.router.relay.request_context import RequestContext, ResponseHeaders
 from services.router.relay.request_tasks import RequestTasks

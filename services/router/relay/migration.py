@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from services.router.placement.placement import PlacementRequest
-from services.router.placement.request_fields import Mode, RequestFacts
+from services.router.placement.request_facts import Mode, RequestFacts
 from shared.contracts.engine_paths import PLACED
 
 RESUMES_MAX_MAX = 64

@@ -19,7 +19,8 @@ from services.router.http.request import HttpRequest
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import Mode, RequestFacts, default_or_requested
+from services.router.placement.request_facts import Mode, RequestFacts
+from services.router.placement.request_fields import default_or_requested
 from services.router.placement.revisions import with_primary_name
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.legs import EngineRefused, LegRunner, NotAnswered
@@ -32,8 +33,8 @@ from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import DefaultModeFeed
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
+from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.prompts import Prompts, UnreadPrompt
-from services.router.tokenize.segments import Prompt
 from services.router.usage import Budgets, UsageLog
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge

@@ -12,12 +12,12 @@ from services.router.admission.queues import QueueEntry
 from services.router.http.request import HttpRequest, header_value
 from services.router.placement.decision import Decision
 from services.router.placement.placement import Placement, PlacementRequest
-from services.router.placement.request_fields import Mode, RequestFacts
+from services.router.placement.request_facts import Mode, RequestFacts
 from services.router.relay.migration import why_not_resumable
 from services.router.state.worker_view import WorkerView
 from services.router.telemetry.trace import Trace
 from services.router.telemetry.ttft import Timings
-from services.router.tokenize.segments import Prompt
+from services.router.tokenize.prompt import Prompt
 from shared.bus.leg_inbox import Leg, LegInbox
 from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.failures import Failure, Reason

@@ -11,7 +11,7 @@ import msgspec
 
 from services.router.admission.placing import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth, Placing
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.relay.failure_policy import (
     MAY_FREE_SOON,
     WORKER_UNUSABLE,

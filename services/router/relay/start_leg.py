@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from services.router.placement.placement import Placement
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.relay.failure_policy import HANDOFF_SHARE_MIN
 from services.router.relay.request_context import RequestContext
 from services.router.state.cluster_view import ClusterView

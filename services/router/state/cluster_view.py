@@ -9,7 +9,8 @@ import numpy as np
 
 from services.router.placement.revisions import ANY, means
 from services.router.state import fleet_table as t
-from services.router.state.worker_view import Sent, WorkerSpeed, WorkerView, can_exchange_kv
+from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_view import Sent, WorkerView, can_exchange_kv
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord

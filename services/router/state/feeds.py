@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 
 from services.router.placement.placer import Fleet
-from services.router.placement.request_fields import Mode, default_mode_of
+from services.router.placement.request_facts import Mode
+from services.router.placement.request_fields import default_mode_of
 from services.router.state.block_table import IS_COMPILED
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import IndexState, PrefixIndex

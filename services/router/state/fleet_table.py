@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import astuple
 
-from services.router.state.worker_view import WorkerSpeed
+from services.router.state.worker_speed import WorkerSpeed
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import math
 import msgspec
 
 from services.router.state.cluster_view import ClusterView
-from services.router.state.worker_view import WorkerSpeed
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
@@ -135,16 +135,18 @@ def _estimate(engine: EngineSpeed | None, transfers: UnitCosts, transit_s: float
     )
 
 
-class Life(msgspec.Struct):
+class Life:
     """One life of a worker."""
 
-    epoch: Epoch
-    fingerprint: str
-    speed: SpeedOf
-    received_tokens: int = 0
-    received_s: float = 0.0
+    received_tokens = 0
+    received_s = 0.0
     written: WorkerSpeed | None = None
     """What the cluster view has."""
+
+    def __init__(self, epoch: Epoch, fingerprint: str, speed: SpeedOf) -> None:
+        self.epoch = epoch
+        self.fingerprint = fingerprint
+        self.speed = speed
 
 
 class WorkerSpeeds:

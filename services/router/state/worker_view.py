@@ -7,13 +7,11 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import msgspec
 import numpy as np
 
 from shared.contracts.ids import Epoch
 from shared.contracts.load import ENGINE_SILENT_S_MAX, LoadReport
 from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
-from shared.engine_speed.steps import DEFAULT_STEP_TIMES
 
 CONNECTOR = "baton"
 """Names of connectors that lease, offer and fetch KV by content begin with it."""
@@ -121,29 +119,6 @@ class WorkerView:
             load.kv_blocks_used * block_size + own.sent_context_tokens,
             free_tokens - own.sent_context_tokens,
         )
-
-
-class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds for one of each. The defaults hold until the worker, or one like it, has been measured."""
-
-    prefill_step_s: float = DEFAULT_STEP_TIMES.prefill_step_s
-    """Each step that computes prompt tokens, however few."""
-    prefill_token_s: float = DEFAULT_STEP_TIMES.prefill_token_s
-    prefill_pair_s: float = 0.0
-    """Each earlier token that a computed token attends to (the square in attention)."""
-    decode_step_s: float = DEFAULT_STEP_TIMES.decode_step_s
-    decode_request_s: float = DEFAULT_STEP_TIMES.decode_request_s
-    """Each request in the batch of a decode step."""
-    decode_context_token_s: float = 0.0
-    """Each token of context of these requests."""
-    transfer_base_s: float = 0.005
-    """From the request for KV of another worker to its reply."""
-    transfer_token_s: float = 5e-6
-    """Reading one token's KV."""
-    pairs_per_token: float = 0.0
-    """Earlier tokens that a computed prompt token attended to, lately and on average: for prompts of unknown length."""
-    transit_s: float = 0.002
-    """From the start of a leg to its first token at the router, minus the time that the engine measured."""
 
 
 class Sent:

@@ -10,7 +10,7 @@ import logging
 
 import msgspec
 
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.relay.request_context import RequestContext
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.tracing import Tracing
@@ -100,14 +100,14 @@ def predicted_cached_tokens(context: RequestContext) -> int:
     return context.placement.cached_tokens if context.placement is not None and exact else -1
 
 
-class KvNumbers(msgspec.Struct, frozen=True, kw_only=True):
+class KvNumbers:
     """See the fields of ``RequestFinished``; -1: unknown."""
 
-    recomputed_tokens: int = -1
-    reprefilled_tokens: int = -1
-    readback_tokens: int = -1
-    wait_s: float = -1.0
-    read_s: float = -1.0
+    recomputed_tokens = -1
+    reprefilled_tokens = -1
+    readback_tokens = -1
+    wait_s = -1.0
+    read_s = -1.0
 
 
 UNKNOWN = KvNumbers()
@@ -126,13 +126,18 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
         if transfer_report is not None and transfer_report.reads:
             waits_s += _wait_s(transfer_report)
             reads_s += [read.read_s for read in transfer_report.reads if read.read_at]
-    return KvNumbers(
-        recomputed_tokens=last.recomputed_tokens if apart and last is not None else -1,
-        reprefilled_tokens=last.reprefilled_tokens if last is not None else -1,
-        readback_tokens=computing.fetched_tokens if computing is not None else -1,
-        wait_s=sum(waits_s) if waits_s else -1.0,
-        read_s=sum(reads_s) if reads_s else -1.0,
-    )
+    numbers = KvNumbers()
+    if apart and last is not None:
+        numbers.recomputed_tokens = last.recomputed_tokens
+    if last is not None:
+        numbers.reprefilled_tokens = last.reprefilled_tokens
+    if computing is not None:
+        numbers.readback_tokens = computing.fetched_tokens
+    if waits_s:
+        numbers.wait_s = sum(waits_s)
+    if reads_s:
+        numbers.read_s = sum(reads_s)
+    return numbers
 
 
 def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from services.router.placement.placement import Placement
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.telemetry.metrics import CountMetrics, GapMetrics
 from services.router.telemetry.outcome import TargetOutcome, target_outcome
 from shared.contracts.failures import Reason

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
@@ -25,13 +23,14 @@ from shared.contracts.kv_exchange import KvRead
 NOT_BROKEN = -1.0
 
 
-class Legs(msgspec.Struct, frozen=True, kw_only=True):
+class Legs:
     """The reports of the attempt that produced the response."""
 
-    answering: LegReport
-    prefill: LegReport | None = None
-    """None: one worker did both, or the prefill leg's report is missing."""
-    streamed: bool = False
+    def __init__(self, *, answering: LegReport, prefill: LegReport | None = None, streamed: bool = False) -> None:
+        """``prefill`` None: one worker did both, or the prefill leg's report is missing."""
+        self.answering = answering
+        self.prefill = prefill
+        self.streamed = streamed
 
 
 def ttft_s(first_data_s: float, answering: LegReport | None, *, stream: bool) -> float:

@@ -14,8 +14,9 @@ from json import dumps
 from typing import NamedTuple, Protocol
 
 from services.router.placement.placer import Fleet
-from services.router.placement.request_fields import RequestFacts, read_request
-from services.router.tokenize.segments import Prompt
+from services.router.placement.request_facts import RequestFacts
+from services.router.placement.request_fields import read_request
+from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.tokenizer import Lora, PromptTokenizer
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENS

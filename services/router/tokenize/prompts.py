@@ -13,13 +13,14 @@ from services.router.http.request import HttpRequest
 from services.router.placement.form import read_form_request
 from services.router.placement.media import has_media
 from services.router.placement.placer import Fleet
-from services.router.placement.request_fields import MODEL_CHARS_MAX, Body, Fault, RequestFacts, read_request
+from services.router.placement.request_facts import Body, Fault, RequestFacts
+from services.router.placement.request_fields import MODEL_CHARS_MAX, read_request
 from services.router.placement.revisions import means
 from services.router.settings import Settings, request_policy
 from services.router.state.worker_view import WorkerView
 from services.router.tokenize.parity import ParityWatch
+from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts
-from services.router.tokenize.segments import Prompt
 from services.router.tokenize.tokenizer import (
     BYTES_PER_TOKEN_GUESSED,
     PromptTokenizer,

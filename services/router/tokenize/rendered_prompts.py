@@ -14,10 +14,10 @@ import msgspec
 
 from services.router.http.request import HttpRequest
 from services.router.placement.media import has_addresses
-from services.router.placement.request_fields import RequestFacts
+from services.router.placement.request_facts import RequestFacts
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import WorkerView
-from services.router.tokenize.segments import Prompt
+from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.turns import FairSlots, NoTurn, Work
 from shared.bus.port import AskTimedOut, Bus, BusError
 from shared.contracts.channels import RENDER

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import cast
 
-import msgspec
 from tokenizers import Tokenizer
 
 from services.router.tokenize.block_hash import PIECES, HashKeys, extend_packed
+from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.text_cuts import Cuts, cut_words, find_cuts
 from shared.contracts.workers import HashScheme
 
@@ -128,20 +128,6 @@ class Node:
         self.tail = tail
         """Tokens behind the last full block, as CBOR."""
         self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * (len(hashes) + len(tail))
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """A tokenized or estimated prompt."""
-
-    tokens: int
-    hashes: Sequence[int]
-    """Hashes of its blocks, at least as far as any worker held them."""
-    exact: bool
-    """Whether the cached tokens computed from ``hashes`` are those that the engine will find."""
-    why: str = ""
-    """Why it is not exact, where that is known; for people."""
-    unsplittable: str = ""
-    """Why one engine must serve the request; empty when two may, as far as the prompt tells."""
 
 
 class Walk:

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from services.router.placement.request_fields import TOO_LONG, Body, RequestFacts, given
+from services.router.placement.request_facts import Body, RequestFacts
+from services.router.placement.request_fields import TOO_LONG, given
 from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
+from services.router.tokenize.chat_messages import Message, Part
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
-from services.router.tokenize.segments import PieceTooLong, Prompt, Segments
+from services.router.tokenize.prompt import Prompt
+from services.router.tokenize.segments import PieceTooLong, Segments
 from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
@@ -41,23 +44,6 @@ STEP_CHARS = 8 * 1024
 
 TEXT_ITERATED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 """A template that iterates over a message's content expects a list of parts."""
-
-
-class Part(msgspec.Struct):
-    """A part of a message's content."""
-
-    type: str = ""
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    """A message of a chat, as far as templates of plain chats see it."""
-
-    role: str
-    content: str | list[str | Part] | None = None
-    name: Any = None
-    tool_calls: msgspec.Raw = msgspec.Raw(b"")
-    reasoning: msgspec.Raw = msgspec.Raw(b"")
 
 
 TEXT = msgspec.json.Decoder(str)
@@ -115,7 +101,7 @@ def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES
 
 def prompt_bytes(body: Body) -> int:
     """Size of the prompt as JSON."""
-    return len(memoryview(body.prompt)) + len(memoryview(body.messages)) + len(memoryview(body.input))
+    return len(body.prompt) + len(body.messages) + len(body.input)
 
 
 class PromptTokenizer:

@@ -13,7 +13,7 @@ from replay.router import NETWORK_S
 from replay.traces import BLOCK_TOKENS, Request, at_load, chains
 from replay.workloads import CHAT_TURNS_MEAN, NAMES, TENANTS, WORKLOADS, generate, opened
 from replay.world import Shape, World
-from services.router.admission.admission import AdmissionPolicy
+from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.slo import Targets
 from tests.support.replay_worlds import PROFILE, with_baseline, world
 

@@ -10,7 +10,7 @@ from replay.policies.systems import BASELINES
 from replay.router import NETWORK_S
 from replay.traces import Request
 from replay.world import Shape, World
-from services.router.admission.admission import AdmissionPolicy
+from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.slo import Targets
 from services.router.state.prefix_index import IndexState
 from tests.support.replay_worlds import PROFILE, conversations, with_baseline, world

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from services.router.admission.admission import Admission, AdmissionPolicy
+from services.router.admission.admission import Admission
+from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.placement.slo import Targets
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason

@@ -9,7 +9,7 @@ import pytest
 from services.launcher.cluster.api_keys import entry_text, salt_text
 from services.router.auth.api_keys import NO_KEY, may_see, read_keys
 from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields
-from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, RequestOptions
+from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts, RequestOptions
 from services.router.placement.slo import SloRule, Slos
 from services.router.settings import Settings, check
 from shared.contracts.api_keys import Key, Permission, digest_of, new_key

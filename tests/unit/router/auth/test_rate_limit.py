@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.auth.rate_limit import Bucket, RateLimit, Usage, tokens_used
+from services.router.auth.rate_limit import Bucket, RateLimit, tokens_used
 from shared.contracts.api_keys import Key
 
 
@@ -65,7 +65,7 @@ def test_bursts_and_rate_stay_within_the_limit_per_minute(per_minute, takes):
 def test_tokens_used_counts_the_known_prompt_and_completion():
     known = {"prompt_charged": 10, "prompt": 12, "completion": 5, "relayed": 3, "unseen": 7}
 
-    assert tokens_used(Usage(**known)) == (12, 5)
-    assert tokens_used(Usage(**known | {"prompt": -1, "completion": -1})) == (10, 7)
-    assert tokens_used(Usage(**known | {"prompt": 0, "completion": -1, "relayed": 9})) == (10, 9)
-    assert tokens_used(Usage(**known | {"prompt": 0, "completion": 0})) == (10, 0)
+    assert tokens_used(**known) == (12, 5)
+    assert tokens_used(**known | {"prompt": -1, "completion": -1}) == (10, 7)
+    assert tokens_used(**known | {"prompt": 0, "completion": -1, "relayed": 9}) == (10, 9)
+    assert tokens_used(**known | {"prompt": 0, "completion": 0}) == (10, 0)

@@ -7,7 +7,7 @@ import pytest
 from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.placement.revisions import NO_SHARES
 from services.router.relay.request_context import Served
 from services.router.state.worker_view import WorkerView

@@ -11,7 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from services.router.placement.decision import LISTED_MAX, DecisionFilter
+from services.router.placement.decision import LISTED_MAX
+from services.router.placement.decision_filter import DecisionFilter
 from services.router.placement.decision_service import SLICE, DecisionService
 from services.router.placement.placement import PlacementRequest, Rejection
 from shared.bus.frame_sender import LegFrames

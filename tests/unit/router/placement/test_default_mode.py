@@ -7,13 +7,8 @@ import json
 
 import pytest
 
-from services.router.placement.request_fields import (
-    Mode,
-    default_mode_of,
-    default_or_requested,
-    read_request,
-    requested_mode,
-)
+from services.router.placement.request_facts import Mode
+from services.router.placement.request_fields import default_mode_of, default_or_requested, read_request, requested_mode
 from services.router.state.feeds import DefaultModeFeed
 from shared.contracts.channels import DEFAULT_MODE
 from shared.contracts.control import FLEET, DefaultMode

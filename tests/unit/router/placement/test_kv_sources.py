@@ -6,10 +6,10 @@ import msgspec
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_fields import Mode
+from services.router.placement.request_facts import Mode
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
-from services.router.state.worker_view import WorkerSpeed
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.kv_exchange import KvSource

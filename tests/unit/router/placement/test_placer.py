@@ -8,11 +8,12 @@ import pytest
 from services.router.placement.decision import DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_fields import ForcedWorkers, Mode
+from services.router.placement.request_facts import ForcedWorkers, Mode
 from services.router.placement.slo import Targets
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
-from services.router.state.worker_view import Sent, WorkerSpeed
+from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_view import Sent
 from shared.contracts.decisions import CandidateRecord, Part
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RequestId, RouterId, WorkerId

@@ -7,13 +7,15 @@ from collections import Counter
 import msgspec
 import pytest
 
-from services.router.admission.admission import Admission, AdmissionPolicy
+from services.router.admission.admission import Admission
+from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer, Fleet
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, read_request
+from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts
+from services.router.placement.request_fields import read_request
 from services.router.placement.revisions import ANY, means, read_shares, with_primary_name
 from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import ClusterView

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields, read_weights
-from services.router.placement.request_fields import Fault, Mode, RequestFacts, read_request
+from services.router.placement.request_facts import Fault, Mode, RequestFacts
+from services.router.placement.request_fields import read_request
 from services.router.placement.slo import PRIORITY_MAX, Targets, read_slos
 from shared.contracts.engine_paths import CHAT
 from shared.contracts.failures import Reason

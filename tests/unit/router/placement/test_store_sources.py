@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer, Fleet
-from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts
+from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
-from services.router.state.worker_view import WorkerSpeed
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes

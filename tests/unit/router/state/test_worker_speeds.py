@@ -11,8 +11,8 @@ from prometheus_client import generate_latest
 
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
+from services.router.state.worker_speed import WorkerSpeed
 from services.router.state.worker_speeds import RunningMedian, SpeedOf, WorkerSpeeds
-from services.router.state.worker_view import WorkerSpeed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvExchangeState, KvRead, KvTransferReport

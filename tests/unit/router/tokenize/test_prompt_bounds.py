@@ -11,8 +11,9 @@ import pytest
 
 from services.router.placement.request_fields import read_request
 from services.router.tokenize.block_hash import block_hashes
+from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
-from services.router.tokenize.segments import PIECE_CHARS_MAX, Prompt
+from services.router.tokenize.segments import PIECE_CHARS_MAX
 from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
 from services.worker.tiny_model import ensure_tiny_tokenizer
