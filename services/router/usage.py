@@ -196,7 +196,7 @@ def _ranks(view: WorkerView) -> int:
 def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:
     """Of a worker that is not gone, as floats of Python: arithmetic on numpy's is several times slower."""
     alive = cluster.workers.get(view.record.worker_id) is view
-    return cluster.table.numbers[:, view.row].tolist() if alive else None
+    return cluster.table.of(view.row) if alive else None
 
 
 def _prefill_s(n: list[float] | None, computed: int, before: int) -> float:

@@ -427,6 +427,88 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
+/* ---- single numbers of the table */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer numbers;
+} Columns;
+
+static PyObject *columns_read(Columns *self, PyObject *given)
+{
+    size_t row, stride = length_of(&self->numbers);
+    if (!read_row(given, stride, &row))
+        return NULL;
+    PyObject *values = PyList_New(self->numbers.shape[0]);
+    for (Py_ssize_t i = 0; values && i < self->numbers.shape[0]; i++) {
+        PyObject *value = PyFloat_FromDouble(((double *)self->numbers.buf)[(size_t)i * stride + row]);
+        if (value == NULL)
+            Py_CLEAR(values);
+        else
+            PyList_SET_ITEM(values, i, value);
+    }
+    return values;
+}
+
+static PyObject *columns_write(Columns *self, PyObject *const *args, Py_ssize_t given)
+{
+    size_t row, first, stride = length_of(&self->numbers), count = (size_t)self->numbers.shape[0];
+    if (given < 2)
+        return PyErr_Format(PyExc_TypeError, "takes at least 2 arguments, got %zd", given);
+    if (!read_row(args[0], stride, &row) || !read_row(args[1], count, &first))
+        return NULL;
+    if ((size_t)given - 2 > count - first)
+        return PyErr_Format(PyExc_ValueError, "there are no %zd numbers from %zu on", given - 2, first);
+    double *to = (double *)self->numbers.buf + first * stride + row;
+    for (Py_ssize_t i = 2; i < given; i++, to += stride) {
+        double value;
+        if (!read_double(args[i], &value))
+            return NULL;
+        *to = value;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *columns_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *numbers;
+    if (!PyArg_ParseTuple(args, "O", &numbers))
+        return NULL;
+    Columns *self = (Columns *)type->tp_alloc(type, 0);
+    if (self != NULL && !open_array(numbers, &self->numbers, "d", 2, PyBUF_WRITABLE))
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void columns_dealloc(Columns *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyBuffer_Release(&self->numbers);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef columns_methods[] = {
+    {"read", (PyCFunction)columns_read, METH_O, NULL},
+    FAST("write", columns_write),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot columns_slots[] = {
+    {Py_tp_doc, "Reads and writes single numbers of the fleet table; see fleet_table.py."},
+    {Py_tp_new, columns_new},
+    {Py_tp_dealloc, columns_dealloc},
+    {Py_tp_methods, columns_methods},
+    {0, NULL},
+};
+
+static PyType_Spec columns_spec = {
+    .name = "services.router.native._placement.Columns",
+    .basicsize = sizeof(Columns),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = columns_slots,
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_placement",
@@ -438,11 +520,13 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__placement(void)
 {
-    PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
-    if (made == NULL || type == NULL || PyModule_AddStringConstant(made, "NUMBERS", NUMBER_NAMES(AS_STRING)) ||
+    PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec), *columns = PyType_FromSpec(&columns_spec);
+    if (made == NULL || type == NULL || columns == NULL || PyModule_AddObjectRef(made, "Columns", columns) ||
+        PyModule_AddStringConstant(made, "NUMBERS", NUMBER_NAMES(AS_STRING)) ||
         PyModule_AddStringConstant(made, "FLAGS", FLAG_NAMES(AS_STRING)) ||
         PyModule_AddObjectRef(made, "NativePlacement", type))
         Py_CLEAR(made);
     Py_XDECREF(type);
+    Py_XDECREF(columns);
     return made;
 }

@@ -336,7 +336,7 @@ class RunningLeg(LegReader):
 
     def close(self, error: Exception | None) -> None:
         """It is over: its load counts no more."""
-        self.over = True
+        self.over, self._leg = True, None
         if self._times is not None:
             self._times.ended(self.attempt.runner.now(), error)
         self._load.ended()

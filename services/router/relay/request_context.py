@@ -235,10 +235,11 @@ class RequestContext:
         self.stop(CLIENT_SLOW if self.http_request.slow else CLIENT_LEFT)
 
     def close(self) -> None:
-        """Cancel all that still runs."""
+        """Cancel all that still runs, and let go of it: with its legs the request would be garbage in a cycle."""
         self.deadline_at = NEVER
         for leg in self.legs:
             leg.cancel()
+        self.legs.clear()
 
 
 FIXED_HEADERS_MAX = 4096

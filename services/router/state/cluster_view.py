@@ -125,22 +125,22 @@ class ClusterView:
         view = self.workers.get(load.worker_id)
         if view is None or load.epoch != view.record.epoch:
             return
-        view.load = load
+        view.report(load)
         view.heard_at = now
         view.lost = view.away = False
         self.away.discard(load.worker_id)
         view.own.reported(now)
-        self.table.numbers[t.PROMPTS_PER_S, view.row] = view.prompts.update(load.computed_tokens_total, now)
-        received = load.received_tokens_total
-        self.table.numbers[t.STORED_TOKENS, view.row] = load.computed_tokens_total + received
-        self.table.numbers[t.USED_TOKENS, view.row] = load.cached_tokens_total + received
+        table, row, received = self.table, view.row, load.received_tokens_total
+        table.set(row, t.PROMPTS_PER_S, view.prompts.update(load.computed_tokens_total, now))
+        table.set(row, t.STORED_TOKENS, load.computed_tokens_total + received)
+        table.set(row, t.USED_TOKENS, load.cached_tokens_total + received)
         if view.record.role is not load.role:
             view.record = msgspec.structs.replace(view.record, role=load.role)
             self._write(view)
         else:  # Ten times a second for each worker: only what a report changes.
-            self.table.flags[t.READY, view.row] = view.ready
-            self.table.numbers[t.HEARD_AT, view.row] = now
-            self._write_load(view)
+            table.flags[t.READY, row] = view.ready
+            table.set(row, t.HEARD_AT, now)
+            view.write_load(table)
 
     def disconnected(self) -> None:
         """The bus is down: each worker must report again before it gets legs."""
@@ -155,6 +155,12 @@ class ClusterView:
         view = self.workers.get(worker_id)
         if view is not None:
             self.table.set_speed(view.row, speed)
+
+    def set_transit(self, worker_id: WorkerId, transit_s: float) -> None:
+        """Write the one part of its speed that changes with each leg."""
+        view = self.workers.get(worker_id)
+        if view is not None:
+            self.table.set(view.row, t.TRANSIT_S, transit_s)
 
     def lose(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """The orchestrator has declared this epoch lost."""
@@ -249,7 +255,7 @@ class ClusterView:
         """Note that these workers were chosen, so that equal workers take turns."""
         self._choices_made += 1
         for view in views:
-            self.table.numbers[t.LAST_CHOSEN, view.row] = self._choices_made
+            self.table.set(view.row, t.LAST_CHOSEN, self._choices_made)
 
     def leg_started(self, worker_id: WorkerId, sent: Sent) -> None:
         """The router itself sent a leg."""
@@ -257,21 +263,21 @@ class ClusterView:
         if view is not None:
             sent.epoch = view.record.epoch
             view.own.started(sent)
-            self._write_load(view)
+            view.write_load(self.table)
 
     def others_started(self, worker_id: WorkerId, epoch: Epoch, sent: Sent) -> None:
         """Another router sent legs."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == epoch:
             view.own.others_started(sent)
-            self._write_load(view)
+            view.write_load(self.table)
 
     def prompt_computed(self, worker_id: WorkerId, sent: Sent, tokens: int) -> None:
         """A leg of this router has computed its prompt of ``tokens``."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == sent.epoch:
             view.own.computed(sent, tokens)
-            self._write_load(view)
+            view.write_load(self.table)
 
     def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int, legs: int = 1, tokens: int = 0) -> None:
         """A leg of this router has ended or failed; it counted as ``legs``. ``tokens``: of its prompt, unless
@@ -280,7 +286,7 @@ class ClusterView:
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == sent.epoch:
             view.own.ended(sent, context_tokens, legs, tokens)
-            self._write_load(view)
+            view.write_load(self.table)
 
     def _forget_names(self) -> None:
         """Which workers a name stands for has changed."""
@@ -320,16 +326,4 @@ class ClusterView:
         numbers[t.BLOCK_SIZE, row] = max(1, record.hashing.block_size)
         numbers[t.STEP_TOKENS, row] = max(1, record.step_tokens_max)
         numbers[t.ANSWERS, row] = view.serves and record.role is not Role.PREFILL
-        self._write_load(view)
-
-    def _write_load(self, view: WorkerView) -> None:
-        numbers, row = self.table.numbers, view.row
-        numbers[t.LEGS, row] = view.legs
-        # One by one, which takes a third of the time of a slice.
-        (
-            numbers[t.DECODING, row],
-            numbers[t.WAITING_TOKENS, row],
-            numbers[t.CONTEXT_TOKENS, row],
-            numbers[t.FREE_TOKENS, row],
-        ) = view.busy()
-        numbers[t.SENT_TOKENS, row] = view.own.sent_tokens if view.load is not None else view.own.tokens
+        view.write_load(self.table)

@@ -14,34 +14,55 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+try:
+    from services.router.native._placement import Columns
+except ImportError:
+
+    class Columns:  # type: ignore[no-redef]
+        """Reads and writes single numbers of the table; in C in a tenth of the time."""
+
+        def __init__(self, numbers: Floats) -> None:
+            self._numbers = numbers
+
+        def read(self, row: int) -> list[float]:
+            """All numbers of a row."""
+            values: list[float] = self._numbers[:, row].tolist()
+            return values
+
+        def write(self, row: int, first: int, *values: float) -> None:
+            """Write these numbers of a row, from ``first`` on."""
+            self._numbers[first : first + len(values), row] = values
+
+
 ROWS_AT_FIRST = 16
 
 HEARD_AT: Final = 0
-LEGS: Final = 1
-LEGS_MAX: Final = 2
-LAST_CHOSEN: Final = 3
+LEGS_MAX: Final = 1
+LAST_CHOSEN: Final = 2
 """The number of the placement that last chose the worker."""
-DECODING: Final = 4
-"""Requests in its batch, or about to be."""
-WAITING_TOKENS: Final = 5
-"""Prompt tokens that it has accepted and not computed yet."""
-CONTEXT_TOKENS: Final = 6
-"""Tokens in its KV cache that running requests use."""
-FREE_TOKENS: Final = 7
-"""Free tokens of its KV cache."""
-BLOCK_SIZE: Final = 8
-STEP_TOKENS: Final = 9
+BLOCK_SIZE: Final = 3
+STEP_TOKENS: Final = 4
 """Prompt tokens that its engine computes in one step, at most."""
-PROMPTS_PER_S: Final = 10
+PROMPTS_PER_S: Final = 5
 """Prompt tokens computed per second, lately."""
-ANSWERS: Final = 11
+ANSWERS: Final = 6
 """1 if it serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
-SENT_TOKENS: Final = 12
-"""The part of ``WAITING_TOKENS`` that was sent after its last report."""
-STORED_TOKENS: Final = 13
+STORED_TOKENS: Final = 7
 """Prompt tokens whose KV it computed or fetched since it started."""
-USED_TOKENS: Final = 14
+USED_TOKENS: Final = 8
 """Prompt tokens whose KV it had cached or fetched since it started."""
+LEGS: Final = 9
+"""This and the next five change with each leg: see ``set_load``."""
+DECODING: Final = 10
+"""Requests in its batch, or about to be."""
+WAITING_TOKENS: Final = 11
+"""Prompt tokens that it has accepted and not computed yet."""
+CONTEXT_TOKENS: Final = 12
+"""Tokens in its KV cache that running requests use."""
+FREE_TOKENS: Final = 13
+"""Free tokens of its KV cache."""
+SENT_TOKENS: Final = 14
+"""The part of ``WAITING_TOKENS`` that was sent after its last report."""
 SPEED: Final = 15
 """The first of as many rows as ``WorkerSpeed`` has fields, in their order."""
 PREFILL_STEP_S: Final = SPEED
@@ -85,6 +106,7 @@ class FleetTable:
         self.moves = 0
         """Counts every time that a row was taken or given back."""
         self._free: list[int] = []
+        self._columns = Columns(self.numbers)
 
     def take(self) -> int:
         """A row of zeros."""
@@ -105,6 +127,20 @@ class FleetTable:
         self.moves += 1
         self._free.append(row)
 
+    def of(self, row: int) -> list[float]:
+        """All numbers of a row."""
+        return self._columns.read(row)
+
+    def set_load(  # as many as a leg changes
+        self, row: int, legs: float, decoding: float, waiting: float, context: float, free: float, sent: float
+    ) -> None:
+        """Write the numbers from ``LEGS`` on."""
+        self._columns.write(row, LEGS, legs, decoding, waiting, context, free, sent)
+
+    def set(self, row: int, what: int, value: float) -> None:
+        """Write one number."""
+        self._columns.write(row, what, value)
+
     def set_speed(self, row: int, speed: WorkerSpeed) -> None:
         """Write how fast that worker is."""
         values: tuple[Any, ...] = astuple(speed)
@@ -118,3 +154,4 @@ class FleetTable:
             new[..., : old.shape[-1]] = old
             setattr(self, name, new)
         self.numbers[DIVISORS, rows // 2 :] = 1.0
+        self._columns = Columns(self.numbers)

@@ -110,16 +110,19 @@ class SpeedOf:
         if self._peers is not None:
             self._peers.transit_took(seconds)
 
+    @property
+    def transit_s(self) -> float:
+        """The best estimate of the transit, which each leg changes."""
+        return self._transit.seconds
+
     def now(self) -> WorkerSpeed:
-        """The best estimate."""
-        peers, transit_s = self._peers, self._transit.seconds
+        """The best estimate. Its transit is that of the time when anything else changed last."""
+        peers = self._peers
         transfers = self._transfers if self._transfers.samples or peers is None else peers._transfers
         basis = (self.engine, peers.engine if peers is not None else None, transfers, transfers.samples)
         if basis != self._basis:
             self._basis = basis
-            self._estimate = _estimate(filled_in(*basis[:2]), transfers, transit_s)
-        elif transit_s != self._estimate.transit_s:  # Each leg changes it, and nothing else often.
-            self._estimate = msgspec.structs.replace(self._estimate, transit_s=transit_s)
+            self._estimate = _estimate(filled_in(*basis[:2]), transfers, self.transit_s)
         return self._estimate
 
 
@@ -208,13 +211,17 @@ class WorkerSpeeds:
 
     def all(self) -> dict[WorkerId, WorkerSpeed]:
         """Of every worker, as it is assumed now."""
-        return {worker_id: life.speed.now() for worker_id, life in self._workers.items()}
+        return {
+            worker_id: msgspec.structs.replace(life.speed.now(), transit_s=life.speed.transit_s)
+            for worker_id, life in self._workers.items()
+        }
 
     def _write(self, worker_id: WorkerId, life: Life) -> None:
         speed = life.speed.now()
-        if speed != life.written:
+        if speed is not life.written:
             life.written = speed
             self._cluster.set_speed(worker_id, speed)
+        self._cluster.set_transit(worker_id, life.speed.transit_s)
 
     def _forget_peers(self) -> None:
         if len(self._peers) >= FINGERPRINTS_MAX:

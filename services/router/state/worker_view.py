@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-import numpy as np
-
+from services.router.state.fleet_table import FleetTable
 from shared.contracts.ids import Epoch
 from shared.contracts.load import ENGINE_SILENT_S_MAX, LoadReport
 from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
@@ -31,32 +30,36 @@ def can_exchange_kv(record: WorkerRecord) -> bool:
 class WorkerView:
     """One epoch of a worker."""
 
-    __slots__ = (
-        "adapters",
-        "away",
-        "heard_at",
-        "load",
-        "lost",
-        "own",
-        "pairs_with",
-        "prompts",
-        "record",
-        "registered",
-        "row",
-    )
+    load: LoadReport | None = None
+    """Its last report; from here to ``_kv_free_tokens`` what is read of it for each leg."""
+    _reported_legs = 0
+    _reported_requests = 0
+    _reported_waiting = 0
+    _kv_used_tokens = 0
+    _kv_free_tokens = math.inf
+    lost = False
+    away = False
+    """It has not reported since a bus outage, and may not have reconnected."""
+    registered = True
 
     def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
         self.renew(record)
         self.row = row
         self.heard_at = now
-        self.load: LoadReport | None = None
-        self.lost = False
-        self.away = False
-        """It has not reported since a bus outage, and may not have reconnected."""
-        self.registered = True
         self.own = OwnWork()
         self.prompts = TokenRate()
         """Rate of computed prompt tokens."""
+
+    def report(self, load: LoadReport) -> None:
+        """A load report has come."""
+        self.load = load
+        self._reported_legs = load.legs
+        self._reported_requests = load.running + load.waiting
+        self._reported_waiting = load.waiting_tokens
+        block_size = self.record.hashing.block_size
+        self._kv_used_tokens = load.kv_blocks_used * block_size
+        free_blocks = load.kv_blocks_total - load.kv_blocks_used
+        self._kv_free_tokens = float(free_blocks * block_size) if load.kv_blocks_total else math.inf
 
     def renew(self, record: WorkerRecord) -> None:
         """A record of this epoch. A starting worker does not know its fingerprint yet."""
@@ -83,8 +86,8 @@ class WorkerView:
     @property
     def legs(self) -> int:
         """Legs that it serves, as far as this router knows; one with several sequences counts as so many."""
-        reported = self.load.legs if self.load is not None else 0
-        return max(reported + self.own.sent_legs, self.own.legs)
+        own = self.own
+        return max(self._reported_legs + own.sent_legs, own.legs)
 
     @property
     def serves(self) -> bool:
@@ -103,21 +106,20 @@ class WorkerView:
         """Whether new legs may be placed there."""
         return self.serves and self.ready and now - self.heard_at <= silent_s_max
 
-    def busy(self) -> tuple[float, float, float, float]:
-        """Requests that decode or will, prompt tokens before a new prompt, context tokens, and free tokens of KV.
-
-        Without a report only this router's own legs are known.
-        """
-        load, own = self.load, self.own
-        if load is None:
-            return float(own.legs), float(own.tokens), float(own.context_tokens), np.inf
-        block_size = self.record.hashing.block_size
-        free_tokens = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
-        return (
-            max(load.running + load.waiting + own.sent_legs, own.legs),
-            load.waiting_tokens + own.sent_tokens,
-            load.kv_blocks_used * block_size + own.sent_context_tokens,
-            free_tokens - own.sent_context_tokens,
+    def write_load(self, table: FleetTable) -> None:
+        """Write what it is doing into its row. Without a report only this router's own legs are known."""
+        own = self.own
+        if self.load is None:
+            table.set_load(self.row, self.legs, own.legs, own.tokens, own.context_tokens, math.inf, own.tokens)
+            return
+        table.set_load(
+            self.row,
+            self.legs,
+            max(self._reported_requests + own.sent_legs, own.legs),
+            self._reported_waiting + own.sent_tokens,
+            self._kv_used_tokens + own.sent_context_tokens,
+            self._kv_free_tokens - own.sent_context_tokens,
+            own.sent_tokens,
         )
 
 
