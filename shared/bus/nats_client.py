@@ -37,10 +37,23 @@ class DirectClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self.direct: dict[int, Take] = {}
+        self._takes: dict[int, Take] = {}
         """Functions by subscription id."""
+        self._messages: MessageReader | None = None
         self._socket: asyncio.Transport | None = None
         """Of the established connection."""
+
+    def listen(self, subscription: int, take: Take) -> None:
+        """Call ``take`` for the messages of this subscription, now and after each reconnection."""
+        self._takes[subscription] = take
+        if self._messages is not None:
+            self._messages.listen(subscription, take)
+
+    def forget(self, subscription: int) -> None:
+        """Call nothing for them any more."""
+        self._takes.pop(subscription, None)
+        if self._messages is not None:
+            self._messages.forget(subscription)
 
     def _heard(self) -> None:
         self._pings_outstanding = 0  # A server that sends is alive, even if its PONG is queued behind many messages.
@@ -55,9 +68,11 @@ class DirectClient(Client):
             raise
         streams: Any = self._transport
         writer, reader = streams._io_writer, streams._io_reader
-        ours = MessageReader(self.direct, writer._protocol, self._heard)
+        self._messages = ours = MessageReader(writer._protocol, self._heard)
+        for subscription, take in self._takes.items():
+            ours.listen(subscription, take)
         self._socket = writer.transport
-        self._socket.set_protocol(ours)
+        self._socket.set_protocol(ours)  # type: ignore[arg-type]  # compiled, it has no base class of Python's
         if already := bytes(reader._buffer):
             reader._buffer.clear()
             ours.data_received(already)

@@ -20,22 +20,38 @@ VERSION = b"NATS/1.0"
 _NO_HEADERS: dict[str, str] = {}
 
 
-class MessageReader(asyncio.Protocol):
+KNOWN_MAX = 4096
+"""Beginnings of lines that are remembered: one for each sender of each subscription."""
+
+
+class MessageReader:
     """Takes the place of the stream reader's protocol on the socket of an established connection.
 
     Each subscription's messages keep their order; messages of different subscriptions may overtake one another.
     """
 
-    def __init__(self, takes: dict[int, Take], rest: asyncio.StreamReaderProtocol, heard: Callable[[], None]) -> None:
-        """``takes``: functions by subscription id. ``rest`` gets what they do not. ``heard``: called for each read."""
-        self._takes = takes
+    def __init__(self, rest: asyncio.StreamReaderProtocol, heard: Callable[[], None]) -> None:
+        """``rest`` gets what is of no subscription that is listened to. ``heard``: called for each read."""
         self._rest = rest
         self._heard = heard
+        self._takes: dict[int, Take] = {}
+        """By subscription id."""
+        self._known: dict[bytes, tuple[Take, str]] = {}
+        """The function and the subject for lines that begin like this: all of ``MSG subject id`` but the size."""
         self._held: list[bytes] = []
         """The beginning of a command whose end has not arrived."""
         self._held_bytes = 0
         self._needed = 0
         """Bytes of that command; 0: not known yet."""
+
+    def listen(self, subscription: int, take: Take) -> None:
+        """Call ``take`` for the messages of this subscription."""
+        self._takes[subscription] = take
+
+    def forget(self, subscription: int) -> None:
+        """Call nothing for them any more."""
+        if self._takes.pop(subscription, None) is not None:
+            self._known.clear()
 
     def data_received(self, data: bytes) -> None:
         self._heard()
@@ -49,7 +65,7 @@ class MessageReader(asyncio.Protocol):
         self._read(data)
 
     def _read(self, data: bytes) -> None:
-        takes, at, size = self._takes, 0, len(data)
+        at, size = 0, len(data)
         others: list[bytes] = []
         while at < size:
             line_end = data.find(LINE_END, at)
@@ -59,33 +75,54 @@ class MessageReader(asyncio.Protocol):
                 else:
                     self._hold(data[at:], 0)
                 break
-            is_plain = data.startswith(MSG, at)
-            if not is_plain and not data.startswith(HMSG, at):
-                others.append(data[at : line_end + LINE_END_BYTES])
-                at = line_end + LINE_END_BYTES
+            line, begin = data[at:line_end], line_end + LINE_END_BYTES
+            beginning, _, last = line.rpartition(b" ")
+            known = self._known.get(beginning)
+            if known is not None and last.isdigit():
+                end = begin + int(last) + LINE_END_BYTES
+                if end > size:
+                    self._hold(data[at:], end - at)
+                    break
+                known[0](data[begin : end - LINE_END_BYTES], _NO_HEADERS, known[1], "")
+                at = end
                 continue
-            words = data[at:line_end].split()
-            begin = line_end + LINE_END_BYTES
+            if not line.startswith((MSG, HMSG)):
+                others.append(data[at:begin])
+                at = begin
+                continue
             try:
-                subscription, payload_end = int(words[2]), begin + int(words[-1])
-                payload = begin if is_plain else begin + int(words[-2])
+                end = begin + int(last) + LINE_END_BYTES
+                if end > size:
+                    self._hold(data[at:], end - at)
+                    break
+                if not self._take(beginning, data[begin : end - LINE_END_BYTES]):
+                    others.append(data[at:end])
             except (ValueError, IndexError):  # Likewise.
                 others.append(data[at:])
                 break
-            end = payload_end + LINE_END_BYTES
-            if end > size:
-                self._hold(data[at:], end - at)
-                break
-            take = takes.get(subscription)
-            if take is None:
-                others.append(data[at:end])
-            else:
-                headers = _NO_HEADERS if is_plain else read_headers(data[begin:payload])
-                has_reply = len(words) > (4 if is_plain else 5)
-                take(data[payload:payload_end], headers, words[1].decode(), words[3].decode() if has_reply else "")
             at = end
         if others:
             self._rest.data_received(b"".join(others))
+
+    def _take(self, line: bytes, data: bytes) -> bool:
+        """Whether a subscription that is listened to takes the message. ``line``: its first line, without the size of
+        ``data``, which are headers and payload. Raises ValueError, IndexError.
+        """
+        words = line.split()
+        is_plain = words[0] == b"MSG"
+        take = self._takes.get(int(words[2]))
+        if take is None:
+            return False
+        subject = words[1].decode()
+        reply_at, header_bytes = 3, 0 if is_plain else int(words[-1])
+        reply = words[reply_at].decode() if len(words) > reply_at + (not is_plain) else ""
+        if is_plain and not reply:
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            self._known[line] = take, subject
+        headers = _NO_HEADERS if is_plain else read_headers(data[:header_bytes])
+        take(data[header_bytes:], headers, subject, reply)
+        return True
 
     def _hold(self, data: bytes, needed: int) -> None:
         self._held.append(data)

@@ -71,7 +71,7 @@ class LiveSubscription:
             subject, cb=self._on_message, pending_msgs_limit=queue_max, pending_bytes_limit=queue_bytes_max
         )
         if self._is_direct:
-            self._nc.direct[self.nats._id] = self._on_direct
+            self._nc.listen(self.nats._id, self._on_direct)
 
     def _on_direct(self, payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
         whole = self._whole(payload, headers, subject) if headers else payload
@@ -100,7 +100,7 @@ class LiveSubscription:
         subscription, self.nats = self.nats, None
         if subscription is None:
             return
-        self._nc.direct.pop(subscription._id, None)
+        self._nc.forget(subscription._id)
         try:
             await subscription.unsubscribe()
         except nats.errors.Error as error:  # The connection is closed or was never established.
