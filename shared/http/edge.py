@@ -10,6 +10,7 @@ from shared.http.edge_limits import EdgeLimits
 from shared.http.errors import NO_SNIFFING, Header, HttpError
 from shared.http.limits import Connections, IdleClients
 from shared.http.origin import OriginPolicy
+from shared.http.plain_requests import PlainRequests
 
 AsgiMessage = MutableMapping[str, Any]
 AsgiApp = Callable[
@@ -85,7 +86,10 @@ class HttpEdge(Generic[Request]):
         self.uploads: set[Request] = set()
         """Requests whose body has not arrived completely."""
         self.connections = Connections(limits.connections_max, limits.connections_per_address_max)
-        self.idle = IdleClients(now, head_s_max=limits.head_s_max, read_s_max=limits.read_s_max)
+        self.idle = IdleClients(
+            now, head_s_max=limits.head_s_max, read_s_max=limits.read_s_max, keep_alive_s=limits.keep_alive_s
+        )
+        self.plain_requests = PlainRequests(self.paths)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""

@@ -48,6 +48,9 @@ class Client(Protocol):
     def reader_is_late(self) -> None:
         """The client did not read in time: drop the connection with its unsent bytes."""
 
+    def rest_is_over(self) -> None:
+        """The client has asked nothing for as long as an idle connection stays open: close it."""
+
     def make_room(self) -> None:
         """Another client needs the place: drop the connection."""
 
@@ -144,17 +147,29 @@ class Connections:
 class IdleClients:
     """Clients that the server waits for, the longest wait first.
 
-    Both dicts are ordered by time, because waits only begin now: a walk stops at the first client that is in time.
+    The dicts are ordered by time, because waits only begin now: a walk stops at the first client that is in time.
     """
 
-    def __init__(self, now: Callable[[], float], *, head_s_max: float, read_s_max: float) -> None:
+    def __init__(self, now: Callable[[], float], *, head_s_max: float, read_s_max: float, keep_alive_s: float) -> None:
         self._now = now
+        self._keep_alive_s = keep_alive_s
+        self._resting: dict[Client, float] = {}
+        """Since when the client has all its responses."""
         self._head_s_max = head_s_max
         self._read_s_max = read_s_max
         self._asking: dict[Client, float] = {}
         """Since when the server waits for the head of the next request, with no response outstanding."""
         self._reading: dict[Client, float] = {}
         """Since when the server waits for the client to read, with the response complete or blocked."""
+
+    def rests(self, client: Client) -> None:
+        """The client has its responses, and ``keep_alive_s`` from now to send the next request."""
+        self._resting[client] = self._now()
+
+    def asks(self, client: Client) -> None:
+        """The client has sent something."""
+        if self._resting:
+            self._resting.pop(client, None)
 
     def waits_for_head(self, client: Client) -> None:
         """The client has ``head_s_max`` from now to send a complete head."""
@@ -175,12 +190,16 @@ class IdleClients:
 
     def left(self, client: Client) -> None:
         """The connection has closed."""
+        self._resting.pop(client, None)
         self._asking.pop(client, None)
         self._reading.pop(client, None)
 
     def end_late(self) -> None:
         """End the clients whose time is over."""
         now = self._now()
+        for client in _older(self._resting, now - self._keep_alive_s):
+            del self._resting[client]
+            client.rest_is_over()
         for client in _older(self._asking, now - self._head_s_max):
             del self._asking[client]
             if client.busy:  # It pipelines its next request slowly while it is served: its time begins after that.

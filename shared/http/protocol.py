@@ -15,6 +15,9 @@ Invariants that a change must keep:
 * All that one client can make the server hold has a limit: the head, the framing of chunks, trailers, pipelined
   requests (reading pauses), unread responses (``held``), and the time for each of them (``IdleClients``).
 
+* A request that arrives whole, in one read and in the usual form, is read without the parser (``_take_whole``), which
+  then is where it was: between two requests.
+
 Traps: uvicorn calls ``on_response_complete`` for ASGI requests only, so ``answered`` calls it for direct ones.
 uvicorn's ``connection_lost`` tells only the newest cycle, so this one tells the one that is served and all that wait.
 An exception that is raised in a parser callback arrives as the ``__context__`` of an HttpParserError. llhttp keeps its
@@ -44,14 +47,14 @@ BAD_BODY = HttpError(400, error_body(400, "The body does not match its headers."
 UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 
 
-class _NoTrailers(list[Header]):
+class _NoTrailers:
     def append(self, _header: Header) -> None:
         """Drop it. A trailer such as Content-Length or Authorization must not count as a header, and a client may send
         any number of them.
         """
 
 
-NO_TRAILERS = _NoTrailers()
+NO_TRAILERS: Any = _NoTrailers()
 """Takes the place of the header list after the head."""
 
 
@@ -139,7 +142,9 @@ class EdgeProtocol(HttpToolsProtocol):
         """Bytes from the client."""
         if self.last_text is not None or not self.counted:
             return
-        self._unset_keepalive_if_required()
+        self.edge.idle.asks(self)
+        if not (self.request_bytes or self.in_head or self.busy) and self._take_whole(data):
+            return
         self.request_bytes += len(data)
         try:
             self._parse(data)
@@ -184,6 +189,27 @@ class EdgeProtocol(HttpToolsProtocol):
         for http_request in http_requests | ({self.serving} if self.serving is not None else set()):
             http_request.client_left()
             self.edge.uploads.discard(http_request)
+
+    def _take_whole(self, data: bytes) -> bool:
+        """Whether ``data`` is a whole request that need not be parsed: see ``PlainRequests``."""
+        edge = self.edge
+        plain = edge.plain_requests.read(data)
+        if plain is None:
+            return False
+        path, headers, body = plain
+        edge.idle.head_came(self)
+        http_request = self.http_request = edge.admit(self, path, headers, http11=True, keep=True)
+        self.cycle = self.started = PipelinedRequest(http_request)
+        self.serving = http_request
+        http_request.is_current = True
+        if http_request.refusal is None:
+            http_request.upload.add(body)
+            edge.limit_body(http_request, len(body))
+        http_request.upload.complete = True
+        self._advance(http_request)
+        if http_request.ended and not self.busy:
+            edge.idle.waits_for_head(self)
+        return True
 
     def _parse(self, data: bytes) -> None:
         """Raises HttpParserError."""
@@ -321,12 +347,19 @@ class EdgeProtocol(HttpToolsProtocol):
             self.held = True
             self.flow.pause_reading()
             self.edge.idle.waits_for_reader(self)
-        elif self.last_text is not None and not self.pipeline:
+            return
+        if self.last_text is not None and not self.pipeline:
             self._say_last()
-        else:
-            super().on_response_complete()
-            if self.pipeline:
-                self.flow.pause_reading()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        if not self.pipeline:
+            self.edge.idle.rests(self)
+            return
+        cycle, app = self.pipeline.pop()
+        self._start_asgi_task(cycle, app)
+        if self.pipeline:
+            self.flow.pause_reading()
 
     def pause_writing(self) -> None:
         """The write buffer is full: the client has ``read_s_max`` to read."""
@@ -389,14 +422,14 @@ class EdgeProtocol(HttpToolsProtocol):
         self.edge.refused_connection("connection_displaced")
         self.transport.abort()
 
-    def timeout_keep_alive_handler(self) -> None:
+    def rest_is_over(self) -> None:
         """The keep-alive time is over. Abort when the client has not read its last response: ``close`` would wait for
         it.
         """
         if self.unsent_bytes():
             self.transport.abort()
         else:
-            super().timeout_keep_alive_handler()
+            self.transport.close()
 
     def write(self, data: bytes) -> None:
         """Write to the socket, unless it is closing."""

@@ -88,7 +88,6 @@ def make_server(edge: HttpEdge[Any]) -> Server:
         date_header=False,
         proxy_headers=False,
         headers=list(edge.headers),
-        timeout_keep_alive=int(edge.limits.keep_alive_s),
         timeout_graceful_shutdown=int(edge.limits.drain_s_max),
     )
     return Server(config)
