@@ -31,6 +31,7 @@ from typing import Any
 
 import httptools
 from httptools import HttpRequestParser
+from mypy_extensions import mypyc_attr
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shared.http.edge import DirectRequest, HttpEdge
@@ -110,6 +111,7 @@ neither chunk extensions nor trailers, so that a client could otherwise send the
 """
 
 
+@mypyc_attr(native_class=False)  # Its base is not compiled.
 class EdgeProtocol(HttpToolsProtocol):
     """One client connection."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,26 +14,6 @@ from services.router.state.worker_speed import WorkerSpeed
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-try:
-    from services.router.native._placement import Columns
-except ImportError:
-
-    class Columns:  # type: ignore[no-redef]
-        """Reads and writes single numbers of the table; in C in a tenth of the time."""
-
-        def __init__(self, numbers: Floats) -> None:
-            self._numbers = numbers
-
-        def read(self, row: int) -> list[float]:
-            """All numbers of a row."""
-            values: list[float] = self._numbers[:, row].tolist()
-            return values
-
-        def write(self, row: int, first: int, *values: float) -> None:
-            """Write these numbers of a row, from ``first`` on."""
-            self._numbers[first : first + len(values), row] = values
-
 
 ROWS_AT_FIRST = 16
 
@@ -92,6 +73,39 @@ SERVES: Final = 5
 FLAGS: Final = 6
 
 
+class Columns(Protocol):
+    """Reads and writes single numbers of the table."""
+
+    def read(self, row: int, /) -> list[float]:
+        """All numbers of a row."""
+
+    def write(self, row: int, first: int, /, *values: float) -> None:
+        """Write these numbers of a row, from ``first`` on."""
+
+
+class PythonColumns:
+    """In ten times the time of the form in C."""
+
+    def __init__(self, numbers: Floats) -> None:
+        self._numbers = numbers
+
+    def read(self, row: int, /) -> list[float]:
+        values: list[float] = self._numbers[:, row].tolist()
+        return values
+
+    def write(self, row: int, first: int, /, *values: float) -> None:
+        self._numbers[first : first + len(values), row] = values
+
+
+make_columns: Callable[[Floats], Columns] = PythonColumns
+try:
+    from services.router.native._placement import Columns as NativeColumns
+except ImportError:
+    pass
+else:
+    make_columns = NativeColumns
+
+
 class FleetTable:
     """``numbers[what, row]``, ``flags[what, row]`` and ``groups[row]``: rows of equal group may exchange KV. Rows are
     reused; ``count`` is the highest that was ever in use, plus one.
@@ -106,7 +120,7 @@ class FleetTable:
         self.moves = 0
         """Counts every time that a row was taken or given back."""
         self._free: list[int] = []
-        self._columns = Columns(self.numbers)
+        self._columns = make_columns(self.numbers)
 
     def take(self) -> int:
         """A row of zeros."""
@@ -154,4 +168,4 @@ class FleetTable:
             new[..., : old.shape[-1]] = old
             setattr(self, name, new)
         self.numbers[DIVISORS, rows // 2 :] = 1.0
-        self._columns = Columns(self.numbers)
+        self._columns = make_columns(self.numbers)
