@@ -261,18 +261,16 @@ class Relay:
 
     def _later(self, context: RequestContext, work: Coroutine[Any, Any, None], name: str) -> None:
         """Continue the chain in a task."""
-        self._tasks.spawn(context, self._guarded(context, work), name)
+        self._tasks.spawn(context, work, name).add_done_callback(partial(self._continued, context))
 
-    async def _guarded(self, context: RequestContext, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as bug:
-            self._crashed(context, bug)
-        except asyncio.CancelledError:  # The router ends.
+    def _continued(self, context: RequestContext, task: asyncio.Task[None]) -> None:
+        """A task of the chain has ended, perhaps without having begun."""
+        if task.cancelled():  # The router ends.
             self._finish(context)
-            raise
+        elif (bug := task.exception()) is not None:
+            self._crashed(context, bug)
 
-    def _crashed(self, context: RequestContext, bug: Exception) -> None:
+    def _crashed(self, context: RequestContext, bug: BaseException) -> None:
         """A bug ends its request, not the process."""
         log.error("a request failed with an internal error", exc_info=bug)
         http_request = context.http_request

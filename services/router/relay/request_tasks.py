@@ -19,7 +19,7 @@ class RequestTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, context: RequestContext, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run ``work``, which handles its own exceptions."""
+        """Run ``work``. Its exceptions are its own business, or of a callback that the caller adds to the task."""
         variables = copy_context()
         variables.run(TRACE_ID.set, context.trace_id())
         task = self._loop.create_task(work, name=name, context=variables)
