@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet outside catalogue dist lock clean
+.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet outside catalogue dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ setup: ## Make .venv from the locked requirements (the other targets do it when 
 
 setup-dev:
 	@scripts/setup.sh --dev
+
+setup-check: # An edited request path of the router runs as Python, which takes no minute to compile.
+	@scripts/setup.sh --dev --as-is
 
 test-tools: # A browser and Prometheus, where they can be installed
 	@scripts/test_tools.sh
@@ -56,10 +59,10 @@ nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, co
 	@$(MAKE) llama-server
 	@TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
-check: setup-dev ## Format, lint, types, layers, generated files and all quick tests that need no process; about a minute on two cores
+check: setup-check ## Format, lint, types, layers, generated files and all quick tests that need no process; about a minute on two cores
 	@scripts/check.sh
 
-fix: setup-dev ## Formatter and safe automatic fixes
+fix: setup-check ## Formatter and safe automatic fixes
 	@$(PYTHON) -m ruff format .
 	@$(PYTHON) -m ruff check --fix .
 
@@ -110,7 +113,7 @@ bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before
 outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
 	@$(PYTHON) -m tests.outside $(ARGS)
 
-catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
+catalogue: setup-check ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
 	@$(PYTHON) -m scripts.make_pages
 	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py
@@ -124,5 +127,6 @@ lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 
 clean: ## Remove .venv and everything the tools left here
 	@rm -rf .venv .venv-llama .peers .baton .outside build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	@rm -f services/router/native/*.so
+	@find shared services -name "*.so" -delete
+	@rm -f shared/compiled.sha256
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

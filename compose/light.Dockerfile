@@ -18,7 +18,7 @@ RUN pip install --no-deps --require-hashes -r requirements/services.txt
 # The router's prefix index and placement are compiled in this stage, so the final image needs no compiler.
 FROM base AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY shared shared
 COPY services services
 COPY connector connector
@@ -28,7 +28,7 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /opt/wheels .
 FROM base
 COPY --from=build /opt/wheels /opt/wheels
 # pip leaves out what it cannot compile, and says so only in its log.
-RUN pip install --no-deps /opt/wheels/*.whl && python -c "from services.router.native import _block_table, _placement"
+RUN pip install --no-deps /opt/wheels/*.whl && python -c "from services.router.native import _block_table, _placement; from shared import compiled; assert compiled.IN_USE"
 
 USER baton
 WORKDIR /home/baton

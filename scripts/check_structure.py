@@ -34,17 +34,18 @@ PURE = {
     "services.launcher.views": "watch",
     "services.orchestrator": "lifecycle",
     "services.orchestrator.planner": "change family planner rules work",
-    "services.router.admission": "admission fair_share queues",
+    "services.router.admission": "admission fair_share policy queues",
     "services.router.auth": "api_keys rate_limit",
     "services.router.batches": "lines",
     "services.router.placement": (
-        "assembly compiled cost decision evaluation form kv_sources media placement placer policy "
-        "request_fields revisions sequences shortlist slo"
+        "assembly compiled cost decision decision_filter evaluation form kv_sources media placement placer policy "
+        "request_facts request_fields revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration",
     "services.router.responses": "history",
     "services.router.state": (
-        "block_table cluster_view fleet_table prefix_index quarantine reservations worker_speeds worker_view"
+        "block_table cluster_view fleet_table prefix_index quarantine reservations worker_speed worker_speeds "
+        "worker_view"
     ),
     "services.router.telemetry": "outcome ttft",
     "services.router.tokenize": "block_hash",

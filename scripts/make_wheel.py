@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NATIVE = ("services/router/native/_block_table.", "services/router/native/_placement.")
+NATIVE = ("services/router/native/_block_table.", "services/router/native/_placement.", "shared/request_path__mypyc.")
 COMPLAINT = re.compile(r"error|not found|No such file", re.IGNORECASE)
 COMPLAINTS_MAX = 8
 

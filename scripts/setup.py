@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import threading
 import time
 import venv
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -40,9 +43,12 @@ class SetupFailed(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dev", action="store_true", help="also install what checks and tests need")
+    parser.add_argument(
+        "--as-is", action="store_true", help="do not compile the router's request path anew: edited, it runs as Python"
+    )
     options = parser.parse_args()
     try:
-        set_up(wanted_engine(), dev=options.dev)
+        set_up(wanted_engine(), dev=options.dev, as_is=options.as_is)
     except SetupFailed as failure:
         sys.exit(f"setup: {failure}")
     except KeyboardInterrupt:
@@ -50,7 +56,7 @@ def main() -> None:
         sys.exit(130)
 
 
-def set_up(engine: str, *, dev: bool) -> None:
+def set_up(engine: str, *, dev: bool, as_is: bool) -> None:
     """Install what is missing; silent when nothing is."""
     locks = {"runtime": "services" if engine == "none" else f"engine-{engine}"}
     if dev:
@@ -59,8 +65,8 @@ def set_up(engine: str, *, dev: bool) -> None:
     if engine == "none" and installed("runtime") in {wanted("engine-cpu"), wanted("engine-cuda")}:
         del locks["runtime"]
     missing = {part: lock for part, lock in locks.items() if installed(part) != wanted(lock)}
-    sources = native_sources()
-    if not missing and installed("native") == sources:
+    sources, request_path = native_sources(), request_path_sources()
+    if not missing and installed("native") == sources and (as_is or installed("request-path") == request_path):
         return
     started = time.monotonic()
     LOG.parent.mkdir(exist_ok=True)
@@ -75,14 +81,25 @@ def set_up(engine: str, *, dev: bool) -> None:
         (VENV / f".{part}").write_text(wanted(lock))
         if part == "runtime":
             compiling = begin_compiling(engine)
-    pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1))
+    install_baton(sources, "" if as_is else request_path)
     if compiling is not None and compiling.wait() != 0:
         say(f"vLLM cannot be imported; the end of {LOG} says why")
-    (VENV / ".native").write_text(sources)
-    native = ROOT / "services/router/native"
-    if not all(any(native.glob(f"{module}.*.so")) for module in ("_block_table", "_placement")):
-        say("no C compiler found: the router's index and placement run in Python, which is enough for a few workers")
     say(f"ready after {time.monotonic() - started:.0f} s")
+
+
+def install_baton(sources: str, request_path: str) -> None:
+    """Install this package and compile its parts in C; its request path, too, unless ``request_path`` is empty."""
+    if request_path:
+        say("compiling the router (a minute)")
+    environment = {} if request_path else {"BATON_COMPILED": "0"}
+    pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1), environment)
+    (VENV / ".native").write_text(sources)
+    if request_path:
+        (VENV / ".request-path").write_text(request_path)
+    compiled = [ROOT / "services/router/native/_block_table", ROOT / "services/router/native/_placement"]
+    compiled += [ROOT / "shared/request_path__mypyc"] if request_path else []
+    if not all(any(one.parent.glob(f"{one.name}.*.so")) for one in compiled):
+        say("no C compiler found: the router runs in Python, which is enough for a few workers")
 
 
 def wanted_engine() -> str:
@@ -136,6 +153,14 @@ def native_sources() -> str:
     for path in sorted((ROOT / "services" / "router" / "native").glob("*.[ch]")):
         digest.update(path.read_bytes())
     return f"native {digest.hexdigest()}\n"
+
+
+def request_path_sources() -> str:
+    """The digest of what mypyc compiles, and of whether it can."""
+    compiled = runpy.run_path(str(ROOT / "shared" / "compiled.py"))
+    return (
+        f"request-path {compiled['digest'](ROOT)} {sys.version_info[:2]} {shutil.which('cc') or shutil.which('gcc')}\n"
+    )
 
 
 def installed(part: str) -> str:
@@ -227,11 +252,11 @@ def install_cpu_torch(locked: str) -> None:
         pip([*LOCKED, str(wanted_torch), "--extra-index-url", TORCH_CPU_INDEX], Progress(1))
 
 
-def pip(arguments: list[str], progress: Progress) -> None:
+def pip(arguments: list[str], progress: Progress, environ: Mapping[str, str] = MappingProxyType({})) -> None:
     """Run pip, telling its progress in a few words; its full output goes to the log."""
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     last: deque[str] = deque(maxlen=LINES_SHOWN_MAX)
-    environment = {**os.environ, "PIP_PROGRESS_BAR": "off", "PIP_ROOT_USER_ACTION": "ignore"}
+    environment = {**os.environ, "PIP_PROGRESS_BAR": "off", "PIP_ROOT_USER_ACTION": "ignore", **environ}
     with (
         LOG.open("a") as log,
         subprocess.Popen(

@@ -62,6 +62,10 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Survives a restart: NATS storage, files of a store, roles that workers changed to at run time, logs."""
     cache_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
     """Can be deleted at any time: models, tokenizers."""
+    compiled: bool = True
+    """Whether the router's request path runs compiled where `make setup` has compiled it. false: as Python, which
+    debuggers and profilers see.
+    """
     trace_sample_ratio: float = 0.01
     """0.0 to 1.0: the share of requests that are traced, unless the client's trace context decides. At a low request
     rate all are traced; slow, failed and resumed requests always are.

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.contracts.control import ServiceStatus
+from shared.contracts.control import RouterHealth, ServiceStatus
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import FleetState, WorkerRecord
 
@@ -115,6 +115,7 @@ class InstallationFacts(Facts, kw_only=True):
     """Path of the binary."""
     is_index_compiled: bool | None = None
     is_placement_compiled: bool | None = None
+    is_request_path_compiled: bool | None = None
     cores: int = 0
     memory_bytes: int = 0
     memory_free_bytes: int = 0
@@ -295,10 +296,16 @@ def many(count: int, noun: str, plural: str = "") -> str:
 SLOWER_IN_PYTHON = "It uses several times the CPU, which is enough for a few workers."
 
 
-def in_python(*, index: bool, placement: bool, of: str = "") -> str:
-    """Which of the router's parts in C run in Python: ``The prefix index of router-1 runs in Python.``"""
-    names = [name for name, compiled in (("prefix index", index), ("placement", placement)) if not compiled]
-    return f"The {' and '.join(names)}{of} run{'s' * (len(names) == 1)} in Python."
+def in_python(about: RouterHealth | InstallationFacts, of: str = "") -> str:
+    """Which parts of the router are not compiled: ``The prefix index of router-1 runs in Python.``; else empty."""
+    parts = {
+        "prefix index": about.is_index_compiled,
+        "placement": about.is_placement_compiled,
+        "request path": about.is_request_path_compiled,
+    }
+    names = [name for name, is_compiled in parts.items() if is_compiled is False]
+    listed = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    return f"The {listed}{of} run{'s' * (len(names) == 1)} in Python." if names else ""
 
 
 def named(names: Sequence[str]) -> str:

@@ -62,8 +62,7 @@ def about_installation(facts: InstallationFacts, *, is_running: bool) -> Iterato
         yield _packages(facts.packages)
     yield from _engine(facts)
     yield _nats_server(facts, is_running=is_running)
-    if facts.is_index_compiled is not None and facts.is_placement_compiled is not None:
-        yield _native(index=facts.is_index_compiled, placement=facts.is_placement_compiled)
+    yield from _compiled(facts)
     yield from _certificates(facts)
     yield from _exposed(facts)
 
@@ -113,11 +112,12 @@ def _packages(packages: Packages) -> Finding:
     return _finding(Level.OK, f"All {packages.count} locked packages are installed ({packages.lock})")
 
 
-def _native(*, index: bool, placement: bool) -> Finding:
-    if index and placement:
-        return _finding(Level.OK, "The prefix index and placement are compiled")
+def _compiled(facts: InstallationFacts) -> Iterator[Finding]:
     todo = "Install a C compiler (apt-get install gcc libc6-dev), then `make setup`; of a wheel: build it there."
-    return _finding(Level.WARNING, in_python(index=index, placement=placement), SLOWER_IN_PYTHON, todo)
+    if what := in_python(facts):
+        yield _finding(Level.WARNING, what, SLOWER_IN_PYTHON, todo)
+    elif facts.is_request_path_compiled:
+        yield _finding(Level.OK, "The router's prefix index, placement and request path are compiled")
 
 
 def _engine(facts: InstallationFacts) -> Iterator[Finding]:

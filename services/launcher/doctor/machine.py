@@ -39,6 +39,7 @@ from services.launcher.doctor.findings import (
 from services.launcher.system import machine
 from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.process_plan import PlanRefused
+from shared import compiled
 from shared.bus.nats_client import without_password
 from shared.runtime.service import baton_version
 from shared.runtime.settings import CommonSettings
@@ -120,6 +121,7 @@ async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_
         has_vllm=has_vllm,
         is_index_compiled=_is_compiled("_block_table"),
         is_placement_compiled=_is_compiled("_placement"),
+        is_request_path_compiled=compiled.is_current(),
         cores=len(machine.physical_cores()),
         memory_bytes=memory.total,
         memory_free_bytes=memory.available,

@@ -278,9 +278,7 @@ def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
             inexact = True
             yield _index(router, worker, state)
         yield from _tokens(router, health)
-        index, placement = health.is_index_compiled, health.is_placement_compiled
-        if not (index and placement):
-            what = in_python(index=index, placement=placement, of=f" of {router}")
+        if what := in_python(health, f" of {router}"):
             todo = "Install a C compiler where it runs, then `make setup`."
             yield _finding(Level.NOTE, what, SLOWER_IN_PYTHON, todo)
     if routers and not inexact and not all(record.attached for record in facts.records):

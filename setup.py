@@ -1,0 +1,77 @@
+"""Compiles the router's request path with mypyc, which pyproject.toml cannot say. Everything else is in pyproject.toml.
+
+``BATON_COMPILED=0`` leaves it out, and so does a machine without a compiler or without mypy.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+compiled = runpy.run_path(str(ROOT / "shared" / "compiled.py"))
+
+
+class BuildRequestPath(build_ext):
+    """Also what mypyc makes: only when something is built, because mypyc takes half a minute."""
+
+    def run(self) -> None:
+        if not is_wanted():
+            super().run()
+            return
+        self.stamp().unlink(missing_ok=True)
+        self.distribution.ext_modules = [*self.extensions, *translated()]
+        self.swig_opts = None  # The only option that cannot be finalized twice.
+        self.finalize_options()
+        super().run()
+        if all(Path(self.get_ext_fullpath(each.name)).exists() for each in self.extensions):
+            self.stamp().write_text(compiled["digest"](ROOT))
+
+    def stamp(self) -> Path:
+        return (ROOT if self.inplace or self.editable_mode else Path(self.build_lib)) / compiled["STAMP"]
+
+    def build_extensions(self) -> None:
+        """Compile the C files of an extension on all cores."""
+        compiler: Any = self.compiler
+        compile_files = compiler.compile
+
+        def compile_side_by_side(sources: list[str], *others: Any, **named: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                each = threads.map(lambda source: compile_files([source], *others, **named), sources)
+            return [compiled_file for files in each for compiled_file in files]
+
+        compiler.compile = compile_side_by_side
+        super().build_extensions()
+
+
+def is_wanted() -> bool:
+    has_compiler = shutil.which(os.environ.get("CC", "cc").split()[0]) is not None
+    return os.environ.get("BATON_COMPILED") != "0" and has_compiler and find_spec("mypyc") is not None
+
+
+def translated() -> list[Extension]:
+    """The modules as C, to be compiled into one library that all of them load. Type errors end the build."""
+    from mypyc.build import mypycify
+
+    os.chdir(ROOT)
+    paths = [f"{module.replace('.', '/')}.py" for module in compiled["MODULES"]]
+    folder = ROOT / "build" / "request_path"
+    made = mypycify(
+        paths, group_name=compiled["GROUP"], multi_file=True, target_dir=str(folder), opt_level="2", debug_level="0"
+    )
+    for extension in made:
+        extension.optional = True
+        # mypyc 2.4 puts the headers of a group with a dot in its name into a folder, and looks for them outside.
+        extension.include_dirs.append(str(folder / "shared"))
+    return made
+
+
+setup(cmdclass={"build_ext": BuildRequestPath})

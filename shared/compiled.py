@@ -1,0 +1,106 @@
+"""Uses what mypyc compiled of the request path, if it was compiled from the sources that are here.
+
+``setup.py`` compiles ``MODULES`` and puts an extension module beside each of them, which Python prefers to the source
+whatever the source says by then. So the first import of ``shared`` compares a digest, and has Python import the sources
+where it differs: after an edit, without a compiler, with ``BATON_COMPILED=0``. Both forms do the same; the compiled one
+takes half of the CPU. See ``docs/benchmarks/router.md``.
+
+Imports nothing of Baton: ``setup.py`` runs this file alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = "shared/compiled.sha256"
+"""The digest of the sources that were compiled; written after everything else."""
+GROUP = "shared.request_path"
+"""All modules are compiled into one library, named so: calls between them are calls in C."""
+MODULES = tuple(
+    f"{folder}.{name}"
+    for folder, names in {
+        "shared.bus": "leg_inbox receiver nats_bus nats_client nats_reader nats_subscription",
+        "shared.http": "limits origin plain_requests protocol",
+        "shared.runtime": "random_ids",
+        "shared.telemetry": "prometheus",
+        "services.router": "usage",
+        "services.router.admission": "admission admission_queue fair_share placing queues",
+        "services.router.auth": "authenticator client rate_limit",
+        "services.router.batches": "line_server",
+        "services.router.http": "edge errors request",
+        "services.router.placement": "assembly compiled cost decision decision_service kv_sources placer policy"
+        " request_fields sequences shortlist",
+        "services.router.relay": "charging legs migration relay request_context request_tasks start_leg",
+        "services.router.responses": "inner_request",
+        "services.router.state": "cluster_view feeds fleet_table prefix_index reservations worker_speeds worker_view",
+        "services.router.telemetry": "outcome request_log request_metrics trace tracing ttft",
+        "services.router.tokenize": "block_hash prompts segments text_cuts tokenizer",
+    }.items()
+    for name in names.split()
+)
+"""What a request passes on its way through the router. mypyc compiles classes to structs of C, so these modules define
+none that a metaclass makes (msgspec's), none that a class in Python extends, and no generators that ``contextlib``
+wraps.
+"""
+NO = ("0", "false")
+"""Values of BATON_COMPILED; see ``shared.runtime.settings.CommonSettings``."""
+IN_USE = False
+"""Whether this process imports the compiled modules."""
+
+
+def source(module: str, root: Path = ROOT) -> Path:
+    return root / f"{module.replace('.', '/')}.py"
+
+
+def extension(module: str, root: Path = ROOT) -> Path:
+    """Where this Python looks for the compiled module."""
+    return root / f"{module.replace('.', '/')}{EXTENSION_SUFFIXES[0]}"
+
+
+def digest(root: Path = ROOT) -> str:
+    """SHA-256 of the names and sources of all modules, in hex."""
+    whole = hashlib.sha256()
+    for module in MODULES:
+        text = source(module, root).read_bytes()
+        whole.update(f"{module} {len(text)}\n".encode())
+        whole.update(text)
+    return whole.hexdigest()
+
+
+def is_current(root: Path = ROOT) -> bool:
+    """Whether all modules are there, compiled for this Python from the sources that are there."""
+    try:
+        stamp = (root / STAMP).read_text()
+    except OSError:
+        return False
+    built = (extension(f"{GROUP}__mypyc", root), extension(MODULES[-1], root))
+    return all(file.exists() for file in built) and stamp == digest(root)
+
+
+class SourceImporter:
+    """Finds the sources of ``MODULES`` before Python's own importer finds what was compiled of them."""
+
+    def __init__(self) -> None:
+        self._modules = frozenset(MODULES)
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See ``importlib.abc.MetaPathFinder``."""
+        return spec_from_file_location(name, source(name)) if name in self._modules else None
+
+
+def choose() -> None:
+    """Decide what the imports of this process get. Called once, by the first import of ``shared``."""
+    global IN_USE
+    IN_USE = os.environ.get("BATON_COMPILED", "").lower() not in NO and is_current()
+    if not IN_USE:
+        sys.meta_path.insert(0, SourceImporter())
