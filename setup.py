@@ -28,6 +28,8 @@ class BuildRequestPath(build_ext):
             super().run()
             return
         self.stamp().unlink(missing_ok=True)
+        for outdated in earlier_builds():
+            outdated.unlink()
         self.distribution.ext_modules = [*self.extensions, *translated()]
         self.swig_opts = None  # The only option that cannot be finalized twice.
         self.finalize_options()
@@ -50,6 +52,12 @@ class BuildRequestPath(build_ext):
 
         compiler.compile = compile_side_by_side
         super().build_extensions()
+
+
+def earlier_builds() -> list[Path]:
+    """What mypyc made of modules in this checkout; some may not be compiled any more."""
+    built = [file for package in ("shared", "services") for file in (ROOT / package).rglob("*.so")]
+    return [file for file in built if file.with_name(f"{file.name.partition('.')[0]}.py").exists()]
 
 
 def is_wanted() -> bool:

@@ -30,7 +30,7 @@ part pages "$bin/python" -m scripts.make_pages --check
 part figures "$bin/python" -m bench.study --check-marks
 part structure "$bin/python" scripts/check_structure.py
 # schemathesis, which only nightly tests use, costs each of pytest's processes a quarter of a second.
-part tests env TEST_PROFILE=check "$bin/python" -m pytest -p no:schemathesis -n "${JOBS:-3}" --no-loadscope-reorder \
+part tests env TEST_PROFILE=check BATON_COMPILED=false "$bin/python" -m pytest -p no:schemathesis -n "${JOBS:-3}" --no-loadscope-reorder \
     -m "not slow and not nats and not vllm and not gpu and not compose" tests/unit tests/contracts tests/properties
 wait
 

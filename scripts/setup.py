@@ -156,11 +156,10 @@ def native_sources() -> str:
 
 
 def request_path_sources() -> str:
-    """The digest of what mypyc compiles, and of whether it can."""
-    compiled = runpy.run_path(str(ROOT / "shared" / "compiled.py"))
-    return (
-        f"request-path {compiled['digest'](ROOT)} {sys.version_info[:2]} {shutil.which('cc') or shutil.which('gcc')}\n"
-    )
+    """The digest of what mypyc compiles, and of how."""
+    modules = runpy.run_path(str(ROOT / "shared" / "compiled.py"))["digest"](ROOT)
+    how = f"{sys.version_info[:2]} {shutil.which('cc') or shutil.which('gcc')}".encode()
+    return f"request-path {modules} {hashlib.sha256((ROOT / 'setup.py').read_bytes() + how).hexdigest()}\n"
 
 
 def installed(part: str) -> str:

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# Tests in pytest's process replace and extend classes, which compiled modules refuse. What tests start is compiled.
-os.environ["BATON_COMPILED"] = "0"
-import shared  # noqa: F401
-
-del os.environ["BATON_COMPILED"]
-
-# isort: split
 import ast
 import gc
 import logging

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from services.router.auth.client import ApiClient
 from services.router.placement import cost
@@ -40,7 +40,7 @@ from shared.contracts.usage import (
 from shared.http.errors import HttpError, error_body
 from shared.runtime.clock import Clock
 
-ROWS_MAX = 10_000
+ROWS_MAX: Final = 10_000
 """Rows kept while no collector stores them. What would need a further row is not counted."""
 
 
@@ -156,7 +156,7 @@ class UnstoredUsage:
         return self._tokens.get(spender, 0)
 
 
-RANKS_MAX = 1024
+RANKS_MAX: Final = 1024
 """Of an engine, whatever a faulty worker says."""
 
 
@@ -214,17 +214,17 @@ def _decode_s(n: list[float] | None, used: UsedTokens) -> float:
 
 log = logging.getLogger("baton.router")
 
-REPORT_S = 3.0
+REPORT_S: Final = 3.0
 """Between two reports. What ended since the last one is lost when the router is killed."""
-STORE_S_MAX = 10.0
+STORE_S_MAX: Final = 10.0
 """For a collector to store a report."""
-UNSTORED_S_MAX = 60.0
+UNSTORED_S_MAX: Final = 60.0
 """An operator is told when usage is not stored for so long, where budgets need it or it is lost."""
-CLOSE_S_MAX = 2.0
+CLOSE_S_MAX: Final = 2.0
 """For the last reports of a router that stops."""
-DAY_MS = 86_400_000
-CLIENT_GONE = 499
-CLIENT_ERROR = 400
+DAY_MS: Final = 86_400_000
+CLIENT_GONE: Final = 499
+CLIENT_ERROR: Final = 400
 
 
 class UsageLog:
@@ -330,10 +330,10 @@ def _computed(context: RequestContext) -> bool:
     return context.report is not None or context.prefill_report is not None or bool(context.relayed)
 
 
-UNREAD_S_MAX = 10.0
+UNREAD_S_MAX: Final = 10.0
 """An operator is told when the ledger is unread for so long."""
-INSUFFICIENT_QUOTA = "insufficient_quota"
-NO_RETRY = (b"x-should-retry", b"false")
+INSUFFICIENT_QUOTA: Final = "insufficient_quota"
+NO_RETRY: Final = (b"x-should-retry", b"false")
 """Read by the clients of OpenAI and Anthropic, which would try a 429 again at once."""
 
 

@@ -13,6 +13,9 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+from mypy_extensions import mypyc_attr
 
 from shared.bus.port import Bus, BusDown, Envelope, Subscription
 from shared.bus.receiver import count_bad, is_logged
@@ -24,20 +27,20 @@ from shared.contracts.inference import CancelLeg, Frame, FrameBatch, FrameKind, 
 
 log = logging.getLogger("baton.bus")
 
-ID_SHOWN_MAX = 64
-FRAME_OVERHEAD_BYTES = 128
+ID_SHOWN_MAX: Final = 64
+FRAME_OVERHEAD_BYTES: Final = 128
 """Bytes that an unread frame counts besides its data."""
-CANCELLED_MAX = 4096
+CANCELLED_MAX: Final = 4096
 """Cancelled legs that are remembered, so that their late frames cause no second cancel."""
 
-CANCELS_WAITING_MAX = 4096
+CANCELS_WAITING_MAX: Final = 4096
 """Cancels that wait for the bus. Legs that are not cancelled for that reason are on their worker's next list."""
-LISTS_MISSED_MAX = 3
+LISTS_MISSED_MAX: Final = 3
 """A leg without any frame is lost when this many consecutive in-flight lists of its worker lack it."""
 
-_DATA = FrameKind.DATA
-_FAILURE = FrameKind.FAILURE
-_END = FrameKind.END
+_DATA: Final = FrameKind.DATA
+_FAILURE: Final = FrameKind.FAILURE
+_END: Final = FrameKind.END
 
 
 class LegFailed(Exception):
@@ -59,6 +62,7 @@ class Orphans:
     """Awaited by this router, but not served by their worker."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)  # Tests have readers of their own.
 class LegReader:
     """Gets the frames of one leg."""
 
@@ -373,7 +377,7 @@ def _lost(message: str) -> Failure:
     return Failure(reason=Reason.FRAMES_LOST, message=message)
 
 
-_CANCELLED = Failure(reason=Reason.CANCELLED, message="the router cancelled the leg")
-_SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
-_INTERNAL = Failure(reason=Reason.INTERNAL, message="the worker gave no reason")
-_BUS_DOWN = Failure(reason=Reason.BUS_DOWN, message="the connection to NATS was lost")
+_CANCELLED: Final = Failure(reason=Reason.CANCELLED, message="the router cancelled the leg")
+_SLOW: Final = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
+_INTERNAL: Final = Failure(reason=Reason.INTERNAL, message="the worker gave no reason")
+_BUS_DOWN: Final = Failure(reason=Reason.BUS_DOWN, message="the connection to NATS was lost")

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -43,21 +43,21 @@ log = logging.getLogger("baton.bus")
 M = TypeVar("M", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
 
-FRAME_BUDGET_BYTES = 64 * 1024 * 1024
-QUEUE_MAX = 65536
+FRAME_BUDGET_BYTES: Final = 64 * 1024 * 1024
+QUEUE_MAX: Final = 65536
 """Messages queued for one handler."""
-CONNECT_ATTEMPT_S_MAX = 2
-RECONNECT_WAIT_S = 0.2
-PING_INTERVAL_S = 1
-UNANSWERED_PINGS_MAX = 5
+CONNECT_ATTEMPT_S_MAX: Final = 2
+RECONNECT_WAIT_S: Final = 0.2
+PING_INTERVAL_S: Final = 1
+UNANSWERED_PINGS_MAX: Final = 5
 """A silent server is noticed after about six seconds, a closed connection at once. A shorter limit would disconnect
 healthy processes on a machine that stalls for a moment.
 """
-UNSENT_BYTES_MAX = 16 * 1024 * 1024
+UNSENT_BYTES_MAX: Final = 16 * 1024 * 1024
 """Above this a sender waits for the socket."""
-SEND_S_MAX = 10.0
+SEND_S_MAX: Final = 10.0
 """Longest wait of a sender for the socket."""
-CLOSE_S_MAX = 2.0
+CLOSE_S_MAX: Final = 2.0
 
 
 async def connect_nats(

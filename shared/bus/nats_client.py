@@ -10,7 +10,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from itertools import count
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -22,7 +22,7 @@ from shared.bus.port import BusDown, BusRefused, MessageTooLarge
 from shared.bus.wire import PART_HEADER, PART_MARGIN_BYTES, header_bytes, split
 from shared.deadline import keep_cancellation
 
-UNSENT_BYTES_MAX = 256 * 1024
+UNSENT_BYTES_MAX: Final = 256 * 1024
 """Above this the flusher task sends, which waits for the socket."""
 
 
@@ -248,17 +248,18 @@ class SubjectLocks:
 
 log = logging.getLogger("baton.bus")
 
-ERRORS_LOGGED_MAX = 64
+ERRORS_LOGGED_MAX: Final = 64
 """Distinct errors that one connection logs."""
 
-LOGINS_MAX = 5
+LOGINS_MAX: Final = 5
 """Refused logins of a first connection until the key counts as unknown: a nats-server that reads its configuration anew
 also refuses clients whose login is under way.
 """
 
-_VIOLATION = re.compile(r"permissions violation for (\w+) to \"([^\"]*)\"", re.IGNORECASE)
-_NOT_YET_VALID, _EXPIRED = 9, 10
-_NAMES_ANOTHER = (62, 64)
+_VIOLATION: Final = re.compile(r"permissions violation for (\w+) to \"([^\"]*)\"", re.IGNORECASE)
+_NOT_YET_VALID: Final = 9
+_EXPIRED: Final = 10
+_NAMES_ANOTHER: Final = (62, 64)
 """OpenSSL's numbers: the certificate is for another host name, or another address."""
 
 

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 
 Take = Callable[[bytes, dict[str, str], str, str], None]
 """Payload, headers, subject, reply subject."""
 
-MSG, HMSG = b"MSG ", b"HMSG "
-LINE_END = b"\r\n"
-LINE_END_BYTES = 2
-LINE_BYTES_MAX = 1024 * 1024
+MSG: Final = b"MSG "
+HMSG: Final = b"HMSG "
+LINE_END: Final = b"\r\n"
+LINE_END_BYTES: Final = 2
+LINE_BYTES_MAX: Final = 1024 * 1024
 """Of a line without its end. INFO is the longest: it lists all servers."""
-VERSION = b"NATS/1.0"
-_NO_HEADERS: dict[str, str] = {}
+VERSION: Final = b"NATS/1.0"
+_NO_HEADERS: Final[dict[str, str]] = {}
 
 
-KNOWN_MAX = 4096
+KNOWN_MAX: Final = 4096
 """Beginnings of lines that are remembered: one for each sender of each subscription."""
 
 

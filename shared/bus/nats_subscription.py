@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -31,15 +31,15 @@ Take = Direct | Callable[[bytes, dict[str, str], str, str], Awaitable[None]]
 """Whole payload, headers, subject and reply subject of the (last) message that brought it. A plain function is called
 as the message is read; a coroutine function gets a queue and a task."""
 
-HELD_BUDGETS_MAX = 4
+HELD_BUDGETS_MAX: Final = 4
 """Half-built messages of one subscription hold at most this many times the frame budget."""
 
-_NO_HEADERS: dict[str, str] = {}
-REFUSED_HEADER = "Baton-Refused"
+_NO_HEADERS: Final[dict[str, str]] = {}
+REFUSED_HEADER: Final = "Baton-Refused"
 """Marks a reply that is a ``Failure``."""
-TOKEN_BYTES = 16
-_STATUS_HEADER = "Status"
-_NO_RESPONDERS = "503"
+TOKEN_BYTES: Final = 16
+_STATUS_HEADER: Final = "Status"
+_NO_RESPONDERS: Final = "503"
 
 
 class LiveSubscription:

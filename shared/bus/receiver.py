@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -19,11 +19,11 @@ log = logging.getLogger("baton.bus")
 M = TypeVar("M", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
 
-BAD_MESSAGES_LOGGED_MAX = 10
+BAD_MESSAGES_LOGGED_MAX: Final = 10
 """The first bad messages are each logged, later ones whenever their number has doubled, so that a faulty sender cannot
 fill the disk.
 """
-SUBJECT_SHOWN_MAX = 200
+SUBJECT_SHOWN_MAX: Final = 200
 
 Reply = tuple[bytes, bool]
 """The bytes of a reply, and whether they are a ``Failure``."""

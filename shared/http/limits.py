@@ -10,21 +10,21 @@ import random
 import resource
 from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
-from typing import Protocol
+from typing import Final, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 
-BACKLOG = 4096
+BACKLOG: Final = 4096
 """Connections that the kernel holds until they are accepted; up to this many are accepted in one turn of the loop."""
-OTHER_FILES = 512 + BACKLOG
+OTHER_FILES: Final = 512 + BACKLOG
 """Files that a process has open besides its clients' connections: NATS, listeners, files read at start, and connections
 that are refused or make room, until the loop closes them.
 """
-LOOKED_AT_MAX = 64
+LOOKED_AT_MAX: Final = 64
 """Connections that are looked at to find one that makes room."""
-UNNAMED = "-"
+UNNAMED: Final = "-"
 """The address of connections without one, as over a Unix socket."""
-HOST_BITS = 64
+HOST_BITS: Final = 64
 """The low bits of an IPv6 address: a network's owner chooses them freely, so a limit per address must ignore them."""
 
 
@@ -245,9 +245,9 @@ def _older(since: dict[Client, float], than: float) -> list[Client]:
     return found
 
 
-BODY_BYTES_MAX = 16 * 1024
+BODY_BYTES_MAX: Final = 16 * 1024
 """Of a request to an endpoint that takes small bodies only, such as an operator's order."""
-BODY_S_MAX = 10.0
+BODY_S_MAX: Final = 10.0
 
 
 class BodyRefused(Exception):

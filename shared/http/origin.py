@@ -12,15 +12,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 from ipaddress import ip_address
+from typing import Final
 
 from shared.http.errors import Header, HttpError, error_body
 
-READ = frozenset({b"host", b"origin", b"sec-fetch-site"})
-OWN_SITE = frozenset({b"same-origin", b"none"})
+READ: Final = frozenset({b"host", b"origin", b"sec-fetch-site"})
+OWN_SITE: Final = frozenset({b"same-origin", b"none"})
 """Of ``Sec-Fetch-Site``: the page is this server's own, or the user typed the address."""
-LOCAL_SUFFIXES = (".localhost", ".internal")
+LOCAL_SUFFIXES: Final = (".localhost", ".internal")
 """Reserved: nobody can register a name below them."""
-HOSTS_KEPT_MAX = 256
+HOSTS_KEPT_MAX: Final = 256
 """Names that were found to be good, so that they are checked once."""
 
 

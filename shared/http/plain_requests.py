@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Final
 
 from shared.http.errors import Header
 
-HEAD_END = b"\r\n\r\n"
-HEAD_END_BYTES = 4
-HEAD_BYTES_MAX = 16 * 1024
-LINES_MAX = 64
-LENGTH_DIGITS_MAX = 12
-HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): ?([!-~\x80-\xff](?:[\t -~\x80-\xff]*[!-~\x80-\xff])?)")
-KEEPS_OPEN = b"keep-alive"
-UNREAD = frozenset({
+HEAD_END: Final = b"\r\n\r\n"
+HEAD_END_BYTES: Final = 4
+HEAD_BYTES_MAX: Final = 16 * 1024
+LINES_MAX: Final = 64
+LENGTH_DIGITS_MAX: Final = 12
+HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): ?([!-~\x80-\xff](?:[\t -~\x80-\xff]*[!-~\x80-\xff])?)")
+KEEPS_OPEN: Final = b"keep-alive"
+UNREAD: Final = frozenset({
     b"expect", b"http2-settings", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
 })  # fmt: skip
 """Headers that change how a request or its body is read."""
-SECRET = frozenset({b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"})
+SECRET: Final = frozenset({b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"})
 """Not kept in memory."""
-LINES_KNOWN_MAX = 2048
-LINE_KNOWN_BYTES_MAX = 256
+LINES_KNOWN_MAX: Final = 2048
+LINE_KNOWN_BYTES_MAX: Final = 256
 
 
 class PlainRequests:

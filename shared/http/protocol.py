@@ -27,7 +27,7 @@ state after an error, so ``last_text`` also means that nothing more may be fed t
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import httptools
 from httptools import HttpRequestParser
@@ -38,14 +38,20 @@ from shared.http.edge import DirectRequest, HttpEdge
 from shared.http.errors import Header, HttpError, error_body
 from shared.http.limits import UNNAMED
 
-HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-NOT_HTTP = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-BAD_BODY = HttpError(400, error_body(400, "The body does not match its headers."), reason="bad_request", closes=True)
+HEAD_TOO_LARGE: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
+HEAD_TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+NOT_HTTP: Final = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TOO_MANY: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+)
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+BAD_BODY: Final = HttpError(
+    400, error_body(400, "The body does not match its headers."), reason="bad_request", closes=True
+)
 
-UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
+UPGRADE_HEADERS: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
 class _NoTrailers:
@@ -55,7 +61,7 @@ class _NoTrailers:
         """
 
 
-NO_TRAILERS: Any = _NoTrailers()
+NO_TRAILERS: Final[Any] = _NoTrailers()
 """Takes the place of the header list after the head."""
 
 
@@ -95,17 +101,17 @@ class _NoEvent:
         """Do nothing. uvicorn wakes its ASGI task by this event; such a request has ``client_left`` instead."""
 
 
-NO_EVENT = _NoEvent()
+NO_EVENT: Final = _NoEvent()
 
 
-HEAD_BYTES_MAX = 64 * 1024
+HEAD_BYTES_MAX: Final = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
-HEADERS_MAX = 256
+HEADERS_MAX: Final = 256
 """In one request; more are answered with 431 too. Thousands of tiny headers fit into ``HEAD_BYTES_MAX``, and each costs
 a Python call.
 """
-FRAMING_BYTES_MAX = 8 * HEAD_BYTES_MAX
-FRAMING_RATIO_MAX = 8
+FRAMING_BYTES_MAX: Final = 8 * HEAD_BYTES_MAX
+FRAMING_RATIO_MAX: Final = 8
 """Bytes around a chunked body that are allowed: a fixed number, and this many for each byte of the body. llhttp limits
 neither chunk extensions nor trailers, so that a client could otherwise send them for ever.
 """

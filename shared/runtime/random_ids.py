@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
-READ_AT_ONCE = 256
+READ_AT_ONCE: Final = 256
 
 
 class RandomIds:

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client import metrics as client_metrics
@@ -23,9 +23,9 @@ from prometheus_client.utils import floatToGoString
 
 from shared.telemetry.metrics import Kind, Metric
 
-SHOWS_CREATED = client_metrics._use_created
+SHOWS_CREATED: Final = client_metrics._use_created
 """Whether series have a sample of when they were made: prometheus_client's own switch."""
-PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Count:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from heapq import heapify, heappop, heappush
+from typing import Final
 
 from services.router.admission.fair_share import cost_of
 from services.router.admission.policy import AdmissionPolicy
@@ -30,37 +31,38 @@ from services.router.placement.placement import Placement, PlacementRequest, Rej
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
-LATE_SHARE_MAX = 1 / 32
+LATE_SHARE_MAX: Final = 1 / 32
 """Share of the engines' time for prompts that even an idle engine would complete after their target. Each of them
 delays other requests and gains nothing; without a bound, on the conversation trace at light load, they raised the p95
 between tokens from 15 ms to 103 ms. While nothing else runs there is no bound.
 """
-LATE_LOAD_MAX = 0.5
+LATE_LOAD_MAX: Final = 0.5
 """They begin where prompts take at most this share of the engine's time, which leaves room for the next burst. At the
 knees of the conversation trace and of the made agents prompts take two thirds and a fifth of it on average.
 """
-WAIT_TARGET_SHARE = 0.8
+WAIT_TARGET_SHARE: Final = 0.8
 """A waiting request is rejected when its first token is predicted for later than this share of its target. Predictions
 are exceeded: with 1, 4 % of the conversation trace's requests began in overload and came just too late.
 """
-WORK_S_MIN = 0.001
+WORK_S_MIN: Final = 0.001
 """Minimum engine time of a request; a fully cached prompt takes some time, too."""
-WAIT_SHARE_MIN = 0.05
+WAIT_SHARE_MIN: Final = 0.05
 """A request may always wait for this share of its own time to the first token."""
-RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
+RETRY_AFTER_S_MIN: Final = 1.0
+RETRY_AFTER_S_MAX: Final = 120.0
 """Bounds of Retry-After, independent of the prediction."""
-UNTARGETED_WAIT = 10.0
+UNTARGETED_WAIT: Final = 10.0
 """Without a target, requests that wait as many times their own time as others count as equally late: short prompts go
 first, and a longer one is overtaken for ten times the difference. In overload, first come, first served would make all
 of them as late as the longest.
 """
-MEAN_PROMPTS_AHEAD = 1.5
+MEAN_PROMPTS_AHEAD: Final = 1.5
 """Mean prompts that an engine may hold before the next is sent to it: the one that it computes and part of another. A
 worker reports a prompt a little after it is computed; the next prompt must be there already.
 """
-MODELS_IDLE_MAX = 64
+MODELS_IDLE_MAX: Final = 64
 """Models whose counters are kept while none of their requests waits."""
-EXPIRIES_SPARE = 64
+EXPIRIES_SPARE: Final = 64
 """Entries in the heap of expiries of requests that no longer wait: at most the number of waiting requests plus this."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
+from typing import Final
 
 from services.router.admission.admission import Admission
 from services.router.admission.queues import QueueEntry
@@ -14,13 +15,13 @@ from services.router.telemetry.request_metrics import QueueMetrics
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 
-PASS_S_MIN = 0.001
+PASS_S_MIN: Final = 0.001
 """Between two scheduling passes: changes in between are handled together."""
-PASSES_SHARE_MAX = 0.2
+PASSES_SHARE_MAX: Final = 0.2
 """Share of the event loop's time for scheduling passes. Each change in the fleet triggers a pass, and with a long queue
 a pass takes milliseconds: without this bound, passes would delay the streams that the router relays.
 """
-CLOSED = Rejection(
+CLOSED: Final = Rejection(
     reason=Reason.OVERLOADED, message="This router is being shut down. Try again shortly.", retry_after_s=1.0
 )
 
@@ -117,7 +118,7 @@ class AdmissionQueue:
             self._wake_at(self._admission.wakes_at(ended))
 
 
-LEFT = Rejection(reason=Reason.CANCELLED, message="The client closed the connection.")
+LEFT: Final = Rejection(reason=Reason.CANCELLED, message="The client closed the connection.")
 
 
 def settle(decided: asyncio.Future[Placement | Rejection], result: Placement | Rejection) -> None:

@@ -13,19 +13,20 @@ known when it begins: the mean of the tenant's latest completions is charged the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
-PROMPT_TOKEN_COST = 1.0
-OUTPUT_TOKEN_COST = 2.0
+PROMPT_TOKEN_COST: Final = 1.0
+OUTPUT_TOKEN_COST: Final = 2.0
 """Completion tokens are generated one by one, and take more engine time than as many prompt tokens."""
-REQUEST_COST_MIN = 1.0
+REQUEST_COST_MIN: Final = 1.0
 """Of a request whose prompt is fully cached, too."""
-TOKENS_OUT_AT_FIRST = 256.0
+TOKENS_OUT_AT_FIRST: Final = 256.0
 """Assumed length of a tenant's completions before one has ended."""
-TOKENS_OUT_LEARNED = 0.1
+TOKENS_OUT_LEARNED: Final = 0.1
 """Weight of the newest completion in the mean length."""
-TENANTS_MAX = 4096
+TENANTS_MAX: Final = 4096
 """Tenants whose counters are kept while none of their requests waits; beyond that the longest idle are dropped."""
-WEIGHT = 1.0
+WEIGHT: Final = 1.0
 """Default weight of a tenant."""
 
 

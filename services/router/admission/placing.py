@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from typing import Final
 
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.queues import QueueEntry
@@ -28,17 +29,17 @@ from shared.telemetry.span_names import SpanName
 
 log = logging.getLogger("baton.router")
 
-ASK_S = 2.0
+ASK_S: Final = 2.0
 """Between two asks about one model, however many requests wait for it."""
-ANSWER_S_MAX = 2.0
-POLL_S = 0.1
-SETTLE_S_MAX = 10.0
+ANSWER_S_MAX: Final = 2.0
+POLL_S: Final = 0.1
+SETTLE_S_MAX: Final = 10.0
 """For an adapter to be loaded, and for this router to learn of it, once its model is awake."""
-WAITING_MAX = 512
+WAITING_MAX: Final = 512
 """Requests that wait for models to wake; each holds its body."""
-RETRY_AFTER_S = 5.0
+RETRY_AFTER_S: Final = 5.0
 """When no orchestrator answers, or too many requests wait."""
-RETRY_AFTER_S_MAX = 600.0
+RETRY_AFTER_S_MAX: Final = 600.0
 
 
 class Waker:
@@ -124,7 +125,7 @@ def asleep(model: str, why: str, retry_after_s: float) -> Rejection:
     return Rejection(reason=Reason.MODEL_ASLEEP, message=message, retry_after_s=after_s)
 
 
-BUS_UNREACHABLE = Rejection(
+BUS_UNREACHABLE: Final = Rejection(
     reason=Reason.BUS_DOWN,
     message="NATS, or the fleet behind it, cannot be reached. Try again shortly.",
     retry_after_s=1.0,
@@ -214,9 +215,10 @@ class Placing:
         context.mark(SpanName.PLACE, begun, ended)
 
 
-RETURN_S_MAX = 2.0
+RETURN_S_MAX: Final = 2.0
 """Wait after a reconnection for workers to report again; later ones are used once they report."""
-CHECK_S_MIN, CHECK_S_MAX = 0.02, 0.25
+CHECK_S_MIN: Final = 0.02
+CHECK_S_MAX: Final = 0.25
 """Delay between two checks of one waiting request, doubled each time so that many waiting requests cost little."""
 
 

@@ -8,28 +8,31 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
+from typing import Final
 
 from services.router.admission.fair_share import FairShare
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
-NOT_NUMBERED = -1
-ANY_WORKER = WorkerId("")
+NOT_NUMBERED: Final = -1
+ANY_WORKER: Final = WorkerId("")
 """Sentinel: the request waits for any worker, because all are full."""
-THROUGHPUT_MEMORY_S = 20.0
+THROUGHPUT_MEMORY_S: Final = 20.0
 """Time constant with which a queue's throughput is forgotten."""
-LOAD_MEMORY_S, LOAD_SEEN_S_MIN, LOAD_FORGOTTEN_S = 60.0, 10.0, 0.001
+LOAD_MEMORY_S: Final = 60.0
+LOAD_SEEN_S_MIN: Final = 10.0
+LOAD_FORGOTTEN_S: Final = 0.001
 """Seconds: the time constant with which a worker's prefill work is forgotten, the shortest time over which it is
 averaged, and the work below which a worker is forgotten.
 """
-WAITED_S_MIN = 0.5
+WAITED_S_MIN: Final = 0.5
 """A queue's throughput is an estimate only after requests waited for this long."""
-WORK_AT_FIRST_S = 0.05
+WORK_AT_FIRST_S: Final = 0.05
 """Assumed work of a request, before one of its model was placed."""
-WORK_LEARNED = 0.05
+WORK_LEARNED: Final = 0.05
 """Weight of the newest request in the mean work of a model's requests."""
-PRIORITIES_IDLE_MAX = 64
+PRIORITIES_IDLE_MAX: Final = 64
 """Priorities of one model whose tenant counters are kept while none of their requests waits."""
 
 
@@ -301,13 +304,13 @@ class ModelQueue:
         return self.throughput.wait_s(urgent_s + queue.work_before_s(entry), self.work_s)
 
 
-HELD_MAX = 8
+HELD_MAX: Final = 8
 """A pass ends after so many requests were placed anew and found to wait still. Half of them are the first in order, the
 other half follow the position where the last pass stopped, so that every request is tried in time.
 """
-HELD_LIKE_NEXT = HELD_MAX // 2
+HELD_LIKE_NEXT: Final = HELD_MAX // 2
 """Counted for a request that waits for something that the next requests most likely wait for, too."""
-BEGUN_MAX = 64
+BEGUN_MAX: Final = 64
 """Requests that begin in one pass. A placement takes a good tenth of a millisecond, so that more of them would hold up
 the streams that the router relays.
 """

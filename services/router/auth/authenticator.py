@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Keyring, may_see
 from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
@@ -19,7 +19,7 @@ from shared.runtime.settings import CHECK_S, FollowedFile
 
 log = logging.getLogger("baton.router")
 
-BEARER = b"bearer "
+BEARER: Final = b"bearer "
 
 KeysAndSecret = tuple[Keyring, bytes] | None
 """The API keys and the secret of their tenants' salts; None where no key is needed."""
@@ -150,11 +150,11 @@ def not_allowed(message: str) -> HttpError:
     return failed(Reason.FORBIDDEN, message)
 
 
-UNKNOWN = HttpError(
+UNKNOWN: Final = HttpError(
     401,
     error_body(401, "An API key that is known here is needed: `Authorization: Bearer KEY`.", code="invalid_api_key"),
     reason="unauthorized",
     more=((b"www-authenticate", b'Bearer realm="baton"'),),
 )
-NOT_FOR_INFERENCE = not_allowed("This key does not permit inference.")
-NOT_TO_SEE = not_allowed("This needs a key with the permission view or admin.")
+NOT_FOR_INFERENCE: Final = not_allowed("This key does not permit inference.")
+NOT_TO_SEE: Final = not_allowed("This needs a key with the permission view or admin.")

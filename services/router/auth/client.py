@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from services.router.auth.api_keys import NO_KEY
 from services.router.auth.rate_limit import Bucket, RateLimit
 from shared.contracts.api_keys import Key
 from shared.http.errors import Header
 
-CLIENT_SCOPE_KEY = "baton.client"
+CLIENT_SCOPE_KEY: Final = "baton.client"
 """Key of the client in the ASGI scope of requests that FastAPI serves."""
 
 
-QUESTIONS_PER_MINUTE = 240
+QUESTIONS_PER_MINUTE: Final = 240
 """About decisions, at each router."""
 
 
@@ -41,5 +43,5 @@ class ApiClient:
         return headers
 
 
-ANYONE = ApiClient(NO_KEY, b"", RateLimit(NO_KEY, 0.0))
+ANYONE: Final = ApiClient(NO_KEY, b"", RateLimit(NO_KEY, 0.0))
 """Every client, where no key is needed."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from shared.contracts.api_keys import Key
 
-MINUTE_S = 60.0
-LEAST = 1.0
+MINUTE_S: Final = 60.0
+LEAST: Final = 1.0
 """The bucket level that a request needs."""
-ROUNDING = 1e-6
+ROUNDING: Final = 1e-6
 
-REQUEST_END_S = 1.0
+REQUEST_END_S: Final = 1.0
 """Retry-After where a request of the key must end first: when, is not known."""
 
 Kind = Literal["requests", "tokens", "sequences"]

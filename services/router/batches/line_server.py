@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.auth.authenticator import Authenticator
@@ -22,17 +22,18 @@ from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
 
-GAP_CHECK_S = 0.05
+GAP_CHECK_S: Final = 0.05
 """Between two looks whether other requests still wait."""
-BESIDE_SHARE = 4
+BESIDE_SHARE: Final = 4
 """While other requests are served, only a quarter of the lines are: each more makes the others' streams slower."""
-ATTEMPTS_MAX = 3
+ATTEMPTS_MAX: Final = 3
 """Of a line whose worker is lost, or takes too long."""
-AGAIN_S_MIN, AGAIN_S_MAX = 1.0, 30.0
-LATER = frozenset({429, 503})
+AGAIN_S_MIN: Final = 1.0
+AGAIN_S_MAX: Final = 30.0
+LATER: Final = frozenset({429, 503})
 """Statuses that say that it may be served later: there is no limit to these attempts but the batch's time."""
-PERHAPS = frozenset({408, 500, 502, 504})
-BUG = "Internal error in the router; its log has details."
+PERHAPS: Final = frozenset({408, 500, 502, 504})
+BUG: Final = "Internal error in the router; its log has details."
 
 
 class Answer(NamedTuple):

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -31,19 +31,19 @@ from shared.telemetry.tracing import trace_named
 
 log = logging.getLogger("baton.router")
 
-UPLOAD_DISCARDED_FACTOR = 4
+UPLOAD_DISCARDED_FACTOR: Final = 4
 """A body whose Content-Length is up to this many times the limit is read and discarded: most clients read the response
 only after they have sent the body, so that closing at once would show them a reset connection instead of the 413.
 """
-BAD_MODE = bad_request(f"x-baton-mode must be one of {', '.join(Mode)}.")
-NOT_JSON = HttpError(
+BAD_MODE: Final = bad_request(f"x-baton-mode must be one of {', '.join(Mode)}.")
+NOT_JSON: Final = HttpError(
     415,
     error_body(
         415, "Send JSON, with the header `Content-Type: application/json` (`curl -d` sends a form's without it)."
     ),
     reason="not_json",
 )
-NOT_A_FORM = HttpError(
+NOT_A_FORM: Final = HttpError(
     415,
     error_body(415, "Send a form, with the header `Content-Type: multipart/form-data; boundary=...` (`curl -F`)."),
     reason="not_a_form",

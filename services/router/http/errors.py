@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from fastapi import Response
@@ -12,10 +12,10 @@ from shared.contracts.engine_paths import COUNT_TOKENS, MESSAGES
 from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.http.errors import ErrorResponse, HttpError, error_body
 
-EVENT_STREAM = "text/event-stream"
-RETRY_AFTER_S_MAX = 86_400.0
-ANTHROPIC_PATHS = frozenset({MESSAGES, COUNT_TOKENS})
-ANTHROPIC_TYPES = {
+EVENT_STREAM: Final = "text/event-stream"
+RETRY_AFTER_S_MAX: Final = 86_400.0
+ANTHROPIC_PATHS: Final = frozenset({MESSAGES, COUNT_TOKENS})
+ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -25,7 +25,7 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 """Of Anthropic's errors, by status. Anthropic itself sends 529 when it is overloaded; its clients retry on 503, too."""
-CODES = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
+CODES: Final = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
 
 
 def failed(reason: Reason, message: str, retry_after_s: float | None = None, *, closes: bool = False) -> HttpError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
@@ -18,7 +18,7 @@ from services.router.placement.request_facts import Mode
 from shared.contracts.ids import RequestId, is_subject_token
 from shared.http.errors import Header, HttpError
 
-TRACE_CONTEXT = {
+TRACE_CONTEXT: Final = {
     b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     b"tracestate": re.compile(rb"[ -~]{1,512}"),
 }
@@ -27,9 +27,9 @@ TRACE_CONTEXT = {
 READ = frozenset({b"content-length", b"content-type", b"x-request-id", b"x-baton-mode", b"x-baton-class"})
 READ |= {b"x-baton-tenant", *TRACE_CONTEXT}
 """The headers that the router reads; clients send many others."""
-JSON_TYPE = "application/json"
-UNPRINTABLE = b"unprintable"
-MODES = {mode.value.encode(): mode for mode in Mode}
+JSON_TYPE: Final = "application/json"
+UNPRINTABLE: Final = b"unprintable"
+MODES: Final = {mode.value.encode(): mode for mode in Mode}
 
 
 def header_value(text: str) -> bytes:
@@ -130,7 +130,7 @@ class Head:
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
 
 
-OBJECT_BYTES = 64
+OBJECT_BYTES: Final = 64
 """Memory of a piece of a body besides its bytes."""
 
 

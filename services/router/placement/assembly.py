@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from services.router.placement.kv_sources import SOURCES_MAX, source_of
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
@@ -16,13 +16,13 @@ from shared.contracts.decisions import TtftParts
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
-ASKED_FOR = "asked for"
-BEST_FOR_BOTH = "one worker is best for both legs"
-ROLE_MISSING = "one role is missing"
-APART = "prefill and decode apart cost least"
-HAS_MOST = "it has most of the prompt"
-BY_LOAD = "placed by load: its server is outside of Baton, and what that has cached is not known"
-HIT_SHARE_SLACK = 0.8
+ASKED_FOR: Final = "asked for"
+BEST_FOR_BOTH: Final = "one worker is best for both legs"
+ROLE_MISSING: Final = "one role is missing"
+APART: Final = "prefill and decode apart cost least"
+HAS_MOST: Final = "it has most of the prompt"
+BY_LOAD: Final = "placed by load: its server is outside of Baton, and what that has cached is not known"
+HIT_SHARE_SLACK: Final = 0.8
 """A decode worker that was asked to serve alone refuses the leg below this fraction of the expected share: some blocks
 may have been evicted meanwhile.
 """

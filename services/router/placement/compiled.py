@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from struct import Struct
+from typing import Final
 
 import numpy as np
 
@@ -33,16 +34,21 @@ except ImportError:
 else:
     IS_COMPILED = True
 
-CANDIDATE = Struct("5q19d")
+CANDIDATE: Final = Struct("5q19d")
 """A candidate as C writes it: roles, group, then the fields of both estimates, of the cost, and ``TABLE_COLUMNS``."""
 new_tuple = tuple.__new__
-PREFILLS, DECODES, ALONE = 1, 2, 4
+PREFILLS: Final = 1
+DECODES: Final = 2
+ALONE: Final = 4
 """Roles in it: may prefill, may decode, may serve the request without a prefill worker."""
-WHY = (ASKED_FOR, ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART)
-ALONE_WHY = (1, 2)
+WHY: Final = (ASKED_FOR, ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART)
+ALONE_WHY: Final = (1, 2)
 """Those of ``WHY`` that select among the workers that may serve alone."""
-MODES = {Mode.AUTO: 0, Mode.AGGREGATED: 1, Mode.DISAGGREGATED: 2, Mode.DECODE_FIRST: 3}
-STREAMS, UNSPLITTABLE, HIT_THRESHOLD, MAY_DECODE_FIRST = 1, 2, 4, 8
+MODES: Final = {Mode.AUTO: 0, Mode.AGGREGATED: 1, Mode.DISAGGREGATED: 2, Mode.DECODE_FIRST: 3}
+STREAMS: Final = 1
+UNSPLITTABLE: Final = 2
+HIT_THRESHOLD: Final = 4
+MAY_DECODE_FIRST: Final = 8
 
 Question = tuple[
     int, int, int, float, float, float, float, int, int, t.Ints | None, Depths | None, t.Ints | None

@@ -45,7 +45,7 @@ class Arithmetic(NamedTuple):
     most: Callable[[Value, Value], Value]
 
 
-def _choose(condition: bool, one: float, other: float) -> float:
+def _choose(condition: Value, one: Value, other: Value) -> Value:
     return one if condition else other
 
 

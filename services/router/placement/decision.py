@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from math import inf
 from operator import methodcaller
+from typing import Final
 
 from services.router.placement.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import DecisionId, RequestId, RouterId
 
-BASE_BYTES = 2500
+BASE_BYTES: Final = 2500
 """About the memory of one decision, apart from its candidates."""
-CANDIDATE_BYTES = 350
+CANDIDATE_BYTES: Final = 350
 """About the memory of each candidate that it keeps."""
-CANDIDATES_KEPT_MAX = 24
-CANDIDATES_SHOWN_MAX = 8
+CANDIDATES_KEPT_MAX: Final = 24
+CANDIDATES_SHOWN_MAX: Final = 8
 """In a record, for each part of the request."""
-UNKNOWN = -1.0
+UNKNOWN: Final = -1.0
 
 
 class Decision:
@@ -210,7 +211,7 @@ def _least(candidates: Iterable[CandidateRecord], *, chosen: bool | None = None)
     )
 
 
-LISTED_MAX = 100
+LISTED_MAX: Final = 100
 """Decisions in one list."""
 
 

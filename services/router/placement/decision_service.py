@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import msgspec
 
@@ -23,14 +24,14 @@ from shared.runtime.random_ids import RandomIds
 
 log = logging.getLogger("baton.router")
 
-DECISION_S_MAX = 2.0
+DECISION_S_MAX: Final = 2.0
 """For another router to reply."""
-ROUTERS_ASKED_MAX = 64
+ROUTERS_ASKED_MAX: Final = 64
 """Asked at a time for one decision."""
-SLICE = 500
+SLICE: Final = 500
 """Decisions that are looked at in one turn of the event loop."""
-OK = "ok"
-ID_BYTES = 16
+OK: Final = "ok"
+ID_BYTES: Final = 16
 
 
 class DecisionService:

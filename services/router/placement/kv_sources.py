@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -10,9 +10,9 @@ from services.router.state import fleet_table as t
 from services.router.state.worker_view import WorkerView
 from shared.contracts.kv_exchange import KvSource
 
-SOURCES_MAX = 2
+SOURCES_MAX: Final = 2
 """The second is asked for what the first has evicted meanwhile."""
-RANKED_MAX = 8
+RANKED_MAX: Final = 8
 """Holders of each group that may be asked; those with the longest match are enough."""
 
 

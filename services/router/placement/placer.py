@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -38,7 +38,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role, WorkerPhase
 
-HIT_SHARE_OF_DECODE_FIRST = 0.5
+HIT_SHARE_OF_DECODE_FIRST: Final = 0.5
 """A decode worker is asked to serve a request alone if the router expects it to have this share of the prompt."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -17,9 +17,10 @@ from shared.contracts.api_keys import Key, Permission
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 
-CLASS_HEADER = "x-baton-class"
-TENANT_HEADER = "x-baton-tenant"
-WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
+CLASS_HEADER: Final = "x-baton-class"
+TENANT_HEADER: Final = "x-baton-tenant"
+WEIGHT_MIN: Final = 0.01
+WEIGHT_MAX: Final = 100.0
 
 Forcing = Literal["auto", "anyone", "nobody"]
 

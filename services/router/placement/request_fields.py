@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -26,25 +26,25 @@ from shared.contracts.engine_paths import CHAT, CHAT_BATCH, COMPLETIONS, INVOCAT
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
 
-UNSPLITTABLE_PATH = "only completions, chats, messages and responses can be split"
-FETCH_MIN_TOKENS_MAX = 1 << 31
-SOURCES_MAX = 16
+UNSPLITTABLE_PATH: Final = "only completions, chats, messages and responses can be split"
+FETCH_MIN_TOKENS_MAX: Final = 1 << 31
+SOURCES_MAX: Final = 16
 """Workers that a request may name to fetch its KV from."""
-MODEL_CHARS_MAX = 512
+MODEL_CHARS_MAX: Final = 512
 """Longer names are cut: the name is logged and reported, and a client can make it up."""
-VALUE_BYTES_MAX = 4096
+VALUE_BYTES_MAX: Final = 4096
 """Of a field that placement reads, as JSON. A longer value is ``TOO_LONG``."""
-VARIABLES_BYTES_MAX = 64 * 1024
+VARIABLES_BYTES_MAX: Final = 64 * 1024
 """Of ``chat_template_kwargs``; a request with more is placed by load alone."""
-TOO_LONG = object()
-MAY_BE_LONG = frozenset(("cache_salt", "chat_template", "chat_template_kwargs", "prompt_cache_key"))
+TOO_LONG: Final = object()
+MAY_BE_LONG: Final = frozenset(("cache_salt", "chat_template", "chat_template_kwargs", "prompt_cache_key"))
 """In all other fields a value that is too long is a fault: placement cannot know what an engine would make of it."""
 
 
 _body = msgspec.json.Decoder(Body)
 _tools = msgspec.json.Decoder(list[Tool])
 _raw_body = msgspec.json.Decoder(RawBody)
-RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
+RAW_FIELDS: Final = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
 
 
 def read_request(path: str, body: bytes, media_hosts: frozenset[str] = frozenset()) -> RequestFacts:
@@ -252,8 +252,8 @@ def _is_sources(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= SOURCES_MAX and all(map(_is_worker, value))
 
 
-_SECONDS = f"a number of seconds from {TARGET_S_MIN:g} to {TARGET_S_MAX:g}"
-OPTION_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_SECONDS: Final = f"a number of seconds from {TARGET_S_MIN:g} to {TARGET_S_MAX:g}"
+OPTION_RULES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "mode": (lambda value: isinstance(value, str) and value in list(Mode), f"one of {', '.join(Mode)}"),
     "prefill_worker": (_is_worker, "the id of a worker"),
     "decode_worker": (_is_worker, "the id of a worker"),

@@ -7,18 +7,18 @@ accepts as a number or as a list is counted.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from services.router.placement.request_facts import Inputs
 from shared.contracts.engine_paths import CHAT_BATCH, FORMS, INVOCATIONS, PLACED
 
-QUOTE = ord('"')
-LIST = re.compile(rb"[ \t\r\n]*\[")
-ONE_INPUT = re.compile(rb'[ \t\r\n]*("|\[[ \t\r\n]*[-0-9])')
+QUOTE: Final = ord('"')
+LIST: Final = re.compile(rb"[ \t\r\n]*\[")
+ONE_INPUT: Final = re.compile(rb'[ \t\r\n]*("|\[[ \t\r\n]*[-0-9])')
 """A text, or a list of tokens."""
-GENERATING = (*PLACED, CHAT_BATCH, INVOCATIONS, *sorted(FORMS))
+GENERATING: Final = (*PLACED, CHAT_BATCH, INVOCATIONS, *sorted(FORMS))
 """Endpoints that generate tokens. Of all others only the inputs cost something."""
 
 

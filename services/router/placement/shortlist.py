@@ -7,7 +7,7 @@ candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,11 +22,11 @@ from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import CandidateRecord, Part
 
-SHORTLISTED = 4
+SHORTLISTED: Final = 4
 """Workers for each part. More than one, because workers of equal cost alternate, and some may be excluded later."""
-NEVER_S = 1e9
+NEVER_S: Final = 1e9
 """Added to the cost of a row that misses a target; more than any cost."""
-TABLE_COLUMNS = [t.LEGS, t.LAST_CHOSEN, t.TRANSIT_S]
+TABLE_COLUMNS: Final = [t.LEGS, t.LAST_CHOSEN, t.TRANSIT_S]
 """Columns of the fleet table that a candidate keeps."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from services.router.auth.authenticator import limited
 from services.router.auth.rate_limit import tokens_used
@@ -13,11 +14,11 @@ from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.http.errors import HttpError
 
-TOKENS_OUT_CHARGED = 256
+TOKENS_OUT_CHARGED: Final = 256
 """Charged for each completion until its length is known, unless the client's limit is lower. Charging the limit itself
 would refuse a key's parallel requests for completions that seldom get that long.
 """
-ITL_S_MIN = 0.001
+ITL_S_MIN: Final = 0.001
 """A prediction below this is no measure of what an engine generates."""
 
 

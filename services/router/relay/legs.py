@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from services.router.http.errors import EVENT_STREAM
 from services.router.placement.placement import Placement
@@ -28,26 +29,27 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
 from shared.telemetry.span_names import SpanName
 
-HEAD, END = FrameKind.HEAD, FrameKind.END
-OK = 200
-STATUS_MAX = 599
-REPORT_S_MAX = 1.0
+HEAD: Final = FrameKind.HEAD
+END: Final = FrameKind.END
+OK: Final = 200
+STATUS_MAX: Final = 599
+REPORT_S_MAX: Final = 1.0
 """How long a complete response waits for its prefill leg to end: only that leg's report is missing then."""
-REFUSAL_BYTES_MAX = 500
+REFUSAL_BYTES_MAX: Final = 500
 """Of an engine's error body that are quoted in a stream's last event."""
-STEP_SHARE_MAX = 0.5
+STEP_SHARE_MAX: Final = 0.5
 """Of a request's remaining time, for one step that may be retried: the rest is for the retry."""
-LAST_EVENTS = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n")
+LAST_EVENTS: Final = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n")
 """A stream that ends with one of them is complete, whatever happens to its leg afterwards."""
-EVENT_END = b"\n\n"
-OTHER_LEG_OVER = Failure(reason=Reason.CANCELLED, message="the leg beside it is over")
-MISSED = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
-NO_HEAD = Failure(reason=Reason.BAD_MESSAGE, message="The leg's answer does not begin with a head.")
-NO_REPORT = Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report.")
-NO_STREAM = Failure(
+EVENT_END: Final = b"\n\n"
+OTHER_LEG_OVER: Final = Failure(reason=Reason.CANCELLED, message="the leg beside it is over")
+MISSED: Final = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
+NO_HEAD: Final = Failure(reason=Reason.BAD_MESSAGE, message="The leg's answer does not begin with a head.")
+NO_REPORT: Final = Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report.")
+NO_STREAM: Final = Failure(
     reason=Reason.BAD_MESSAGE, message="The worker that took over the stream did not answer with a stream."
 )
-TOO_LARGE = Failure(reason=Reason.INTERNAL, message="The answer is larger than the router holds.")
+TOO_LARGE: Final = Failure(reason=Reason.INTERNAL, message="The answer is larger than the router holds.")
 
 
 class EngineRefused(Exception):
@@ -590,8 +592,8 @@ def is_head(frame: Frame) -> bool:
     return frame.kind is HEAD and OK <= frame.status <= STATUS_MAX
 
 
-PERIOD_S_PER_STREAM = 50e-6
-PERIOD_S_MAX = 0.01
+PERIOD_S_PER_STREAM: Final = 50e-6
+PERIOD_S_MAX: Final = 0.01
 
 
 class WriteCoalescer:

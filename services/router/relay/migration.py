@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -10,10 +11,10 @@ from services.router.placement.placement import PlacementRequest
 from services.router.placement.request_facts import Mode, RequestFacts
 from shared.contracts.engine_paths import PLACED
 
-RESUMES_MAX_MAX = 64
+RESUMES_MAX_MAX: Final = 64
 """Upper limit of ROUTER_RESUMES_MAX."""
 
-ATTACHED = "a server outside of Baton began it, and its tokens are not known"
+ATTACHED: Final = "a server outside of Baton began it, and its tokens are not known"
 
 
 def why_not_resumable(facts: RequestFacts) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -45,11 +45,11 @@ from shared.telemetry.span_names import SpanName
 
 log = logging.getLogger("baton.router")
 
-SERVICE_UNAVAILABLE = 503
-ENGINE_FULL = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
+SERVICE_UNAVAILABLE: Final = 503
+ENGINE_FULL: Final = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
 
 
-BUG = "Internal error in the router; its log has details."
+BUG: Final = "Internal error in the router; its log has details."
 
 
 class Relay:

@@ -6,7 +6,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from services.router.admission.queues import QueueEntry
 from services.router.http.request import HttpRequest, header_value
@@ -27,12 +27,12 @@ from shared.http.errors import NO_SNIFFING, Header
 from shared.telemetry.span_names import SpanName
 from shared.telemetry.tracing import trace_named
 
-NEVER = float("inf")
-CLIENT_LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
-CLIENT_SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
-ID_BYTES = 16
-NO_WORKERS: frozenset[WorkerId] = frozenset()
-CREATED = re.compile(rb'"created(?:_at)?":(\d{1,18})')
+NEVER: Final = float("inf")
+CLIENT_LEFT: Final = Failure(reason=Reason.CANCELLED, message="the client left")
+CLIENT_SLOW: Final = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
+ID_BYTES: Final = 16
+NO_WORKERS: Final[frozenset[WorkerId]] = frozenset()
+CREATED: Final = re.compile(rb'"created(?:_at)?":(\d{1,18})')
 
 
 class Served(NamedTuple):
@@ -242,7 +242,7 @@ class RequestContext:
         self.legs.clear()
 
 
-FIXED_HEADERS_MAX = 4096
+FIXED_HEADERS_MAX: Final = 4096
 """Maximum number of cached combinations; the cache is cleared when it is full."""
 
 

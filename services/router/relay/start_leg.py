@@ -7,6 +7,7 @@ router's own legs add to their workers, until the workers' load reports include 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -22,9 +23,9 @@ from shared.contracts.inference import CACHE_THRESHOLD, Frame, LegKind, LegRepor
 from shared.runtime.random_ids import RandomIds
 
 pack = msgspec.msgpack.Encoder().encode
-NEVER_REFUSED = 0.0
-ID_BYTES = 16
-REFUSED = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
+NEVER_REFUSED: Final = 0.0
+ID_BYTES: Final = 16
+REFUSED: Final = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
 """As it stands in a refusing event. Generated text cannot imitate it: JSON escapes the quotes inside of text."""
 
 

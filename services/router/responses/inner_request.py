@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -16,10 +16,12 @@ from services.router.http.request import HttpRequest, NoConnection
 from services.router.responses.history import fields_of, told
 from shared.http.errors import Header, HttpError
 
-LIFE = re.compile(rb"event: response\.(created|queued|in_progress|completed|incomplete|failed)\r?\ndata: ?(\{.*\})")
+LIFE: Final = re.compile(
+    rb"event: response\.(created|queued|in_progress|completed|incomplete|failed)\r?\ndata: ?(\{.*\})"
+)
 """An event that contains the response object. In other events a line cannot begin like this: JSON has no line ends."""
-LAST = (b"completed", b"incomplete", b"failed")
-EVENT_END = b"\n\n"
+LAST: Final = (b"completed", b"incomplete", b"failed")
+EVENT_END: Final = b"\n\n"
 
 
 class Answer(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
-LOADING = (WorkerPhase.STARTING, WorkerPhase.PROBING, WorkerPhase.ASLEEP)
+LOADING: Final = (WorkerPhase.STARTING, WorkerPhase.PROBING, WorkerPhase.ASLEEP)
 """Phases in which a worker that was restarted, or sleeps, has not loaded its adapters yet."""
 
 
@@ -64,7 +65,7 @@ def adapter_groups(groups: t.Ints, digests: Mapping[int, str]) -> t.Ints:
     return split
 
 
-DEFAULT_SPEED = WorkerSpeed()
+DEFAULT_SPEED: Final = WorkerSpeed()
 
 
 class ClusterView:

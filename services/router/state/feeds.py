@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from services.router.placement.placer import Fleet
 from services.router.placement.request_facts import Mode
@@ -44,24 +45,24 @@ from shared.runtime.waiting import REGISTRY, Waits
 
 log = logging.getLogger("baton.router")
 
-SNAPSHOT_S_MAX = 5.0
+SNAPSHOT_S_MAX: Final = 5.0
 """Time limit for a worker to send a snapshot."""
-SNAPSHOT_GAP_S = 0.05
+SNAPSHOT_GAP_S: Final = 0.05
 """Pause between two requests for a worker's snapshot, doubled after each failure."""
-SNAPSHOT_GAP_S_MAX = 5.0
-ASKS_AT_ONCE_MAX = 32
+SNAPSHOT_GAP_S_MAX: Final = 5.0
+ASKS_AT_ONCE_MAX: Final = 32
 """Concurrent snapshot requests. A starting router needs the snapshots of the whole fleet, and must read each reply
 within ``SNAPSHOT_S_MAX``.
 """
-FAILURES_MAX = 3
+FAILURES_MAX: Final = 3
 """Failed requests after which placement uses the worker's load alone; the router keeps trying."""
-BATCH_S = 0.005
+BATCH_S: Final = 0.005
 """Pause between two messages with reservations. Placements in the pause travel together."""
-QUARANTINED_HEARD_MAX = 64
+QUARANTINED_HEARD_MAX: Final = 64
 """Requests that one message of another router can quarantine here."""
-SWEEP_S = 1.0
+SWEEP_S: Final = 1.0
 """Interval at which workers that are neither registered nor heard are dropped."""
-RETRY_S = 2.0
+RETRY_S: Final = 2.0
 """Pause after the default mode could not be read; the last known mode applies until then."""
 
 

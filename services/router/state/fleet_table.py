@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-ROWS_AT_FIRST = 16
+ROWS_AT_FIRST: Final = 16
 
 HEARD_AT: Final = 0
 LEGS_MAX: Final = 1
@@ -56,7 +56,7 @@ TRANSFER_BASE_S: Final = SPEED + 6
 TRANSFER_TOKEN_S: Final = SPEED + 7
 PAIRS_PER_TOKEN: Final = SPEED + 8
 TRANSIT_S: Final = SPEED + 9
-DIVISORS = [BLOCK_SIZE, STEP_TOKENS]
+DIVISORS: Final = [BLOCK_SIZE, STEP_TOKENS]
 """Never 0, not even in unused rows: formulas are evaluated for all rows at once."""
 NUMBERS: Final = SPEED + len(WorkerSpeed.__struct_fields__)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
+from typing import Final
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from services.router.state.block_table import TIERS, BlockTable, Depths, Hashes,
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot
 
-PENDING_BATCHES_MAX = 1024
+PENDING_BATCHES_MAX: Final = 1024
 """Batches kept for a worker until its snapshot arrives; more are dropped and cost another snapshot."""
 
 

@@ -7,22 +7,23 @@ comes within a second from every live worker.
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Final
 
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.routers import ANNOUNCE_S, Quarantined, Reservation, Reservations
 
-SILENT_S_MAX = 3 * ANNOUNCE_S
+SILENT_S_MAX: Final = 3 * ANNOUNCE_S
 """A router that was silent for longer is gone."""
-ROUTERS_MAX = 256
+ROUTERS_MAX: Final = 256
 """Routers whose reservations are followed; those of further routers are ignored."""
-SLOT_S = 0.008
+SLOT_S: Final = 0.008
 """Within this time a reservation has reached all routers."""
-SLOTS_EACH = 2
+SLOTS_EACH: Final = 2
 """Time slots for each router: with more slots, fewer routers act in the same one."""
-SLOTS_MAX = 12
-QUARANTINED_MAX = 64
+SLOTS_MAX: Final = 12
+QUARANTINED_MAX: Final = 64
 """Quarantined requests in one message; further ones are not published."""
-WORKERS_MAX = 4096
+WORKERS_MAX: Final = 4096
 """Workers in one message; placements on further ones are not published."""
 
 

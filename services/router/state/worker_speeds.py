@@ -8,6 +8,7 @@ published or shown is taken from the workers of its fingerprint.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import msgspec
 
@@ -22,19 +23,23 @@ from shared.engine_speed.learner import filled_in, is_valid
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
 from shared.engine_speed.unit_costs import SECONDS_MAX, SECONDS_MIN, Prior, UnitCosts
 
-FINGERPRINTS_MAX = 256
+FINGERPRINTS_MAX: Final = 256
 """Fingerprints remembered; beyond that, those without a worker are forgotten."""
-DEFAULT_SPEED = WorkerSpeed()
-TRANSFER_PRIOR = Prior([DEFAULT_SPEED.transfer_base_s, DEFAULT_SPEED.transfer_token_s], [0, 0], together=3.0, apart=1.0)
-ALIKE_TOGETHER, ALIKE_APART = 0.25, 0.02
+DEFAULT_SPEED: Final = WorkerSpeed()
+TRANSFER_PRIOR: Final = Prior(
+    [DEFAULT_SPEED.transfer_base_s, DEFAULT_SPEED.transfer_token_s], [0, 0], together=3.0, apart=1.0
+)
+ALIKE_TOGETHER: Final = 0.25
+ALIKE_APART: Final = 0.02
 """Variances between workers of one fingerprint: one may well be half again as fast as another."""
-SETTLED_READS, LATER_READS = 50, 4
+SETTLED_READS: Final = 50
+LATER_READS: Final = 4
 """After so many reads without a change every so many-th is learned from, which costs less."""
-PEERS_SHARE = 8
+PEERS_SHARE: Final = 8
 """Of the reads of a settled worker, every so many-th teaches the peers' estimate as well."""
-TRANSIT_S_MIN = 1e-5
+TRANSIT_S_MIN: Final = 1e-5
 """Clock differences can make a transit negative."""
-MEDIAN_STEP_MIN = 0.05
+MEDIAN_STEP_MIN: Final = 0.05
 
 
 Basis = tuple[EngineSpeed | None, EngineSpeed | None, UnitCosts, int]

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Final
 
 from services.router.state.fleet_table import FleetTable
 from shared.contracts.ids import Epoch
 from shared.contracts.load import ENGINE_SILENT_S_MAX, LoadReport
 from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
 
-CONNECTOR = "baton"
+CONNECTOR: Final = "baton"
 """Names of connectors that lease, offer and fetch KV by content begin with it."""
-REPORT_LAG_S = 0.02
+REPORT_LAG_S: Final = 0.02
 """A load report may miss a leg that was sent up to this long before the report arrived."""
-SENT_MAX = 4096
+SENT_MAX: Final = 4096
 """Legs counted for a worker between two of its reports. Beyond that the oldest are dropped."""
-MEMORY_S = 10.0
+MEMORY_S: Final = 10.0
 """Time constant of the decay of a ``TokenRate``."""
 
 

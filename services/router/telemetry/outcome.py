@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 from shared.contracts.inference import RequestFinished
 
-SERVER_ERROR = 500
-TOO_MANY = 429
+SERVER_ERROR: Final = 500
+TOO_MANY: Final = 429
 
 
 class Kept(StrEnum):

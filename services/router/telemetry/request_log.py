@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Final
 
 import msgspec
 
@@ -24,7 +25,7 @@ from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport, Request
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.telemetry.prometheus import Count
 
-NO_REPORT = LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, received_tokens=-1)
+NO_REPORT: Final = LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, received_tokens=-1)
 
 
 def finished_request(context: RequestContext, now: float) -> RequestFinished:
@@ -110,7 +111,7 @@ class KvNumbers:
     read_s = -1.0
 
 
-UNKNOWN = KvNumbers()
+UNKNOWN: Final = KvNumbers()
 
 
 def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> KvNumbers:
@@ -174,11 +175,11 @@ def _wait_s(transfer_report: KvTransferReport) -> list[float]:
 
 log = logging.getLogger("baton.request")
 
-REPORT_S = 0.1
+REPORT_S: Final = 0.1
 """Interval between two reports to the collector."""
-REPORTED_AT_ONCE_MAX = 1000
+REPORTED_AT_ONCE_MAX: Final = 1000
 """Finished requests in one message: packing more would hold up the streams that the event loop relays."""
-UNREPORTED_MAX = 10_000
+UNREPORTED_MAX: Final = 10_000
 """Finished requests kept while NATS is down; requests that end beyond that are counted and not reported."""
 
 

@@ -5,6 +5,7 @@ here, so that it can be compiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -18,15 +19,16 @@ from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
 from shared.telemetry.prometheus import Buckets, counter, gauge, histogram
 
-MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
-UNCOUNTED_GAPS_MAX = 4096
+MODES: Final = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
+UNCOUNTED_GAPS_MAX: Final = 4096
 """Gaps between tokens that may wait to be counted; beyond that, the next request that ends counts them."""
-ITL_BOUNDS = np.array(names.ROUTER_ITL.buckets)
-TENANTS_NAMED_MAX = 32
+ITL_BOUNDS: Final = np.array(names.ROUTER_ITL.buckets)
+TENANTS_NAMED_MAX: Final = 32
 """The first this many tenants have series of their own; all others share one."""
-NO_TENANT, OTHER_TENANTS = "(none)", "(others)"
+NO_TENANT: Final = "(none)"
+OTHER_TENANTS: Final = "(others)"
 """No tenant can have these names: parentheses are not allowed in them."""
-OK = "ok"
+OK: Final = "ok"
 
 
 class RequestMetrics:

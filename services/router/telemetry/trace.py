@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from shared.bus.leg_inbox import LegFailed
 from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import LegKind
 from shared.telemetry.span_names import SpanName
 
-MARKS_MAX = 64
+MARKS_MAX: Final = 64
 """Maximum number of marks of one request; more would not help to explain a request with very many retries."""
-PARENT, STATE = "traceparent", "tracestate"
-BAD_VERSION = "ff"
-SAMPLED = 1
+PARENT: Final = "traceparent"
+STATE: Final = "tracestate"
+BAD_VERSION: Final = "ff"
+SAMPLED: Final = 1
 
 
 class Mark(NamedTuple):

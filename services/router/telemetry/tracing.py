@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import msgspec
 from opentelemetry.trace import SpanKind
@@ -33,10 +34,10 @@ from shared.telemetry.tracing import (
     tokens_of,
 )
 
-TRACE_BITS = 128
-TOO_MANY = "too_many"
+TRACE_BITS: Final = 128
+TOO_MANY: Final = "too_many"
 """Worth keeping, but over the rate limit."""
-SLOW_S = 2.0
+SLOW_S: Final = 2.0
 """Default of ROUTER_TRACE_SLOW_S."""
 
 
@@ -108,15 +109,15 @@ class LegTimes:
         )
 
 
-FEW_PER_S = 0.2
-FEW_AT_ONCE = 10.0
+FEW_PER_S: Final = 0.2
+FEW_AT_ONCE: Final = 10.0
 """Requests traced in addition to the share: all of them at low traffic, a negligible part at high traffic."""
-ODD_PER_S_MAX = 100.0
-ODD_AT_ONCE_MAX = 200.0
+ODD_PER_S_MAX: Final = 100.0
+ODD_AT_ONCE_MAX: Final = 200.0
 """Limits on traces kept for unusual requests or because clients ask for them. When every request fails, more traces
 would not help an operator, and the router needs its CPU for requests.
 """
-CHOOSING_BITS = 64
+CHOOSING_BITS: Final = 64
 """Low bits of the trace id that are compared with the sample ratio, as OpenTelemetry's TraceIdRatioBased does."""
 
 
@@ -165,8 +166,8 @@ class TraceShare:
         return self._odd.take(now)
 
 
-SPAN_BITS = 64
-IN_ORDER = {
+SPAN_BITS: Final = 64
+IN_ORDER: Final = {
     "tokenize_s": SpanName.TTFT_TOKENIZE,
     "admission_s": SpanName.TTFT_ADMISSION,
     "place_s": SpanName.TTFT_PLACE,
@@ -180,10 +181,10 @@ IN_ORDER = {
     "transit_s": SpanName.TTFT_TRANSIT,
 }
 """The parts of the time to the first token, in order. Transit comes last, although it occurs between all parts."""
-TTFT_ATTRIBUTES = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
-OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion", "/v1/embeddings": "embeddings"}
+TTFT_ATTRIBUTES: Final = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
+OPERATIONS: Final = {CHAT: "chat", COMPLETIONS: "text_completion", "/v1/embeddings": "embeddings"}
 """OpenTelemetry's ``gen_ai.operation.name``, for the endpoints that it names."""
-PROVIDER = "vllm"
+PROVIDER: Final = "vllm"
 
 
 def spans_of(context: RequestContext, finished: RequestFinished, why: Kept, now: float) -> list[FinishedSpan]:

@@ -15,12 +15,13 @@ down: the router's measurement is what the client waited.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
 
-NOT_BROKEN = -1.0
+NOT_BROKEN: Final = -1.0
 
 
 class Legs:

@@ -11,20 +11,20 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from shared.contracts.kv_events import BLOCK_HASH_BYTES, unpack_hashes
 from shared.contracts.workers import HashScheme
 
-ALGORITHMS = frozenset({"sha256_cbor"})
+ALGORITHMS: Final = frozenset({"sha256_cbor"})
 """Hash algorithms that the router computes; a worker with another one is placed by load alone."""
 
-TOKEN_PIECES_MAX = 1 << 19
+TOKEN_PIECES_MAX: Final = 1 << 19
 """The CBOR bytes of token ids below this are cached; larger than any vocabulary in use."""
 
-ARRAY_OF_THREE = b"\x83"
-HASH_PREFIX = b"\x58\x20"
-NULL = b"\xf6"
+ARRAY_OF_THREE: Final = b"\x83"
+HASH_PREFIX: Final = b"\x58\x20"
+NULL: Final = b"\xf6"
 
 
 class HashKeys(NamedTuple):
@@ -36,7 +36,7 @@ class HashKeys(NamedTuple):
     """The LoRA adapter, in every block: its name, and what stands for its files (``LoraAdapter.hashed_as``)."""
 
 
-NO_KEYS = HashKeys()
+NO_KEYS: Final = HashKeys()
 
 
 def cbor_head(major: int, value: int) -> bytes:
@@ -69,7 +69,7 @@ class TokenPieces(dict[int, bytes]):
         return piece
 
 
-PIECES = TokenPieces()
+PIECES: Final = TokenPieces()
 
 
 @lru_cache(maxsize=16)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import parse_qs
 
 from services.router.http.request import HttpRequest
@@ -42,31 +42,31 @@ from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
 
-READ_ON_LOOP_BYTES = 256 * 1024
+READ_ON_LOOP_BYTES: Final = 256 * 1024
 """A larger body is read in a thread: this much takes a millisecond."""
-LOOP_CHARS_MAX = 4096
+LOOP_CHARS_MAX: Final = 4096
 """Characters of a prompt that are tokenized on the event loop. The rest of a longer prompt is tokenized in a thread."""
-TOKENIZER_S_MAX = 30.0
+TOKENIZER_S_MAX: Final = 30.0
 """Time limit for a worker to read and send its tokenizer."""
-RETRY_S = 5.0
+RETRY_S: Final = 5.0
 """Delay after a tokenizer could not be fetched."""
-TOKENIZERS_MAX = 64
+TOKENIZERS_MAX: Final = 64
 """Fingerprints whose tokenizers are kept. Beyond that, tokenizers without a worker are dropped; if all have one,
 prompts of further fingerprints are placed by load alone.
 """
-SEGMENTS_BYTES_MAX = 64 * 1024 * 1024
+SEGMENTS_BYTES_MAX: Final = 64 * 1024 * 1024
 """Cache of prompt segments with their tokens and block hashes, for each tokenizer."""
-BYTES_PER_TOKEN_MAX = 16
+BYTES_PER_TOKEN_MAX: Final = 16
 """Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
 
-ATTACHED = "its workers are attached to servers outside of Baton, which show no tokens"
-QUERY_FIELDS_MAX = 16
-READERS_MAX = 1024
+ATTACHED: Final = "its workers are attached to servers outside of Baton, which show no tokens"
+QUERY_FIELDS_MAX: Final = 16
+READERS_MAX: Final = 1024
 """Kinds of requests whose readers are remembered: clients can make up names of models."""
 
-PROBES = "probes"
+PROBES: Final = "probes"
 """The tenant of the router's own work."""
-BUSY = Fault(
+BUSY: Final = Fault(
     param="", message="The router reads too many large requests. Try again shortly.", reason=Reason.WORKER_BUSY
 )
 

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from typing import cast
+from typing import Final, cast
 
 from tokenizers import Tokenizer
 
@@ -22,14 +22,14 @@ from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.text_cuts import Cuts, cut_words, find_cuts
 from shared.contracts.workers import HashScheme
 
-WORDS_MAX = 1 << 16
+WORDS_MAX: Final = 1 << 16
 """Words cached in addition to those of the vocabulary; beyond that, all of them are dropped."""
-WORD_CHARS_MAX = 256
+WORD_CHARS_MAX: Final = 256
 """Maximum length of a cached word."""
-VOCABULARY_WORDS_MAX = 1 << 16
-WORDS_AT_ONCE = 1024
+VOCABULARY_WORDS_MAX: Final = 1 << 16
+WORDS_AT_ONCE: Final = 1024
 """Words of the vocabulary that are tokenized in one call."""
-VOCABULARY_WORD = re.compile("[\u2581\u0120]?([A-Za-z]+)")
+VOCABULARY_WORD: Final = re.compile("[\u2581\u0120]?([A-Za-z]+)")
 """Optional mark that tokenizers use for the space before a word, and the word."""
 
 Packed = tuple[bytes, ...]
@@ -89,22 +89,22 @@ class PackedWords:
         return [tuple(map(packed, one.ids)) for one in encoded]  # type: ignore[attr-defined]
 
 
-SEGMENT_CHARS = 1024
+SEGMENT_CHARS: Final = 1024
 """A piece ends at the first cut between two words after this many characters."""
-TURN_CHARS = 256
+TURN_CHARS: Final = 256
 """After this many characters a piece ends before an added token, such as one that begins a chat turn."""
-PIECE_CHARS_MAX = 256 * 1024
+PIECE_CHARS_MAX: Final = 256 * 1024
 """A longer piece is not tokenized: for text that a tokenizer cannot split, that would take minutes and gigabytes."""
-PIECES_AT_ONCE_MAX = 16
+PIECES_AT_ONCE_MAX: Final = 16
 """Maximum number of pieces tokenized in one batch. The first batch is one piece, since no worker may hold the next."""
-LOOKED_UP_MAX = 256
+LOOKED_UP_MAX: Final = 256
 """Pieces in one call: those that are cached take a microsecond or two each."""
-CHARS_PER_TOKEN_GUESSED = 4.0
-CHARS_GUESSED = 2048
+CHARS_PER_TOKEN_GUESSED: Final = 4.0
+CHARS_GUESSED: Final = 2048
 """Weight, in characters, of the tokenizer's average in the estimated length of the untokenized rest of a prompt."""
-NODE_BYTES_COUNTED = 400
+NODE_BYTES_COUNTED: Final = 400
 """Memory of a cached piece without its text, its hashes and its tail tokens."""
-NUMBER_BYTES_COUNTED = 40
+NUMBER_BYTES_COUNTED: Final = 40
 
 
 class PieceTooLong(Exception):

@@ -15,18 +15,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, product
+from typing import Final
 
 from tokenizers import AddedToken, Tokenizer
 
-LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017f\u0391-\u03a1\u03a3-\u03c9\u0400-\u045f"
+LETTERS: Final = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017f\u0391-\u03a1\u03a3-\u03c9\u0400-\u045f"
 """Latin, Greek, Cyrillic: letters that no normalization joins with a space before them."""
-ASCII_SEEN = "".join(map(chr, range(ord("!"), ord("~") + 1)))
-CUT_TOKENS_MAX = 32
+ASCII_SEEN: Final = "".join(map(chr, range(ord("!"), ord("~") + 1)))
+CUT_TOKENS_MAX: Final = 32
 """Added tokens that are searched for; those that occur in ``hint`` are preferred."""
-NEIGHBOURS_BEFORE = [*ASCII_SEEN, *"éßλяџ"]
-NEIGHBOURS_BEHIND = ["a", "I", "s ", "ll,", "été", "ža", "λό", "яб", "b1", "c-d", "E\n", "d\t"]
-BEFORE_THOSE = ["x", " ", "\n1"]
-WORD_SPACE = "\u2581"
+NEIGHBOURS_BEFORE: Final = [*ASCII_SEEN, *"éßλяџ"]
+NEIGHBOURS_BEHIND: Final = ["a", "I", "s ", "ll,", "été", "ža", "λό", "яб", "b1", "c-d", "E\n", "d\t"]
+BEFORE_THOSE: Final = ["x", " ", "\n1"]
+WORD_SPACE: Final = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer
@@ -29,33 +29,33 @@ from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
 from shared.contracts.request_body import PROMPT_CHARS_MIN
 from shared.contracts.workers import HashScheme
 
-BYTES_PER_TOKEN_GUESSED = 4.0
-BYTES_PER_TOKEN_OF_AUDIO = 1000.0
+BYTES_PER_TOKEN_GUESSED: Final = 4.0
+BYTES_PER_TOKEN_OF_AUDIO: Final = 1000.0
 """Compressed speech has 4 to 16 kB a second, of which models make 10 to 50 tokens."""
-TOKENIZE_S_MAX = 1.0
+TOKENIZE_S_MAX: Final = 1.0
 """A prompt that the thread has not tokenized within this time, waiting included, is placed by load alone."""
-HASHED_AT_ONCE = 4096
+HASHED_AT_ONCE: Final = 4096
 """Token ids that are hashed between two checks whether any worker holds their blocks."""
-READ_ON_LOOP_BYTES = 64 * 1024
-ROUNDS_ON_LOOP = 512
+READ_ON_LOOP_BYTES: Final = 64 * 1024
+ROUNDS_ON_LOOP: Final = 512
 """Of a prompt that is read and rendered on the event loop: half a millisecond."""
-STEP_CHARS = 8 * 1024
+STEP_CHARS: Final = 8 * 1024
 """Tokenized in one step of the quick thread. A longer piece that cannot be cut goes to the slow one."""
 
-TEXT_ITERATED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
+TEXT_ITERATED: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 """A template that iterates over a message's content expects a list of parts."""
 
 
-TEXT = msgspec.json.Decoder(str)
-TOKEN_IDS = msgspec.json.Decoder(list[int])
-MESSAGES = msgspec.json.Decoder(list[Message])
+TEXT: Final = msgspec.json.Decoder(str)
+TOKEN_IDS: Final = msgspec.json.Decoder(list[int])
+MESSAGES: Final = msgspec.json.Decoder(list[Message])
 
 
 class NotExact(Exception):
     """The router cannot render this prompt exactly as the engine does."""
 
 
-NOT_EXACT = (
+NOT_EXACT: Final = (
     NotExact,
     msgspec.DecodeError,
     UnicodeError,

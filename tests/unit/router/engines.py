@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from services.router.admission.admission import Admission
@@ -13,8 +12,10 @@ from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_facts import Mode
 from services.router.placement.slo import Targets
+from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason
+from tests.support.fleet_builders import record
 
 BUSY = Rejection(reason=Reason.WORKER_BUSY, message="full", retry_after_s=1.0)
 NONE_READY = Rejection(reason=Reason.NO_WORKER, message="none ready", retry_after_s=1.0)
@@ -34,8 +35,8 @@ class Engine:
     begun: list[str] = field(default_factory=list)
 
     @property
-    def view(self) -> Any:
-        return SimpleNamespace(record=SimpleNamespace(worker_id=self.worker_id))
+    def view(self) -> WorkerView:
+        return WorkerView(record(self.worker_id), 0, 0.0)
 
 
 class Engines:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from services.router.admission.placing import WAITING_MAX, Waker
+from services.router.http.request import Head, HttpRequest, NoConnection, Upload, UploadTotals
 from services.router.placement.placement import PlacementPolicy, Rejection
 from services.router.placement.placer import Fleet
+from services.router.relay.request_context import RequestContext
+from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Envelope
 from shared.contracts.channels import WAKE_MODEL
 from shared.contracts.failures import Reason
 from shared.contracts.fleet_orders import ModelWaking, WakeModel
-from shared.contracts.ids import Epoch
+from shared.contracts.ids import Epoch, RouterId
 from shared.contracts.workers import LoraAdapter, WorkerPhase
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -52,8 +54,16 @@ class World:
         self.fleet.cluster.record(msgspec.structs.replace(ASLEEP, phase=WorkerPhase.READY), self.now())
         self.fleet.cluster.report(load("w1"), self.now())
 
-    def request(self, ends_in_s: float = 1000.0) -> SimpleNamespace:
-        return SimpleNamespace(http_request=SimpleNamespace(left=False), ends_at=self.now() + ends_in_s)
+    def request(self, ends_in_s: float = 1000.0) -> RequestContext:
+        now = self.now()
+        head, upload = Head("/v1/completions", [], lambda: "r1"), Upload(now, UploadTotals())
+        return RequestContext(
+            http_request=HttpRequest(NoConnection(), head, upload, http11=True, keep_alive=True),
+            inbox=LegInbox(MemoryBus(self.hub), RouterId("r1"), leg_buffer_bytes_max=1 << 20),
+            started_at=now,
+            ends_at=now + ends_in_s,
+            on_end=lambda: None,
+        )
 
 
 def waking(expected_s: float = 5.0) -> Callable[[], ModelWaking]:

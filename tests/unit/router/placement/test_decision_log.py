@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
@@ -23,32 +24,36 @@ from services.router.placement.placement import Placement, PlacementRequest, Rej
 from services.router.placement.request_facts import Mode
 from services.router.placement.shortlist import Candidate
 from services.router.placement.slo import Targets
+from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RequestId, RouterId, router_of
+from tests.support.fleet_builders import record
 
 FIRST = f"router-ab-d{1:032x}"
 ROOMY = {"count_max": 1000, "bytes_max": 10_000_000}
 
 
-class CountingCandidate(Candidate):
-    """Counts how often it is rendered."""
+class CountedCandidates:
+    """Counts how often they are read, as what has to be rendered first."""
 
-    records = 0
+    def __init__(self, candidates: Iterable[Any]) -> None:
+        self.candidates = candidates
+        self.reads = 0
 
-    def record(self, *args: Any, **options: Any):
-        type(self).records += 1
-        return super().record(*args, **options)
+    def __iter__(self) -> Iterator[Any]:
+        self.reads += 1
+        return iter(self.candidates)
 
 
-def view(worker_id: str) -> Any:
-    return SimpleNamespace(record=SimpleNamespace(worker_id=worker_id))
+def view(worker_id: str) -> WorkerView:
+    return WorkerView(record(worker_id), 0, 0.0)
 
 
 def candidate(number: int, prefill_s: float) -> Candidate:
     prefill = PrefillEstimate(0, 0, 0, 0.0, 0.0, prefill_s, 0.0)
     decode = DecodeEstimate(*[0.0] * len(DecodeEstimate._fields))
-    return CountingCandidate(view(f"p{number}"), 0, [0.0, 0.0, 0.0], (prefill, decode, Cost(0.0, 0.0, prefill_s)))
+    return Candidate(view(f"p{number}"), 0, [0.0, 0.0, 0.0], (prefill, decode, Cost(0.0, 0.0, prefill_s)))
 
 
 def whole(*prefill_s: float, worker: str = "p0", considered: int = 0, **fields: Any) -> Placement:
@@ -112,13 +117,14 @@ def test_an_ended_decision_shows_its_outcome_and_regret():
 
 def test_candidates_are_rendered_only_on_demand():
     log = make_log()
-    CountingCandidate.records = 0
+    placement = whole(1.0)
+    candidates = CountedCandidates(placement.candidates)
 
-    decision = add(log, whole(1.0))
-    assert CountingCandidate.records == 0
+    decision = add(log, msgspec.structs.replace(placement, candidates=candidates))
+    assert candidates.reads == 0
     log.find(decision.decision_id)
 
-    assert CountingCandidate.records == 1
+    assert candidates.reads == 1
 
 
 def test_a_record_shows_the_cheapest_candidates_and_the_chosen_one():

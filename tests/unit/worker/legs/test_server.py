@@ -283,7 +283,7 @@ def test_a_silent_leg_that_its_router_has_forgotten_is_aborted():
             worker.engine.may_run.clear()
             leg = await worker.leg()
             await leg.frames()
-            worker.inbox.forget(leg)
+            worker.inbox.forget(leg.leg)
             async with asyncio.timeout(2 * IN_FLIGHT_LISTS_S):
                 await worker.engine.aborted.wait()
             return worker.inbox.orphans.served
