@@ -75,8 +75,11 @@ def translated() -> list[Extension]:
     made = mypycify(
         paths, group_name=compiled["GROUP"], multi_file=True, target_dir=str(folder), opt_level="2", debug_level="0"
     )
+    (library,) = (one for one in made if one.name == f"{compiled['GROUP']}__mypyc")
+    library.sources.append("shared/native/slot_cache.c")
     for extension in made:
         extension.optional = True
+        extension.extra_compile_args = [*extension.extra_compile_args, "-include", "shared/native/slot_cache.h"]
         # mypyc 2.4 puts the headers of a group with a dot in its name into a folder, and looks for them outside.
         extension.include_dirs.append(str(folder / "shared"))
     return made

@@ -7,4 +7,6 @@ imports this too.
 
 import gc
 
+import shared  # noqa: F401  # Before any module below: it decides whether those that are compiled are used.
+
 gc.set_threshold(50_000, 20, 50)

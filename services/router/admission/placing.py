@@ -27,6 +27,9 @@ from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import Clock
 from shared.telemetry.span_names import SpanName
 
+ADMISSION: Final = SpanName.ADMISSION
+PLACE: Final = SpanName.PLACE
+
 log = logging.getLogger("baton.router")
 
 ASK_S: Final = 2.0
@@ -180,7 +183,7 @@ class Placing:
                 begun = self._now()
             if result is None:
                 result = await self._queue.wait(entry, context)
-                context.mark(SpanName.ADMISSION, begun, self._now())
+                context.mark(ADMISSION, begun, self._now())
             if isinstance(result, Placement):
                 timings.admission_s += self._now() - begun
                 return result
@@ -212,7 +215,7 @@ class Placing:
         """Record the time of a placement."""
         ended = self._now()
         context.timings.place_s += ended - begun
-        context.mark(SpanName.PLACE, begun, ended)
+        context.mark(PLACE, begun, ended)
 
 
 RETURN_S_MAX: Final = 2.0

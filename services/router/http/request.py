@@ -18,6 +18,8 @@ from services.router.placement.request_facts import Mode
 from shared.contracts.ids import RequestId, is_subject_token
 from shared.http.errors import Header, HttpError
 
+AUTO: Final = Mode.AUTO
+
 TRACE_CONTEXT: Final = {
     b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     b"tracestate": re.compile(rb"[ -~]{1,512}"),
@@ -99,7 +101,7 @@ class Head:
         """The owner of the API key."""
         self.is_batch = False
         """It is a line of a batch: served after all other requests."""
-        self.mode: Mode | None = Mode.AUTO
+        self.mode: Mode | None = AUTO
         """None when the header names no mode."""
         self.class_name = ""
         self.tenant = ""

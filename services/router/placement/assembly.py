@@ -16,6 +16,11 @@ from shared.contracts.decisions import TtftParts
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
+AGGREGATED: Final = Mode.AGGREGATED
+DECODE_FIRST: Final = Mode.DECODE_FIRST
+DISAGGREGATED: Final = Mode.DISAGGREGATED
+DECODE: Final = Role.DECODE
+
 ASKED_FOR: Final = "asked for"
 BEST_FOR_BOTH: Final = "one worker is best for both legs"
 ROLE_MISSING: Final = "one role is missing"
@@ -90,15 +95,15 @@ def _more_tokens(selected: Selected, computing: Candidate) -> int:
 def _on_one(request: PlacementRequest, selected: Selected) -> Placement:
     chosen = selected.decode
     prefill, decode, record = chosen.prefill, chosen.decode, chosen.view.record
-    split = not request.unsplittable and request.mode is not Mode.AGGREGATED
-    asked = request.mode is Mode.DECODE_FIRST
-    guarded = split and (asked or record.role is Role.DECODE) and selected.alone
+    split = not request.unsplittable and request.mode is not AGGREGATED
+    asked = request.mode is DECODE_FIRST
+    guarded = split and (asked or record.role is DECODE) and selected.alone
     share = HIT_SHARE_SLACK * (prefill.cached + prefill.fetched) / max(1, request.prompt_tokens)
     threshold = request.cache_hit_threshold if asked else None
     more = _more_tokens(selected, chosen)
     why = BY_LOAD if record.attached else selected.why
     return Placement(
-        mode=Mode.DECODE_FIRST if guarded else Mode.AGGREGATED,
+        mode=DECODE_FIRST if guarded else AGGREGATED,
         decode=chosen.view,
         cached_tokens=prefill.cached,
         fetched_tokens=prefill.fetched + more,
@@ -131,7 +136,7 @@ def _on_two(request: PlacementRequest, selected: Selected, computing: Candidate,
         transit_s=computing.transit_s + selected.decode.transit_s,
     )
     return Placement(
-        mode=Mode.DISAGGREGATED,
+        mode=DISAGGREGATED,
         prefill=computing.view,
         decode=selected.decode.view,
         cached_tokens=prefill.cached,

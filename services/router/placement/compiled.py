@@ -36,7 +36,7 @@ else:
 
 CANDIDATE: Final = Struct("5q19d")
 """A candidate as C writes it: roles, group, then the fields of both estimates, of the cost, and ``TABLE_COLUMNS``."""
-new_tuple = tuple.__new__
+new_tuple: Final = tuple.__new__
 PREFILLS: Final = 1
 DECODES: Final = 2
 ALONE: Final = 4

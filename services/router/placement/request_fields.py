@@ -26,6 +26,9 @@ from shared.contracts.engine_paths import CHAT, CHAT_BATCH, COMPLETIONS, INVOCAT
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
 
+AUTO: Final = Mode.AUTO
+AGGREGATED: Final = Mode.AGGREGATED
+
 UNSPLITTABLE_PATH: Final = "only completions, chats, messages and responses can be split"
 FETCH_MIN_TOKENS_MAX: Final = 1 << 31
 SOURCES_MAX: Final = 16
@@ -120,20 +123,20 @@ def requested_mode(facts: RequestFacts, request_headers: Mode) -> Mode:
     fetch.
     """
     asked = facts.options.mode or request_headers
-    return Mode.AGGREGATED if asked is Mode.AUTO and facts.cache_hit_threshold else asked
+    return AGGREGATED if asked is AUTO and facts.cache_hit_threshold else asked
 
 
 def default_or_requested(facts: RequestFacts, request_headers: Mode, default: Mode) -> Mode:
     """The header's mode, or else the operator's default. The default does not apply to a body that names workers or
     sets a cache hit threshold.
     """
-    free = request_headers is Mode.AUTO and facts.options.forced is None and not facts.cache_hit_threshold
+    free = request_headers is AUTO and facts.options.forced is None and not facts.cache_hit_threshold
     return default if free else request_headers
 
 
 def default_mode_of(stored: DefaultMode | None) -> Mode:
     """The operator's default mode; AUTO when none, or no valid one, is stored."""
-    return Mode(stored.mode) if stored is not None and stored.mode in DEFAULT_MODES else Mode.AUTO
+    return Mode(stored.mode) if stored is not None and stored.mode in DEFAULT_MODES else AUTO
 
 
 def find_fault(body: Body) -> Fault | None:

@@ -14,6 +14,8 @@ from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.http.errors import HttpError
 
+DEADLINE: Final = Reason.DEADLINE
+
 TOKENS_OUT_CHARGED: Final = 256
 """Charged for each completion until its length is known, unless the client's limit is lower. Charging the limit itself
 would refuse a key's parallel requests for completions that seldom get that long.
@@ -82,7 +84,7 @@ def _unseen(context: RequestContext, now: float) -> int:
     a server outside of Baton.
     """
     facts, placement, timings = context.facts, context.placement, context.timings
-    gone = context.http_request.left or context.reason == Reason.DEADLINE
+    gone = context.http_request.left or context.reason == DEADLINE
     if placement is None or not gone or facts.path not in GENERATING:
         return 0
     if facts.stream and not placement.decode.record.attached:

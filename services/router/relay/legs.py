@@ -29,6 +29,11 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
 from shared.telemetry.span_names import SpanName
 
+PREFILL: Final = LegKind.PREFILL
+DECODE: Final = LegKind.DECODE
+AGGREGATED: Final = LegKind.AGGREGATED
+DECODE_FIRST: Final = Mode.DECODE_FIRST
+
 HEAD: Final = FrameKind.HEAD
 END: Final = FrameKind.END
 OK: Final = 200
@@ -164,16 +169,16 @@ class Attempt:
         runner, context, placement = self.runner, self.context, self.placement
         if placement.prefill is None:
             runner.allow_answer(context)
-            self._start_answer(runner.starter.make(context, placement, LegKind.AGGREGATED))
+            self._start_answer(runner.starter.make(context, placement, AGGREGATED))
             return
         runner.allow_prefill(context)
-        start = runner.starter.make(context, placement, LegKind.PREFILL)
+        start = runner.starter.make(context, placement, PREFILL)
         self._prefill = prefill = PrefillLeg(self, start)
         if not placement.streamed:
             prefill.open()
             return
         # Side by side: the decode worker reads the KV as the prefill worker computes it.
-        decode = runner.starter.make(context, placement, LegKind.DECODE, beside=start.leg_id)
+        decode = runner.starter.make(context, placement, DECODE, beside=start.leg_id)
         self._answer = AnswerLeg(self, decode)
         prefill.open()
         if self._answer is not None:
@@ -184,7 +189,7 @@ class Attempt:
         self._prefill = None
         if not self.placement.streamed:
             self.runner.allow_answer(self.context)
-            self._start_answer(self.runner.starter.make(self.context, self.placement, LegKind.DECODE, report))
+            self._start_answer(self.runner.starter.make(self.context, self.placement, DECODE, report))
         elif self._answer is None:
             self._end(self._result)
         elif not self.context.answering:
@@ -390,7 +395,7 @@ class AnswerLeg(RunningLeg):
     def __init__(self, attempt: Attempt, start: StartLeg) -> None:
         super().__init__(attempt, start)
         runner, context, placement = attempt.runner, attempt.context, attempt.placement
-        self._guarded = placement.mode is Mode.DECODE_FIRST or runner.starter.guards(context, placement)
+        self._guarded = placement.mode is DECODE_FIRST or runner.starter.guards(context, placement)
         """The worker may refuse to compute the prompt."""
         self._refused = False
         self._is_stream = False

@@ -43,6 +43,9 @@ from shared.contracts.failures import HTTP_STATUS, Failure, Reason
 from shared.http.errors import HttpError
 from shared.telemetry.span_names import SpanName
 
+TOKENIZE: Final = SpanName.TOKENIZE
+AUTO: Final = Mode.AUTO
+
 log = logging.getLogger("baton.router")
 
 SERVICE_UNAVAILABLE: Final = 503
@@ -142,7 +145,7 @@ class Relay:
         key = head.client.key
         facts = salted(with_primary_name(facts, self._cluster), key, head.client.secret)
         context.read(facts, resumes_allowed(self._settings.resumes_max, facts.options.resumes_max))
-        mode = default_or_requested(facts, head.mode or Mode.AUTO, self._default_mode.mode)
+        mode = default_or_requested(facts, head.mode or AUTO, self._default_mode.mode)
         headers = RequestHeaders(
             mode=mode, class_name=head.class_name, tenant=key.tenant or head.tenant, key=key, is_batch=head.is_batch
         )
@@ -176,7 +179,7 @@ class Relay:
         facts, timings, ended_at = context.facts, context.timings, self._now()
         context.prompt = prompt
         timings.tokenize_s = ended_at - begun_at
-        context.mark(SpanName.TOKENIZE, begun_at, ended_at)
+        context.mark(TOKENIZE, begun_at, ended_at)
         if context.http_request.left:
             self._fail(context, CLIENT_LEFT)
             return

@@ -22,6 +22,10 @@ from shared.contracts.ids import LegId, RouterId
 from shared.contracts.inference import CACHE_THRESHOLD, Frame, LegKind, LegReport, StartLeg, pack_tokens
 from shared.runtime.random_ids import RandomIds
 
+PREFILL: Final = LegKind.PREFILL
+DECODE: Final = LegKind.DECODE
+DECODE_FIRST: Final = Mode.DECODE_FIRST
+
 pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED: Final = 0.0
 ID_BYTES: Final = 16
@@ -51,11 +55,11 @@ class LegStarter:
         ``beside``: that prefill leg, if both run at once.
         """
         http_request, facts = context.http_request, context.facts
-        sources = list(placement.handoff if kind is LegKind.DECODE else placement.sources)
+        sources = list(placement.handoff if kind is DECODE else placement.sources)
         resumes = http_request.begun
         if beside is not None:
             sources = [msgspec.structs.replace(source, leg_id=beside) for source in sources]
-        view = placement.prefill if kind is LegKind.PREFILL and placement.prefill is not None else placement.decode
+        view = placement.prefill if kind is PREFILL and placement.prefill is not None else placement.decode
         return StartLeg(
             worker_id=view.record.worker_id,
             router_id=self._router_id,
@@ -71,8 +75,8 @@ class LegStarter:
             prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
             kv_offer=not placement.streamed,
             kv_sources=sources,
-            expected_tokens=placement.uncached_tokens if kind is not LegKind.DECODE else 0,
-            cache_hit_threshold=self._threshold(context, placement) if kind is not LegKind.PREFILL else None,
+            expected_tokens=placement.uncached_tokens if kind is not DECODE else 0,
+            cache_hit_threshold=self._threshold(context, placement) if kind is not PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
             resume=pack_tokens(context.relayed) if resumes else None,
             resume_joined=pack_tokens(context.joined) if resumes else b"",
@@ -94,7 +98,7 @@ class LegStarter:
         """The share of the prompt below which the worker refuses: placement's or the client's. The client's no longer
         counts when its stream has begun.
         """
-        if placement.mode is Mode.DECODE_FIRST:
+        if placement.mode is DECODE_FIRST:
             return placement.hit_share_min
         if self.guards(context, placement):
             return HANDOFF_SHARE_MIN

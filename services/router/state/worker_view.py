@@ -13,6 +13,8 @@ from shared.contracts.ids import Epoch
 from shared.contracts.load import ENGINE_SILENT_S_MAX, LoadReport
 from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
 
+READY: Final = WorkerPhase.READY
+
 CONNECTOR: Final = "baton"
 """Names of connectors that lease, offer and fetch KV by content begin with it."""
 REPORT_LAG_S: Final = 0.02
@@ -99,9 +101,9 @@ class WorkerView:
     def ready(self) -> bool:
         """Whether it is READY by its record and its report, reachable, and its engine answers."""
         load = self.load
-        if self.record.phase is not WorkerPhase.READY or self.lost or self.away:
+        if self.record.phase is not READY or self.lost or self.away:
             return False
-        return load is None or (load.phase is WorkerPhase.READY and load.engine_silent_s <= ENGINE_SILENT_S_MAX)
+        return load is None or (load.phase is READY and load.engine_silent_s <= ENGINE_SILENT_S_MAX)
 
     def fit(self, now: float, silent_s_max: float) -> bool:
         """Whether new legs may be placed there."""

@@ -25,6 +25,9 @@ from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport, Request
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.telemetry.prometheus import Count
 
+AGGREGATED: Final = Mode.AGGREGATED
+DISAGGREGATED: Final = Mode.DISAGGREGATED
+
 NO_REPORT: Final = LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, received_tokens=-1)
 
 
@@ -34,7 +37,7 @@ def finished_request(context: RequestContext, now: float) -> RequestFinished:
     report, prefill_report = context.report or NO_REPORT, context.prefill_report
     completion_tokens = report.completion_tokens
     generating_s = timings.last_at - timings.first_at
-    mode = placement.mode if placement is not None else Mode.AGGREGATED
+    mode = placement.mode if placement is not None else AGGREGATED
     kv = kv_numbers(prefill_report, report, mode)
     first_token_s, parts = first_token(context)
     decode_worker = placement.decode.record.worker_id if placement is not None else ""
@@ -119,7 +122,7 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
     first, last = prefill.kv if prefill is not None else None, answering.kv
     if first is None and last is None:
         return UNKNOWN
-    apart = mode is Mode.DISAGGREGATED
+    apart = mode is DISAGGREGATED
     computing = first if apart else last
     waits_s: list[float] = []
     reads_s: list[float] = []
@@ -147,7 +150,7 @@ def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -
     """
     if prefill is not None:
         return prefill.cached_tokens
-    told = answering.kv.prefill_cached_tokens if mode is Mode.DISAGGREGATED and answering.kv is not None else -1
+    told = answering.kv.prefill_cached_tokens if mode is DISAGGREGATED and answering.kv is not None else -1
     return told if told >= 0 else answering.cached_tokens
 
 
