@@ -62,7 +62,9 @@ def earlier_builds() -> list[Path]:
 
 def is_wanted() -> bool:
     has_compiler = shutil.which(os.environ.get("CC", "cc").split()[0]) is not None
-    return os.environ.get("BATON_COMPILED") != "0" and has_compiler and find_spec("mypyc") is not None
+    # mypyc reads types of other packages. An isolated build has neither.
+    has_packages = all(find_spec(name) is not None for name in ("mypyc", "msgspec", "httptools", "nats"))
+    return os.environ.get("BATON_COMPILED", "").lower() not in compiled["NO"] and has_compiler and has_packages
 
 
 def translated() -> list[Extension]:

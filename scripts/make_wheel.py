@@ -54,7 +54,7 @@ def not_compiled(wheel: Path) -> list[str]:
 
 
 def named(modules: list[str]) -> str:
-    return " and ".join(module.removesuffix(".").replace("/", ".") for module in modules)
+    return ", ".join(module.removesuffix(".").replace("/", ".") for module in modules)
 
 
 def refusal(missing: list[str], complaints: list[str]) -> str:
