@@ -81,7 +81,9 @@ def translated() -> list[Extension]:
     library.sources.append("shared/native/slot_cache.c")
     for extension in made:
         extension.optional = True
-        extension.extra_compile_args = [*extension.extra_compile_args, "-include", "shared/native/slot_cache.h"]
+        # Hidden names are called directly, not by way of the dynamic linker's table.
+        hidden = ["-fvisibility=hidden", "-include", "shared/native/slot_cache.h"]
+        extension.extra_compile_args = [*extension.extra_compile_args, *hidden]
         # mypyc 2.4 puts the headers of a group with a dot in its name into a folder, and looks for them outside.
         extension.include_dirs.append(str(folder / "shared"))
     return made
