@@ -9,6 +9,7 @@ import logging
 import math
 import uuid
 from collections import deque
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ from connector.messages import EngineCall, EngineNotification, FetchEnded, Start
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from shared.bus.port import AskRefused, Bus, BusDown, Envelope, MessageTooLarge
-from shared.contracts.channels import KV_GRANT, KV_LEASE, KV_RELEASE
+from shared.contracts.channels import KV_GRANT, KV_LEASE, KV_RELEASE, Channel
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId, is_subject_token
 from shared.contracts.kv_exchange import (
@@ -140,6 +141,7 @@ NO_ENVELOPE = Envelope(headers={}, size=0)
 """Of messages that did not come over the bus."""
 
 Message = LeaseKv | KvGrant | ReleaseKv
+CHANNELS: dict[type[Message], Channel[Any]] = {LeaseKv: KV_LEASE, KvGrant: KV_GRANT, ReleaseKv: KV_RELEASE}
 FETCHES_AT_ONCE_MAX = 32
 FETCH_S_MAX = 300.0
 OVERTIME_S = 2.0
@@ -157,6 +159,7 @@ class MessageHandler:
         self._calls = calls
         self._asks = OpenAsks()
         self._out: deque[Message] = deque(maxlen=MESSAGES_WAITING_MAX)
+        self._is_sending = False
         self._has_out = asyncio.Event()
         self._unsent: deque[ReleaseKv] = deque(maxlen=RELEASES_KEPT_MAX)
 
@@ -176,17 +179,16 @@ class MessageHandler:
             self._to_engine(self._asks.asked(lease))
         for release in notifications.releases:
             self._asks.released(release)
-        if notifications.leases or notifications.grants or notifications.releases:
-            self._out += [*notifications.leases, *notifications.grants, *notifications.releases]
-            self._has_out.set()
+        messages: list[Message] = [*notifications.leases, *notifications.grants, *notifications.releases]
+        for message in messages:
+            self._send(message)
 
     def give_back(self, release: ReleaseKv) -> None:
         """Release a lease of this engine or of another worker's."""
         if release.worker_id == self._me.worker_id:
             self._on_release(release, NO_ENVELOPE)
         else:
-            self._out.append(release)
-            self._has_out.set()
+            self._send(release)
 
     def tell_engine(self, call: EngineCall) -> None:
         """Pass changes of peers on; open asks to peers that are gone end."""
@@ -200,22 +202,31 @@ class MessageHandler:
             await self._has_out.wait()
             self._has_out.clear()
             while self._out:
-                await self._publish(self._out.popleft())
+                message = self._out.popleft()
+                self._is_sending = True
+                try:
+                    await self._bus.publish(CHANNELS[type(message)], message, key=_key(message))
+                except (BusDown, MessageTooLarge) as error:
+                    self._not_sent(message, error)
+                finally:
+                    self._is_sending = False
 
-    async def _publish(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
+        """At once where the bus takes it. Where it has to wait, or others wait before it, ``follow`` sends it."""
+        if self._out or self._is_sending or not self._sent_now(message):
+            self._out.append(message)
+            self._has_out.set()
+
+    def _sent_now(self, message: Message) -> bool:
+        """False: it has to wait for the bus."""
         try:
-            match message:
-                case LeaseKv():
-                    await self._bus.publish(KV_LEASE, message, key=message.ask_id)
-                case KvGrant():
-                    await self._bus.publish(KV_GRANT, message)
-                case ReleaseKv():
-                    await self._bus.publish(KV_RELEASE, message)
+            return self._bus.publish_now(CHANNELS[type(message)], message, key=_key(message))
         except (BusDown, MessageTooLarge) as error:
-            log.debug("%s was not sent: %s", type(message).__name__, error)
-            self._not_sent(message)
+            self._not_sent(message, error)
+            return True
 
-    def _not_sent(self, message: Message) -> None:
+    def _not_sent(self, message: Message, error: Exception) -> None:
+        log.debug("%s was not sent: %s", type(message).__name__, error)
         if isinstance(message, LeaseKv):
             self._on_unreachable(message.ask_id)
         elif isinstance(message, KvGrant) and message.lease_id:
@@ -227,8 +238,7 @@ class MessageHandler:
         if not is_sound_lease(lease):
             log.warning("a malformed lease request of %s is ignored", lease.reader_id[:64])
         elif reason := self._refusal(lease):
-            self._out.append(no_grant(lease, reason))
-            self._has_out.set()
+            self._send(no_grant(lease, reason))
         else:
             self._calls.add(EngineCall(leases=[lease]))
 
@@ -249,8 +259,7 @@ class MessageHandler:
             case KvGrant() as checked:
                 self._calls.add(EngineCall(grants=[checked]))
             case ReleaseKv() as unwanted:
-                self._out.append(unwanted)
-                self._has_out.set()
+                self._send(unwanted)
             case None:
                 log.warning("an unrequested grant of %s is ignored", grant.worker_id[:64])
 
@@ -270,6 +279,11 @@ class MessageHandler:
     def _to_engine(self, grants: list[KvGrant]) -> None:
         if grants:
             self._calls.add(EngineCall(grants=grants))
+
+
+def _key(message: Message) -> str:
+    """By which the bus tells that a lease request reaches nobody."""
+    return message.ask_id if isinstance(message, LeaseKv) else ""
 
 
 class FetchHandler:
