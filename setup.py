@@ -27,9 +27,10 @@ class BuildRequestPath(build_ext):
         if not is_wanted():
             super().run()
             return
-        self.stamp().unlink(missing_ok=True)
-        for outdated in earlier_builds():
-            outdated.unlink()
+        if self.is_in_checkout():
+            self.stamp().unlink(missing_ok=True)
+            for outdated in earlier_builds():
+                outdated.unlink()
         self.distribution.ext_modules = [*self.extensions, *translated()]
         self.swig_opts = None  # The only option that cannot be finalized twice.
         self.finalize_options()
@@ -37,8 +38,12 @@ class BuildRequestPath(build_ext):
         if all(Path(self.get_ext_fullpath(each.name)).exists() for each in self.extensions):
             self.stamp().write_text(compiled["digest"](ROOT))
 
+    def is_in_checkout(self) -> bool:
+        """Whether the checkout gets what is built, not a wheel."""
+        return bool(self.inplace or self.editable_mode)
+
     def stamp(self) -> Path:
-        return (ROOT if self.inplace or self.editable_mode else Path(self.build_lib)) / compiled["STAMP"]
+        return (ROOT if self.is_in_checkout() else Path(self.build_lib)) / compiled["STAMP"]
 
     def build_extensions(self) -> None:
         """Compile the C files of an extension on all cores."""

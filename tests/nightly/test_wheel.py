@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shared import compiled
 from tests.support.processes import ROOT
 from tests.support.system import System
 
@@ -29,8 +30,10 @@ IMPORTS = (
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the wheel and what it depends on, from the package index."""
     folder = tmp_path_factory.mktemp("wheel")
+    was_compiled = compiled.is_current()
     build = subprocess.run([*MAKE_WHEEL, str(folder)], capture_output=True, text=True, check=False, timeout=BUILT_S_MAX)
     assert build.returncode == 0, build.stdout + build.stderr
+    assert compiled.is_current() is was_compiled, "the checkout keeps what was compiled there"
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", with_pip=True)
     install = [str(folder / "venv/bin/python"), "-m", "pip", "install", "--quiet", str(wheel)]
