@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -22,10 +22,11 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.launcher.bus_client import read_fleet
+from services.launcher.bus_client import read_fleet, read_loads
 from services.launcher.cluster.folder import variables
 from services.launcher.system import state_file
 from shared.contracts.channels import Party
+from shared.contracts.load import LoadReport
 from tests.support.nats_server import free_port
 from tests.support.processes import LIGHT_TRANSFER
 
@@ -50,6 +51,10 @@ def until(promise: Callable[[], Any], what: str, s_max: float = SOON_S_MAX) -> A
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {s_max:g} s: {what}")
         time.sleep(POLL_S)
+
+
+async def _next_loads(nats_url: str) -> list[LoadReport]:
+    return await read_loads(nats_url, await read_fleet(nats_url))
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -263,13 +268,33 @@ class System(Launched):
 
     def fleet(self) -> dict[str, dict[str, Any]]:
         """What ``baton workers --json`` prints, by worker id; read in this process, because tests poll it."""
+        state = self._asked(read_fleet).state
+        workers = json.loads(msgspec.json.encode(state.workers))
+        return {worker["record"]["worker_id"]: worker for worker in workers}
+
+    def settled_metrics(self) -> Metrics:
+        """As ``fleet_metrics``, with all prompt tokens that workers had counted before this call."""
+        loads = self._asked(_next_loads)
+
+        def settled() -> Metrics | None:
+            metrics = self.fleet_metrics()
+            told = (
+                metrics.sum("baton_worker_prompt_tokens_total", worker_id=load.worker_id, source=source)
+                >= getattr(load, f"{source}_tokens_total")
+                for load in loads
+                for source in ("computed", "cached", "received")
+            )
+            return metrics if all(told) else None
+
+        return until(settled, "the collector has the workers' load reports")
+
+    def _asked(self, ask: Callable[[str], Coroutine[Any, Any, Any]]) -> Any:
+        """What ``ask`` finds out with this system's NATS and the launcher's key."""
         running = state_file.find(self.folder)
         assert running is not None, self.report_text()
         keys = variables(running.keys_dir, Party.LAUNCHER) if running.keys_dir else {}
         with mock.patch.dict(os.environ, {**environment(), **keys}, clear=True):
-            state = asyncio.run(read_fleet(running.nats_url)).state
-        workers = json.loads(msgspec.json.encode(state.workers))
-        return {worker["record"]["worker_id"]: worker for worker in workers}
+            return asyncio.run(ask(running.nats_url))
 
     def until_idle(self) -> None:
         """Until no worker says that it has anything to do."""
