@@ -14,7 +14,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NATIVE = ("services/router/native/_block_table.", "services/router/native/_placement.", "shared/request_path__mypyc.")
+C_MODULES = ("_block_table", "_placement", "_words")
+NATIVE = (*(f"services/router/native/{name}." for name in C_MODULES), "shared/request_path__mypyc.")
 COMPLAINT = re.compile(r"error|not found|No such file", re.IGNORECASE)
 COMPLAINTS_MAX = 8
 

@@ -36,6 +36,7 @@ class RouterHealth(Message, frozen=True, kw_only=True):
     """Workers whose engines make other tokens of a text than this router."""
     is_index_compiled: bool = True
     is_placement_compiled: bool = True
+    is_tokenization_compiled: bool = True
     is_request_path_compiled: bool = True
 
 

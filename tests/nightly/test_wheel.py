@@ -21,8 +21,8 @@ BUILT_S_MAX = 600.0
 START_S_MAX = 120.0
 MAKE_WHEEL = (sys.executable, str(ROOT / "scripts/make_wheel.py"))
 IMPORTS = (
-    "from services.router.native import _block_table, _placement; from services.router.relay import relay;"
-    "print(_block_table.__file__, _placement.__file__, relay.__file__)"
+    "from services.router.native import _block_table, _placement, _words; from services.router.relay import relay;"
+    "print(_block_table.__file__, _placement.__file__, _words.__file__, relay.__file__)"
 )
 
 
@@ -46,7 +46,7 @@ def test_it_holds_the_compiled_modules(environment: Path, tmp_path: Path):
         [str(environment / "bin/python"), "-c", IMPORTS], cwd=tmp_path, capture_output=True, text=True, check=True
     )
 
-    assert [(Path(one).is_relative_to(environment), Path(one).suffix) for one in loaded.stdout.split()] == 3 * [
+    assert [(Path(one).is_relative_to(environment), Path(one).suffix) for one in loaded.stdout.split()] == 4 * [
         (True, ".so")
     ]
 
@@ -60,7 +60,7 @@ def test_a_wheel_without_its_c_modules_is_made_on_demand_only(tmp_path: Path):
 
     refused = make()
     assert refused.returncode == 1
-    assert "services.router.native._placement, shared.request_path__mypyc could not be" in refused.stderr
+    assert "services.router.native._words, shared.request_path__mypyc could not be" in refused.stderr
     assert "no-such-compiler" in refused.stderr
     assert "make dist PURE=1" in refused.stderr
     assert not (tmp_path / "made").exists()

@@ -115,6 +115,7 @@ class InstallationFacts(Facts, kw_only=True):
     """Path of the binary."""
     is_index_compiled: bool | None = None
     is_placement_compiled: bool | None = None
+    is_tokenization_compiled: bool | None = None
     is_request_path_compiled: bool | None = None
     cores: int = 0
     memory_bytes: int = 0
@@ -301,6 +302,7 @@ def in_python(about: RouterHealth | InstallationFacts, of: str = "") -> str:
     parts = {
         "prefix index": about.is_index_compiled,
         "placement": about.is_placement_compiled,
+        "tokenization": about.is_tokenization_compiled,
         "request path": about.is_request_path_compiled,
     }
     names = [name for name, is_compiled in parts.items() if is_compiled is False]

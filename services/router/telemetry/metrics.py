@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from services.router.state import block_table
 from services.router.state.feeds import KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.state.worker_speeds import WorkerSpeeds
+from services.router.tokenize import text_cuts
 from services.router.tokenize.parity import Parity, ParityBook
 from shared import compiled as request_path
 from shared.bus.leg_inbox import Orphans
@@ -51,6 +52,18 @@ class GapMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not t
             gaps.count()
             gaps.buckets.add_to(family, {"mode": mode})
         return [family]
+
+
+class CatchUp(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
+    """Registered before all others, it calls ``catch_up`` on each scrape before they are read."""
+
+    def __init__(self, catch_up: Callable[[], None]) -> None:
+        self._catch_up = catch_up
+
+    def collect(self) -> list[CounterMetricFamily]:
+        """prometheus_client calls this on each scrape."""
+        self._catch_up()
+        return []
 
 
 class CountMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
@@ -151,5 +164,6 @@ def health_of(index: PrefixIndex, parity: ParityBook) -> RouterHealth:
         tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
         is_index_compiled=block_table.IS_COMPILED,
         is_placement_compiled=compiled.IS_COMPILED,
+        is_tokenization_compiled=text_cuts.IS_COMPILED,
         is_request_path_compiled=request_path.IN_USE,
     )

@@ -12,14 +12,14 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice
-from typing import Final, cast
+from itertools import islice
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from services.router.tokenize.block_hash import PIECES, HashKeys, extend_packed
 from services.router.tokenize.prompt import Prompt
-from services.router.tokenize.text_cuts import Cuts, cut_words, find_cuts
+from services.router.tokenize.text_cuts import Cuts, Packed, find_cuts
 from shared.contracts.workers import HashScheme
 
 WORDS_MAX: Final = 1 << 16
@@ -29,10 +29,9 @@ WORD_CHARS_MAX: Final = 256
 VOCABULARY_WORDS_MAX: Final = 1 << 16
 WORDS_AT_ONCE: Final = 1024
 """Words of the vocabulary that are tokenized in one call."""
+NO_WORDS: Final[dict[str, Packed]] = {}
 VOCABULARY_WORD: Final = re.compile("[\u2581\u0120]?([A-Za-z]+)")
 """Optional mark that tokenizers use for the space before a word, and the word."""
-
-Packed = tuple[bytes, ...]
 
 # Without this, the tokenizers library uses every CPU for one prompt; the router tokenizes in one thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -48,34 +47,34 @@ class PackedWords:
 
     def __init__(self, tokenizer: Tokenizer, cuts: Cuts) -> None:
         self._tokenizer = tokenizer
-        self._cuts = cuts
-        self._own = self._vocabulary() if cuts.words is not None else {}
+        self._between_words = cuts.between_words
+        self._own = {} if cuts.between_words is None else self._vocabulary("" if cuts.drops_space else " ")
         """Words of the vocabulary, which are most words of most texts."""
         self._words = dict(self._own)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[bytes]]:
         """The packed tokens of each text, without special tokens."""
-        if self._cuts.words is None:
+        between_words, words = self._between_words, self._words
+        if between_words is None:
             return list(map(list, self._encode(texts)))
-        recall = self._words.get
-        pieces = [cut_words(self._cuts, text) for text in texts]
-        recalled = [list(map(recall, words)) for words in pieces]
-        unknown = [(n, at) for n, known in enumerate(recalled) for at, packed in enumerate(known) if packed is None]
-        if unknown:
-            missing = list({pieces[n][at] for n, at in unknown})
-            found = dict(zip(missing, self._encode(missing), strict=True))
-            for n, at in unknown:
-                recalled[n][at] = found[pieces[n][at]]
-            self._remember(found)
-        return [list(chain.from_iterable(cast("list[Packed]", packed))) for packed in recalled]
+        recalled = [between_words.recall(text, words, NO_WORDS) for text in texts]
+        missing = list({word for _tokens, unknown in recalled for word in unknown})
+        if not missing:
+            return [tokens for tokens, _unknown in recalled]
+        found = dict(zip(missing, self._encode(missing), strict=True))
+        whole = [
+            between_words.recall(text, words, found)[0] if unknown else tokens
+            for text, (tokens, unknown) in zip(texts, recalled, strict=True)
+        ]
+        self._remember(found)
+        return whole
 
     def _remember(self, found: dict[str, Packed]) -> None:
         if len(self._words) > len(self._own) + WORDS_MAX:
             self._words = dict(self._own)
         self._words.update((word, packed) for word, packed in found.items() if len(word) <= WORD_CHARS_MAX)
 
-    def _vocabulary(self) -> dict[str, Packed]:
-        space = "" if self._cuts.drops_space else " "
+    def _vocabulary(self, space: str) -> dict[str, Packed]:
         matches = map(VOCABULARY_WORD.fullmatch, self._tokenizer.get_vocab(with_added_tokens=False))
         words = iter({space + match[1]: None for match in matches if match is not None})
         own: dict[str, Packed] = {}

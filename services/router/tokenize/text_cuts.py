@@ -7,20 +7,29 @@ its neighbours, and that no other added token can overlap from the left.
 *Between two words*, before a single space that a letter follows, most tokenizers begin a new word. ``find_cuts`` tests
 whether this tokenizer does, with neighbours of every kind, and whether any entry of its vocabulary or its added tokens
 could join two words. For tokenizers that prepend a mark to each text (as Llama 2's), the space at a cut is left out.
+``native/words.c`` does this several times as fast as ``PythonWords``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import Final
 
 from tokenizers import AddedToken, Tokenizer
 
+try:
+    from services.router.native._words import NativeWords
+except ImportError:
+    IS_COMPILED = False
+else:
+    IS_COMPILED = True
+
 LETTERS: Final = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017f\u0391-\u03a1\u03a3-\u03c9\u0400-\u045f"
 """Latin, Greek, Cyrillic: letters that no normalization joins with a space before them."""
+LETTERS_SEEN: Final = "".join(filter(re.compile(f"[{LETTERS}]").fullmatch, map(chr, range(0x500))))
 ASCII_SEEN: Final = "".join(map(chr, range(ord("!"), ord("~") + 1)))
 CUT_TOKENS_MAX: Final = 32
 """Added tokens that are searched for; those that occur in ``hint`` are preferred."""
@@ -29,6 +38,47 @@ NEIGHBOURS_BEHIND: Final = ["a", "I", "s ", "ll,", "été", "ža", "λό", "яб
 BEFORE_THOSE: Final = ["x", " ", "\n1"]
 WORD_SPACE: Final = "\u2581"
 
+Packed = tuple[bytes, ...]
+"""The tokens of a word, each as CBOR."""
+
+
+class PythonWords:
+    """Cuts texts into words: before each space that one of ``letters`` follows and one of ``before`` precedes.
+    ``drops_space``: a word behind a cut is given without its space.
+    """
+
+    def __init__(self, letters: str, before: str, drops_space: bool) -> None:
+        letters, before = (f"[{re.escape(chars)}]" for chars in (letters, before))
+        self._word = re.compile(f" ?[^ ]*(?: (?!{letters})[^ ]*|(?<!{before}) [^ ]*)*")
+        self._drops_space = drops_space
+
+    def cut(self, text: str) -> list[str]:
+        """The words, each in the form in which it is tokenized."""
+        words: list[str] = self._word.findall(text)
+        if not words[-1]:
+            words.pop()
+        return words[:1] + [word[1:] for word in words[1:]] if self._drops_space else words
+
+    def recall(
+        self, text: str, known: Mapping[str, Packed], more: Mapping[str, Packed]
+    ) -> tuple[list[bytes], list[str]]:
+        """The tokens of all words that one of the dictionaries has, and the words that none has."""
+        tokens: list[bytes] = []
+        missing: list[str] = []
+        for word in self.cut(text):
+            packed = known.get(word)
+            packed = more.get(word) if packed is None else packed
+            if packed is None:
+                missing.append(word)
+            else:
+                tokens += packed
+        return tokens, missing
+
+
+def words_between(letters: str, before: str, drops_space: bool) -> PythonWords | NativeWords:
+    """See ``PythonWords``."""
+    return NativeWords(letters, before, drops_space) if IS_COMPILED else PythonWords(letters, before, drops_space)
+
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
@@ -36,8 +86,8 @@ class Cuts:
 
     tokens: re.Pattern[str] | None
     words: re.Pattern[str] | None
-    word: re.Pattern[str] | None
-    """Matches one word with everything that cannot be cut from it."""
+    between_words: PythonWords | NativeWords | None
+    """Cuts at all of ``words``, and tokens at none."""
     drops_space: bool = False
     """A word behind a cut is tokenized without the space before it."""
 
@@ -76,10 +126,10 @@ def _word_cuts(tokens: re.Pattern[str] | None, added: Sequence[AddedToken], *, d
     # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
     # the text behind it is tokenized separately, and its leading space must stay.
     ends = {token.content[-1:] for token in added if token.rstrip or drops_space}
-    before = "".join(re.escape(char) for char in ASCII_SEEN if char not in ends) + LETTERS
-    words = re.compile(f" (?<=[{before}] )(?=[{LETTERS}])")  # Begins with a literal, which ``re`` searches for fast.
-    word = re.compile(f" ?[^ ]*(?: (?![{LETTERS}])[^ ]*|(?<![{before}]) [^ ]*)*")
-    return Cuts(tokens, words, word, drops_space)
+    before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
+    # Begins with a literal, which ``re`` searches for fast.
+    words = re.compile(f" (?<=[{re.escape(before)}] )(?=[{LETTERS}])")
+    return Cuts(tokens, words, words_between(LETTERS_SEEN, before, drops_space), drops_space)
 
 
 def plain_tokens(added: Sequence[AddedToken]) -> list[str]:
@@ -112,21 +162,13 @@ def may_cut_words(tokenizer: Tokenizer, cuts: Cuts) -> bool:
     if any(_reaches_over_space(token) for token in tokenizer.get_added_tokens_decoder().values()):
         return False
     text = " ".join(f"{a}{b} {c}" for a, b, c in product(BEFORE_THOSE, NEIGHBOURS_BEFORE, NEIGHBOURS_BEHIND))
-    pieces = cut_words(cuts, text)
+    assert cuts.between_words is not None
+    pieces = cuts.between_words.cut(text)
     if not (_same_words(tokenizer, text, pieces) or _joins_no_words(tokenizer)):
         return False
     whole: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
     return whole == list(chain.from_iterable(one.ids for one in encoded))
-
-
-def cut_words(cuts: Cuts, text: str) -> list[str]:
-    """``text`` cut between all words, each piece in the form in which it is tokenized."""
-    assert cuts.word is not None
-    words: list[str] = cuts.word.findall(text)
-    if not words[-1]:
-        words.pop()
-    return words[:1] + [word[1:] for word in words[1:]] if cuts.drops_space else words
 
 
 def _reaches_over_space(token: AddedToken) -> bool:

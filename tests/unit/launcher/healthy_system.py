@@ -32,6 +32,7 @@ def installation(**changes: object) -> InstallationFacts:
         "nats_server": "/bin/nats-server",
         "is_index_compiled": True,
         "is_placement_compiled": True,
+        "is_tokenization_compiled": True,
         "is_request_path_compiled": True,
         "cores": 4,
         "memory_bytes": 16 * GIB,

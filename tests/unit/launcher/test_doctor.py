@@ -151,8 +151,8 @@ INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         Level.WARNING, "The prefix index and placement run in Python.",
     ),
     "all in python": (
-        {"is_index_compiled": False, "is_placement_compiled": False, "is_request_path_compiled": False},
-        Level.WARNING, "The prefix index, placement and request path run in Python.",
+        {"is_index_compiled": False, "is_placement_compiled": False, "is_tokenization_compiled": False, "is_request_path_compiled": False},
+        Level.WARNING, "The prefix index, placement, tokenization and request path run in Python.",
     ),
     "little memory": ({"memory_free_bytes": GIB}, Level.WARNING, "1.0 GiB of 16.0 GiB memory free"),
     "little shm": ({"shm_bytes": 64 * MIB}, Level.WARNING, "(/dev/shm) has only 64.0 MiB"),
@@ -275,6 +275,7 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "tokens": (with_router(RouterHealth(tokens_differ=["d1"])), Level.WARNING, "router-1 tokenizes differently from d1"),
     "router's index": (with_router(RouterHealth(is_index_compiled=False)), Level.NOTE, "The prefix index of router-1 runs in Python."),
     "router's placement": (with_router(RouterHealth(is_placement_compiled=False)), Level.NOTE, "The placement of router-1 runs in Python."),
+    "router's tokenization": (with_router(RouterHealth(is_tokenization_compiled=False)), Level.NOTE, "The tokenization of router-1 runs in Python."),
     "router's request path": (with_router(RouterHealth(is_request_path_compiled=False)), Level.NOTE, "The request path of router-1 runs in Python."),
     "unknown": ({"unknown": {"fleet": "it took too long"}}, Level.NOTE, "The fleet could not be checked: it took too long."),
 }  # fmt: skip
