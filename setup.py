@@ -87,8 +87,10 @@ def translated() -> list[Extension]:
     for extension in made:
         extension.optional = True
         # Hidden names are called directly, not by way of the dynamic linker's table.
-        hidden = ["-fvisibility=hidden", "-include", "shared/native/slot_cache.h"]
-        extension.extra_compile_args = [*extension.extra_compile_args, *hidden]
+        added = ["-fvisibility=hidden"]
+        for header in ("slot_cache", "error_paths"):
+            added += ["-include", f"shared/native/{header}.h"]
+        extension.extra_compile_args = [*extension.extra_compile_args, *added]
         # mypyc 2.4 puts the headers of a group with a dot in its name into a folder, and looks for them outside.
         extension.include_dirs.append(str(folder / "shared"))
     return made

@@ -27,7 +27,7 @@ GROUP = "shared.request_path"
 MODULES = tuple(
     f"{folder}.{name}"
     for folder, names in {
-        "shared.bus": "leg_inbox receiver nats_bus nats_client nats_reader nats_subscription",
+        "shared.bus": "leg_inbox nats_bus nats_client nats_reader nats_subscription receiver wire",
         "shared.http": "limits origin plain_requests protocol",
         "shared.runtime": "random_ids",
         "shared.telemetry": "prometheus",
@@ -38,7 +38,7 @@ MODULES = tuple(
         "services.router.http": "edge errors request",
         "services.router.placement": "assembly compiled decision decision_service kv_sources placer policy"
         " request_fields sequences shortlist",
-        "services.router.relay": "charging legs migration relay request_context request_tasks start_leg",
+        "services.router.relay": "accounting charging legs migration relay request_context request_tasks retry start_leg",
         "services.router.responses": "inner_request",
         "services.router.state": "cluster_view feeds fleet_table prefix_index reservations worker_speeds worker_view",
         "services.router.telemetry": "outcome request_log request_metrics trace tracing ttft",

@@ -25,6 +25,7 @@ from services.router.http.lora_routes import OrderAdapters
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placer import Fleet
 from services.router.placement.policy import RequestPolicy
+from services.router.relay.accounting import Accounting
 from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
@@ -45,7 +46,7 @@ from services.router.state.block_table import IS_COMPILED
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
 from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
-from services.router.telemetry.metrics import CountMetrics, LiveMetrics, SpeedMetrics, health_of
+from services.router.telemetry.metrics import CatchUp, CountMetrics, LiveMetrics, SpeedMetrics, health_of
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.request_metrics import QueueMetrics, RequestMetrics
 from services.router.telemetry.tracing import Tracing
@@ -90,6 +91,7 @@ class Router:
         self.bus = bus
         self.waits = waits or Waits(clock.now)
         self.registry = CollectorRegistry()
+        self.registry.register(CatchUp(self._catch_up))  # First: all others are read after it.
         self.fleet = fleet = Fleet(placement_policy(settings))
         self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
@@ -107,13 +109,15 @@ class Router:
             bus,
             clock,
             self.reservations.book.router_ids,
+            self._catch_up,
             count_max=settings.decisions_max,
             bytes_max=settings.decisions_bytes_max,
         )
         metrics = RequestMetrics(self.registry, tracing.counts)
         self.request_log = RequestLog(router_id, tracing, metrics, log_requests=settings.log_requests)
-        self.usage = UsageLog(router_id, bus, clock, fleet.cluster)
-        self.budgets = Budgets(bus, clock, self.usage.unstored)
+        self.usage = UsageLog(router_id, bus, clock, fleet.cluster, self._catch_up)
+        self.budgets = Budgets(bus, clock, self.usage.unstored, self._catch_up)
+        self.accounting = Accounting(self.request_log, self.decisions, self.usage)
         policy = request_policy(settings)
         self.request_tasks = RequestTasks()
         self.relay = self._make_relay(policy, tracing)
@@ -125,6 +129,10 @@ class Router:
         self.edge = self._make_edge(policy)
         self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
         self._register_metrics()
+
+    def _catch_up(self) -> None:
+        """Account for all requests that have ended."""
+        self.accounting.catch_up()
 
     def _make_feed(self) -> FleetFeed:
         return FleetFeed(
@@ -201,8 +209,7 @@ class Router:
             retry=retry,
             suspects=suspects,
             decisions=self.decisions,
-            request_log=self.request_log,
-            usage=self.usage,
+            accounting=self.accounting,
             budgets=self.budgets,
             tracing=tracing,
             response_headers=response_headers,
@@ -254,7 +261,7 @@ class Router:
             (self.kv.follow(), "follow-kv"),
             (self.prompts.follow(), "follow-tokenizers"),
             (self.prompts.parity.follow(), "probe-tokens"),
-            (self.request_log.reports.follow(self.bus), "report-finished"),
+            (self.request_log.reports.follow(self.bus, self._catch_up), "report-finished"),
             (self.usage.report(), "report-usage"),
             (self.budgets.follow(), "follow-usage"),
             (self.deadline_monitor.run(), "monitor-deadlines"),
@@ -279,6 +286,7 @@ class Router:
         await self.inbox.close()
         await self.request_tasks.close()
         await self.decisions.close()
+        self._catch_up()
         await self.request_log.reports.close(self.bus)
         await self.usage.close()
         self.prompts.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Final, NamedTuple
@@ -170,23 +170,26 @@ class UsedTokens(NamedTuple):
 
 
 def engine_seconds(
-    cluster: ClusterView, placement: Placement, finished: RequestFinished, used: UsedTokens
+    cluster: ClusterView,
+    placement: Placement,
+    finished: RequestFinished,
+    used: UsedTokens,
+    decoding: list[float] | None,
 ) -> tuple[float, float]:
     """Prefill and decode, each times the engine's ranks. Of a decode step, whose fixed cost all requests of the batch
     share, the request's share in the batch at its end; 0.0 for a worker that is gone. The prefill gives each completion
-    its first token.
+    its first token. ``decoding``: the decode worker's row of the fleet table when the request ended.
     """
     computing = placement.prefill or placement.decode
     elsewhere = finished.received_tokens if placement.prefill is None else -1
     fetched = max(0, finished.readback_tokens, elsewhere)
     computed = max(0, used.prompt - used.cached - fetched)
-    n = _numbers(cluster, placement.decode)
-    first = n if computing is placement.decode else _numbers(cluster, computing)
+    first = decoding if computing is placement.decode else _numbers(cluster, computing)
     ranks = _ranks(placement.decode)
     prefill_s = _prefill_s(first, computed, used.prompt - computed) * _ranks(computing)
     again = max(0, finished.recomputed_tokens) + max(0, finished.reprefilled_tokens)
-    prefill_s += _prefill_s(n, again, max(0, used.prompt - again)) * ranks
-    return prefill_s, _decode_s(n, used) * ranks
+    prefill_s += _prefill_s(decoding, again, max(0, used.prompt - again)) * ranks
+    return prefill_s, _decode_s(decoding, used) * ranks
 
 
 def _ranks(view: WorkerView) -> int:
@@ -230,8 +233,12 @@ CLIENT_ERROR: Final = 400
 class UsageLog:
     """Counts every request once, when it ends."""
 
-    def __init__(self, router_id: RouterId, bus: Bus, clock: Clock, cluster: ClusterView) -> None:
+    def __init__(
+        self, router_id: RouterId, bus: Bus, clock: Clock, cluster: ClusterView, catch_up: Callable[[], None]
+    ) -> None:
+        """``catch_up`` accounts for all requests that have ended."""
         self._router_id = router_id
+        self._catch_up = catch_up
         self._bus = bus
         self._clock = clock
         self._cluster = cluster
@@ -246,17 +253,26 @@ class UsageLog:
         """What an operator must correct; empty when there is nothing."""
         if self.unstored_since is None or self._clock.now() - self.unstored_since < UNSTORED_S_MAX:
             return ""
+        self._catch_up()
         if self.unstored.uncounted:
             return f"no metrics collector stores usage: {self.unstored.uncounted} requests are not counted"
         if self.unstored.counts_for_budgets:
             return "no metrics collector stores usage: other routers do not see it for the budgets of API keys"
         return ""
 
-    def ended(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> None:
-        """A request has ended and has used so many prompt and completion tokens."""
+    def numbers_of(self, view: WorkerView) -> list[float] | None:
+        """The worker's row of the fleet table; None: it is gone."""
+        return _numbers(self._cluster, view)
+
+    def ended(
+        self, context: RequestContext, finished: RequestFinished, used: tuple[int, int], decoding: list[float] | None
+    ) -> None:
+        """A request has ended and has used so many prompt and completion tokens. ``decoding``: the decode worker's
+        numbers at that time.
+        """
         key = context.http_request.head.client.key
         place = Place(self._day(), key.tenant, key.label, self._model(context)[:NAME_CHARS_MAX])
-        self.unstored.add(place, self._counts(context, finished, used), key.monthly_tokens)
+        self.unstored.add(place, self._counts(context, finished, used, decoding), key.monthly_tokens)
 
     def _day(self) -> str:
         number = self._clock.wall_ms() // DAY_MS
@@ -270,7 +286,9 @@ class UsageLog:
             return context.facts.model or context.placement.decode.record.model
         return context.facts.model if self._cluster.knows(context.facts.model) else ""
 
-    def _counts(self, context: RequestContext, finished: RequestFinished, used: tuple[int, int]) -> UsageCounts:
+    def _counts(
+        self, context: RequestContext, finished: RequestFinished, used: tuple[int, int], decoding: list[float] | None
+    ) -> UsageCounts:
         status, placement = finished.status, context.placement
         cancelled = status == CLIENT_GONE
         failed = status >= CLIENT_ERROR and not cancelled
@@ -279,7 +297,7 @@ class UsageLog:
         prompt, completion = max(0, min(used[0], COUNT_MAX)), max(0, min(used[1], COUNT_MAX))
         cached = max(0, min(finished.cached_tokens, prompt))
         tokens = UsedTokens(prompt, cached, completion, context.facts.sequences)
-        prefill_s, decode_s = engine_seconds(self._cluster, placement, finished, tokens)
+        prefill_s, decode_s = engine_seconds(self._cluster, placement, finished, tokens, decoding)
         return UsageCounts(
             requests=1,
             failed=int(failed),
@@ -299,6 +317,7 @@ class UsageLog:
 
     async def report_now(self) -> None:
         """Report what is not stored yet; what cannot be stored now stays for the next time."""
+        self._catch_up()
         while self.unstored.next_report():
             report = ReportUsage(router_id=self._router_id, number=self.unstored.number, rows=self.unstored.report)
             try:
@@ -340,8 +359,10 @@ NO_RETRY: Final = (b"x-should-retry", b"false")
 class Budgets:
     """The month's spending of keys with a budget. ``follow`` keeps it current, once a key has one."""
 
-    def __init__(self, bus: Bus, clock: Clock, unstored: UnstoredUsage) -> None:
+    def __init__(self, bus: Bus, clock: Clock, unstored: UnstoredUsage, catch_up: Callable[[], None]) -> None:
+        """``catch_up`` accounts for all requests that have ended."""
         self._bus = bus
+        self._catch_up = catch_up
         self._clock = clock
         self._unstored = unstored
         self._wanted = asyncio.Event()
@@ -366,6 +387,7 @@ class Budgets:
         key = client.key
         if not key.monthly_tokens:
             return None
+        self._catch_up()
         today = datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC)
         spender = Spender(f"{today:%Y-%m}", key.tenant, key.label)
         used = self._spent.get(spender, 0) + self._unstored.tokens_of(spender) + client.charged_tokens

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-PART_HEADER = "Baton-Part"
-PART_MARGIN_BYTES = 512
+PART_HEADER: Final = "Baton-Part"
+PART_MARGIN_BYTES: Final = 512
 """Space for the part header, the header frame and the subject, which the server counts too."""
-PART_AGE_S_MAX = 30.0
+PART_AGE_S_MAX: Final = 30.0
 """An older incomplete message was cut off by a crash or a lost connection."""
-INCOMPLETE_MAX = 256
+INCOMPLETE_MAX: Final = 256
 """Incomplete messages that one subscription holds."""
 
 pack: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode

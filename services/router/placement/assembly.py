@@ -111,7 +111,9 @@ def _on_one(request: PlacementRequest, selected: Selected) -> Placement:
         context_tokens=request.prompt_tokens + request.sequences * request.tokens_out,
         sources=(*selected.sources, *selected.further),
         hit_share_min=(share if threshold is None else threshold) if guarded else 0.0,
-        predicted=_prompt_parts(chosen),
+        predicted=TtftParts(
+            queue_s=prefill.queue_s, fetch_s=prefill.fetch_s, prefill_s=prefill.prefill_s, transit_s=chosen.transit_s
+        ),
         predicted_itl_s=decode.itl_s,
         why=HAS_MOST if guarded else why,
         considered=selected.considered,
@@ -124,7 +126,8 @@ def _on_two(request: PlacementRequest, selected: Selected, computing: Candidate,
     more = _more_tokens(selected, computing)
     uncached = prefill.computed - more
     can_exchange = can_exchange_kv(record)
-    soon = can_exchange and record.prefix_caching and _prompt_parts(computing).total_s() <= policy.stream_s_max
+    computed_s = prefill.queue_s + prefill.fetch_s + prefill.prefill_s + computing.transit_s
+    soon = can_exchange and record.prefix_caching and computed_s <= policy.stream_s_max
     streamed = soon and 0 <= policy.stream_tokens_min <= uncached
     predicted = TtftParts(
         queue_s=prefill.queue_s,
@@ -151,12 +154,4 @@ def _on_two(request: PlacementRequest, selected: Selected, computing: Candidate,
         why=selected.why,
         considered=selected.considered,
         candidates=selected.candidates,
-    )
-
-
-def _prompt_parts(computing: Candidate) -> TtftParts:
-    """The parts until the prompt's KV is on this worker."""
-    prefill = computing.prefill
-    return TtftParts(
-        queue_s=prefill.queue_s, fetch_s=prefill.fetch_s, prefill_s=prefill.prefill_s, transit_s=computing.transit_s
     )

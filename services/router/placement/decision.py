@@ -218,9 +218,18 @@ LISTED_MAX: Final = 100
 class DecisionLog:
     """The newest decisions of this router: at most ``count_max``, of about ``bytes_max`` bytes together."""
 
-    def __init__(self, router_id: RouterId, random_hex: Callable[[], str], *, count_max: int, bytes_max: int) -> None:
-        """``random_hex`` returns 128 random bits as 32 digits."""
+    def __init__(
+        self,
+        router_id: RouterId,
+        random_hex: Callable[[], str],
+        catch_up: Callable[[], None],
+        *,
+        count_max: int,
+        bytes_max: int,
+    ) -> None:
+        """``random_hex`` returns 128 random bits as 32 digits. ``catch_up`` ends those of ended requests."""
         self._router_id = router_id
+        self._catch_up = catch_up
         self._random_hex = random_hex
         self._count_max = count_max
         self._bytes_max = bytes_max
@@ -270,6 +279,7 @@ class DecisionLog:
 
     def find(self, decision_id: str, tenant: str | None = None) -> DecisionRecord | None:
         """None: this router never made it, has dropped it, or it is another tenant's."""
+        self._catch_up()
         decision = self._by_id.get(decision_id)
         if decision is None or tenant not in (None, decision.tenant):
             return None
@@ -277,6 +287,7 @@ class DecisionLog:
 
     def newest_first(self) -> list[Decision]:
         """All decisions at this moment."""
+        self._catch_up()
         return list(reversed(self._decisions))
 
     def listed(

@@ -11,7 +11,6 @@ from services.router.http.errors import bad_request
 from services.router.placement.sequences import GENERATING
 from services.router.relay.request_context import RequestContext
 from shared.contracts.failures import Reason
-from shared.contracts.inference import RequestFinished
 from shared.http.errors import HttpError
 
 DEADLINE: Final = Reason.DEADLINE
@@ -48,14 +47,15 @@ def charge(context: RequestContext, prompt_tokens: int, now: float) -> HttpError
     return None
 
 
-def used_by(context: RequestContext, finished: RequestFinished, now: float) -> tuple[int, int]:
+def used_by(context: RequestContext, now: float) -> tuple[int, int]:
     """Prompt and completion tokens that a request has used. One that reached no worker has used nothing."""
+    report = context.report
     if context.placement is None:
         return 0, 0
     return tokens_used(
         prompt_charged=context.charged_prompt_tokens,
-        prompt=finished.prompt_tokens,
-        completion=finished.completion_tokens,
+        prompt=-1 if report is None else report.prompt_tokens,
+        completion=-1 if report is None else report.completion_tokens,
         relayed=len(context.relayed),
         unseen=_unseen(context, now),
     )

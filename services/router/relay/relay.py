@@ -22,6 +22,7 @@ from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_facts import Mode, RequestFacts
 from services.router.placement.request_fields import default_or_requested
 from services.router.placement.revisions import with_primary_name
+from services.router.relay.accounting import Accounting
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.legs import EngineRefused, LegRunner, NotAnswered
 from services.router.relay.migration import resumes_allowed
@@ -31,11 +32,10 @@ from services.router.relay.retry import Retry, Suspects
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.feeds import DefaultModeFeed
-from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.prompts import Prompts, UnreadPrompt
-from services.router.usage import Budgets, UsageLog
+from services.router.usage import Budgets
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.engine_paths import PLACED
@@ -77,8 +77,7 @@ class Relay:
         retry: Retry,
         suspects: Suspects,
         decisions: DecisionService,
-        request_log: RequestLog,
-        usage: UsageLog,
+        accounting: Accounting,
         budgets: Budgets,
         tracing: Tracing,
         response_headers: ResponseHeaders,
@@ -97,8 +96,7 @@ class Relay:
         self._retry = retry
         self._suspects = suspects
         self._decisions = decisions
-        self._request_log = request_log
-        self._usage = usage
+        self._accounting = accounting
         self._budgets = budgets
         self._tracing = tracing
         self._headers = response_headers.of
@@ -143,7 +141,9 @@ class Relay:
         """Check what the request asks for, and read its prompt."""
         head = context.http_request.head
         key = head.client.key
-        facts = salted(with_primary_name(facts, self._cluster), key, head.client.secret)
+        facts = with_primary_name(facts, self._cluster)
+        if head.client.secret:
+            facts = salted(facts, key, head.client.secret)
         context.read(facts, resumes_allowed(self._settings.resumes_max, facts.options.resumes_max))
         mode = default_or_requested(facts, head.mode or AUTO, self._default_mode.mode)
         headers = RequestHeaders(
@@ -296,11 +296,9 @@ class Relay:
             if context.entry is not None:
                 self._queue.ended(context.entry, context)
             now = self._now()
-            finished = self._request_log.finished(context, now)
-            self._decisions.finished(context, finished)
-            used = used_by(context, finished, now)
+            used = used_by(context, now)
             settle(context, used, now)
-            self._usage.ended(context, finished, used)
+            self._accounting.add(context, now, used)
         finally:
             context.on_end()
 

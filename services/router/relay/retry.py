@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import msgspec
 
@@ -40,7 +41,7 @@ log = logging.getLogger("baton.router")
 NextAttempt = tuple[PlacementRequest, Placement | Rejection]
 """The placement of the next attempt, or why there is none; and the request it was made for."""
 
-NO_SUBSTITUTE = Rejection(
+NO_SUBSTITUTE: Final = Rejection(
     reason=Reason.NO_WORKER,
     message="No ready worker can take over from the one that failed. Try again shortly.",
     retry_after_s=1.0,
@@ -210,7 +211,7 @@ def suits(action: RecoveryAction, placement: Placement) -> bool:
     return True
 
 
-DEATHS_MAX = 1
+DEATHS_MAX: Final = 1
 """Engines that a request may lose while it is not under suspicion: those that had generated tokens for it, and workers
 of which is not known why they are gone.
 """

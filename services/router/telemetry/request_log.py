@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -195,6 +196,10 @@ class FinishedReports:
         self._unreported = unreported
         self._waiting: list[RequestFinished] = []
 
+    def __len__(self) -> int:
+        """Finished requests that are not reported yet."""
+        return len(self._waiting)
+
     def add(self, finished: RequestFinished) -> None:
         """Report this request with the next ones."""
         if len(self._waiting) < UNREPORTED_MAX:
@@ -202,10 +207,11 @@ class FinishedReports:
         else:
             self._unreported.value += 1
 
-    async def follow(self, bus: Bus) -> None:
-        """Report until cancelled."""
+    async def follow(self, bus: Bus, catch_up: Callable[[], None]) -> None:
+        """Report until cancelled. ``catch_up`` adds the requests that have ended."""
         while True:
             await asyncio.sleep(REPORT_S)
+            catch_up()
             if self._waiting:
                 await self._send(bus)
 

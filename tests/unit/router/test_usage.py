@@ -298,7 +298,7 @@ async def test_another_router_counts_what_is_in_the_ledger(world: World):
     assert await ask(world) == 200
     await asyncio.sleep(2 * REPORT_S)
 
-    other = Budgets(MemoryBus(world.hub), LoopClock(), UnstoredUsage())
+    other = Budgets(MemoryBus(world.hub), LoopClock(), UnstoredUsage(), lambda: None)
     (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
     other.keys_changed([client.key])
     assert other.refusal(client) is None
@@ -329,7 +329,7 @@ class WithoutLedger(MemoryBus):
 @in_world(keys=BUDGETED)
 async def test_a_router_that_cannot_read_the_ledger_serves_and_says_so(world: World):
     (client,) = [one for one in world.router.authenticator._clients.values() if one.key.name == "ci"]
-    budgets = Budgets(WithoutLedger(world.hub), LoopClock(), UnstoredUsage())
+    budgets = Budgets(WithoutLedger(world.hub), LoopClock(), UnstoredUsage(), lambda: None)
     following = asyncio.ensure_future(budgets.follow())
     await asyncio.sleep(2 * UNREAD_S_MAX)
     assert budgets.failure == ""  # No key has a budget.

@@ -45,7 +45,7 @@ SALTS = salt_secret_of(Settings(keys=KEYS), keyring_of(Settings(keys=KEYS)))
 
 
 def budgets() -> Budgets:
-    return Budgets(MemoryBus(MemoryHub()), SystemClock(), UnstoredUsage())
+    return Budgets(MemoryBus(MemoryHub()), SystemClock(), UnstoredUsage(), lambda: None)
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -71,7 +71,7 @@ def whole(*prefill_s: float, worker: str = "p0", considered: int = 0, **fields: 
 
 def make_log(**bounds: int) -> DecisionLog:
     numbers = itertools.count(1)
-    return DecisionLog(RouterId("router-ab"), lambda: f"{next(numbers):032x}", **{**ROOMY, **bounds})
+    return DecisionLog(RouterId("router-ab"), lambda: f"{next(numbers):032x}", lambda: None, **{**ROOMY, **bounds})
 
 
 def add(

@@ -241,6 +241,7 @@ async def test_any_router_finds_decisions_of_any_other(world: World):
         MemoryBus(world.hub),
         LoopClock(),
         lambda: [world.router.router_id, RouterId("gone-1")],
+        lambda: None,
         count_max=10,
         bytes_max=10**6,
     )

@@ -45,7 +45,7 @@ def numbers(count: int) -> list[str]:
 async def test_requests_of_an_interval_travel_in_one_message():
     world = Collector()
     await world.listen()
-    following = asyncio.create_task(world.reports.follow(world.bus))
+    following = asyncio.create_task(world.reports.follow(world.bus, lambda: None))
     for interval in range(3):
         world.finish(7 * interval, 7)
         await asyncio.sleep(REPORT_S * 1.01)
@@ -57,7 +57,7 @@ async def test_requests_of_an_interval_travel_in_one_message():
 async def test_an_outage_loses_no_request_up_to_the_bound_and_counts_those_beyond():
     world = Collector()
     await world.listen()
-    following = asyncio.create_task(world.reports.follow(world.bus))
+    following = asyncio.create_task(world.reports.follow(world.bus, lambda: None))
     world.bus.lose()
     world.finish(0, UNREPORTED_MAX // 2)
     await asyncio.sleep(5 * REPORT_S)
