@@ -97,7 +97,7 @@ class LegFrames:
 
     async def drain(self) -> None:
         """Wait until the sender's buffer is within its bound. Raises LegGone."""
-        if self.gone is None:
+        if self.gone is None and self._sender.is_behind:
             await self._sender.drain()
         if self.gone is not None:
             raise LegGone(self.gone)
@@ -169,6 +169,11 @@ class FrameSender:
     def forget(self, leg: LegFrames) -> None:
         """Drop a leg that ended or is gone."""
         self._legs.pop(leg.leg_id, None)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether ``drain`` waits."""
+        return self._buffered_bytes > self._buffer_bytes_max
 
     async def drain(self) -> None:
         """Wait until the buffer is below its limit."""
