@@ -22,6 +22,7 @@ UNUSED_MIDDLEWARE = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
 def trim(app: Any) -> None:
     """Change the FastAPI ``app`` before its first call: it finds the paths of most requests first."""
     app.user_middleware[:] = [one for one in app.user_middleware if one.cls.__name__ not in UNUSED_MIDDLEWARE]
+    app.middleware_stack = None  # vLLM has had it built already; the first call builds it anew
     app.router.routes.sort(key=lambda route: getattr(route, "path", None) not in PLACED)
 
 
