@@ -1,8 +1,8 @@
 """What serving through a worker adds to vLLM's own server: ``make bench-worker [ARGS="--quick"]``.
 
 Both run the same engine with the same arguments: ``bench.plain_vllm`` behind HTTP, and a worker that gets its legs over NATS as from a router.
-No router runs. Each server process is alone on core 0 while its engine, on core 1, computes; nats-server and the client run where there is room.
-The other server is idle meanwhile. CPU is the user + system time of the server's process, and apart from it that of EngineCore, minus their idle
+No router runs. The server's process is alone on core 0; its engine, nats-server and the client share core 1. The other server is idle meanwhile.
+CPU is the user + system time of the server's process, and apart from it that of EngineCore, minus their idle
 shares. Beside each figure stands the time of constant work on the server's core, taken just before. Each round starts all processes anew, and
 the servers take turns in changing order, two each. A run in which a request fails, or an answer has too few tokens, ends with status 1 and writes no figure.
 """
@@ -117,7 +117,7 @@ WARM_UP = (Load(1, False, 64, 192), Load(STREAM_TOKENS, True, 64, 64))
 
 
 def make_loads(quick: bool) -> list[Load]:
-    whole, streams = ((40, 160, 192), (2, 16, 64)) if quick else ((80, 320, 384), (4, 48, 128))
+    whole, streams = ((40, 160, 192), (2, 16, 64)) if quick else ((100, 320, 384), (6, 48, 128))
     return [
         *(Load(1, False, at_once, count) for at_once, count in zip(AT_ONCE, whole, strict=True)),
         *(Load(STREAM_TOKENS, True, at_once, count) for at_once, count in zip(AT_ONCE, streams, strict=True)),
@@ -195,7 +195,13 @@ async def both_running() -> AsyncIterator[dict[str, Server]]:
         servers = {VLLM: Server(VLLM, plain.pid, HttpClient(port)), BATON: Server(BATON, worker.process.pid, over_bus)}
         for server in servers.values():
             server.pin()
-        yield servers
+        pin(nats.pid, ENGINE_CORE)
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {int(ENGINE_CORE)})  # this process; servers of the next round would inherit it
+        try:
+            yield servers
+        finally:
+            os.sched_setaffinity(0, cores)
 
 
 def start_plain(log: Path, port: int) -> subprocess.Popen[bytes]:
@@ -287,7 +293,7 @@ def page(loads: Sequence[Load], measured: Measured, rounds: int, command: str) -
             "`/v1/completions` with distinct prompts of 64 tokens, `baton-tiny`, vLLM on a CPU. Both servers run the same engine with the same",
             "arguments, in processes of their own. vLLM: its OpenAI server behind HTTP, access log off, without KV connector and KV events. Baton: a worker",
             "with its KV connector, KV events and load reports; its legs come over NATS, as a router sends them, and no router runs. The server's",
-            "process is alone on one core, EngineCore on the other; nats-server and the client run where there is room. The",
+            "process is alone on one core; EngineCore, nats-server and the client share the other. The",
             "servers take turns (two each per load and round), one computes while the other is idle, and their idle shares are taken off.",
             "",
             f"Medians of {rounds} rounds with the least and the greatest, and after @ the CPU milliseconds of constant work on the server's core before each",
