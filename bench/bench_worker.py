@@ -1,10 +1,11 @@
 """What serving through a worker adds to vLLM's own server: ``make bench-worker [ARGS="--quick"]``.
 
 Both run the same engine with the same arguments: ``bench.plain_vllm`` behind HTTP, and a worker that gets its legs over NATS as from a router.
-No router runs. The server's process is alone on core 0; its engine, nats-server and the client share core 1. The other server is idle meanwhile.
-CPU is the user + system time of the server's process, and apart from it that of EngineCore, minus their idle
-shares. Beside each figure stands the time of constant work on the server's core, taken just before. Each round starts all processes anew, and
-the servers take turns in changing order, two each. A run in which a request fails, or an answer has too few tokens, ends with status 1 and writes no figure.
+No router runs, and one server is idle while the other computes. The server's process has core 0 and EngineCore core 1. nats-server and the client
+are on core 1 while the CPU of the server's process is measured, and on core 0 while EngineCore's and times are: what runs beside a process makes
+its caches colder, and Baton has one process more there. CPU is user + system time minus the idle share. Beside each figure stands the time of
+constant work on the server's core, taken just before. Each round starts all processes anew, and the servers take turns in changing order. A run in
+which a request fails, or an answer has too few tokens, ends with status 1 and writes no figure.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Row:
     label: str
     unit: str
     figure: Callable[[Taken], float]
+    alone: str = ENGINE_CORE
+    """The core on which neither nats-server nor the client runs."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,6 @@ class Taken:
     """CPU of the server's process; likewise of EngineCore."""
     engine_s: float
     answers: list[Answer]
-
-    def __add__(self, other: Taken) -> Taken:
-        """Two runs of the same load as one."""
-        cpu = (self.server_s + other.server_s, self.engine_s + other.engine_s)
-        return Taken(self.load, *cpu, self.answers + other.answers)
 
     @property
     def units(self) -> int:
@@ -117,7 +115,7 @@ WARM_UP = (Load(1, False, 64, 192), Load(STREAM_TOKENS, True, 64, 64))
 
 
 def make_loads(quick: bool) -> list[Load]:
-    whole, streams = ((40, 160, 192), (2, 16, 64)) if quick else ((100, 320, 384), (6, 48, 128))
+    whole, streams = ((40, 160, 192), (2, 16, 64)) if quick else ((150, 480, 576), (10, 64, 128))
     return [
         *(Load(1, False, at_once, count) for at_once, count in zip(AT_ONCE, whole, strict=True)),
         *(Load(STREAM_TOKENS, True, at_once, count) for at_once, count in zip(AT_ONCE, streams, strict=True)),
@@ -127,7 +125,7 @@ def make_loads(quick: bool) -> list[Load]:
 def rows_of(load: Load) -> list[Row]:
     unit = "token" if load.stream else "request"
     rows = [
-        Row("CPU of the server", f"µs/{unit}", lambda taken: taken.server_s / taken.units * 1e6),
+        Row("CPU of the server", f"µs/{unit}", lambda taken: taken.server_s / taken.units * 1e6, SERVER_CORE),
         Row("CPU of EngineCore", f"µs/{unit}", lambda taken: taken.engine_s / taken.units * 1e6),
         Row("time to first token" if load.stream else "latency", "ms p50", Taken.first_ms),
     ]
@@ -173,8 +171,22 @@ class Server:
         return Taken(load, server_till_s - server_s - server_idle_s, engine_till_s - engine_s - engine_idle_s, answers)
 
 
+@dataclass
+class Fleet:
+    """Both servers, and what serves them."""
+
+    servers: dict[str, Server]
+    nats_pid: int
+
+    def leave_alone(self, core: str) -> None:
+        """nats-server and this process run on the other core from now on."""
+        other = ENGINE_CORE if core == SERVER_CORE else SERVER_CORE
+        pin(self.nats_pid, other)
+        os.sched_setaffinity(0, {int(other)})
+
+
 @asynccontextmanager
-async def both_running() -> AsyncIterator[dict[str, Server]]:
+async def both_running() -> AsyncIterator[Fleet]:
     """vLLM's server and a worker, both idle."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -195,13 +207,12 @@ async def both_running() -> AsyncIterator[dict[str, Server]]:
         servers = {VLLM: Server(VLLM, plain.pid, HttpClient(port)), BATON: Server(BATON, worker.process.pid, over_bus)}
         for server in servers.values():
             server.pin()
-        pin(nats.pid, ENGINE_CORE)
+        fleet = Fleet(servers, nats.pid)
         cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {int(ENGINE_CORE)})  # this process; servers of the next round would inherit it
         try:
-            yield servers
+            yield fleet
         finally:
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, cores)  # the servers of the next round inherit it
 
 
 def start_plain(log: Path, port: int) -> subprocess.Popen[bytes]:
@@ -242,35 +253,34 @@ async def measure(loads: Sequence[Load], rounds: int) -> Measured:
     """Raises RunFailed."""
     measured: Measured = {}
     for number in range(rounds):
-        async with both_running() as servers:
-            for server in servers.values():
+        async with both_running() as fleet:
+            for server in fleet.servers.values():
                 for load in WARM_UP:
                     await server.measure(load, f"warm-up {number}")
                 await server.measure_idle()
             for place, load in enumerate(loads):
                 first, second = (VLLM, BATON) if (number + place) % 2 else (BATON, VLLM)
-                turns: dict[str, list[tuple[Taken, float]]] = {first: [], second: []}
-                for turn, name in enumerate((first, second, second, first)):
-                    loop_ms = calibrate()
-                    try:
-                        turns[name].append((await servers[name].measure(load, f"turn {number}.{turn}"), loop_ms))
-                    except RunFailed as failed:
-                        raise RunFailed(f"{name}, {load.label}: {failed}") from failed
-                for name, taken in turns.items():
-                    note(taken, name, measured)
+                for alone, names in ((SERVER_CORE, (first, second)), (ENGINE_CORE, (second, first))):
+                    fleet.leave_alone(alone)
+                    for name in names:
+                        loop_ms = calibrate()
+                        try:
+                            taken = await fleet.servers[name].measure(load, f"turn {number}.{alone}")
+                        except RunFailed as failed:
+                            raise RunFailed(f"{name}, {load.label}: {failed}") from failed
+                        note(taken, name, alone, loop_ms, measured)
     return measured
 
 
-def note(turns: list[tuple[Taken, float]], name: str, measured: Measured) -> None:
-    """The turns of one server in one round make one figure."""
+def note(taken: Taken, name: str, alone: str, loop_ms: float, measured: Measured) -> None:
+    """Add the figures for which this core must be left alone."""
     said = []
-    each, loops_ms = zip(*turns, strict=True)
-    taken, loop_ms = sum(each[1:], each[0]), statistics.mean(loops_ms)
     for row in rows_of(taken.load):
-        figures = measured.setdefault((taken.load.label, row.label), {}).setdefault(name, Figures())
-        figures.values.append(row.figure(taken))
-        figures.loops_ms.append(loop_ms)
-        said.append(f"{row.label} {figures.values[-1]:.2f} {row.unit}")
+        if row.alone == alone:
+            figures = measured.setdefault((taken.load.label, row.label), {}).setdefault(name, Figures())
+            figures.values.append(row.figure(taken))
+            figures.loops_ms.append(loop_ms)
+            said.append(f"{row.label} {figures.values[-1]:.2f} {row.unit}")
     print(f"{taken.load.label}: {name}: {', '.join(said)}", file=sys.stderr)
 
 
@@ -293,8 +303,9 @@ def page(loads: Sequence[Load], measured: Measured, rounds: int, command: str) -
             "`/v1/completions` with distinct prompts of 64 tokens, `baton-tiny`, vLLM on a CPU. Both servers run the same engine with the same",
             "arguments, in processes of their own. vLLM: its OpenAI server behind HTTP, access log off, without KV connector and KV events. Baton: a worker",
             "with its KV connector, KV events and load reports; its legs come over NATS, as a router sends them, and no router runs. The server's",
-            "process is alone on one core; EngineCore, nats-server and the client share the other. The",
-            "servers take turns (two each per load and round), one computes while the other is idle, and their idle shares are taken off.",
+            "process has one core and EngineCore the other. nats-server and the client are on EngineCore's while the CPU of the server's process is",
+            "measured, and on the server's while EngineCore's and times are: what runs beside a process makes its caches colder. The servers take",
+            "turns, one computes while the other is idle, and their idle shares are taken off.",
             "",
             f"Medians of {rounds} rounds with the least and the greatest, and after @ the CPU milliseconds of constant work on the server's core before each",
             "run (median). Ratios are medians of the rounds' ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %).",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.bench_worker import Load, Taken, rows_of
+from bench.bench_router import OTHER_CORE, ROUTER_CORE
+from bench.bench_worker import BATON, Load, Taken, note, rows_of
 from bench.peer_checks import RunFailed
 from bench.plain_vllm import plain_arguments
 from bench.worker_load import Answer, check, make_bodies
@@ -36,17 +37,19 @@ def test_an_unsent_request_fails_the_run():
         check([answer()], 2, tokens=2, stream=True)
 
 
-def test_figures_of_two_turns_are_those_of_all_their_requests():
+def test_each_figure_comes_from_the_run_that_left_its_core_alone():
     load = Load(tokens=2, stream=True, at_once=1, requests=1)
-    taken = Taken(load, 0.001, 0.002, [answer()]) + Taken(load, 0.003, 0.004, [answer(first_at=1.9)])
-    figures = {row.label: row.figure(taken) for row in rows_of(load)}
+    measured = {}
+    note(Taken(load, 0.001, 0.002, [answer()]), BATON, ROUTER_CORE, 14.0, measured)
+    note(Taken(load, 0.003, 0.004, [answer(first_at=1.9)]), BATON, OTHER_CORE, 15.0, measured)
+    figures = {row.label: measured[load.label, row.label][BATON].values for row in rows_of(load)}
 
     assert figures == {
-        "CPU of the server": pytest.approx(1000.0),
-        "CPU of EngineCore": pytest.approx(1500.0),
-        "time to first token": pytest.approx(700.0),
-        "time per output token": pytest.approx(300.0),
-        "events per token": pytest.approx(0.5),
+        "CPU of the server": [pytest.approx(500.0)],
+        "CPU of EngineCore": [pytest.approx(2000.0)],
+        "time to first token": [pytest.approx(900.0)],
+        "time per output token": [pytest.approx(100.0)],
+        "events per token": [pytest.approx(0.5)],
     }
 
 
