@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet outside catalogue dist lock clean
+.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet outside catalogue dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ compose-test: setup-dev ## Containers with simulated engines: up, requests, lose
 
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts; PEERS=1: beside sglang-router and vllm-router
 	@$(PYTHON) -m $(if $(PEERS),bench.bench_peers,bench.bench_router) $(ARGS)
+
+bench-worker: setup-dev ## What a worker adds to vLLM's own server, on the same engine: CPU, time to first token and between tokens; ten minutes
+	@$(PYTHON) -m bench.bench_worker $(ARGS)
 
 bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; a quarter of an hour
 	@$(PYTHON) -m bench.bench_kv $(ARGS)

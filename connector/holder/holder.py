@@ -232,13 +232,20 @@ class Holder:
         self._free(self._leases.unpin_all())
 
     @property
-    def counts(self) -> LeaseCounts:
-        leases, totals = self._leases, self._leases.totals
+    def lease_state(self) -> tuple[int, int, float]:
+        """Leases, pinned blocks and ``next_expiry_s`` of ``counts``."""
+        leases = self._leases
         next_expiry_s = leases.next_expiry()
+        return len(leases), leases.pinned_blocks, 0.0 if next_expiry_s == math.inf else next_expiry_s
+
+    @property
+    def counts(self) -> LeaseCounts:
+        totals = self._leases.totals
+        leases, pinned_blocks, next_expiry_s = self.lease_state
         return LeaseCounts(
-            leases=len(leases),
-            pinned_blocks=leases.pinned_blocks,
-            next_expiry_s=0.0 if next_expiry_s == math.inf else next_expiry_s,
+            leases=leases,
+            pinned_blocks=pinned_blocks,
+            next_expiry_s=next_expiry_s,
             granted_total=totals.granted,
             released_total=totals.released,
             expired_total=totals.expired,

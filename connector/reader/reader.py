@@ -110,6 +110,7 @@ class RequestState:
     """One request as the reader sees it."""
 
     order: LegOrder
+    request_id: str = ""
     counts: TokenCounts = field(default_factory=TokenCounts)
     fetch: Fetch | None = None
     loading: bool = False
@@ -139,6 +140,8 @@ class Reader:
         self._limits = limits
         self._now = now
         self._requests: dict[str, RequestState] = {}
+        self._fetching: dict[str, RequestState] = {}
+        """Those with a fetch: most have none, and every step looks at these."""
         self._by_goal: dict[bytes, Fetch] = {}
         """Attached fetches by the hash of their last block, which names the whole prompt."""
         self._unfinished: list[Fetch] = []
@@ -150,7 +153,9 @@ class Reader:
 
         vLLM calls this in every step while ``num_computed_tokens`` is 0, so also after each preemption.
         """
-        state = self._requests.setdefault(request.request_id, RequestState(order))
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = RequestState(order, request.request_id)
         counts = state.counts
         if request.num_preemptions != counts.preemptions:
             counts.preempted(request.num_preemptions)
@@ -225,20 +230,21 @@ class Reader:
         """Requests whose fetch has ended, and those of their blocks that hold nothing."""
         ended: set[str] = set()
         empty: set[int] = set()
-        for request_id, state in list(self._requests.items()):
+        for state in list(self._fetching.values()):
             fetch = state.fetch
             if not state.loading or fetch is None or not fetch.over:
                 continue
-            ended.add(request_id)
+            ended.add(state.request_id)
             if state.aborted:
                 self._drop(state)
-                del self._requests[request_id]
+                del self._requests[state.request_id]
                 continue
             empty.update(fetch.missing())
             state.counts.fetched = fetch.arrived * self._block_tokens
             state.loading = False
             self._drop(state)
-        self._unfinished = [fetch for fetch in self._unfinished if not fetch.over]
+        if self._unfinished:
+            self._unfinished = [fetch for fetch in self._unfinished if not fetch.over]
         return ended, empty
 
     def on_time(self) -> None:
@@ -249,7 +255,7 @@ class Reader:
 
     def on_grant(self, grant: KvGrant) -> None:
         """Hand a grant to its fetch. A grant without one needs no action: its lease has been released."""
-        for state in self._requests.values():
+        for state in self._fetching.values():
             if state.fetch is not None and state.fetch.has_request(grant.ask_id):
                 state.fetch.on_grant(grant, self._now())
                 if grant.final and any(source.follow for source in state.order.sources):
@@ -277,17 +283,17 @@ class Reader:
     @property
     def idle(self) -> bool:
         """Nothing is requested or being read."""
-        return not self._unfinished and not any(state.fetch is not None for state in self._requests.values())
+        return not self._unfinished and not self._fetching
 
     @property
     def reads_under_way(self) -> int:
         """Number of reads that are not over."""
-        return sum(fetch.reads_under_way for fetch in self._fetches())
+        return 0 if self.idle else sum(fetch.reads_under_way for fetch in self._fetches())
 
     @property
     def has_only_wanted_reads(self) -> bool:
         """No read of an ended request is under way."""
-        return not self._unfinished and not any(state.aborted for state in self._requests.values())
+        return not self._unfinished and not any(state.aborted for state in self._fetching.values())
 
     def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> FetchPlan:
         """A plan for the blocks from ``start`` to the end of ``hashes``."""
@@ -337,6 +343,7 @@ class Reader:
             if self._peers.clock_ahead_s(_holder(take)) is None:
                 self.unknown_peers.add(_holder(take))
         state.fetch = self._by_goal[hashes[-1]] = Fetch(plan, self._now())
+        self._fetching[state.request_id] = state
         state.has_used_offer = state.has_used_offer or any(request.is_offer for request in state.fetch.requests)
         return state.fetch
 
@@ -356,6 +363,7 @@ class Reader:
         fetch, state.fetch = state.fetch, None
         if fetch is None:
             return
+        del self._fetching[state.request_id]
         if self._by_goal.get(fetch.plan.hashes[-1]) is fetch:
             del self._by_goal[fetch.plan.hashes[-1]]
         fetch.stop()
@@ -364,7 +372,7 @@ class Reader:
             self._unfinished.append(fetch)
 
     def _fetches(self) -> list[Fetch]:
-        waiting = [state.fetch for state in self._requests.values() if state.fetch is not None]
+        waiting = [state.fetch for state in self._fetching.values() if state.fetch is not None]
         return [*waiting, *self._unfinished]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.lora.request import LoRARequest
@@ -168,9 +169,14 @@ SAYS_NOTHING = frozenset(
 
 def says_anything(scheduled: SchedulerOutput) -> bool:
     """Whether the model runner must know of this step."""
-    return bool(scheduled.total_num_scheduled_tokens) or any(
-        getattr(scheduled, one.name) for one in fields(scheduled) if one.name not in SAYS_NOTHING
-    )
+    if scheduled.total_num_scheduled_tokens:
+        return True
+    return any(getattr(scheduled, name) for name in _telling_fields(type(scheduled)))  # type: ignore[arg-type]
+
+
+@cache
+def _telling_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(kind) if one.name not in SAYS_NOTHING)
 
 
 def _refusal(request: Request, params: dict[str, Any]) -> EngineCoreOutput:

@@ -87,18 +87,17 @@ class ExchangeStats:
         )
         return self._reported
 
-    def changed(self, holder: Holder, *, reads: int) -> bool:
-        """Whether leases changed since the last report, or all reads ended.
+    def changed(self, holder: Holder, reads: Callable[[], int]) -> bool:
+        """Whether leases changed since the last report, or all reads ended. Cheap: every step asks.
 
         The worker wakes an idle engine when its next lease expires, so it must know that instant.
         """
-        reported, now = self._reported, holder.counts
+        reported, now = self._reported, holder.lease_state
         if reported is None:
-            return bool(now.leases)
-        return bool(reported.reads and not reads) or (
-            (reported.leases, reported.pinned_blocks, reported.next_expiry_s)
-            != (now.leases, now.pinned_blocks, now.next_expiry_s)
-        )
+            return bool(now[0])
+        if now != (reported.leases, reported.pinned_blocks, reported.next_expiry_s):
+            return True
+        return bool(reported.reads) and not reads()
 
 
 @dataclass(slots=True)
@@ -226,7 +225,7 @@ class ExchangeCore:
         has_messages = outbox.lease_requests or outbox.releases or self._replies
         has_ended = self.prefetcher.ended or self._speed_tests.ended
         return bool(
-            has_messages or has_ended or reader.unknown_peers or self._stats.changed(self.holder, reads=self.reads)
+            has_messages or has_ended or reader.unknown_peers or self._stats.changed(self.holder, lambda: self.reads)
         )
 
     def notifications(self, *, describe: bool = False) -> EngineNotification:

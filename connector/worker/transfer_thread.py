@@ -254,6 +254,8 @@ class TransferThread:
 
     def take_results(self, wait_s: float = 0.0) -> Results:
         """Results since the last call. If there are none, wait for at most ``wait_s``."""
+        if not wait_s and not self._results and self._failure is None:
+            return Results()  # Without the lock: what comes just now would come after it, too, and wakes the engine.
         with self._wake:
             if wait_s:
                 self._wake.wait_for(lambda: self._results or self._failure is not None, wait_s)

@@ -97,7 +97,7 @@ class LegFrames:
 
     async def drain(self) -> None:
         """Wait until the sender's buffer is within its bound. Raises LegGone."""
-        if self.gone is None:
+        if self.gone is None and self._sender.is_behind:
             await self._sender.drain()
         if self.gone is not None:
             raise LegGone(self.gone)
@@ -119,6 +119,22 @@ class LegFrames:
         return seq
 
 
+class _Queue:
+    """Frames for one router, and what each counts in the buffer."""
+
+    __slots__ = ("frames", "size", "sizes")
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.sizes: list[int] = []
+        self.size = 0
+
+    def add(self, frame: Frame, size: int) -> None:
+        self.frames.append(frame)
+        self.sizes.append(size)
+        self.size += size
+
+
 class FrameSender:
     """Sends the frames of all legs that one worker serves."""
 
@@ -132,13 +148,17 @@ class FrameSender:
         self._buffered_bytes = 0
         self._below_limit = asyncio.Event()
         self._below_limit.set()
-        self._queued: dict[RouterId, list[tuple[Frame, int]]] = {}
+        self._queued: dict[RouterId, _Queue] = {}
         self._legs: dict[LegId, LegFrames] = {}
         self._routers: dict[RouterId, int] = {}
         """Routers that had a leg here recently, and how many more in-flight lists each gets."""
         self._lists_due: set[RouterId] = set()
         """Routers whose next batch carries the in-flight list."""
+        self._loop = asyncio.get_running_loop()
+        self._flush: asyncio.Handle | None = None
+        """Of the call that sends what this turn of the event loop has queued."""
         self._flusher: asyncio.Task[None] | None = None
+        """Sends what cannot be sent at once."""
         bus.on_unreachable(self._on_unreachable)
         bus.on_disconnect(lambda: self._lose_all(_BUS_DOWN))
 
@@ -151,24 +171,32 @@ class FrameSender:
 
     def queue(self, router_id: RouterId, frame: Frame, size: int) -> None:
         """Send ``frame`` with all others of this turn of the event loop."""
-        queued = self._queued.get(router_id)
-        if queued is None:
-            queued = self._queued[router_id] = []
-        queued.append((frame, size))
+        self._queue_of(router_id).add(frame, size)
         self._buffered_bytes += size
         if self._buffered_bytes > self._buffer_bytes_max:
             self._below_limit.clear()
-        self._flush_soon()
+        if self._flush is None:
+            self._flush_soon()
+
+    def _queue_of(self, router_id: RouterId) -> _Queue:
+        queue = self._queued.get(router_id)
+        if queue is None:
+            queue = self._queued[router_id] = _Queue()
+        return queue
 
     def _flush_soon(self) -> None:
-        if self._flusher is None:
-            # The new task runs after all callbacks of this turn, so it sends their frames in one batch.
-            self._flusher = asyncio.get_running_loop().create_task(self._flush(), name="send-frames")
-            self._flusher.add_done_callback(self._bus.end_with)
+        if self._flush is None and self._flusher is None:
+            # It runs after all callbacks of this turn, so it sends their frames in one batch.
+            self._flush = self._loop.call_soon(self._flush_now)
 
     def forget(self, leg: LegFrames) -> None:
         """Drop a leg that ended or is gone."""
         self._legs.pop(leg.leg_id, None)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether ``drain`` waits."""
+        return self._buffered_bytes > self._buffer_bytes_max
 
     async def drain(self) -> None:
         """Wait until the buffer is below its limit."""
@@ -186,61 +214,110 @@ class FrameSender:
                     del self._routers[router_id]
                     continue
             self._lists_due.add(router_id)
-            self._queued.setdefault(router_id, [])
+            self._queue_of(router_id)
         if self._queued:
             self._flush_soon()
         await self.close()
 
     async def close(self) -> None:
         """Wait until everything queued has been handed to the bus."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush_now()
         while self._flusher is not None:
             await asyncio.shield(self._flusher)
 
-    async def _flush(self) -> None:
+    def _flush_now(self) -> None:
+        """Send all batches, as far as the bus takes each at once: most never need a task."""
+        self._flush = None
         try:
+            for router_id in list(self._queued):
+                if not self._send_now(router_id):
+                    self._start_flusher()
+                    return
+        except Exception as bug:
+            self._start_flusher(bug)
+
+    def _send_now(self, router_id: RouterId) -> bool:
+        """Whether the bus took the router's batch; if not, it is still queued."""
+        queue = self._queued[router_id]
+        if queue.size > BATCH_BYTES_MAX:
+            return False
+        del self._queued[router_id]
+        in_flight = self._in_flight_legs(router_id)
+        try:
+            sent = self._bus.publish_now(FRAMES, self._batch(router_id, queue.frames, in_flight), key=router_id)
+        except BusDown:
+            sent = True
+            self._lose_all(_BUS_DOWN)
+        except MessageTooLarge:
+            sent = False
+        if sent:
+            self._count_sent(queue.size)
+            return True
+        self._queued[router_id] = queue
+        if in_flight is not None:
+            self._lists_due.add(router_id)
+        return False
+
+    def _start_flusher(self, bug: Exception | None = None) -> None:
+        self._flusher = self._loop.create_task(self._send_all(bug), name="send-frames")
+        self._flusher.add_done_callback(self._bus.end_with)
+
+    async def _send_all(self, bug: Exception | None) -> None:
+        """Raises ``bug``, which ends the bus."""
+        try:
+            if bug is not None:
+                raise bug
             while self._queued:
-                router_id, frames = next(iter(self._queued.items()))
+                router_id, queue = next(iter(self._queued.items()))
                 del self._queued[router_id]
-                await self._send(router_id, frames)
+                await self._send(router_id, queue)
         finally:
             self._flusher = None
 
-    async def _send(self, router_id: RouterId, frames: list[tuple[Frame, int]]) -> None:
-        batch: list[Frame] = []
-        batch_bytes = 0
-        for frame, size in frames:
-            if batch and batch_bytes + size > BATCH_BYTES_MAX:
-                await self._publish(router_id, batch, batch_bytes)
-                batch, batch_bytes = [], 0
-            batch.append(frame)
-            batch_bytes += size
-        await self._publish(router_id, batch, batch_bytes, self._in_flight_legs(router_id) if self._lists_due else None)
+    async def _send(self, router_id: RouterId, queue: _Queue) -> None:
+        frames: list[Frame] = []
+        size = 0
+        for frame, frame_size in zip(queue.frames, queue.sizes, strict=True):
+            if frames and size + frame_size > BATCH_BYTES_MAX:
+                await self._publish(router_id, frames, size)
+                frames, size = [], 0
+            frames.append(frame)
+            size += frame_size
+        await self._publish(router_id, frames, size, self._in_flight_legs(router_id))
 
     def _in_flight_legs(self, router_id: RouterId) -> list[LegId] | None:
         """If the list is due: the legs served here, and those whose END frame is still queued."""
         if router_id not in self._lists_due:
             return None
         self._lists_due.remove(router_id)
-        ended = [frame.leg_id for frame, _size in self._queued.get(router_id, ())]
+        queue = self._queued.get(router_id)
+        ended = [frame.leg_id for frame in queue.frames] if queue is not None else []
         return list(dict.fromkeys([leg.leg_id for leg in self._legs.values() if leg.router_id == router_id] + ended))
+
+    def _batch(self, router_id: RouterId, frames: list[Frame], in_flight: list[LegId] | None) -> FrameBatch:
+        return FrameBatch(
+            router_id=router_id, worker_id=self._worker_id, epoch=self._epoch, frames=frames, in_flight=in_flight
+        )
 
     async def _publish(
         self, router_id: RouterId, frames: list[Frame], size: int, in_flight: list[LegId] | None = None
     ) -> None:
-        batch = FrameBatch(
-            router_id=router_id, worker_id=self._worker_id, epoch=self._epoch, frames=frames, in_flight=in_flight
-        )
         try:
-            await self._bus.publish(FRAMES, batch, key=router_id)
+            await self._bus.publish(FRAMES, self._batch(router_id, frames, in_flight), key=router_id)
         except BusDown:
             self._lose_all(_BUS_DOWN)
         except MessageTooLarge as error:
             for frame in frames:
                 await self._refuse(router_id, frame, str(error))
         finally:
-            self._buffered_bytes -= size
-            if self._buffered_bytes <= self._buffer_bytes_max:
-                self._below_limit.set()
+            self._count_sent(size)
+
+    def _count_sent(self, size: int) -> None:
+        self._buffered_bytes -= size
+        if self._buffered_bytes <= self._buffer_bytes_max:
+            self._below_limit.set()
 
     async def _refuse(self, router_id: RouterId, frame: Frame, why: str) -> None:
         """Send a failure instead of a frame that is too large, with the same sequence number."""

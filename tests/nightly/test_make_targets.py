@@ -24,6 +24,7 @@ TARGETS = {
     "chaos": {"ARGS": f"--seed {SEED}"},
     "fuzz": {"ARGS": f"--seed {SEED}"},
     "bench-router": {"ARGS": "--quick --out {out}/router.md"},
+    "bench-worker": {"ARGS": "--quick --out {out}/worker.md"},
     "bench-kv": {"ARGS": "--quick --out {out}/kv.md"},
     "bench-placement": {"ARGS": "--entries 200000 --python-entries 50000 --repeat 1"},
     "bench-replay": {"ARGS": "--quick --only targets --runs {out}/runs"},

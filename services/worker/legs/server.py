@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
-from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from services.worker.engines.port import CURRENT_LEG, Engine, LegFailed, LegRecord
@@ -106,6 +106,7 @@ class LegServer:
         self.sequences = 0
         """Of all legs being served."""
         self._service = service
+        self._is_traced = not isinstance(service.tracer, NoOpTracer)
         self._engine = engine
         self._sender = sender
         self._capacity = capacity
@@ -267,6 +268,8 @@ class LegServer:
         return None if start.kind is LegKind.PREFILL else start.body, order, resume
 
     def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:
+        if not self._is_traced and not envelope.headers:
+            return nullcontext(INVALID_SPAN)
         about: dict[str, AttributeValue] = {
             Attribute.REQUEST_ID: start.request_id,
             Attribute.LEG_ID: start.leg_id,

@@ -75,7 +75,7 @@ INTERFACES = {
     "vllm/v1/kv_cache_interface.py": "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec",
     "vllm/v1/kv_cache_layout.py": "KVCacheLayout",
     "vllm/v1/metrics/cache_hit_source.py": "CacheHitSource",
-    "vllm/v1/metrics/loggers.py": "StatLoggerBase",
+    "vllm/v1/metrics/loggers.py": "StatLoggerBase PrometheusStatLogger StatLoggerManager.record",
     "vllm/inputs/engine.py": "TokensInput EncoderDecoderInput",
     "vllm/v1/metrics/stats.py": "SchedulerStats IterationStats PromptTokenStats PrefillStats",
     "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput LogprobsLists",

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from itertools import count
-from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,41 +16,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from connector.scheduler.engine_scheduler import hashed_by_content, loadable
 from services.worker.engines.adapters import AdapterFiles, AdapterRefused
-from services.worker.engines.port import AsgiApp, EngineDead
+from services.worker.engines.port import EngineDead
+from services.worker.engines.vllm.openai_app import VllmServer
 
 log = logging.getLogger("baton.worker")
 
 REASON_CHARS_MAX = 500
-
-
-class VllmServer:
-    """vLLM's OpenAI server, and which of its calls still run."""
-
-    def __init__(self, app: Any) -> None:
-        """``app``: vLLM's FastAPI app, with its state set up."""
-        self._app: AsgiApp = app
-        self.models = app.state.openai_serving_models
-        self.paths = frozenset(path for route in app.routes if isinstance(path := getattr(route, "path", None), str))
-        """That it has routes for; which they are depends on the model's tasks."""
-        self._numbers = count()
-        self._running: set[int] = set()
-        self._ended = asyncio.Event()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        number = next(self._numbers)
-        self._running.add(number)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._running.discard(number)
-            self._ended.set()
-
-    async def present_ones_ended(self) -> None:
-        """Wait for the end of all calls that run now; later ones do not count."""
-        before = next(self._numbers)
-        while any(number < before for number in self._running):
-            self._ended.clear()
-            await self._ended.wait()
 
 
 class VllmAdapters:

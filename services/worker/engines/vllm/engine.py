@@ -49,10 +49,10 @@ from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
 
 if TYPE_CHECKING:
-    from services.worker.engines.vllm.adapters import VllmServer
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.kv_events import KvEventSource
     from services.worker.engines.vllm.kv_exchange import VllmExchange
+    from services.worker.engines.vllm.openai_app import VllmServer
     from services.worker.engines.vllm.stats import EngineMeter
 
 log = logging.getLogger("baton.worker")
@@ -213,6 +213,7 @@ def _construct(
 
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.fingerprint import fingerprint
+    from services.worker.engines.vllm.openai_app import without_prometheus
 
     args = _parsed(typed, launch.settings)
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -244,6 +245,7 @@ def _construct(
             if launch.refusal_file.exists():  # vLLM's own exception only says that EngineCore did not start.
                 raise EngineRefused(launch.refusal_file.read_text(encoding="utf-8")) from None
             raise
+    without_prometheus(llm.logger_manager)
     # vLLM has chosen the block size while the engine started, unless it was given.
     return args, llm, msgspec.structs.replace(fingerprinted, block_size=llm.vllm_config.cache_config.block_size)
 
@@ -309,9 +311,9 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     from vllm.entrypoints.launchers.app import build_app
     from vllm.utils.gc_utils import freeze_gc_heap
 
-    from services.worker.engines.vllm.adapters import VllmServer
     from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
     from services.worker.engines.vllm.media import name_by_content, only_vllm_reads_media, separate_tenants
+    from services.worker.engines.vllm.openai_app import VllmServer, trim
     from services.worker.engines.vllm.resume import derive_ids
     from services.worker.engines.vllm.tokenizer import bound_rendering
 
@@ -327,6 +329,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
+    trim(app)
     await init_app_state(llm, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM sets this when the engine has died.
     freeze_gc_heap()

@@ -25,6 +25,8 @@ from shared.contracts.kv_events import KvEvent, KvTier
 
 EVENTS_QUEUED_MAX = 100_000
 """Batches in ZMQ's receive queue; vLLM's own bound is the same."""
+READ_AT_ONCE_MAX = 64
+"""Batches, in one turn of the event loop."""
 REPLAY_S_MAX = 2.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 TIERS = {None: KvTier.DEVICE, MEDIUM_GPU: KvTier.DEVICE, MEDIUM_CPU: KvTier.HOST, MEDIUM_STORAGE: KvTier.DISK}
@@ -39,7 +41,7 @@ class KvEventSource:
     def __init__(self, run_dir: Path) -> None:
         self.endpoint = f"ipc://{run_dir}/kv"
         self.replay_endpoint = f"ipc://{run_dir}/kv-replay"
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()  # type: ignore[attr-defined]
         self._socket = self._context.socket(zmq.SUB)  # type: ignore[attr-defined]
         self._socket.set_hwm(EVENTS_QUEUED_MAX)
         self._socket.subscribe(b"")
@@ -49,18 +51,44 @@ class KvEventSource:
         self._next = 0
 
     async def batches(self) -> AsyncIterator[list[KvEvent]]:
-        """Changes in order, from the engine's first event on."""
-        while True:
-            _topic, number, payload = await self._socket.recv_multipart()
-            seq = int.from_bytes(number, "big")
-            events: list[KvEvent] = []
+        """Changes in order, from the engine's first event on. One consumer."""
+        readable, loop, descriptor = asyncio.Event(), asyncio.get_running_loop(), self._socket.FD
+        loop.add_reader(descriptor, readable.set)
+        try:
+            while True:
+                messages = self._received()
+                if events := await self._events_of(messages):
+                    yield events
+                if len(messages) == READ_AT_ONCE_MAX:
+                    await asyncio.sleep(0)
+                else:
+                    await readable.wait()
+                    readable.clear()
+        finally:
+            loop.remove_reader(descriptor)
+
+    def _received(self) -> list[tuple[int, bytes]]:
+        """Numbers and payloads that have come, without the future and the timer that zmq.asyncio makes for each. ZMQ
+        signals again only when all were taken: with fewer than ``READ_AT_ONCE_MAX`` none is left.
+        """
+        messages: list[tuple[int, bytes]] = []
+        try:
+            while len(messages) < READ_AT_ONCE_MAX:
+                _topic, number, payload = self._socket.recv_multipart(zmq.NOBLOCK)  # type: ignore[attr-defined]
+                messages.append((int.from_bytes(number, "big"), payload))
+        except zmq.error.Again:
+            pass
+        return messages
+
+    async def _events_of(self, messages: list[tuple[int, bytes]]) -> list[KvEvent]:
+        events: list[KvEvent] = []
+        for seq, payload in messages:
             if seq > self._next:
                 events += await self._recover(seq)
             if seq >= self._next:
                 events += self._translate(payload)
                 self._next = seq + 1
-            if events:
-                yield events
+        return events
 
     def close(self) -> None:
         """Close the sockets."""
@@ -78,7 +106,7 @@ class KvEventSource:
     async def _replay(self, start: int) -> list[tuple[int, bytes]]:
         """The batches that vLLM still has from number ``start`` on; none if it does not answer in time."""
         batches: list[tuple[int, bytes]] = []
-        socket = self._context.socket(zmq.DEALER)  # type: ignore[attr-defined]
+        socket = zmq.asyncio.Context.shadow(self._context).socket(zmq.DEALER)  # type: ignore[attr-defined]
         try:
             socket.connect(self.replay_endpoint)
             await socket.send_multipart((b"", start.to_bytes(8, "big")))

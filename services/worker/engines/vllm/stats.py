@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any
 
@@ -152,7 +152,7 @@ class Waiting:
 
 
 class EngineMeter(StatLoggerBase):
-    """Sums vLLM's step statistics to an ``EngineLoad``. Runs on the event loop's thread."""
+    """Sums vLLM's step statistics; makes an ``EngineLoad`` of them only when asked. Runs on the event loop's thread."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         del vllm_config, engine_index
@@ -160,7 +160,9 @@ class EngineMeter(StatLoggerBase):
         self.sources = SourceTap(self.steps)
         self.waiting_tokens = 0
         self.kv_blocks = 0
-        self._load = EngineLoad()
+        self._queues: Any = None
+        """The scheduler's statistics of the last step that had any."""
+        self._totals = _Totals()
         self._listeners: list[Callable[[], None]] = []
         logging.getLogger("vllm.v1.metrics.loggers").addFilter(NoIterations())
 
@@ -179,8 +181,8 @@ class EngineMeter(StatLoggerBase):
     def prefilled(self, tokens: int, seconds: float) -> None:
         """The uncached part of a prompt was computed."""
         if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
-            speed = smooth(self._load.prefill_tokens_per_s, tokens / seconds)
-            self._load = replace(self._load, prefill_tokens_per_s=speed)
+            totals = self._totals
+            totals.prefill_tokens_per_s = smooth(totals.prefill_tokens_per_s, tokens / seconds)
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""
@@ -190,18 +192,54 @@ class EngineMeter(StatLoggerBase):
     ) -> None:
         """After each step, from vLLM's output loop."""
         del mm_cache_stats, engine_idx
-        load = self._load
         if scheduler_stats is not None:
             self.steps.step(scheduler_stats, time.monotonic())
-            load = replace(load, **_queues(scheduler_stats, self.kv_blocks), **_transfers(load, scheduler_stats))
+            self._queues = scheduler_stats
+            if scheduler_stats.kv_connector_stats:
+                self._totals.add_transfers(scheduler_stats.kv_connector_stats)
         if iteration_stats is not None:
-            load = replace(load, **_tokens(load, iteration_stats))
-        self._load = load
+            self._totals.add_step(iteration_stats)
         for listener in self._listeners:
             listener()
 
     def load(self) -> EngineLoad:
-        return replace(self._load, waiting_tokens=self.waiting_tokens, steps=self.steps.totals())
+        queues = {} if self._queues is None else _queues(self._queues, self.kv_blocks)
+        totals = asdict(self._totals)
+        return EngineLoad(waiting_tokens=self.waiting_tokens, steps=self.steps.totals(), **queues, **totals)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Since the engine's start, and moving averages. The names are those of ``EngineLoad``."""
+
+    prompt_tokens_total: int = 0
+    computed_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    received_tokens_total: int = 0
+    received_bytes_total: int = 0
+    received_seconds_total: float = 0.0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_s_per_token: float = 0.0
+
+    def add_transfers(self, transfers: Any) -> None:
+        """From the NIXL connector's lists of transfers that ended in this step."""
+        self.received_bytes_total += sum(transfers.get("bytes_transferred", ()))
+        self.received_seconds_total += sum(transfers.get("transfer_duration", ()))
+
+    def add_step(self, step: Any) -> None:
+        """From vLLM's statistics of a step."""
+        if step.num_prompt_tokens:
+            prompts = step.prompt_token_stats
+            self.prompt_tokens_total += prompts.total
+            self.computed_tokens_total += prompts.computed
+            self.cached_tokens_total += prompts.local_cache_hit
+            self.received_tokens_total += prompts.external_kv_transfer
+        self.generation_tokens_total += step.num_generation_tokens
+        self.preemptions_total += step.num_preempted_reqs
+        if gaps := step.inter_token_latencies_iter:
+            self.decode_s_per_token = smooth(self.decode_s_per_token, sum(gaps) / len(gaps))
 
 
 def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:
@@ -217,32 +255,6 @@ def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:
 def _with_requests(adapters: dict[str, int]) -> list[str]:
     """The engine lists an adapter of any unfinished request under both states, with the number of requests."""
     return [name for name, requests in adapters.items() if requests]
-
-
-def _transfers(load: EngineLoad, stats: Any) -> dict[str, Any]:
-    """From the NIXL connector's lists of transfers that ended in this step."""
-    transfers = stats.kv_connector_stats
-    if not transfers:
-        return {}
-    return {
-        "received_bytes_total": load.received_bytes_total + sum(transfers.get("bytes_transferred", ())),
-        "received_seconds_total": load.received_seconds_total + sum(transfers.get("transfer_duration", ())),
-    }
-
-
-def _tokens(load: EngineLoad, step: Any) -> dict[str, Any]:
-    prompts, gaps = step.prompt_token_stats, step.inter_token_latencies_iter
-    return {
-        "prompt_tokens_total": load.prompt_tokens_total + prompts.total,
-        "computed_tokens_total": load.computed_tokens_total + prompts.computed,
-        "cached_tokens_total": load.cached_tokens_total + prompts.local_cache_hit,
-        "received_tokens_total": load.received_tokens_total + prompts.external_kv_transfer,
-        "generation_tokens_total": load.generation_tokens_total + step.num_generation_tokens,
-        "preemptions_total": load.preemptions_total + step.num_preempted_reqs,
-        "decode_s_per_token": smooth(load.decode_s_per_token, sum(gaps) / len(gaps))
-        if gaps
-        else load.decode_s_per_token,
-    }
 
 
 def smooth(average: float, sample: float) -> float:
