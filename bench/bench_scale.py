@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +54,8 @@ PROMPT_BYTES = 4096
 CONNECTIONS = 64
 """Of the client, for each router."""
 DECISIONS_LISTED = 100
+REQUESTS_PER_S = 400
+"""While what the fleet's messages cost is measured."""
 FORGET_S = 10.0
 """After that the first router has forgotten the others."""
 REPORTED = re.compile(r"^(\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -65,9 +68,9 @@ class Size:
     entries: int = 10_000_000
     workers: int = 1000
     few_workers: int = 100
-    placements: int = 2000
+    placements: int = 1500
     share_s: float = 6.0
-    requests: int = 2000
+    requests: int = 1500
     """For each router, in a run."""
     rounds: int = 3
     sent_share_min: float = 0.97
@@ -422,8 +425,10 @@ class Served:
         return median(max(each) / sum(each) for each in self.spread)
 
 
-def measure_routers(size: Size) -> list[Served]:
-    """One router; then four, of which one serves, and which all serve; then one again. Raises RunFailed."""
+def measure_routers(size: Size) -> tuple[list[Served], list[float]]:
+    """One router; then four, of which one serves, and which all serve; then one again. Also what the fleet's messages cost
+    the first one while it serves. Raises RunFailed.
+    """
     results = [Served("alone", 1), Served("serves beside three others", 1), Served("all serve", ROUTERS)]
     shared_port = free_port()
     with System(size, "apart", size.workers) as system:
@@ -436,6 +441,7 @@ def measure_routers(size: Size) -> list[Served]:
         routers = [system.router(shared_port=shared_port)]
         system.await_exact(routers[0])
         serve_rounds(system, routers, shared_port, results[0])
+        shares = share_beside_requests(system, routers[0])
         routers += [system.router(shared_port=shared_port) for _ in range(ROUTERS - 1)]
         for router in routers:
             system.await_exact(router)
@@ -445,7 +451,36 @@ def measure_routers(size: Size) -> list[Served]:
             router.child.stop()
         time.sleep(FORGET_S)
         serve_rounds(system, routers[:1], shared_port, results[0])
-    return results
+    return results, shares
+
+
+def share_beside_requests(system: System, router: Router) -> list[float]:
+    """CPU a second that the fleet's messages cost a router more while it serves requests, of each round. Raises RunFailed."""
+    found = []
+    for _ in range(system.size.rounds):
+        cores = []
+        for rate in (PHASES[NOTHING], PHASES[TOGETHER]):
+            system.report(*(max(rate[0], QUIET_REPORTS_PER_S), rate[1]))
+            time.sleep(CHURN_BATCHES / BATCHES_PER_S + SETTLE_S if rate[1] else SETTLE_S)
+            sent = system.fleet.ask("counts")
+            client = {
+                "connections": CONNECTIONS,
+                "rate": REQUESTS_PER_S,
+                "seconds": system.size.share_s,
+                "warm_up": 0.5,
+            }
+            cpu_s, begun = router.cpu_s(), time.monotonic()
+            result = load(router.port, prompt_bytes=PROMPT_BYTES, max_tokens=COMPLETION_TOKENS, **client)
+            cores.append((router.cpu_s() - cpu_s) / (time.monotonic() - begun))
+            check_answers(result)
+            if rate[1]:
+                system.sent(sent, system.size.share_s)
+        found.append(cores[1] - cores[0])
+        print(
+            f"beside {REQUESTS_PER_S} requests/s: {found[-1]:.1%} of a core for the fleet's messages", file=sys.stderr
+        )
+    system.report(QUIET_REPORTS_PER_S)
+    return found
 
 
 def serve_rounds(system: System, routers: list[Router], port: int, to: Served) -> None:
@@ -523,7 +558,14 @@ def relative(upkeep: Share, alone: Served, beside: Served, shared: Served) -> di
 # ---- the page
 
 
-def page(command: str, size: Size, placed: list[Placed], upkeep: Upkeep | None, served: list[Served]) -> str:
+def page(
+    command: str,
+    size: Size,
+    placed: list[Placed],
+    upkeep: Upkeep | None,
+    served: list[Served],
+    shares: Sequence[float] = (),
+) -> str:
     lines = [
         "# Scale: 1,000 workers, 10 million blocks",
         "",
@@ -549,13 +591,13 @@ def page(command: str, size: Size, placed: list[Placed], upkeep: Upkeep | None, 
             ),
         ]
     if upkeep is not None:
-        lines += upkeep_lines(size, upkeep)
+        lines += upkeep_lines(upkeep, shares)
     if served and upkeep is not None:
         lines += routers_lines(size, upkeep, served)
     return "\n".join(lines)
 
 
-def upkeep_lines(size: Size, upkeep: Upkeep) -> list[str]:
+def upkeep_lines(upkeep: Upkeep, shares: Sequence[float]) -> list[str]:
     idle = upkeep.of(NOTHING)
     rows: list[list[object]] = []
     for share in upkeep.shares:
@@ -588,6 +630,15 @@ def upkeep_lines(size: Size, upkeep: Upkeep) -> list[str]:
         f"rows ({idle.rates['records']:.0f} a second). Digests in the reports prove that no event was lost. The aim is 20 % for both.",
         "",
         *table("sent | reports/s | batches/s | blocks/s | router's CPU | more than with neither", rows),
+        *(
+            [
+                f"While the router also serves {REQUESTS_PER_S} requests/s, both cost {median(shares):.1%} of a core ({min(shares):.1%} to {max(shares):.1%}) more than a report a second",
+                "of each worker: then the router is awake for many of the messages anyway.",
+                "",
+            ]
+            if shares
+            else []
+        ),
     ]
 
 
@@ -652,8 +703,8 @@ def measured(command: str, size: Size, only: str | None = None) -> str:
     fleets = [(roles, workers) for workers in (size.few_workers, size.workers) for roles in ("both", "apart")]
     placed = [row for fleet in fleets for row in measure_placement(size, *fleet)] if only in (None, "placement") else []
     upkeep = measure_upkeep(size) if only in (None, "upkeep", "routers") else None
-    served = measure_routers(size) if only in (None, "routers") else []
-    return page(command, size, placed, upkeep, served)
+    served, shares = measure_routers(size) if only in (None, "routers") else ([], [])
+    return page(command, size, placed, upkeep, served, shares)
 
 
 if __name__ == "__main__":

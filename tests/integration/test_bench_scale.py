@@ -31,11 +31,12 @@ def test_memory_reports_and_events_are_measured():
 
 
 def test_routers_share_a_port():
-    alone, beside, shared = measure_routers(TINY)
+    (alone, beside, shared), shares = measure_routers(TINY)
 
     assert [len(each) for each in shared.spread] == [ROUTERS]
     assert sum(shared.spread[0]) == ROUTERS * TINY.requests
     assert beside.heard_us
+    assert len(shares) == TINY.rounds
     assert len(alone.each_us) == 2 * TINY.rounds
 
 
