@@ -17,9 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -27,7 +25,7 @@ from typing import Any, Self
 from bench.bench_peers import calibrate, get
 from bench.bench_router import CHECKOUT, OTHER_CORE, ROUTER_CORE, cpu_s_of, load, pin, rss_bytes_of
 from bench.index_load import Load
-from bench.kv_bench_page import commit, machine, table
+from bench.kv_bench_page import Measured, commit, measuring, page, table
 from bench.load_client import make_parser, make_requests
 from bench.peer_checks import RunFailed, check_answers, check_decisions
 from bench.scale_fleet import (
@@ -40,7 +38,6 @@ from bench.scale_fleet import (
 )
 from tests.support.nats_server import NatsServer, free_port
 
-COMMAND = "make bench-scale"
 PROMPT_BLOCKS = 512
 ROUTERS = 4
 TOKENS_PER_S = 2000
@@ -144,7 +141,7 @@ class System:
         self._stack.callback(child.stop)
         return child
 
-    def router(self, program: str = "services.router", shared_port: int = 0) -> Router:
+    def router(self, program: str = "services.router", shared_port: int = 0, core: str = ROUTER_CORE) -> Router:
         """Start a router."""
         port = free_port()
         variables = {
@@ -153,7 +150,7 @@ class System:
             "ROUTER_SHARED_PORT": str(shared_port),
             "ROUTER_LOG_REQUESTS": "false",
         }
-        return Router(self._child(ROUTER_CORE, program, **variables), port)
+        return Router(self._child(core, program, **variables), port)
 
     def order(self, what: str, **given: Any) -> None:
         """Have the fleet do something that changes what it holds."""
@@ -442,10 +439,13 @@ def measure_routers(size: Size) -> tuple[list[Served], list[float]]:
         system.await_exact(routers[0])
         serve_rounds(system, routers, shared_port, results[0])
         shares = share_beside_requests(system, routers[0])
-        routers += [system.router(shared_port=shared_port) for _ in range(ROUTERS - 1)]
+        # On the first core these would evict from its caches what the one that serves needs.
+        routers += [system.router(shared_port=shared_port, core=OTHER_CORE) for _ in range(ROUTERS - 1)]
         for router in routers:
             system.await_exact(router)
         serve_rounds(system, routers, routers[0].port, results[1])
+        for router in routers:
+            pin(router.pid, ROUTER_CORE)
         serve_rounds(system, routers, shared_port, results[2])
         for router in routers[1:]:
             router.child.stop()
@@ -533,71 +533,60 @@ def serve_round(system: System, routers: list[Router], port: int, to: Served) ->
     print(f"{to.what}: {served} requests, {to.each_us[-1]} µs each, heard {to.heard_us[-1:]}", file=sys.stderr)
 
 
-def relative(upkeep: Share, alone: Served, beside: Served, shared: Served) -> dict[str, float]:
+def relative(alone: Served, beside: Served, shared: Served) -> dict[str, float]:
     """Throughput of four routers, each on a core of its own, relative to one.
 
-    A core has what the fleet's messages leave, and spends it on requests. With others, a router pays for a request that it
-    serves, and for hearing of each request that the three others serve meanwhile. The router with the largest share of
-    the connections is full first, and bounds them all.
+    A core has what the fleet's messages leave, the same with one router and with four. With others, a router pays for a
+    request that it serves, and for hearing of each request that the three others serve meanwhile. The router with the
+    largest share of the connections is full first, and bounds them all. ``all_serve`` is the same by the row in which all
+    serve: there each hears the others, but all of them share a core and its caches.
     """
-    left = 1.0 - upkeep.cores
     alone_us, own_us, heard_us = median(alone.own_us()), median(beside.own_us()), median(beside.heard_us)
-    cost = alone_us / (own_us + (ROUTERS - 1) * heard_us)
+    cost, all_serve = alone_us / (own_us + (ROUTERS - 1) * heard_us), alone_us / median(shared.own_us())
     return {
-        "left": left,
         "alone_us": alone_us,
         "own_us": own_us,
         "heard_us": heard_us,
-        "per_s": left / alone_us * 1e6,
         "cost": cost,
         "even": ROUTERS * cost,
         "uneven": cost / shared.share(),
+        "all_serve": all_serve,
+        "all_serve_uneven": all_serve / shared.share(),
     }
 
 
 # ---- the page
 
 
-def page(
-    command: str,
-    size: Size,
-    placed: list[Placed],
-    upkeep: Upkeep | None,
-    served: list[Served],
-    shares: Sequence[float] = (),
-) -> str:
-    lines = [
-        "# Scale: 1,000 workers, 10 million blocks",
+HEAD = [
+    "# Scale: 1,000 workers, 10 million blocks",
+    "",
+    "`make bench-scale` (`python -m bench.bench_scale`). Real NATS, and real routers on core 0. One process on core 1 plays 1,000 workers: it",
+    "registers them, renews their records, and sends their load reports and KV events, spread over milliseconds. Figures are CPU, which a busy",
+    "machine raises, too: constant work was timed beside them.",
+]
+PARTS = ("placement", "upkeep", "routers")
+
+
+def placement_lines(placed: list[Placed]) -> list[str]:
+    blocks = min(row.blocks for row in placed)
+    return [
+        "## Placement",
         "",
-        f"`{command}`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on {machine()}.",
-        f"Real NATS and real routers on core 0. One process on core 1 plays {size.workers:,} workers: it registers them, renews their",
-        "records, and sends their load reports and KV events at the rates below. Figures are CPU, which a busy machine raises, too:",
-        "`sum(range(20_000))` was timed in turns with the placements.",
+        f"CPU of the router's thread for one placement of a {PROMPT_BLOCKS}-block prompt, look-up in the index and fleet table included;",
+        f"{len(placed[0].took):,} placements each, on the event loop of a router that serves. The index has at least {blocks:,} different",
+        f"blocks, each at one worker; of {HOT_PROMPTS} further prompts each of a quarter of the workers holds the beginning. Quiet: each worker",
+        f"reports {QUIET_REPORTS_PER_S:g} time a second; busy: {REPORTS_PER_S:g} times, and its KV events arrive. `sum(range(20_000))`, the same work, was done in turns with",
+        "the placements. The aim is a p99 of 300 µs.",
         "",
+        *table(
+            "workers | that | prompt held by | fleet | p50, µs | p99, µs | same work p50, µs | p99, µs",
+            [row.cells() for row in placed],
+        ),
     ]
-    if placed:
-        blocks = min(row.blocks for row in placed)
-        lines += [
-            "## Placement",
-            "",
-            f"CPU of the router's thread for one placement of a {PROMPT_BLOCKS}-block prompt, look-up in the index and fleet table included;",
-            f"{len(placed[0].took):,} placements each, on the event loop of a router that serves. The index has at least {blocks:,} different",
-            f"blocks, each at one worker; of {HOT_PROMPTS} further prompts each of a quarter of the workers holds the beginning. Quiet: each worker",
-            f"reports {QUIET_REPORTS_PER_S:g} time a second; busy: {REPORTS_PER_S:g} times, and its KV events arrive. The aim is a p99 of 300 µs.",
-            "",
-            *table(
-                "workers | that | prompt held by | fleet | p50, µs | p99, µs | same work p50, µs | p99, µs",
-                [row.cells() for row in placed],
-            ),
-        ]
-    if upkeep is not None:
-        lines += upkeep_lines(upkeep, shares)
-    if served and upkeep is not None:
-        lines += routers_lines(size, upkeep, served)
-    return "\n".join(lines)
 
 
-def upkeep_lines(upkeep: Upkeep, shares: Sequence[float]) -> list[str]:
+def upkeep_lines(upkeep: Upkeep) -> list[str]:
     idle = upkeep.of(NOTHING)
     rows: list[list[object]] = []
     for share in upkeep.shares:
@@ -630,21 +619,13 @@ def upkeep_lines(upkeep: Upkeep, shares: Sequence[float]) -> list[str]:
         f"rows ({idle.rates['records']:.0f} a second). Digests in the reports prove that no event was lost. The aim is 20 % for both.",
         "",
         *table("sent | reports/s | batches/s | blocks/s | router's CPU | more than with neither", rows),
-        *(
-            [
-                f"While the router also serves {REQUESTS_PER_S} requests/s, both cost {median(shares):.1%} of a core ({min(shares):.1%} to {max(shares):.1%}) more than a report a second",
-                "of each worker: then the router is awake for many of the messages anyway.",
-                "",
-            ]
-            if shares
-            else []
-        ),
     ]
 
 
-def routers_lines(size: Size, upkeep: Upkeep, served: list[Served]) -> list[str]:
+def routers_lines(size: Size, served: list[Served], shares: list[float]) -> list[str]:
     alone, beside, shared = served
-    said = relative(upkeep.of(TOGETHER), alone, beside, shared)
+    said = relative(alone, beside, shared)
+    left = 1.0 - median(shares)
     rows: list[list[object]] = []
     for of in served:
         own = of.own_us()
@@ -659,26 +640,28 @@ def routers_lines(size: Size, upkeep: Upkeep, served: list[Served]) -> list[str]
                 f"{median(of.loops_ms):.1f}",
             ]
         )
-    both = upkeep.of(TOGETHER).cores
     return [
         "## Routers that share a port",
         "",
         f"Disaggregated requests with {PROMPT_BYTES:,} bytes of prompt, {CONNECTIONS} connections and {size.requests:,} requests for each router that serves; medians of",
         f"the runs with the least and the greatest. The workers report {QUIET_REPORTS_PER_S:g} time a second meanwhile; what a router uses without requests is",
-        "taken off. All routers run on one core. Every request got its tokens and was a prefill and a decode leg; the newest decisions of",
-        "each router were exact, and the workers had the cached tokens that they predicted.",
+        "taken off. Every request got its tokens and was a prefill and a decode leg; the newest decisions of each router were exact, and the",
+        "workers had the cached tokens that they predicted. The router that serves alone or beside others is on core 0, the others on core 1;",
+        "when all serve, all are on core 0.",
         "",
         *table(
             "a router | CPU per own request, µs | of each, last run | per request of another, µs | requests of each, last run"
             " | largest share | `sum(range(1000000))`, ms",
             rows,
         ),
-        f"Each router pays for the fleet's messages, {both:.1%} of a core (above), so that {said['left']:.1%} are left for requests: alone",
-        f"{said['per_s']:,.0f} a second. Beside three others a request costs {said['own_us']:.0f} + 3 x {said['heard_us']:.0f} µs instead of {said['alone_us']:.0f}, because reservations are sent and heard: a",
-        f"router has {said['cost']:.2f} of the throughput that it has alone. Four on four cores have {ROUTERS} x {said['cost']:.2f} = {said['even']:.2f} times the throughput of one where connections",
-        f"are spread evenly; as the kernel spread {CONNECTIONS * ROUTERS} of them, the router with {shared.share():.1%} is full first: {said['cost']:.2f} / {shared.share():.3f} = {said['uneven']:.2f}. The aim is 3.5.",
-        "Where all four serve on one core, each has a quarter of it, so that a message carries fewer reservations, and its caches are shared by",
-        "four processes: of that row only the spread is used.",
+        f"While it serves {REQUESTS_PER_S} requests/s, the reports and events of the whole busy fleet cost a router {median(shares):.1%} of a core ({min(shares):.1%} to {max(shares):.1%}) more than",
+        f"{QUIET_REPORTS_PER_S:g} report a second of each worker: it is awake for many of the messages anyway. Each router pays that regardless of requests, so that",
+        f"{left:.1%} of its core are left for them: alone {left / said['alone_us'] * 1e6:,.0f} a second.",
+        "",
+        f"Beside three others a request costs {said['own_us']:.0f} + 3 x {said['heard_us']:.0f} µs instead of {said['alone_us']:.0f}, because reservations are sent and heard: a router has {said['cost']:.2f} of the",
+        f"throughput that it has alone. Four on four cores have {ROUTERS} x {said['cost']:.2f} = {said['even']:.2f} times the throughput of one where connections are spread evenly; as the",
+        f"kernel spread {CONNECTIONS * ROUTERS} of them, the router with {shared.share():.1%} is full first: {said['cost']:.2f} / {shared.share():.3f} = {said['uneven']:.2f}. By the row in which all serve, which includes what",
+        f"they hear of each other and that they share a core and its caches, the same is {said['all_serve']:.2f} / {shared.share():.3f} = {said['all_serve_uneven']:.2f}. The aim is 3.5.",
         "",
     ]
 
@@ -686,25 +669,30 @@ def routers_lines(size: Size, upkeep: Upkeep, served: list[Served]) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short runs")
-    parser.add_argument("--only", choices=("placement", "upkeep", "routers"), help="print one part, write no page")
+    parser.add_argument("--only", choices=PARTS, help="measure one part; the page keeps the others")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/scale.md"))
     options = parser.parse_args()
     size = QUICK if options.quick else Size()
-    command = f"{COMMAND} ARGS=--quick" if options.quick else COMMAND
-    text = measured(command, size, options.only)
+    parts = {name: measured(name, size) for name in PARTS if options.only in (None, name)}
+    text = page(HEAD, parts, PARTS, options.out.read_text() if options.out.exists() else "")
     print(text)
-    if options.only is None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(text)
 
 
-def measured(command: str, size: Size, only: str | None = None) -> str:
-    """The page of all parts, or of one."""
-    fleets = [(roles, workers) for workers in (size.few_workers, size.workers) for roles in ("both", "apart")]
-    placed = [row for fleet in fleets for row in measure_placement(size, *fleet)] if only in (None, "placement") else []
-    upkeep = measure_upkeep(size) if only in (None, "upkeep", "routers") else None
-    served, shares = measure_routers(size) if only in (None, "routers") else ([], [])
-    return page(command, size, placed, upkeep, served, shares)
+def measured(part: str, size: Size) -> Measured:
+    """A part of the page. Raises RunFailed."""
+    with measuring() as of:
+        if part == "placement":
+            fleets = [(roles, workers) for workers in (size.few_workers, size.workers) for roles in ("both", "apart")]
+            of.lines = placement_lines([row for fleet in fleets for row in measure_placement(size, *fleet)])
+        elif part == "upkeep":
+            of.lines = upkeep_lines(measure_upkeep(size))
+        else:
+            of.lines = routers_lines(size, *measure_routers(size))
+    quick = "; short runs" if size == QUICK else ""
+    of.said = f"Commit {commit()}{quick}. {of.said}"
+    return of
 
 
 if __name__ == "__main__":

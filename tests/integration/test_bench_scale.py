@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.bench_scale import ROUTERS, TINY, Served, Share, measure_placement, measure_routers, measure_upkeep, relative
+from bench.bench_scale import ROUTERS, TINY, Served, measure_placement, measure_routers, measure_upkeep, relative
 from bench.peer_checks import RunFailed
 from bench.scale_fleet import PlayedWorker, xor_of
 from services.router.state.prefix_index import PrefixIndex
@@ -48,14 +48,14 @@ def test_a_fleet_that_cannot_send_fast_enough_gives_no_figure():
 def test_the_router_that_is_full_first_bounds_the_throughput():
     alone = Served("alone", 1, each_us=[[200.0], [220.0], [180.0]], spread=[[9], [9], [9]])
     beside = Served("beside", 1, each_us=[[205.0]], heard_us=[5.0], spread=[[9]])
-    shared = Served("shared", 4, each_us=[[1.0] * 4], spread=[[30, 20, 25, 25]])
+    shared = Served("shared", 4, each_us=[[250.0] * 4], spread=[[30, 20, 25, 25]])
 
-    said = relative(Share("both", 0.2, {}), alone, beside, shared)
+    said = relative(alone, beside, shared)
 
-    assert said["per_s"] == pytest.approx(4000)
     assert said["cost"] == pytest.approx(200 / 220)
     assert said["uneven"] == pytest.approx(200 / 220 / 0.3)
     assert said["even"] == pytest.approx(4 * 200 / 220)
+    assert said["all_serve_uneven"] == pytest.approx(200 / 250 / 0.3)
 
 
 def test_a_played_worker_sends_digests_of_what_it_holds():
