@@ -76,7 +76,7 @@ class Size:
 
 QUICK = Size(placements=500, share_s=4.0, requests=1000, rounds=1)
 TINY = Size(
-    entries=20_480, workers=8, few_workers=4, placements=20, share_s=0.5, requests=100, rounds=1, sent_share_min=0.1
+    entries=20_480, workers=8, few_workers=4, placements=20, share_s=1.0, requests=100, rounds=1, sent_share_min=0.0
 )
 """For a test that every part runs."""
 
