@@ -104,13 +104,11 @@ class System:
         self.idle_cpu = (self.cpu_s() - before) / IDLE_S
 
     def cpu_s(self) -> float:
-        """CPU of all live threads of the router, exact to the nanosecond (``stat`` counts in steps of 10 ms)."""
-        threads = Path(f"/proc/{self.router_pid}/task").iterdir()
-        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+        """CPU of all live threads of the router."""
+        return cpu_s_of(self.router_pid)
 
     def rss_mb(self) -> float:
-        status = Path(f"/proc/{self.router_pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+        return rss_bytes_of(self.router_pid) / 1024 / 1024
 
     def stop(self) -> None:
         for process in self._processes:
@@ -120,6 +118,18 @@ class System:
                 process.wait(10)
             process.kill()
             process.wait()
+
+
+def cpu_s_of(pid: int) -> float:
+    """CPU of all live threads of a process, exact to the nanosecond (``stat`` counts in steps of 10 ms)."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def rss_bytes_of(pid: int) -> int:
+    """Resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
 def wait_for(url: str, *, exact: int = 0) -> None:

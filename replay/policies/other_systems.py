@@ -87,16 +87,14 @@ class LlmDScorer(Baseline):
         return self._best(workers, [0.0] * len(workers))
 
     def _best(self, workers: Sequence[WorkerView], prefix: Sequence[float]) -> WorkerView:
-        queues = [float(view.load.waiting) if view.load is not None else 0.0 for view in workers]
+        queues = [float(view.reported_waiting) for view in workers]
         shortest, longest = min(queues), max(queues)
         spread = longest - shortest
         weight, queue_weight, utilisation_weight = self._weights
         costs = []
         for view, share, queue in zip(workers, prefix, queues, strict=True):
-            load = view.load
-            used = load.kv_blocks_used / load.kv_blocks_total if load is not None and load.kv_blocks_total else 0.0
             queue_score = (longest - queue) / spread if spread else 1.0
-            costs.append(-(weight * share + queue_weight * queue_score + utilisation_weight * (1.0 - used)))
+            costs.append(-(weight * share + queue_weight * queue_score + utilisation_weight * (1.0 - view.kv_used)))
         return self.least(workers, costs)
 
 

@@ -124,12 +124,10 @@ class SaturationGate(Gate):
         return NOBODY if sum(map(self._score, views)) < max(1, len(views)) else None
 
     def _score(self, view: WorkerView) -> float:
-        load = view.load
-        if load is None:
+        if not view.has_reported:
             return 1.0  # as a worker whose metrics are stale
         depth, utilisation = self._limits
-        used = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
-        return max(load.waiting / depth, used / utilisation)
+        return max(view.reported_waiting / depth, view.kv_used / utilisation)
 
 
 @dataclass(frozen=True, slots=True)

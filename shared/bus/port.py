@@ -69,7 +69,7 @@ class WrongRevision(BusError):
     """The entry has another revision: another process wrote it first."""
 
 
-class Envelope(msgspec.Struct, frozen=True):
+class Envelope(msgspec.Struct, frozen=True, gc=False):
     """Headers of a message, such as trace context (W3C names, lower case), and its size in bytes."""
 
     headers: Mapping[str, str]

@@ -25,6 +25,9 @@ fill the disk.
 """
 SUBJECT_SHOWN_MAX: Final = 200
 
+SENDERS_KNOWN_MAX: Final = 4096
+"""Subjects of a subscription that are remembered, with the ids of their messages."""
+
 Reply = tuple[bytes, bool]
 """The bytes of a reply, and whether they are a ``Failure``."""
 
@@ -32,13 +35,16 @@ Reply = tuple[bytes, bool]
 class Receiver(Generic[M]):
     """Unpacks messages and passes them to the handler. A handler that raises ends the bus."""
 
-    __slots__ = ("_address", "_counts", "_fail", "_handler", "_subject", "_unpack", "is_async")
+    __slots__ = ("_address", "_counts", "_fail", "_handler", "_ids", "_known", "_subject", "_unpack", "is_async")
 
     def __init__(
         self, channel: Channel[M], handler: Handler[M], counts: BusCounts, fail: Callable[[BaseException], None]
     ) -> None:
         self._subject = channel.subject
         self._address = channel.address
+        self._ids = channel.ids
+        self._known: dict[str, object] = {}
+        """The ids that messages on a subject have: it takes less time to compare them than to make the subject."""
         self._unpack = unpacker(channel.message)
         self._handler: Callable[[M, Envelope], Any] = handler
         self.is_async = inspect.iscoroutinefunction(handler)
@@ -73,9 +79,15 @@ class Receiver(Generic[M]):
         except UNPACK_ERRORS as error:
             count_bad(self._counts, subject, error)
             return None
+        ids = self._ids(message)
+        if self._known.get(subject) == ids:
+            return message
         if self._address(message) != subject:
             count_bad(self._counts, subject, wrong_subject(self._address(message)))
             return None
+        if len(self._known) >= SENDERS_KNOWN_MAX:
+            self._known.clear()
+        self._known[subject] = ids
         return message
 
     def _end(self, bug: Exception) -> None:

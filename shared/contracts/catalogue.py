@@ -92,7 +92,10 @@ def _parties(parties: tuple[Any, ...]) -> str:
 def _section(message: type[msgspec.Struct]) -> Iterator[str]:
     yield from (f"### {message.__name__}", "", _one_line(message.__doc__), "", "| field | type | default | |")
     yield "|---|---|---|---|"
-    docs = docs_of(message)
+    docs: dict[str, str] = {}
+    for owner in reversed(message.__mro__):
+        if issubclass(owner, msgspec.Struct) and owner is not msgspec.Struct:
+            docs |= docs_of(owner)
     for field in msgspec.structs.fields(message):
         yield f"| {field.name} | {_type_name(field.type)} | {_default(field)} | {docs.get(field.name, '')} |"
     yield ""

@@ -70,6 +70,7 @@ from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, Work
 
 M = TypeVar("M", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
+P = TypeVar("P", bound=msgspec.Struct)
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -119,6 +120,8 @@ class Channel(Generic[M]):
     """The placeholders that name the sender; the others name the receiver."""
     address: Callable[[M], str] = field(init=False, repr=False, compare=False)
     """The subject of a message on this channel."""
+    ids: Callable[[M], object] = field(init=False, repr=False, compare=False)
+    """What a message's subject depends on: equal ids, equal subjects."""
 
     def __post_init__(self) -> None:
         names = tuple(PLACEHOLDER.findall(self.subject))
@@ -131,12 +134,19 @@ class Channel(Generic[M]):
         object.__setattr__(self, "parts", names)
         object.__setattr__(self, "sender_parts", sender)
         object.__setattr__(self, "address", _addresser(self.subject, names))
+        object.__setattr__(self, "ids", attrgetter(*names) if names else lambda _message: ())
 
     def filter(self, **ids: str) -> str:
         """The subject to subscribe to: placeholders that are not given become wildcards."""
         if unknown := set(ids) - set(self.parts):
             raise ValueError(f"{self.subject} has no placeholder {', '.join(sorted(unknown))}")
         return PLACEHOLDER.sub(lambda found: ids.get(found[1], "*"), self.subject)
+
+    def read_as(self, message: type[P]) -> Channel[P]:
+        """The same row for a receiver that needs only the fields of ``message``, a base of the row's message."""
+        if not issubclass(self.message, message):
+            raise TypeError(f"{message.__name__} is no part of {self.message.__name__}")
+        return Channel(self.subject, message, self.delivery, self.senders, self.receivers, sent_by=self.sent_by)
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,10 @@ ENGINE_SILENT_S_MAX = 30.0
 """A worker whose engine is silent for longer gets no new requests. Engines answer while they compute a step."""
 
 
-class LoadReport(Message, frozen=True, kw_only=True):
-    """Worker -> all services: how busy it is; also the sign that it lives. Totals count from the epoch's start."""
+class WorkerLoad(Message, frozen=True, kw_only=True):
+    """What routers read of a ``LoadReport``. Each worker sends ten a second, and most of the time that one takes is
+    spent on making its objects.
+    """
 
     worker_id: WorkerId
     epoch: Epoch
@@ -110,16 +112,27 @@ class LoadReport(Message, frozen=True, kw_only=True):
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     digest: KvDigest | None = None
-    prompt_tokens_total: int = 0
-    """Prompt tokens of finished prompts, cached or not."""
     computed_tokens_total: int = 0
     """Prompt tokens that this engine computed itself."""
     cached_tokens_total: int = 0
     """Prompt tokens found in the local prefix cache."""
     received_tokens_total: int = 0
     """Prompt tokens whose KV came from another worker."""
-    received_bytes_total: int = 0
     received_seconds_total: float = 0.0
+    exchange: Message | None = None
+    """What the engine leases and reads; None where the engine's connector does not report it."""
+    speed: EngineSpeed | None = None
+    """None before the first measurement."""
+    engine_silent_s: float = 0.0
+    """For how long the engine has answered no call of its worker, although it should; see ``ENGINE_SILENT_S_MAX``."""
+
+
+class LoadReport(WorkerLoad, frozen=True, kw_only=True):
+    """Worker -> all services: how busy it is; also the sign that it lives. Totals count from the epoch's start."""
+
+    prompt_tokens_total: int = 0
+    """Prompt tokens of finished prompts, cached or not."""
+    received_bytes_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     prefill_tokens_per_s: float = 0.0
@@ -127,15 +140,10 @@ class LoadReport(Message, frozen=True, kw_only=True):
     decode_s_per_token: float = 0.0
     """Moving average of the time between tokens of one stream; 0 before the first sample."""
     exchange: KvExchangeState | None = None
-    """What the engine leases and reads; None where the engine's connector does not report it."""
     steps: StepTotals | None = None
     """None where the engine does not report its steps."""
-    speed: EngineSpeed | None = None
-    """None before the first measurement."""
     store: StoreState | None = None
     """Set by stores only."""
-    engine_silent_s: float = 0.0
-    """For how long the engine has answered no call of its worker, although it should; see ``ENGINE_SILENT_S_MAX``."""
     adapters_running: list[str] = msgspec.field(default_factory=list)
     """LoRA adapters of the requests in the engine's batch."""
     adapters_waiting: list[str] = msgspec.field(default_factory=list)

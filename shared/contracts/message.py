@@ -13,8 +13,9 @@ WIRE_VERSION = 2
 """
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of all messages between processes.
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Base of all messages between processes. The garbage collector need not know them: what was read from bytes has no
+    cycles.
 
     Subclasses repeat ``frozen=True, kw_only=True``: msgspec does not inherit ``kw_only``, type checkers do not inherit
     ``frozen``.
@@ -23,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
 
-class PackedMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class PackedMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Base of frequent messages: fields are encoded by position. New fields go last, with a default."""
 
 

@@ -31,6 +31,7 @@ TARGETS = {
     "bench-planner": {"TRACE": "{trace}", "ARGS": "--hours 0.1"},
     "bench-telemetry": {"ARGS": "--rounds 4 --out {out}/telemetry.md"},
     "bench-fleet": {"ARGS": "--times 1 --no-page"},
+    "bench-scale": {"ARGS": "--quick --out {out}/scale.md"},
     "outside": {"ARGS": "--only vllm-pd,vllm-bench --scratch {out}/outside --page {out}/outside.md"},
 }
 HERE = {"up", "doctor", "down", "audit"}

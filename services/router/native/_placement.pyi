@@ -6,29 +6,13 @@ NUMBERS: str
 FLAGS: str
 
 class Columns:
-    def __init__(self, numbers: Floats, /) -> None: ...
+    def __init__(self, by_row: Floats, /) -> None: ...
     def read(self, row: int, /) -> list[float]: ...
     def write(self, row: int, first: int, /, *values: float) -> None: ...
 
 class NativePlacement:
-    def __init__(self, numbers: Floats, flags: Bools, groups: Ints, free: Bools, costs: Floats, /) -> None: ...
+    def __init__(self, by_row: Floats, flags: Bools, groups: Ints, free: Bools, /) -> None: ...
     def fit(self, count: int, mask: Bools, excluded: tuple[int, ...], heard_min: float, /) -> int: ...
-    def costs(
-        self,
-        tokens: int,
-        tokens_out: int,
-        fetch_tokens_min: int,
-        now: float,
-        ttft_target_s: float,
-        itl_target_s: float,
-        tie_s: float,
-        mode: int,
-        options: int,
-        groups: Ints | None,
-        depths: Depths | None,
-        slots: Ints | None,
-        /,
-    ) -> None: ...
     def choose(
         self,
         tokens: int,
@@ -43,7 +27,7 @@ class NativePlacement:
         groups: Ints | None,
         depths: Depths | None,
         slots: Ints | None,
-        rows: list[int] | None,
+        shortlisted: bool,
         views: list[WorkerView | None],
         /,
     ) -> tuple[int, int, int, bool, tuple[tuple[int, int], ...], bytes, tuple[WorkerView, ...]] | None: ...

@@ -167,6 +167,13 @@ void table_clear(struct block_table *table, uint32_t row)
 
 /* Blocks. */
 
+/* The first of a batch, which is often shorter than AHEAD; the others follow one by one. */
+static void fetch_first(struct block_map *map, const uint64_t *blocks, size_t count)
+{
+    for (size_t i = 0; i < AHEAD && i < count; i++)
+        map_prefetch(map, blocks[i]);
+}
+
 static void change(struct life *life, int tier, uint64_t block, enum step step)
 {
     life->counts[tier] += step == ADD ? 1 : (uint64_t)-1;
@@ -179,6 +186,7 @@ void table_store(struct block_table *table, uint32_t row, int tier, const uint64
     struct life *life = &table->lives[number];
     struct block_map *map = &table->maps[tier];
     set_t from = NO_SET, to = NO_SET; /* the cached last step; each new set gets a reference at once */
+    fetch_first(map, blocks, count);
     for (size_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
             map_prefetch(map, blocks[i + AHEAD]);
@@ -208,6 +216,7 @@ void table_remove(struct block_table *table, uint32_t row, int tier, const uint6
     life_t number = table->life_of[row];
     struct life *life = &table->lives[number];
     struct block_map *map = &table->maps[tier];
+    fetch_first(map, blocks, count);
     for (size_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
             map_prefetch(map, blocks[i + AHEAD]);

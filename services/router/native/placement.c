@@ -3,7 +3,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define N(what) fleet->numbers[(size_t)(what) * fleet->stride + row]
+#define N(what) fleet->numbers[row * NUMBERS + (what)]
 
 static bool flag(const struct fleet *fleet, enum flag what, size_t row)
 {
@@ -42,9 +42,26 @@ static int by_rank(const void *left, const void *right)
     return one->row < other->row ? -1 : one->row > other->row;
 }
 
+/* The first of each group are enough. Mostly all are of one group, in which these few are found faster than by sorting. */
 void holders_rank(struct holders *holders)
 {
-    qsort(holders->ranked, holders->count, sizeof *holders->ranked, by_rank);
+    struct holder *ranked = holders->ranked;
+    for (size_t i = 1; i < holders->count; i++)
+        if (ranked[i].group != ranked[0].group) {
+            qsort(ranked, holders->count, sizeof *ranked, by_rank);
+            return;
+        }
+    size_t kept = 0;
+    for (size_t i = 0; i < holders->count; i++) {
+        struct holder one = ranked[i];
+        if (kept == RANKED_MAX && by_rank(&one, &ranked[kept - 1]) > 0)
+            continue;
+        size_t at = kept < RANKED_MAX ? kept++ : kept - 1;
+        for (; at > 0 && by_rank(&one, &ranked[at - 1]) < 0; at--)
+            ranked[at] = ranked[at - 1];
+        ranked[at] = one;
+    }
+    holders->count = kept;
 }
 
 /* The first of a group, or the first of the next group. */
@@ -61,31 +78,49 @@ static size_t first_of(const struct holders *holders, int64_t group)
     return low;
 }
 
-static int64_t usable_blocks(const struct question *question, int64_t block_size)
+/* What the last row had: most rows have the same block size and are of the same group, and a division takes as long as
+ * ten other operations.
+ */
+struct last {
+    double size; /* not a number: none */
+    int64_t block_size, usable; /* blocks of the prompt that need not be computed */
+    bool has_group;
+    int64_t group;
+    struct holder best, second; /* of the group; no blocks where there is none */
+};
+
+static void take_block_size(struct last *last, const struct fleet *fleet, const struct question *question, size_t row)
 {
-    return question->tokens > 0 ? (question->tokens - 1) / block_size : 0;
+    if (N(BLOCK_SIZE) == last->size)
+        return;
+    last->size = N(BLOCK_SIZE);
+    last->block_size = block_size_of(fleet, row);
+    last->usable = question->tokens > 0 ? (question->tokens - 1) / last->block_size : 0;
 }
 
-static int64_t held_by(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                       size_t row)
+static void take_group(struct last *last, const struct holders *holders, int64_t group)
+{
+    if (last->has_group && last->group == group)
+        return;
+    struct holder none = {group, 0, -1};
+    size_t i = first_of(holders, group);
+    last->has_group = true;
+    last->group = group;
+    last->best = i < holders->count && holders->ranked[i].group == group ? holders->ranked[i] : none;
+    last->second = i + 1 < holders->count && holders->ranked[i + 1].group == group ? holders->ranked[i + 1] : none;
+}
+
+static int64_t held_by(const struct last *last, const struct holders *holders, size_t row)
 {
     if (holders->blocks == NULL)
         return 0;
-    int64_t block_size = block_size_of(fleet, row), usable = usable_blocks(question, block_size);
-    return (holders->blocks[row] < usable ? holders->blocks[row] : usable) * block_size;
+    return (holders->blocks[row] < last->usable ? holders->blocks[row] : last->usable) * last->block_size;
 }
 
-static int64_t reachable_by(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                            size_t row, int64_t held)
+static int64_t reachable_by(const struct last *last, const struct question *question, size_t row, int64_t held)
 {
-    int64_t group = fleet->groups[row], blocks = 0;
-    for (size_t i = first_of(holders, group); i < holders->count && holders->ranked[i].group == group; i++)
-        if (holders->ranked[i].row != (int64_t)row) {
-            blocks = holders->ranked[i].blocks;
-            break;
-        }
-    int64_t block_size = block_size_of(fleet, row), usable = usable_blocks(question, block_size);
-    int64_t reach = (blocks < usable ? blocks : usable) * block_size;
+    int64_t blocks = last->best.row != (int64_t)row ? last->best.blocks : last->second.blocks;
+    int64_t reach = (blocks < last->usable ? blocks : last->usable) * last->block_size;
     return reach - held >= question->fetch_tokens_min ? reach : held;
 }
 
@@ -259,17 +294,28 @@ static bool may_serve_alone(const struct candidate *candidate, const struct flee
            (double)candidate->computed <= N(STEP_TOKENS);
 }
 
-struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                          size_t row)
+static inline struct candidate estimate(const struct fleet *fleet, const struct question *question,
+                                        const struct holders *holders, struct last *last, size_t row)
 {
     struct candidate candidate = {.group = fleet->groups[row]};
     struct batch batch = estimate_batch(fleet, question, row);
-    int64_t held = candidate.cached = held_by(fleet, question, holders, row), reachable = held;
-    if (flag(fleet, EXCHANGES_KV, row))
-        reachable = reachable_by(fleet, question, holders, row, held);
+    take_block_size(last, fleet, question, row);
+    int64_t held = candidate.cached = held_by(last, holders, row), reachable = held;
+    if (flag(fleet, EXCHANGES_KV, row)) {
+        take_group(last, holders, candidate.group);
+        reachable = reachable_by(last, question, row, held);
+    }
     estimate_prefill(&candidate, fleet, question, row, reachable, &batch);
     estimate_decode(&candidate, fleet, question, row, &batch);
     estimate_cost(&candidate, fleet, row);
+    return candidate;
+}
+
+struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
+                          size_t row)
+{
+    struct last last = {.size = NAN};
+    struct candidate candidate = estimate(fleet, question, holders, &last, row);
     candidate.legs = N(LEGS);
     candidate.last_chosen = N(LAST_CHOSEN);
     candidate.transit_s = N(TRANSIT_S);
@@ -294,12 +340,105 @@ static bool meets(const struct candidate *candidate, const struct question *ques
     return !(part != DECODE && is_late(candidate, question)) && !(part != PREFILL && is_slow(candidate, question));
 }
 
-void shortlist_costs(const struct candidate *candidate, const struct question *question, double cost_s[3])
+/* ---- the shortlist: shortlist.py */
+
+/* The costs of a row for the shortlist: one that misses a target comes after all that meet them. */
+static void shortlist_costs(const struct candidate *candidate, const struct question *question, double cost_s[3])
 {
     double late_s = is_late(candidate, question) ? NEVER_S : 0.0, slow_s = is_slow(candidate, question) ? NEVER_S : 0.0;
     cost_s[PREFILL] = candidate->cost_s[PREFILL] + late_s;
     cost_s[DECODE] = candidate->cost_s[DECODE] + slow_s;
     cost_s[WHOLE] = candidate->cost_s[WHOLE] + late_s + slow_s;
+}
+
+/* The cheapest rows so far, in order; among equals the first. */
+struct few {
+    int count;
+    size_t rows[SHORTLISTED];
+    double costs_s[SHORTLISTED];
+};
+
+/* Costs that are not numbers come last, as numpy sorts them. */
+static bool is_cheaper(double one_s, double other_s)
+{
+    return one_s < other_s || (isnan(other_s) && !isnan(one_s));
+}
+
+static void few_add(struct few *few, size_t row, double cost_s)
+{
+    int at = few->count;
+    if (at == SHORTLISTED && !is_cheaper(cost_s, few->costs_s[SHORTLISTED - 1]))
+        return;
+    if (at == SHORTLISTED)
+        at--;
+    else
+        few->count++;
+    for (; at > 0 && is_cheaper(cost_s, few->costs_s[at - 1]); at--) {
+        few->rows[at] = few->rows[at - 1];
+        few->costs_s[at] = few->costs_s[at - 1];
+    }
+    few->rows[at] = row;
+    few->costs_s[at] = cost_s;
+}
+
+/* Lists of one group: for prefill, for decode, for both on a worker that decodes, and for both on any. */
+enum { LISTS = 4 };
+
+static size_t append(const struct few lists[LISTS], size_t *chosen, size_t count)
+{
+    size_t begin = count;
+    for (int list = 0; list < LISTS; list++)
+        for (int i = 0; i < lists[list].count; i++) {
+            size_t at = begin;
+            while (at < count && chosen[at] != lists[list].rows[i])
+                at++;
+            if (at == count)
+                chosen[count++] = lists[list].rows[i];
+        }
+    return count;
+}
+
+size_t shortlist(const struct fleet *fleet, const struct question *question, const struct holders *holders,
+                 const uint8_t *is_free, size_t *chosen)
+{
+    struct last last = {.size = NAN};
+    bool is_left = true; /* whether a group may be left */
+    int64_t group = INT64_MIN;
+    size_t count = 0;
+    while (is_left) {
+        /* The groups in ascending order; mostly there is one, whose rows are then all visited once. */
+        int64_t next = INT64_MAX, this_one = INT64_MAX;
+        for (size_t row = 0; row < fleet->count; row++)
+            if (is_free[row] && fleet->groups[row] >= group) {
+                int64_t of_row = fleet->groups[row];
+                if (of_row < this_one) {
+                    next = this_one;
+                    this_one = of_row;
+                } else if (of_row > this_one && of_row < next)
+                    next = of_row;
+            }
+        if (this_one == INT64_MAX)
+            break;
+        struct few lists[LISTS] = {{0}};
+        for (size_t row = 0; row < fleet->count; row++) {
+            if (!is_free[row] || fleet->groups[row] != this_one)
+                continue;
+            double cost_s[3];
+            struct candidate candidate = estimate(fleet, question, holders, &last, row);
+            shortlist_costs(&candidate, question, cost_s);
+            if (flag(fleet, PREFILLS, row))
+                few_add(&lists[0], row, cost_s[PREFILL]);
+            if (flag(fleet, DECODES, row)) {
+                few_add(&lists[1], row, cost_s[DECODE]);
+                few_add(&lists[2], row, cost_s[WHOLE]);
+            }
+            few_add(&lists[3], row, cost_s[WHOLE]);
+        }
+        count = append(lists, chosen, count);
+        group = next;
+        is_left = next != INT64_MAX;
+    }
+    return count;
 }
 
 /* ---- the choice: evaluation.py and placer.py */

@@ -10,9 +10,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Rows of `numbers` and of `flags`, as in fleet_table.py; a test compares the names. */
+/* Columns of `numbers` and rows of `flags`, as in fleet_table.py; a test compares the names. */
 #define NUMBER_NAMES(X)                                                                                              \
-    X(HEARD_AT) X(LEGS_MAX) X(LAST_CHOSEN) X(BLOCK_SIZE) X(STEP_TOKENS) X(PROMPTS_PER_S) X(ANSWERS) X(STORED_TOKENS)   \
+    X(LEGS_MAX) X(LAST_CHOSEN) X(BLOCK_SIZE) X(STEP_TOKENS) X(ANSWERS) X(HEARD_AT) X(PROMPTS_PER_S) X(STORED_TOKENS)   \
     X(USED_TOKENS) X(LEGS) X(DECODING) X(WAITING_TOKENS) X(CONTEXT_TOKENS) X(FREE_TOKENS) X(SENT_TOKENS)               \
     X(PREFILL_STEP_S) X(PREFILL_TOKEN_S) X(PREFILL_PAIR_S) X(DECODE_STEP_S) X(DECODE_REQUEST_S) X(DECODE_CONTEXT_TOKEN_S) X(TRANSFER_BASE_S)               \
     X(TRANSFER_TOKEN_S) X(PAIRS_PER_TOKEN) X(TRANSIT_S)
@@ -25,13 +25,14 @@ enum {
     RANKED_MAX = 8,  /* as in kv_sources.py */
     SOURCES_MAX = 2,
     TAIL_TOKENS = 16, /* as in cost.py */
+    SHORTLISTED = 4,  /* as in shortlist.py */
 };
 #define BUSY_MAX 0.9
 #define UNCROWDED 5.0
 #define NEVER_S 1e9 /* as in shortlist.py */
 #define HIT_SHARE_OF_DECODE_FIRST 0.5 /* as in placer.py */
 
-/* The fleet table: `numbers[what * stride + row]`, flags likewise. */
+/* The fleet table: `numbers[row * NUMBERS + what]`, `flags[what * stride + row]`. */
 struct fleet {
     const double *numbers;
     const uint8_t *flags;
@@ -94,8 +95,9 @@ double uncrowded_itl_s(const struct fleet *fleet, const struct question *questio
 double eviction_price(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row);
-/* The costs of a row for the shortlist: one that misses a target comes after all that meet them. */
-void shortlist_costs(const struct candidate *candidate, const struct question *question, double cost_s[3]);
+/* The cheapest free rows of each group for each part, into `chosen`, which has room for all; returns how many. */
+size_t shortlist(const struct fleet *fleet, const struct question *question, const struct holders *holders,
+                 const uint8_t *is_free, size_t *chosen);
 struct choice choose(const struct candidate *candidates, int count, const struct question *question);
 /* The rows to ask for KV that the candidate on `row` should fetch, with the block to stop before; returns how many. */
 int find_sources(const struct fleet *fleet, const struct question *question, const struct holders *holders,

@@ -12,7 +12,7 @@ enum { STREAMS = 1, UNSPLITTABLE = 2, HIT_THRESHOLD = 4, MAY_DECODE_FIRST = 8 };
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer numbers, flags, groups, free, costs; /* the last two are written */
+    Py_buffer numbers, flags, groups, free; /* the last one is written */
     struct fleet fleet;
     size_t rows;
     /* Scratch memory, each for all rows. */
@@ -82,7 +82,7 @@ static bool read_row(PyObject *from, size_t count, size_t *row)
     return false;
 }
 
-/* The numbers of a request, the first nine arguments of `costs` and `choose`. */
+/* The numbers of a request, the first nine arguments of `choose`. */
 static bool read_question(PyObject *const *args, struct question *question)
 {
     int64_t mode, options;
@@ -130,7 +130,7 @@ static bool read_depths(Placing *self, PyObject *depths, PyObject *slots, const 
         bool is_store = !fleet->flags[SERVES * fleet->stride + row];
         bool may_be_asked = fleet->flags[EXCHANGES_KV * fleet->stride + row] &&
                             (self->fit[row] || (is_store && self->awake[row]));
-        double tokens = (double)self->blocks[row] * fleet->numbers[BLOCK_SIZE * fleet->stride + row];
+        double tokens = (double)self->blocks[row] * fleet->numbers[row * NUMBERS + BLOCK_SIZE];
         if (may_be_asked && tokens >= (double)question->fetch_tokens_min)
             self->ranked[holders->count++] = (struct holder){fleet->groups[row], self->blocks[row], (int64_t)row};
     }
@@ -138,8 +138,8 @@ static bool read_depths(Placing *self, PyObject *depths, PyObject *slots, const 
     return true;
 }
 
-/* The arguments that `costs` and `choose` share: the question's, then groups, depths, slots. When it succeeds, the caller
- * releases `groups`, if that has a buffer.
+/* The question's arguments, then groups, depths, slots. When it succeeds, the caller releases `groups`, if that has a
+ * buffer.
  */
 static bool read_request(Placing *self, PyObject *const *args, struct question *question, struct holders *holders,
                          Py_buffer *groups)
@@ -191,9 +191,8 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
     }
     struct fleet *fleet = &self->fleet;
     fleet->count = (size_t)count;
-    const double *heard_at = fleet->numbers + HEARD_AT * fleet->stride;
     for (size_t row = 0; row < fleet->count; row++)
-        self->awake[row] = fleet->flags[READY * fleet->stride + row] && heard_at[row] >= heard_min;
+        self->awake[row] = fleet->flags[READY * fleet->stride + row] && fleet->numbers[row * NUMBERS + HEARD_AT] >= heard_min;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[2]); i++) {
         size_t row;
         if (!read_row(PyTuple_GET_ITEM(args[2], i), fleet->count, &row)) {
@@ -202,12 +201,12 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
         }
         self->awake[row] = false;
     }
-    const double *legs = fleet->numbers + LEGS * fleet->stride, *legs_max = fleet->numbers + LEGS_MAX * fleet->stride;
     uint8_t *is_free = self->free.buf;
     long free_count = 0, fit_count = 0;
     for (size_t row = 0; row < fleet->count; row++) {
         self->fit[row] = self->awake[row] && fleet->flags[SERVES * fleet->stride + row] && ((uint8_t *)mask.buf)[row];
-        is_free[row] = self->fit[row] && legs[row] < legs_max[row];
+        const double *of_row = fleet->numbers + row * NUMBERS;
+        is_free[row] = self->fit[row] && of_row[LEGS] < of_row[LEGS_MAX];
         fit_count += self->fit[row];
         free_count += is_free[row];
     }
@@ -215,46 +214,14 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
     return PyLong_FromLong(fit_count ? free_count : -1);
 }
 
-static PyObject *costs(Placing *self, PyObject *const *args, Py_ssize_t given)
+/* All free rows into `self->chosen`; returns how many. */
+static size_t free_rows(Placing *self)
 {
-    struct question question = {.arrays = true};
-    struct holders holders;
-    Py_buffer groups;
-    if (!is_count(given, 12) || !read_request(self, args, &question, &holders, &groups))
-        return NULL;
-    double *to = self->costs.buf;
     const uint8_t *is_free = self->free.buf;
-    for (size_t row = 0; row < self->fleet.count; row++) {
-        double cost_s[3];
-        if (!is_free[row])
-            continue;
-        struct candidate candidate = evaluate(&self->fleet, &question, &holders, row);
-        shortlist_costs(&candidate, &question, cost_s);
-        for (size_t part = 0; part < 3; part++)
-            to[part * self->rows + row] = cost_s[part];
-    }
-    PyBuffer_Release(&groups);
-    Py_RETURN_NONE;
-}
-
-/* The candidates' rows into `self->chosen`: the given ones, or all that are free. Returns how many, or -1. */
-static int read_rows(Placing *self, PyObject *given)
-{
-    int count = 0;
-    if (given == Py_None) {
-        const uint8_t *is_free = self->free.buf;
-        for (size_t row = 0; row < self->fleet.count; row++)
-            if (is_free[row])
-                self->chosen[count++] = row;
-        return count;
-    }
-    if (!PyList_CheckExact(given) || (size_t)PyList_GET_SIZE(given) > self->fleet.count) {
-        PyErr_SetString(PyExc_ValueError, "rows are a list of at most as many as the table has");
-        return -1;
-    }
-    for (; count < PyList_GET_SIZE(given); count++)
-        if (!read_row(PyList_GET_ITEM(given, count), self->fleet.count, &self->chosen[count]))
-            return -1;
+    size_t count = 0;
+    for (size_t row = 0; row < self->fleet.count; row++)
+        if (is_free[row])
+            self->chosen[count++] = row;
     return count;
 }
 
@@ -313,25 +280,26 @@ static PyObject *choose_among(Placing *self, PyObject *const *args, Py_ssize_t g
     Py_buffer groups;
     if (!is_count(given, 14))
         return NULL;
-    PyObject *rows = args[12], *views = args[13];
+    PyObject *views = args[13];
+    int is_shortlisted = PyObject_IsTrue(args[12]);
+    if (is_shortlisted < 0)
+        return NULL;
     if (!PyList_CheckExact(views) || (size_t)PyList_GET_SIZE(views) < self->fleet.count)
         return PyErr_Format(PyExc_ValueError, "views are a list of at least as many as there are rows");
-    question.arrays = rows != Py_None;
+    question.arrays = is_shortlisted;
     if (!read_request(self, args, &question, &holders, &groups))
         return NULL;
-    PyObject *result = NULL;
-    int count = read_rows(self, rows);
-    if (count >= 0) {
-        for (int i = 0; i < count; i++)
-            self->candidates[i] = evaluate(&self->fleet, &question, &holders, self->chosen[i]);
-        struct choice choice = choose(self->candidates, count, &question);
-        struct holder found[SOURCES_MAX];
-        int computing = choice.prefill >= 0 ? choice.prefill : choice.decode, found_count = 0;
-        if (computing >= 0 && self->candidates[computing].fetched)
-            found_count = find_sources(&self->fleet, &question, &holders, &self->candidates[computing],
-                                       self->chosen[computing], found);
-        result = computing < 0 ? Py_NewRef(Py_None) : told(self, &choice, count, views, found, found_count);
-    }
+    const struct fleet *fleet = &self->fleet;
+    int count = (int)(is_shortlisted ? shortlist(fleet, &question, &holders, self->free.buf, self->chosen) : free_rows(self));
+    for (int i = 0; i < count; i++)
+        self->candidates[i] = evaluate(fleet, &question, &holders, self->chosen[i]);
+    struct choice choice = choose(self->candidates, count, &question);
+    struct holder found[SOURCES_MAX];
+    int computing = choice.prefill >= 0 ? choice.prefill : choice.decode, found_count = 0;
+    if (computing >= 0 && self->candidates[computing].fetched)
+        found_count =
+            find_sources(fleet, &question, &holders, &self->candidates[computing], self->chosen[computing], found);
+    PyObject *result = computing < 0 ? Py_NewRef(Py_None) : told(self, &choice, count, views, found, found_count);
     PyBuffer_Release(&groups);
     return result;
 }
@@ -349,15 +317,15 @@ static PyObject *is_full(Placing *self, PyObject *Py_UNUSED(none))
 
 static bool open_arrays(Placing *self, PyObject *args)
 {
-    PyObject *numbers, *flags, *groups, *is_free, *costs;
-    if (!PyArg_ParseTuple(args, "OOOOO", &numbers, &flags, &groups, &is_free, &costs) ||
+    PyObject *numbers, *flags, *groups, *is_free;
+    if (!PyArg_ParseTuple(args, "OOOO", &numbers, &flags, &groups, &is_free) ||
         !open_array(numbers, &self->numbers, "d", 2, 0) || !open_array(flags, &self->flags, "?", 2, 0) ||
-        !open_array(groups, &self->groups, "lq", 1, 0) || !open_array(is_free, &self->free, "?", 1, PyBUF_WRITABLE) ||
-        !open_array(costs, &self->costs, "d", 2, PyBUF_WRITABLE))
+        !open_array(groups, &self->groups, "lq", 1, 0) || !open_array(is_free, &self->free, "?", 1, PyBUF_WRITABLE))
         return false;
     self->rows = length_of(&self->groups);
-    const Py_buffer *all[] = {&self->numbers, &self->flags, &self->free, &self->costs};
-    bool is_right = self->numbers.shape[0] == NUMBERS && self->flags.shape[0] == FLAGS && self->costs.shape[0] == 3;
+    const Py_buffer *all[] = {&self->flags, &self->free};
+    bool is_right = self->flags.shape[0] == FLAGS && length_of(&self->numbers) == NUMBERS &&
+                    (size_t)self->numbers.shape[0] == self->rows;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         is_right = is_right && length_of(all[i]) == self->rows;
     if (!is_right)
@@ -392,7 +360,7 @@ static PyObject *placing_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
 static void placing_dealloc(Placing *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    Py_buffer *arrays[] = {&self->numbers, &self->flags, &self->groups, &self->free, &self->costs};
+    Py_buffer *arrays[] = {&self->numbers, &self->flags, &self->groups, &self->free};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
         PyBuffer_Release(arrays[i]);
     void *memory[] = {self->awake, self->fit, self->blocks, self->ranked, self->chosen, self->candidates};
@@ -406,7 +374,6 @@ static void placing_dealloc(Placing *self)
 
 static PyMethodDef methods[] = {
     FAST("fit", fit),
-    FAST("costs", costs),
     FAST("choose", choose_among),
     {"is_full", (PyCFunction)is_full, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -436,31 +403,32 @@ typedef struct {
 
 static PyObject *columns_read(Columns *self, PyObject *given)
 {
-    size_t row, stride = length_of(&self->numbers);
-    if (!read_row(given, stride, &row))
+    size_t row, count = length_of(&self->numbers);
+    if (!read_row(given, (size_t)self->numbers.shape[0], &row))
         return NULL;
-    PyObject *values = PyList_New(self->numbers.shape[0]);
-    for (Py_ssize_t i = 0; values && i < self->numbers.shape[0]; i++) {
-        PyObject *value = PyFloat_FromDouble(((double *)self->numbers.buf)[(size_t)i * stride + row]);
+    const double *from = (double *)self->numbers.buf + row * count;
+    PyObject *values = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; values && i < count; i++) {
+        PyObject *value = PyFloat_FromDouble(from[i]);
         if (value == NULL)
             Py_CLEAR(values);
         else
-            PyList_SET_ITEM(values, i, value);
+            PyList_SET_ITEM(values, (Py_ssize_t)i, value);
     }
     return values;
 }
 
 static PyObject *columns_write(Columns *self, PyObject *const *args, Py_ssize_t given)
 {
-    size_t row, first, stride = length_of(&self->numbers), count = (size_t)self->numbers.shape[0];
+    size_t row, first, count = length_of(&self->numbers);
     if (given < 2)
         return PyErr_Format(PyExc_TypeError, "takes at least 2 arguments, got %zd", given);
-    if (!read_row(args[0], stride, &row) || !read_row(args[1], count, &first))
+    if (!read_row(args[0], (size_t)self->numbers.shape[0], &row) || !read_row(args[1], count, &first))
         return NULL;
     if ((size_t)given - 2 > count - first)
         return PyErr_Format(PyExc_ValueError, "there are no %zd numbers from %zu on", given - 2, first);
-    double *to = (double *)self->numbers.buf + first * stride + row;
-    for (Py_ssize_t i = 2; i < given; i++, to += stride) {
+    double *to = (double *)self->numbers.buf + row * count + first;
+    for (Py_ssize_t i = 2; i < given; i++, to++) {
         double value;
         if (!read_double(args[i], &value))
             return NULL;

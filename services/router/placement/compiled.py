@@ -19,7 +19,7 @@ from services.router.placement.kv_sources import source_of
 from services.router.placement.placement import PlacementPolicy, PlacementRequest, Rejection, reject, reject_pair
 from services.router.placement.request_facts import Mode
 from services.router.placement.revisions import ANY
-from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths, cheapest_rows
+from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
 from services.router.state import fleet_table as t
 from services.router.state.block_table import Depths
 from services.router.state.cluster_view import ClusterView
@@ -53,7 +53,7 @@ MAY_DECODE_FIRST: Final = 8
 Question = tuple[
     int, int, int, float, float, float, float, int, int, t.Ints | None, Depths | None, t.Ints | None
 ]  # fmt: skip
-"""The first arguments of ``NativePlacement.costs`` and ``choose``."""
+"""The first arguments of ``NativePlacement.choose``."""
 
 
 Choice = tuple[int, int, int, bool, tuple[tuple[int, int], ...], bytes, tuple[WorkerView, ...]]
@@ -116,13 +116,7 @@ class CompiledSelection:
         if free <= 0:
             return reject(request, self._cluster, busy=free == 0)
         question = self._question(request, now)
-        rows = None
-        if free > self._policy.weighed_max:
-            self._native.costs(*question)
-            count, groups = self._cluster.table.count, self._cluster.groups(request.model)
-            free_rows = np.flatnonzero(self._free[:count])
-            rows = cheapest_rows(free_rows, self._costs, self._cluster.table.flags, groups)
-        chosen = self._native.choose(*question, rows, self._cluster.views)
+        chosen = self._native.choose(*question, free > self._policy.weighed_max, self._cluster.views)
         if chosen is None:
             return reject_pair(request, busy=self._native.is_full())
         return self._selected(request, now, free, chosen)
@@ -132,8 +126,7 @@ class CompiledSelection:
         table = self._cluster.table
         self._numbers = table.numbers
         self._free = np.zeros(len(table.groups), dtype=np.bool_)
-        self._costs = np.zeros((3, len(table.groups)))
-        self._native = NativePlacement(table.numbers, table.flags, table.groups, self._free, self._costs)
+        self._native = NativePlacement(table.numbers.T, table.flags, table.groups, self._free)
 
     def _find_free(self, request: PlacementRequest, now: float) -> int:
         """How many workers are free, -1 when none could serve the request, full or not."""

@@ -117,7 +117,7 @@ class Shortlist:
 
 
 def cheapest_rows(
-    rows: t.Ints, costs: tuple[t.Floats, t.Floats, t.Floats] | t.Floats, flags: t.Bools, groups: t.Ints
+    rows: t.Ints, costs: tuple[t.Floats, t.Floats, t.Floats], flags: t.Bools, groups: t.Ints
 ) -> list[int]:
     """Of each group, the cheapest of ``rows`` for each part; ``costs``: of prefill, decode and both, on each row."""
     prefill_s, decode_s, whole_s = costs
@@ -136,7 +136,7 @@ def _by_group(rows: t.Ints, groups: t.Ints) -> list[t.Ints]:
     of_rows = groups[rows]
     if len(rows) and (of_rows == of_rows[0]).all():  # Mostly all workers are of one group.
         return [rows]
-    return [rows[of_rows == group] for group in set(of_rows.tolist())]
+    return [rows[of_rows == group] for group in sorted(set(of_rows.tolist()))]
 
 
 def _at(column: Any, rows: t.Ints) -> list[Any]:
@@ -145,8 +145,8 @@ def _at(column: Any, rows: t.Ints) -> list[Any]:
 
 
 def _cheapest(rows: t.Ints, cost_s: t.Floats) -> list[int]:
-    few = rows[np.argpartition(cost_s[rows], SHORTLISTED)[:SHORTLISTED]] if len(rows) > SHORTLISTED else rows
-    cheapest: list[int] = few.tolist()
+    """In order; among equals the first rows."""
+    cheapest: list[int] = rows[np.argsort(cost_s[rows], kind="stable")[:SHORTLISTED]].tolist()
     return cheapest
 
 

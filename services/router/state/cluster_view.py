@@ -13,7 +13,7 @@ from services.router.state import fleet_table as t
 from services.router.state.worker_speed import WorkerSpeed
 from services.router.state.worker_view import Sent, WorkerView, can_exchange_kv
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.load import LoadReport
+from shared.contracts.load import WorkerLoad
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 LOADING: Final = (WorkerPhase.STARTING, WorkerPhase.PROBING, WorkerPhase.ASLEEP)
@@ -93,12 +93,19 @@ class ClusterView:
         self._groups: dict[str, int] = {}
         self._choices_made = 0
 
-    def record(self, record: WorkerRecord, now: float) -> None:
-        """A worker's record in the registry. A new epoch begins with an empty view."""
-        self.models_known.update(dict.fromkeys(record.models))
+    def record(self, record: WorkerRecord, now: float) -> bool:
+        """A worker's record in the registry. A new epoch begins with an empty view. Returns whether it says
+        anything new: mostly a worker has only renewed it.
+        """
         view = self.workers.get(record.worker_id)
+        if view is not None and record == view.record:
+            view.registered = True
+            view.heard_at = max(view.heard_at, now)
+            self.table.set(view.row, t.HEARD_AT, view.heard_at)
+            return False
+        self.models_known.update(dict.fromkeys(record.models))
         if view is not None and record.epoch < view.record.epoch:
-            return
+            return True
         known = view is not None and view.record.epoch == record.epoch and view.pairs_with == record.fingerprint.key()
         if view is None or record.epoch > view.record.epoch:
             self._remove(view)
@@ -114,6 +121,7 @@ class ClusterView:
         self._write(view)
         if not known:
             self.table.set_speed(view.row, DEFAULT_SPEED)
+        return True
 
     def unregister(self, worker_id: WorkerId) -> None:
         """The registry entry expired. A worker that still reports stays: the registry may be at fault."""
@@ -121,27 +129,33 @@ class ClusterView:
         if view is not None:
             view.registered = False
 
-    def report(self, load: LoadReport, now: float) -> None:
-        """A load report. A worker that counted as lost is back."""
+    def report(self, load: WorkerLoad, now: float) -> bool:
+        """A load report. A worker that counted as lost is back. Returns whether its role has changed."""
         view = self.workers.get(load.worker_id)
         if view is None or load.epoch != view.record.epoch:
-            return
+            return False
         view.report(load)
         view.heard_at = now
         view.lost = view.away = False
         self.away.discard(load.worker_id)
         view.own.reported(now)
-        table, row, received = self.table, view.row, load.received_tokens_total
-        table.set(row, t.PROMPTS_PER_S, view.prompts.update(load.computed_tokens_total, now))
-        table.set(row, t.STORED_TOKENS, load.computed_tokens_total + received)
-        table.set(row, t.USED_TOKENS, load.cached_tokens_total + received)
+        computed, received = load.computed_tokens_total, load.received_tokens_total
+        prompts_per_s = view.prompts.update(computed, now)
+        # Ten times a second for each worker: only what a report changes.
+        view.write_report(self.table, prompts_per_s, computed + received, load.cached_tokens_total + received)
         if view.record.role is not load.role:
             view.record = msgspec.structs.replace(view.record, role=load.role)
             self._write(view)
-        else:  # Ten times a second for each worker: only what a report changes.
-            table.flags[t.READY, row] = view.ready
-            table.set(row, t.HEARD_AT, now)
-            view.write_load(table)
+            return True
+        self._set_ready(view)
+        return False
+
+    def _set_ready(self, view: WorkerView) -> None:
+        """Write the flag, if it has changed: numpy takes longer than the comparison."""
+        ready = view.ready
+        if ready is not view.written_ready:
+            view.written_ready = ready
+            self.table.flags[t.READY, view.row] = ready
 
     def disconnected(self) -> None:
         """The bus is down: each worker must report again before it gets legs."""
@@ -314,7 +328,7 @@ class ClusterView:
 
     def _write(self, view: WorkerView) -> None:
         record, row, flags = view.record, view.row, self.table.flags
-        flags[t.READY, row] = view.ready
+        flags[t.READY, row] = view.written_ready = view.ready
         flags[t.SERVES, row] = view.serves
         flags[t.PREFILLS, row] = view.serves and record.role is not Role.DECODE
         flags[t.DECODES, row] = view.serves and record.role is not Role.PREFILL

@@ -37,7 +37,7 @@ from shared.contracts.channels import (
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.inference import StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvDigest, KvEventBatch
-from shared.contracts.load import LoadReport
+from shared.contracts.load import WorkerLoad
 from shared.contracts.routers import ANNOUNCE_S, Reservations
 from shared.contracts.workers import WITHOUT_ENGINE, Role, WorkerLost, WorkerRecord
 from shared.runtime.clock import Clock
@@ -241,7 +241,7 @@ class FleetFeed:
     async def open(self) -> None:
         """Subscribe; the subscriptions are active on return."""
         self._fleet.cluster.is_whole = False
-        await self._bus.subscribe(LOAD, self._on_load)
+        await self._bus.subscribe(LOAD.read_as(WorkerLoad), self._on_load)
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
 
     async def follow_registry(self) -> None:
@@ -272,10 +272,12 @@ class FleetFeed:
             self._fleet.cluster.unregister(WorkerId(entry.key))
             return
         known = self._fleet.cluster.workers.get(record.worker_id)
-        self._fleet.cluster.record(record, self._clock.now())
+        is_new = self._fleet.cluster.record(record, self._clock.now())
+        self._fleet_changed(0.0)
+        if not is_new:
+            return
         self._prompts.workers_changed()
         self._speeds.joined(record)
-        self._fleet_changed(0.0)
         if known is not None and known.record.epoch < record.epoch:
             # The worker restarted before its silence was noticed.
             self._inbox.worker_lost(record.worker_id, known.record.epoch)
@@ -287,11 +289,9 @@ class FleetFeed:
             if not record.attached:  # What its server has cached is not known.
                 self._kv.worker_joined(record.worker_id, record.epoch)
 
-    def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
-        view = self._fleet.cluster.workers.get(load.worker_id)
-        if view is not None and view.record.role is not load.role:
+    def _on_load(self, load: WorkerLoad, _envelope: Envelope) -> None:
+        if self._fleet.cluster.report(load, self._clock.now()):
             self._prompts.workers_changed()
-        self._fleet.cluster.report(load, self._clock.now())
         self._speeds.load(load)
         self._fleet_changed(self._reservations.book.lag_s())
         if load.digest is not None:

@@ -17,17 +17,18 @@ Bools = npt.NDArray[np.bool_]
 
 ROWS_AT_FIRST: Final = 16
 
-HEARD_AT: Final = 0
-LEGS_MAX: Final = 1
-LAST_CHOSEN: Final = 2
+LEGS_MAX: Final = 0
+LAST_CHOSEN: Final = 1
 """The number of the placement that last chose the worker."""
-BLOCK_SIZE: Final = 3
-STEP_TOKENS: Final = 4
+BLOCK_SIZE: Final = 2
+STEP_TOKENS: Final = 3
 """Prompt tokens that its engine computes in one step, at most."""
-PROMPTS_PER_S: Final = 5
-"""Prompt tokens computed per second, lately."""
-ANSWERS: Final = 6
+ANSWERS: Final = 4
 """1 if it serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
+HEARD_AT: Final = 5
+"""This and the next nine change with each report: see ``set_report``."""
+PROMPTS_PER_S: Final = 6
+"""Prompt tokens computed per second, lately."""
 STORED_TOKENS: Final = 7
 """Prompt tokens whose KV it computed or fetched since it started."""
 USED_TOKENS: Final = 8
@@ -45,7 +46,7 @@ FREE_TOKENS: Final = 13
 SENT_TOKENS: Final = 14
 """The part of ``WAITING_TOKENS`` that was sent after its last report."""
 SPEED: Final = 15
-"""The first of as many rows as ``WorkerSpeed`` has fields, in their order."""
+"""The first of as many numbers as ``WorkerSpeed`` has fields, in their order."""
 PREFILL_STEP_S: Final = SPEED
 PREFILL_TOKEN_S: Final = SPEED + 1
 PREFILL_PAIR_S: Final = SPEED + 2
@@ -86,15 +87,15 @@ class Columns(Protocol):
 class PythonColumns:
     """In ten times the time of the form in C."""
 
-    def __init__(self, numbers: Floats) -> None:
-        self._numbers = numbers
+    def __init__(self, by_row: Floats) -> None:
+        self._by_row = by_row
 
     def read(self, row: int, /) -> list[float]:
-        values: list[float] = self._numbers[:, row].tolist()
+        values: list[float] = self._by_row[row].tolist()
         return values
 
     def write(self, row: int, first: int, /, *values: float) -> None:
-        self._numbers[first : first + len(values), row] = values
+        self._by_row[row, first : first + len(values)] = values
 
 
 make_columns: Callable[[Floats], Columns] = PythonColumns
@@ -108,11 +109,12 @@ else:
 
 class FleetTable:
     """``numbers[what, row]``, ``flags[what, row]`` and ``groups[row]``: rows of equal group may exchange KV. Rows are
-    reused; ``count`` is the highest that was ever in use, plus one.
+    reused; ``count`` is the highest that was ever in use, plus one. The numbers of a row are together in memory:
+    reports come row by row, and the form in C reads all numbers of a row.
     """
 
     def __init__(self) -> None:
-        self.numbers: Floats = np.zeros((NUMBERS, ROWS_AT_FIRST))
+        self.numbers: Floats = np.zeros((ROWS_AT_FIRST, NUMBERS)).T
         self.numbers[DIVISORS] = 1.0
         self.flags: Bools = np.zeros((FLAGS, ROWS_AT_FIRST), dtype=np.bool_)
         self.groups: Ints = np.full(ROWS_AT_FIRST, -1, dtype=np.int64)
@@ -120,7 +122,7 @@ class FleetTable:
         self.moves = 0
         """Counts every time that a row was taken or given back."""
         self._free: list[int] = []
-        self._columns = make_columns(self.numbers)
+        self._columns = make_columns(self.numbers.T)
 
     def take(self) -> int:
         """A row of zeros."""
@@ -151,6 +153,25 @@ class FleetTable:
         """Write the numbers from ``LEGS`` on."""
         self._columns.write(row, LEGS, legs, decoding, waiting, context, free, sent)
 
+    def set_report(  # noqa: PLR0913, PLR0917  # as many as a report changes
+        self,
+        row: int,
+        heard_at: float,
+        prompts_per_s: float,
+        stored: float,
+        used: float,
+        legs: float,
+        decoding: float,
+        waiting: float,
+        context: float,
+        free: float,
+        sent: float,
+    ) -> None:
+        """Write the numbers from ``HEARD_AT`` on."""
+        self._columns.write(
+            row, HEARD_AT, heard_at, prompts_per_s, stored, used, legs, decoding, waiting, context, free, sent
+        )
+
     def set(self, row: int, what: int, value: float) -> None:
         """Write one number."""
         self._columns.write(row, what, value)
@@ -161,11 +182,14 @@ class FleetTable:
         self.numbers[SPEED:, row] = values
 
     def _grow(self) -> None:
-        rows = 2 * len(self.groups)
-        for name, empty in (("numbers", 0.0), ("flags", False), ("groups", -1)):
+        rows, before = 2 * len(self.groups), len(self.groups)
+        numbers: Floats = np.zeros((rows, NUMBERS)).T
+        numbers[:, :before] = self.numbers
+        numbers[DIVISORS, before:] = 1.0
+        self.numbers = numbers
+        for name, empty in (("flags", False), ("groups", -1)):
             old = getattr(self, name)
             new = np.full((*old.shape[:-1], rows), empty, dtype=old.dtype)
             new[..., : old.shape[-1]] = old
             setattr(self, name, new)
-        self.numbers[DIVISORS, rows // 2 :] = 1.0
-        self._columns = make_columns(self.numbers)
+        self._columns = make_columns(numbers.T)

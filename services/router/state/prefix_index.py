@@ -18,8 +18,11 @@ import numpy as np
 
 from services.router.state.block_table import TIERS, BlockTable, Depths, Hashes, Mask, block_table
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot
+from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot, KvTier
 
+STORED: Final = KvEventKind.STORED
+REMOVED: Final = KvEventKind.REMOVED
+DEVICE: Final = KvTier.DEVICE
 PENDING_BATCHES_MAX: Final = 1024
 """Batches kept for a worker until its snapshot arrives; more are dropped and cost another snapshot."""
 
@@ -32,6 +35,9 @@ class IndexState(StrEnum):
     """Events were missed; a snapshot is needed."""
     FALLBACK = "fallback"
     """No contents: the worker is placed by load alone until a snapshot arrives."""
+
+
+EXACT: Final = IndexState.EXACT
 
 
 @dataclass(slots=True)
@@ -92,10 +98,10 @@ class PrefixIndex:
             entry = self.entries[batch.worker_id]
         if batch.seq <= entry.seq:
             return False
-        if entry.state is IndexState.EXACT and batch.seq == entry.seq + 1:
+        if entry.state is EXACT and batch.seq == entry.seq + 1:
             self._perform(entry, batch)
             return False
-        if entry.state is IndexState.EXACT:
+        if entry.state is EXACT:
             entry.state = IndexState.DEGRADED
         entry.pending.append(batch)
         return True
@@ -136,7 +142,7 @@ class PrefixIndex:
         entry = self.entries.get(worker_id)
         if entry is None or entry.epoch != epoch:
             return False
-        if entry.state is not IndexState.EXACT:
+        if entry.state is not EXACT:
             return True
         if entry.seq == digest.seq:
             wrong = (self.table.count(entry.slot), self.table.xor(entry.slot)) != (digest.count, digest.xor)
@@ -207,11 +213,13 @@ class PrefixIndex:
         return len(self.slots) - 1
 
     def _perform(self, entry: WorkerEntry, batch: KvEventBatch) -> None:
+        table, slot = self.table, entry.slot
         for event in batch.events:
-            if event.kind is KvEventKind.STORED:
-                self.table.store(entry.slot, TIERS.index(event.tier), event.hashes)
-            elif event.kind is KvEventKind.REMOVED:
-                self.table.remove(entry.slot, TIERS.index(event.tier), event.hashes)
+            kind, tier = event.kind, event.tier
+            if kind is STORED:
+                table.store(slot, 0 if tier is DEVICE else TIERS.index(tier), event.hashes)
+            elif kind is REMOVED:
+                table.remove(slot, 0 if tier is DEVICE else TIERS.index(tier), event.hashes)
             else:
-                self.table.clear(entry.slot)
+                table.clear(slot)
         entry.seq = batch.seq

@@ -17,7 +17,7 @@ from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
-from shared.contracts.load import EngineSpeed, LoadReport
+from shared.contracts.load import EngineSpeed, WorkerLoad
 from shared.contracts.workers import WorkerRecord
 from shared.engine_speed.learner import filled_in, is_valid
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
@@ -185,7 +185,7 @@ class WorkerSpeeds:
         """The worker will not come back in this life."""
         self._workers.pop(worker_id, None)
 
-    def load(self, load: LoadReport) -> None:
+    def load(self, load: WorkerLoad) -> None:
         """A load report has come."""
         life = self._workers.get(load.worker_id)
         if life is None or life.epoch != load.epoch:

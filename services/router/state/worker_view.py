@@ -10,7 +10,7 @@ from typing import Final
 
 from services.router.state.fleet_table import FleetTable
 from shared.contracts.ids import Epoch
-from shared.contracts.load import ENGINE_SILENT_S_MAX, LoadReport
+from shared.contracts.load import ENGINE_SILENT_S_MAX, WorkerLoad
 from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
 
 READY: Final = WorkerPhase.READY
@@ -33,17 +33,26 @@ def can_exchange_kv(record: WorkerRecord) -> bool:
 class WorkerView:
     """One epoch of a worker."""
 
-    load: LoadReport | None = None
-    """Its last report; from here to ``_kv_free_tokens`` what is read of it for each leg."""
+    has_reported = False
+    """From here to ``_kv_free_tokens`` what its last report says. The report itself is not kept: it would be freed when
+    the next one comes, when its memory is in no cache any more.
+    """
+    reported_ready = False
+    reported_waiting = 0
+    """Requests in its engine's queue."""
+    kv_used = 0.0
+    """Share of its KV blocks in use; 0.0 where that is not known."""
     _reported_legs = 0
     _reported_requests = 0
-    _reported_waiting = 0
+    _reported_waiting_tokens = 0
     _kv_used_tokens = 0
     _kv_free_tokens = math.inf
     lost = False
     away = False
     """It has not reported since a bus outage, and may not have reconnected."""
     registered = True
+    written_ready = False
+    """What the fleet table has."""
 
     def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
         self.renew(record)
@@ -53,16 +62,19 @@ class WorkerView:
         self.prompts = TokenRate()
         """Rate of computed prompt tokens."""
 
-    def report(self, load: LoadReport) -> None:
+    def report(self, load: WorkerLoad) -> None:
         """A load report has come."""
-        self.load = load
-        self._reported_legs = load.legs
-        self._reported_requests = load.running + load.waiting
-        self._reported_waiting = load.waiting_tokens
         block_size = self.record.hashing.block_size
-        self._kv_used_tokens = load.kv_blocks_used * block_size
-        free_blocks = load.kv_blocks_total - load.kv_blocks_used
-        self._kv_free_tokens = float(free_blocks * block_size) if load.kv_blocks_total else math.inf
+        used, total, waiting = load.kv_blocks_used, load.kv_blocks_total, load.waiting
+        self.has_reported = True
+        self.reported_ready = load.phase is READY and load.engine_silent_s <= ENGINE_SILENT_S_MAX
+        self.reported_waiting = waiting
+        self.kv_used = used / total if total else 0.0
+        self._reported_legs = load.legs
+        self._reported_requests = load.running + waiting
+        self._reported_waiting_tokens = load.waiting_tokens
+        self._kv_used_tokens = used * block_size
+        self._kv_free_tokens = float((total - used) * block_size) if total else math.inf
 
     def renew(self, record: WorkerRecord) -> None:
         """A record of this epoch. A starting worker does not know its fingerprint yet."""
@@ -100,10 +112,9 @@ class WorkerView:
     @property
     def ready(self) -> bool:
         """Whether it is READY by its record and its report, reachable, and its engine answers."""
-        load = self.load
         if self.record.phase is not READY or self.lost or self.away:
             return False
-        return load is None or (load.phase is READY and load.engine_silent_s <= ENGINE_SILENT_S_MAX)
+        return self.reported_ready or not self.has_reported
 
     def fit(self, now: float, silent_s_max: float) -> bool:
         """Whether new legs may be placed there."""
@@ -112,14 +123,31 @@ class WorkerView:
     def write_load(self, table: FleetTable) -> None:
         """Write what it is doing into its row. Without a report only this router's own legs are known."""
         own = self.own
-        if self.load is None:
+        if not self.has_reported:
             table.set_load(self.row, self.legs, own.legs, own.tokens, own.context_tokens, math.inf, own.tokens)
             return
         table.set_load(
             self.row,
             self.legs,
             max(self._reported_requests + own.sent_legs, own.legs),
-            self._reported_waiting + own.sent_tokens,
+            self._reported_waiting_tokens + own.sent_tokens,
+            self._kv_used_tokens + own.sent_context_tokens,
+            self._kv_free_tokens - own.sent_context_tokens,
+            own.sent_tokens,
+        )
+
+    def write_report(self, table: FleetTable, prompts_per_s: float, stored: int, used: int) -> None:
+        """Write what a report has changed into its row; see ``FleetTable`` for the other numbers."""
+        own = self.own
+        table.set_report(
+            self.row,
+            self.heard_at,
+            prompts_per_s,
+            stored,
+            used,
+            self.legs,
+            max(self._reported_requests + own.sent_legs, own.legs),
+            self._reported_waiting_tokens + own.sent_tokens,
             self._kv_used_tokens + own.sent_context_tokens,
             self._kv_free_tokens - own.sent_context_tokens,
             own.sent_tokens,

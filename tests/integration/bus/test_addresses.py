@@ -93,3 +93,18 @@ async def test_endless_invalid_messages_do_not_fill_the_log(world, caplog):
 
     lines = [record for record in caplog.records if "bad message" in record.message]
     assert BAD_MESSAGES_LOGGED_MAX <= len(lines) <= BAD_MESSAGES_LOGGED_MAX + FLOOD.bit_length()
+
+
+async def test_a_subject_that_was_right_before_is_checked_for_each_message(world):
+    sender, receiver = await world.bus(), await world.bus()
+    got = []
+    await receiver.subscribe(KV_EVENTS, lambda batch, _: got.append((batch.worker_id, batch.seq)))
+
+    await sender.publish(KV_EVENTS, kv_batch(1, worker_id="w2"))
+    await until(lambda: got)
+    await world.raw("kv.w2.events", pack(kv_batch(2)))
+    await until(lambda: receiver.counts.bad_messages == 1)
+    await sender.publish(KV_EVENTS, kv_batch(3, worker_id="w2"))
+
+    await until(lambda: len(got) == 2)
+    assert got == [("w2", 1), ("w2", 3)]

@@ -210,7 +210,7 @@ def give_legs(world: World, worker_id: str, legs: int) -> None:
     cluster = world.router.fleet.cluster
     view = cluster.workers[WorkerId(worker_id)]
     view.own.legs = legs
-    cluster.report(view.load, world.router.clock.now()) if view.load else cluster.record(view.record, 0.0)
+    view.write_load(cluster.table)
 
 
 def keys(**fields: object) -> dict[str, str]:
