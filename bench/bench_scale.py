@@ -662,6 +662,7 @@ def routers_lines(size: Size, served: list[Served], shares: list[float]) -> list
         f"throughput that it has alone. Four on four cores have {ROUTERS} x {said['cost']:.2f} = {said['even']:.2f} times the throughput of one where connections are spread evenly; as the",
         f"kernel spread {CONNECTIONS * ROUTERS} of them, the router with {shared.share():.1%} is full first: {said['cost']:.2f} / {shared.share():.3f} = {said['uneven']:.2f}. By the row in which all serve, which includes what",
         f"they hear of each other and that they share a core and its caches, the same is {said['all_serve']:.2f} / {shared.share():.3f} = {said['all_serve_uneven']:.2f}. The aim is 3.5.",
+        "A router cannot have more than it has alone: a share above 1.00 is the machine's noise and counts as 1.00.",
         "",
     ]
 
