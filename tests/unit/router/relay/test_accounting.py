@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from services.router.http.request import Head, HttpRequest, NoConnection, Upload, UploadTotals
 from services.router.placement.decision_filter import DecisionFilter
+from services.router.placement.request_facts import RequestFacts
 from services.router.relay.accounting import ENDED_AT_ONCE_MAX
 from services.router.relay.request_context import RequestContext
+from shared.bus.leg_inbox import LegInbox
+from shared.contracts.ids import RouterId
 from shared.telemetry import names
+from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.router.world import World, in_world, prompt
 
 COUNTED = {"mode": "aggregated", "status": "200"}
@@ -45,14 +50,25 @@ async def test_many_requests_are_accounted_for_without_being_asked_for(world: Wo
     assert (waiting, len(reports)) == (0, ENDED_AT_ONCE_MAX)
 
 
+def unaccountable() -> RequestContext:
+    """Its model is no name."""
+    head, upload = Head("/v1/completions", [], lambda: "r1"), Upload(0.0, UploadTotals())
+    context = RequestContext(
+        http_request=HttpRequest(NoConnection(), head, upload, http11=True, keep_alive=True),
+        inbox=LegInbox(MemoryBus(MemoryHub()), RouterId("r1"), leg_buffer_bytes_max=1 << 20),
+        started_at=0.0,
+        ends_at=1000.0,
+        on_end=lambda: None,
+    )
+    context.facts = RequestFacts(path="/v1/completions", model=[])  # type: ignore[arg-type]
+    return context
+
+
 @in_world()
 async def test_a_request_that_cannot_be_accounted_for_costs_no_other(world: World, caplog):
     await world.worker("w1")
     await world.ask(prompt())
-    accounting = world.router.accounting
-    unfinished = RequestContext.__new__(RequestContext)
-    unfinished.placement = None
-    accounting.add(unfinished, 0.0, (0, 0))
+    world.router.accounting.add(unaccountable(), 0.0, (0, 0))
     await world.ask(prompt())
 
     assert counted(world) == 2
