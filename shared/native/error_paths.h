@@ -1,5 +1,5 @@
 /* What mypyc's code calls when something fails is said to be seldom called, so that the compiler keeps all that leads there
- * apart from the rest: error handling is a fifth of the code, and would take up the processor's caches.
+ * apart from the rest: error handling is a fifth of relay's code, and would take up the processor's caches.
  */
 #ifndef BATON_ERROR_PATHS_H
 #define BATON_ERROR_PATHS_H

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from shared.bus.port import BusError, BusRefused
+from shared.contracts.failures import Reason
 
 
 async def first_of(wanted: Awaitable[T], other: Awaitable[object], *, within_s: float | None = None) -> T | None:
@@ -128,7 +129,8 @@ class _Page:
 
     def _response(self) -> bytes:
         reason = self._waits.text
-        error = {"message": f"This process is starting: it {reason}.", "type": "service_unavailable", "code": 503}
+        code = str(Reason.BUS_DOWN)  # Nothing but NATS, and what is stored there, is waited for.
+        error = {"message": f"This process is starting: it {reason}.", "type": "service_unavailable", "code": code}
         body = json.dumps({"status": "unhealthy", "reason": reason, "error": error}).encode()
         head = (
             "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"

@@ -67,7 +67,7 @@ def test_services_wait_for_nats_then_for_jetstream_say_so_and_go_on(services: Se
         "unhealthy",
         "waits for NATS",
     )
-    assert services.get("router", "/v1/chat/completions").json()["error"]["code"] == 503
+    assert services.get("router", "/v1/chat/completions").json()["error"]["code"] == "bus_down"
 
     nats.set_jetstream(enabled=False)
     nats.start()
