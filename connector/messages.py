@@ -125,6 +125,8 @@ class EngineNotification(Message, frozen=True, kw_only=True):
     grants: list[KvGrant] = msgspec.field(default_factory=list)
     """Grants to send to readers."""
     releases: list[ReleaseKv] = msgspec.field(default_factory=list)
+    answered: list[str] = msgspec.field(default_factory=list)
+    """Ask ids of ``leases`` whose last grant came from the holder's engine, past the bus."""
     connected: list[PeerConnected] = msgspec.field(default_factory=list)
     fetched: list[FetchEnded] = msgspec.field(default_factory=list)
     measured: list[ReadMeasured] = msgspec.field(default_factory=list)
@@ -262,6 +264,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Share of the block pool that leases may pin."""
     answer_s_max: float = 0.5
     """Maximum wait for another worker to reply to a lease request."""
+    grant_socket: str = ""
+    """Path at which to receive grants of engines on the same machine; empty: all come over the bus."""
     copy_cores: list[int] = msgspec.field(default_factory=list)
     """CPU cores on which the transfer thread may run besides the model's core."""
     refusal_file: str = ""

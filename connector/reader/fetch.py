@@ -75,6 +75,8 @@ class FetchPlan:
     outbox: Outbox
     clock_ahead: Callable[[PeerKey], float | None]
     """The most that a peer's clock may be ahead of this one, seconds; None if it is not connected."""
+    reply_to: str = ""
+    """See ``LeaseKv.reply_to``."""
     next_number: Callable[[], int]
     """Numbers unique among all fetches of this reader."""
 
@@ -89,6 +91,7 @@ def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
         hold_s=plan.limits.hold_s,
         follow_s=plan.follow_s if request.followed else 0.0,
         leg_id=request.leg_id,
+        reply_to=plan.reply_to,
     )
 
 

@@ -134,6 +134,8 @@ class Reader:
         self.unknown_peers: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
+        self.reply_to = ""
+        """See ``LeaseKv.reply_to``."""
         self._key = reader
         self._block_tokens = block_tokens
         self._peers = peers
@@ -309,6 +311,7 @@ class Reader:
             limits=self._limits,
             outbox=self.outbox,
             clock_ahead=self._peers.clock_ahead_s,
+            reply_to=self.reply_to,
             next_number=lambda: next(self.numbers),
         )
 

@@ -26,9 +26,10 @@ from connector.messages import ConnectorSettings, EngineCall, EngineNotification
 from connector.reader.fetch import FetchLimits
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
 from connector.scheduler.engine_loop import IDLE_WAIT_S_MAX, READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
-from connector.scheduler.exchange_core import ExchangeCore
+from connector.scheduler.exchange_core import ExchangeCore, GrantWays
+from connector.scheduler.grant_socket import GrantSocket
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
+from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -98,9 +99,12 @@ class ConnectorScheduler:
         self._submit: Callable[[Orders], None] | None = None
         self._ended: set[str] = set()
         self._empty: set[int] = set()
-        self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic)
+        self._grant_socket = GrantSocket(settings.grant_socket, self._on_direct_grant)
+        ways = GrantWays(self._grant_socket.send)
+        self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic, ways)
         self.holder = self._core.holder
         self.reader = self._core.reader
+        self.reader.reply_to = self._grant_socket.path
 
     def bind(self, pool: BlockPool) -> None:
         """Set the engine's blocks."""
@@ -128,6 +132,14 @@ class ConnectorScheduler:
         self._core.grant()
         self._give_orders()
         return _encode(self._core.notifications(describe=call.describe))
+
+    def _on_direct_grant(self, grant: KvGrant) -> None:
+        """On the socket's thread. Reads begin now, also while a step is computed."""
+        with self.calls.lock:
+            self._core.on_direct_grant(grant)
+            self._give_orders()
+            self.push_notifications()
+        self.idle_wait.wake()
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """A request has ended with the KV of so many tokens."""
@@ -198,6 +210,13 @@ class ConnectorScheduler:
             self._ended, self._empty = set(), set()
         return ended, empty
 
+    def grant_computed(self) -> None:
+        """Call before the scheduler processes a step's output, unless it will take back blocks that did not arrive:
+        readers that follow a prompt wait for nothing but its blocks.
+        """
+        if self.holder.has_followed:
+            self.finish_step()
+
     def finish_step(self) -> None:
         """Call after the scheduler has processed a step's output."""
         self._core.grant()
@@ -243,6 +262,7 @@ class ConnectorScheduler:
             self._socket.push(self._core.notifications())
 
     def close(self) -> None:
+        self._grant_socket.close()
         self.holder.release_all()
         self._socket.close()
 

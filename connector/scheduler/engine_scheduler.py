@@ -118,6 +118,8 @@ class BatonScheduling:
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
         ended, empty = side.take_report(worker_meta if isinstance(worker_meta, StepReport) else None)
+        if not empty:
+            side.grant_computed()
         if ended:
             model_runner_output = _with_ended(model_runner_output, ended, empty)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]

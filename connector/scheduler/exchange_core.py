@@ -31,7 +31,18 @@ from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader
 from connector.reader.speed_test import SpeedTests
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvHandshake, KvOffer, KvTransferReport, LegOrder
+from shared.contracts.kv_exchange import (
+    KvExchangeState,
+    KvGrant,
+    KvHandshake,
+    KvOffer,
+    KvTransferReport,
+    LeaseKv,
+    LegOrder,
+)
+
+ANSWERED_MAX = 4096
+"""Asks that are reported as answered at a time. A worker that is not told keeps one open until it is released."""
 
 
 class ExchangeStats:
@@ -105,6 +116,7 @@ class PendingReplies:
     """Replies to the worker's calls that are not sent yet."""
 
     grants: list[KvGrant] = field(default_factory=list)
+    answered: list[str] = field(default_factory=list)
     connected: list[PeerConnected] = field(default_factory=list)
     chains: list[Chain] = field(default_factory=list)
 
@@ -112,11 +124,54 @@ class PendingReplies:
         return bool(self.grants or self.connected or self.chains)
 
 
+class GrantWays:
+    """Which grants go straight to the reader's engine: those of leases that name a socket, until it fails once. Later
+    grants of that lease take the bus, so that none overtakes another.
+
+    ``send_directly`` takes the socket's path, and returns whether the grant is in the reader's queue.
+    """
+
+    def __init__(self, send_directly: Callable[[str, KvGrant], bool] = lambda _path, _grant: False) -> None:
+        self._send_directly = send_directly
+        self._paths: dict[str, str] = {}
+        """By ask id, of leases that may get more grants: they are followed, and the holder bounds their number."""
+
+    @property
+    def open(self) -> int:
+        """Leases that may get more grants this way."""
+        return len(self._paths)
+
+    def note(self, ask: LeaseKv) -> None:
+        """A request is about to be granted."""
+        if ask.reply_to:
+            self._paths[ask.ask_id] = ask.reply_to
+
+    def forget(self, ask_ids: Iterable[str]) -> None:
+        """These get no more grants, or get them over the bus."""
+        for ask_id in ask_ids:
+            self._paths.pop(ask_id, None)
+
+    def send(self, grant: KvGrant) -> bool:
+        """Whether it was sent; if not, it takes the bus."""
+        path = self._paths.get(grant.ask_id)
+        if path is None:
+            return False
+        is_sent = self._send_directly(path, grant)
+        if grant.final or not is_sent:
+            del self._paths[grant.ask_id]
+        return is_sent
+
+
 class ExchangeCore:
     """Reads and cancellations are in ``reader.outbox``; the caller hands them to its mover of bytes."""
 
     def __init__(
-        self, settings: HolderSettings, block_tokens: int, limits: FetchLimits, now: Callable[[], float]
+        self,
+        settings: HolderSettings,
+        block_tokens: int,
+        limits: FetchLimits,
+        now: Callable[[], float],
+        grant_ways: GrantWays | None = None,
     ) -> None:
         self.handshake: KvHandshake | None = None
         """What peers need to read this engine's memory; None until the memory is registered."""
@@ -128,6 +183,7 @@ class ExchangeCore:
         self._peers = Peers()
         self._stats = ExchangeStats()
         self._replies = PendingReplies()
+        self._grant_ways = grant_ways or GrantWays()
         self.holder = Holder(settings, now)
         self.reader = Reader((settings.worker_id, settings.epoch), block_tokens, self._peers, limits, now)
         self.prefetcher = Prefetcher(self.reader, now)
@@ -149,7 +205,10 @@ class ExchangeCore:
             self._forget_peer((gone.worker_id, gone.epoch))
         for release in call.releases:
             self.holder.release(release)
-        self._replies.grants += [self.holder.lease(ask) for ask in call.leases]
+            self._grant_ways.forget(release.ask_ids)
+        for ask in call.leases:
+            self._grant_ways.note(ask)
+            self._reply(self.holder.lease(ask))
         for grant in call.grants:
             self.reader.on_grant(grant)
             self.prefetcher.on_grant(grant)
@@ -167,7 +226,15 @@ class ExchangeCore:
 
     def grant(self) -> None:
         """Grant newly computed blocks of followed prompts, and end expired leases."""
-        self._replies.grants += self.holder.advance()
+        for grant in self.holder.advance():
+            self._reply(grant)
+
+    def on_direct_grant(self, grant: KvGrant) -> None:
+        """A grant came from the holder's engine, past the bus."""
+        self.handle(EngineCall(grants=[grant]))
+        if grant.final:
+            self._replies.answered.append(grant.ask_id)
+            del self._replies.answered[:-ANSWERED_MAX]
 
     def on_time(self) -> None:
         """Give up what is overdue and begin what can begin. Called in every step."""
@@ -240,6 +307,7 @@ class ExchangeCore:
             leases=outbox.lease_requests,
             grants=replies.grants,
             releases=outbox.releases,
+            answered=replies.answered,
             connected=replies.connected,
             fetched=self.prefetcher.ended,
             measured=self._speed_tests.ended,
@@ -282,6 +350,10 @@ class ExchangeCore:
         self.reader.on_peer_gone(key)
         self.prefetcher.on_peer_gone(key)
         self._speed_tests.on_peer_gone(key)
+
+    def _reply(self, grant: KvGrant) -> None:
+        if not self._grant_ways.send(grant):
+            self._replies.grants.append(grant)
 
     def _reply_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
         connected = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)

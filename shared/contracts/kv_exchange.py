@@ -12,6 +12,7 @@ Clocks are monotonic seconds of the machine named. A reader bounds how far the h
 
 from __future__ import annotations
 
+import math
 import secrets
 from array import array
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.message import Message
 
 FULL_HASH_BYTES = 32
+BLOCK_ID_BYTES = 4
 LEASE_BLOCKS_MAX = 16384
 """Maximum number of blocks in one LeaseKv; the rest of a longer prompt is computed."""
 
@@ -86,6 +88,8 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """How long after each grant to wait for the next block that the holder computes; 0: grant only present blocks."""
     leg_id: LegId = NO_LEG
     """With ``follow_s``: the prefill leg that computes the blocks. Its end ends the wait. Empty: unknown."""
+    reply_to: str = ""
+    """Path of a socket at which the reader's engine receives the grants of an engine on the same machine."""
 
 
 class KvGrant(Message, frozen=True, kw_only=True):
@@ -111,6 +115,19 @@ class KvGrant(Message, frozen=True, kw_only=True):
     """Set when fewer blocks than requested were granted in total."""
     prefill_cached_tokens: int = 0
     """Prompt tokens that the holder found in its own cache before it computed the followed prompt."""
+
+
+def is_sound_grant(grant: KvGrant) -> bool:
+    """Whether its fields can be read and agree."""
+    blocks, rest = divmod(len(grant.block_ids), BLOCK_ID_BYTES)
+    return (
+        rest == 0
+        and 0 <= grant.first <= LEASE_BLOCKS_MAX
+        and blocks <= LEASE_BLOCKS_MAX
+        and (blocks == 0 or (bool(grant.lease_id) and len(grant.last_hash) == FULL_HASH_BYTES))
+        and math.isfinite(grant.until_s)
+        and math.isfinite(grant.clock_s)
+    )
 
 
 class ReleaseKv(Message, frozen=True, kw_only=True):

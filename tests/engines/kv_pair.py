@@ -219,10 +219,14 @@ async def start_two_that_do_not_fit(
 
 
 async def start_following(driver: Driver, prompt: list[int]) -> PulledLeg:
-    """Start a prefill leg and a decode leg that follows it; returns the decode leg when its first blocks are granted."""
-    known = len(driver.tap.grants)
+    """Start a prefill leg and a decode leg that follows it, with grants over the bus, as between machines; returns the
+    decode leg when its first blocks are granted.
+    """
+    known, asked = len(driver.tap.grants), len(driver.tap.leases)
     await driver.start(PREFILL, LegKind.PREFILL, prompt, kv_offer=False)
     leg = await driver.start(DECODE, LegKind.DECODE, prompt, kv_sources=[driver.source(PREFILL, follow=True)])
+    ask = (await driver.tap.until(lambda: driver.tap.leases[asked:], "decode asks"))[0]
+    Path(ask.reply_to).unlink(missing_ok=True)
     granted = lambda: [grant for grant in driver.tap.grants[known:] if grant.block_ids]  # noqa: E731
     await driver.tap.until(granted, "the first chunk is granted")
     return leg

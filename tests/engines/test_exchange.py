@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from services.launcher.doctor.workers import SLOW_BYTES_PER_S
-from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
+from shared.contracts.channels import KV_GRANT, KV_HANDSHAKE, KV_LEASE, WORKER_RECORDS
 from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvSource
+from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvGrant, KvSource, LeaseKv
 from shared.contracts.workers import KvMemory
 from tests.engines.test_handover import completion, prompt_of
 from tests.support.worker_processes import handoff
@@ -75,6 +76,39 @@ async def test_a_handoffs_transfer_report_adds_up_and_only_the_tail_is_computed(
     assert (read.worker_id, read.tokens, read.failure) == ("p1", transfer_report.fetched_tokens, "")
     assert second.report.received_bytes == read.bytes > 0
     await released(router, pair[0], before)
+
+
+@pytest.mark.parametrize("is_near", [True, False], ids=["same machine", "other machine"])
+async def test_grants_for_an_engine_on_the_same_machine_do_not_take_the_bus(pair, router, is_near):
+    """Without the reader's socket, as on another machine, they do."""
+    prefill, decode = pair
+    asks: list[LeaseKv] = []
+    grants: list[KvGrant] = []
+    await router.bus.subscribe(KV_LEASE, lambda ask, _envelope: asks.append(ask))
+    await router.bus.subscribe(KV_GRANT, lambda grant, _envelope: grants.append(grant))
+    sources = [source(prefill, follow=True)]
+    await router.leg(
+        decode, LegKind.DECODE, completion(prompt_of(60, seed=770 + is_near)), kv_sources=[source(prefill)]
+    )
+    socket = Path(asks[-1].reply_to)
+    away = socket.with_suffix(".away")
+    grants.clear()
+    body = completion(prompt_of(1500, seed=772 + is_near))
+    if not is_near:
+        socket.rename(away)
+    try:
+        _first, second = await asyncio.gather(
+            router.leg(prefill, LegKind.PREFILL, body, kv_offer=False),
+            router.leg(decode, LegKind.DECODE, body, kv_sources=sources),
+        )
+    finally:
+        if not is_near:
+            away.rename(socket)
+    alone = await router.leg(prefill, LegKind.AGGREGATED, body)
+
+    assert second.token_ids == alone.token_ids
+    assert second.report.kv.recomputed_tokens <= BLOCK
+    assert bool(grants) is not is_near
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -29,11 +29,11 @@ from shared.contracts.kv_exchange import (
     LeaseKv,
     NoGrant,
     ReleaseKv,
+    is_sound_grant,
 )
 
 ASKS_MAX = 8192
 """Open at a time; beyond that the oldest ends as unreachable."""
-BLOCK_ID_BYTES = 4
 
 
 class OpenAsks:
@@ -71,6 +71,11 @@ class OpenAsks:
             del self._open[grant.ask_id]
         return grant
 
+    def answered_directly(self, ask_ids: list[str]) -> None:
+        """The engine has received the last grants of these from the holder's engine."""
+        for ask_id in ask_ids:
+            self._open.pop(ask_id, None)
+
     def unreachable(self, ask_id: str) -> KvGrant | None:
         """The ask was not delivered."""
         ask = self._open.pop(ask_id, None)
@@ -97,19 +102,6 @@ def no_grant(ask: LeaseKv, reason: NoGrant) -> KvGrant:
 def unclaimed(grant: KvGrant) -> ReleaseKv:
     """Releases a grant that its reader does not wait for, or will never receive."""
     return ReleaseKv(worker_id=grant.worker_id, epoch=grant.epoch, reader_id=grant.reader_id, ask_ids=[grant.ask_id])
-
-
-def is_sound_grant(grant: KvGrant) -> bool:
-    """Whether its fields can be read and agree."""
-    blocks, rest = divmod(len(grant.block_ids), BLOCK_ID_BYTES)
-    return (
-        rest == 0
-        and 0 <= grant.first <= LEASE_BLOCKS_MAX
-        and blocks <= LEASE_BLOCKS_MAX
-        and (blocks == 0 or (bool(grant.lease_id) and len(grant.last_hash) == FULL_HASH_BYTES))
-        and math.isfinite(grant.until_s)
-        and math.isfinite(grant.clock_s)
-    )
 
 
 def is_sound_lease(lease: LeaseKv) -> bool:
@@ -179,6 +171,7 @@ class MessageHandler:
             self._to_engine(self._asks.asked(lease))
         for release in notifications.releases:
             self._asks.released(release)
+        self._asks.answered_directly(notifications.answered)
         messages: list[Message] = [*notifications.leases, *notifications.grants, *notifications.releases]
         for message in messages:
             self._send(message)

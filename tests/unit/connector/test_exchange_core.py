@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
 from connector.holder.holder import HolderSettings
 from connector.messages import Connected, EngineCall, Peer, PeerGone
 from connector.reader.fetch import FetchLimits
-from connector.scheduler.exchange_core import ExchangeCore
+from connector.scheduler.exchange_core import ExchangeCore, GrantWays
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_exchange import KvGrant, KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.unit.connector.holding import BLOCK_TOKENS, ME, Holding, chain, lease_request, release
 
 HOLDER = ("holder", 1)
 
@@ -80,3 +83,96 @@ def test_the_handshake_is_sent_on_demand_with_the_current_clock(engine):
 
     assert engine.exchange.notifications().handshake is None
     assert engine.exchange.notifications(describe=True).handshake.clock_s == 7.5
+
+
+class Socket:
+    """Of a reader's engine on the same machine."""
+
+    def __init__(self):
+        self.works = True
+        self.grants = []
+
+    def send(self, path, grant):
+        assert path == "/run/kv-grants-r"
+        if self.works:
+            self.grants.append(grant)
+        return self.works
+
+
+class HoldingEngine:
+    """An engine with blocks; readers ask it, and may name a socket."""
+
+    def __init__(self):
+        self.holding = Holding()
+        self.socket = Socket()
+        self.ways = GrantWays(self.socket.send)
+        self.exchange = ExchangeCore(HolderSettings(**ME), BLOCK_TOKENS, FetchLimits(), lambda: 5.0, self.ways)
+        self.exchange.bind(self.holding.pool, SimpleNamespace())  # it fetches nothing
+
+    def ask(self, hashes, **fields):
+        self.exchange.handle(EngineCall(leases=[lease_request(hashes, **fields)]))
+
+    def on_the_bus(self):
+        return self.exchange.notifications().grants
+
+
+@pytest.fixture
+def holder():
+    pytest.importorskip("vllm")
+    return HoldingEngine()
+
+
+ASKED = {"reply_to": "/run/kv-grants-r", "follow_s": 5.0}
+
+
+def test_grants_go_to_the_readers_socket_and_not_over_the_bus(holder):
+    hashes = chain(4)
+    holder.holding.hold(hashes[:2])
+    holder.ask(hashes, **ASKED)
+    holder.holding.hold(hashes[2:])
+    holder.exchange.grant()
+
+    assert [(grant.first, grant.final) for grant in holder.socket.grants] == [(0, False), (2, True)]
+    assert holder.on_the_bus() == []
+
+
+def test_after_a_grant_that_the_socket_did_not_take_all_of_its_lease_take_the_bus(holder):
+    """Otherwise a later grant could overtake it, and would not fit."""
+    hashes = chain(4)
+    holder.holding.hold(hashes[:2])
+    holder.socket.works = False
+    holder.ask(hashes, **ASKED)
+    holder.socket.works = True
+    holder.holding.hold(hashes[2:])
+    holder.exchange.grant()
+
+    assert [(grant.first, grant.final) for grant in holder.on_the_bus()] == [(0, False), (2, True)]
+    assert holder.socket.grants == []
+
+
+def test_a_reader_without_a_socket_gets_its_grants_over_the_bus(holder):
+    holder.holding.hold(chain(2))
+    holder.ask(chain(2))
+
+    assert [grant.final for grant in holder.on_the_bus()] == [True]
+    assert holder.socket.grants == []
+
+
+def test_a_released_lease_is_forgotten(holder):
+    holder.ask(chain(1), **ASKED)
+    assert holder.ways.open == 1
+
+    holder.exchange.handle(EngineCall(releases=[release("ask-1")]))
+
+    assert not holder.ways.open
+
+
+def test_the_worker_learns_which_asks_were_answered_past_the_bus(engine):
+    grant = KvGrant(reader_id="me", worker_id="holder", epoch=1, ask_id="ask", final=False)
+    engine.exchange.on_direct_grant(grant)
+    assert engine.exchange.notifications().answered == []
+
+    engine.exchange.on_direct_grant(msgspec.structs.replace(grant, final=True))
+
+    assert engine.exchange.notifications().answered == ["ask"]
+    assert engine.exchange.notifications().answered == []

@@ -163,6 +163,7 @@ def configure_connector(
     identity: Identity,
     *,
     notifications: str,
+    grant_socket: str,
     fingerprint: Fingerprint,
     refusal_file: Path,
 ) -> None:
@@ -175,6 +176,7 @@ def configure_connector(
         epoch=identity.epoch,
         fingerprint=msgspec.structs.asdict(fingerprint),
         notifications=notifications,
+        grant_socket=grant_socket,
         lease_s=settings.kv_lease_s,
         refusal_file=str(refusal_file),
         copy_cores=sorted(os.sched_getaffinity(0)),

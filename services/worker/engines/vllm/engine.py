@@ -19,6 +19,7 @@ import msgspec
 import psutil
 
 from connector.layout.engine_layout import UnsupportedEngine, check_version, window_price
+from connector.scheduler.grant_socket import new_socket_path
 from connector.transfer.threads import in_daemon_thread
 from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
 from services.worker.engines.port import (
@@ -234,6 +235,7 @@ def _construct(
             launch.settings,
             launch.identity,
             notifications=notifications,
+            grant_socket=new_socket_path(launch.run_dir),
             fingerprint=fingerprinted,
             refusal_file=launch.refusal_file,
         )

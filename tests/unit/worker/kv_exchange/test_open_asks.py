@@ -42,6 +42,14 @@ def test_a_grant_after_the_final_one_is_released():
     assert book.answered(grant(lease(), first=1)) == unclaimed(grant(lease()))
 
 
+def test_an_ask_that_the_holders_engine_answered_directly_is_over():
+    book = asked(lease(), lease(ask_id="open"))
+
+    book.answered_directly([lease().ask_id, "unknown"])
+
+    assert still_open(book) == 1
+
+
 def test_a_grant_for_an_earlier_epoch_of_this_worker_is_released():
     stray = grant(lease(ask_id="of-an-earlier-life"))
 

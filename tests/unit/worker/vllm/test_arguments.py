@@ -120,7 +120,13 @@ def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleN
     config = resolved(settings, async_scheduling=async_scheduling)
     identity, refusal_file = Identity(WorkerId("w1"), Epoch(7)), Path("/run/refused")
     configure_connector(
-        config, settings, identity, notifications="ipc://n", fingerprint=FINGERPRINT, refusal_file=refusal_file
+        config,
+        settings,
+        identity,
+        notifications="ipc://n",
+        grant_socket="/run/kv-grants-1",
+        fingerprint=FINGERPRINT,
+        refusal_file=refusal_file,
     )
     return config
 
@@ -131,6 +137,7 @@ def test_the_connector_gets_the_workers_identity():
     told = read_settings(config.kv_transfer_config.kv_connector_extra_config)
     assert (told.worker_id, told.epoch, told.notifications) == ("w1", 7, "ipc://n")
     assert told.fingerprint_key(64) == msgspec.structs.replace(FINGERPRINT, block_size=64).key()
+    assert told.grant_socket == "/run/kv-grants-1"
     assert told.lease_s == 20.0
     assert told.refusal_file == "/run/refused"
     assert told.copy_cores == sorted(os.sched_getaffinity(0))
