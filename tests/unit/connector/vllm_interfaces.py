@@ -65,6 +65,7 @@ INTERFACES = {
         "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCore._process_aborts_queue"
     ),
     "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async",
+    "vllm/v1/engine/detokenizer.py": "FastIncrementalDetokenizer.__init__ FastIncrementalDetokenizer._protected_step",
     "vllm/v1/engine/exceptions.py": "EngineDeadError",
     "vllm/v1/engine/input_processor.py": "InputProcessor.process_inputs",
     "vllm/v1/engine/output_processor.py": (

@@ -212,10 +212,12 @@ def _construct(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
+    from services.worker.engines.vllm import decode_stream
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.fingerprint import fingerprint
     from services.worker.engines.vllm.openai_app import without_prometheus
 
+    decode_stream.install()
     args = _parsed(typed, launch.settings)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     with _threads(launch.settings):

@@ -1,0 +1,57 @@
+"""The text of an answer's first token, without decoding the whole prompt before it.
+
+A token's text depends on the few tokens before it, so vLLM gives the prompt to the ``DecodeStream`` of tokenizers. That
+decodes all of it before the first token, a microsecond per token on the front end's event loop, where every other
+stream waits (vLLM 0.32; its pull requests 51281 and 57330 want to change that). ``TailDecodeStream`` gives it the
+prompt's last tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tokenizers.decoders
+from tokenizers.decoders import DecodeStream
+
+TAIL_TOKENS = 32
+"""More than the bytes of one character, and than the words that a decoder joins."""
+INCOMPLETE = "\ufffd"
+"""How a text ends if its last character has more bytes."""
+
+
+class TailDecodeStream:
+    """In place of ``DecodeStream``, with the same texts."""
+
+    def __init__(
+        self, ids: Sequence[int] | None = None, skip_special_tokens: bool = False, *, tail_tokens: int = TAIL_TOKENS
+    ) -> None:
+        self._ids = ids or ()
+        self._skip_special_tokens = skip_special_tokens
+        self._tail_tokens = tail_tokens
+
+    def step(self, tokenizer: Any, token: int) -> str | None:
+        """The text that the next token adds, if it completes any."""
+        stream = DecodeStream(ids=list(self._tail(tokenizer)), skip_special_tokens=self._skip_special_tokens)
+        self.step: Callable[[Any, int], str | None] = stream.step  # type: ignore[method-assign, assignment]
+        return self.step(tokenizer, token)
+
+    def _tail(self, tokenizer: Any) -> Sequence[int]:
+        """The end of the prompt, if it has a text, which then gets what a decoder does to the beginning of a text only,
+        and if it ends with a character.
+        """
+        count = self._tail_tokens
+        while count < len(self._ids):
+            tail = self._ids[-count:]
+            text = tokenizer.decode(tail, skip_special_tokens=self._skip_special_tokens)
+            if text and not text.endswith(INCOMPLETE):
+                return tail
+            count *= 4
+        return self._ids
+
+
+def install() -> None:
+    """For all requests of this process from now on: vLLM looks the class up in this module, so that others may put
+    theirs there.
+    """
+    tokenizers.decoders.DecodeStream = TailDecodeStream  # type: ignore[misc, assignment]
