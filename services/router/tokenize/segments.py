@@ -101,7 +101,7 @@ LOOKED_UP_MAX: Final = 256
 CHARS_PER_TOKEN_GUESSED: Final = 4.0
 CHARS_GUESSED: Final = 2048
 """Weight, in characters, of the tokenizer's average in the estimated length of the untokenized rest of a prompt."""
-NODE_BYTES_COUNTED: Final = 400
+NODE_BYTES_COUNTED: Final = 650
 """Memory of a cached piece without its text, its hashes and its tail tokens."""
 NUMBER_BYTES_COUNTED: Final = 40
 
@@ -113,9 +113,12 @@ class PieceTooLong(Exception):
 class Node:
     """The tokenization of a text up to the end of one of its pieces."""
 
-    __slots__ = ("digest", "hashes", "number", "size", "tail", "tokens")
+    __slots__ = ("digest", "hashes", "number", "piece", "size", "tail", "tokens")
 
-    def __init__(self, number: int, tokens: int, hashes: list[int], digest: bytes | None, tail: list[bytes]) -> None:
+    def __init__(
+        self, number: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, tail: list[bytes]
+    ) -> None:
+        self.piece = piece
         self.number = number
         """Identifies this node as the parent of the pieces that follow it."""
         self.tokens = tokens
@@ -178,12 +181,12 @@ class Segments:
     def begin(self, text: str, *, special: bool, keys: HashKeys) -> Walk:
         # ``repr`` of an adapter begins with a parenthesis and quotes both texts: no salt makes another prefix of it.
         name = f"{int(special)}{keys.lora!r}{keys.salt}" if keys.lora is not None else f"{int(special)}-{keys.salt}"
-        root = self._nodes.get(0, name)
+        root = self._nodes.get(0, name, "")
         if root is None:
             tokens = list(map(PIECES.__getitem__, self._before)) if special else []
             hashes, digest = extend_packed(None, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
             tail = tokens[len(hashes) * self._scheme.block_size :]
-            root = self._nodes.put(0, name, len(tokens), hashes, digest, tail)
+            root = self._nodes.put(0, name, "", len(tokens), hashes, digest, tail)
         return Walk(text, root, keys)
 
     def advance(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> int:
@@ -191,7 +194,8 @@ class Segments:
         tokenized, or many pieces were found in the cache. Returns 0 when the walk is complete, else how many characters
         the next piece may have. Raises PieceTooLong.
         """
-        text, length, known, at_once = walk.text, len(walk.text), self._nodes.get, 1
+        text, length, at_once = walk.text, len(walk.text), 1
+        known, again = self._nodes.get, self._nodes.get_again
         looked_up = 0
         while walk.at < length:
             if walk.hashes and not held(walk.hashes[-1]):
@@ -199,8 +203,12 @@ class Segments:
             looked_up += 1
             if looked_up > LOOKED_UP_MAX:
                 return self._segment_chars
+            node = again(walk.node.number, text, walk.at)
+            if node is not None:
+                walk.step(node, walk.at + len(node.piece))
+                continue
             end = self._end(text, walk.at)
-            node = known(walk.node.number, text[walk.at : end])
+            node = known(walk.node.number, text[walk.at : end], self._behind(text, end))
             if node is not None:
                 walk.step(node, end)
                 continue
@@ -236,6 +244,11 @@ class Segments:
         chars = self._segment_chars
         return self._cuts.end(text, at, min(TURN_CHARS, chars), chars, PIECE_CHARS_MAX)
 
+    def _behind(self, text: str, end: int) -> str:
+        """What decided that a piece ends at ``end``; empty where the end of the text may have."""
+        behind = text[end : end + self._cuts.chars_behind]
+        return behind if len(behind) == self._cuts.chars_behind else ""
+
     def _next_ends(self, text: str, at: int, end: int, chars: int) -> list[int]:
         """Ends of the pieces from ``at`` on, at least one, of about ``chars`` characters together. Raises
         PieceTooLong.
@@ -266,41 +279,84 @@ class Segments:
             tail = tokens[len(hashes) * self._scheme.block_size :]
             self._chars += len(piece)
             self._tokens += len(found)
-            walk.step(self._nodes.put(before.number, piece, before.tokens + len(found), hashes, digest, tail), end)
+            behind = self._behind(text, end)
+            node = self._nodes.put(before.number, piece, behind, before.tokens + len(found), hashes, digest, tail)
+            walk.step(node, end)
 
 
 class Nodes:
-    """LRU cache of tokenized pieces, bounded in bytes."""
+    """LRU cache of tokenized pieces, bounded in bytes. One thread at a time adds nodes; others may look for some
+    meanwhile, and find that one has just gone.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
         self._made = 0
         self._nodes: OrderedDict[tuple[int, str], Node] = OrderedDict()
+        self._latest: dict[int, tuple[str, str]] = {}
+        """By parent, the piece that a text went on with last, and what was behind it."""
         self._lock = threading.Lock()
 
-    def get(self, parent: int, piece: str) -> Node | None:
-        """The cached node behind ``parent``, marked as most recently used; None on a miss."""
-        with self._lock:
-            node = self._nodes.get((parent, piece))
-            if node is not None:
-                self._nodes.move_to_end((parent, piece))
-            return node
+    def get(self, parent: int, piece: str, behind: str) -> Node | None:
+        """The cached node behind ``parent``, marked as most recently used; None on a miss. Any text that has ``piece``
+        and then ``behind`` there is cut behind the piece, too; empty: no other text need be.
+        """
+        node = self._used(parent, piece)
+        if node is not None:
+            self._note(parent, node.piece, behind)
+        return node
+
+    def get_again(self, parent: int, text: str, at: int) -> Node | None:
+        """As ``get``, for the piece that a text went on with last, if this one goes on with it at ``at``: it is not
+        searched for its end, nor hashed. Most conversations go on with their own history.
+        """
+        latest = self._latest.get(parent)
+        if latest is None:
+            return None
+        piece, behind = latest
+        if not (text.startswith(piece, at) and text.startswith(behind, at + len(piece))):
+            return None
+        return self._used(parent, piece)
+
+    def _used(self, parent: int, piece: str) -> Node | None:
+        key = parent, piece
+        try:
+            self._nodes.move_to_end(key)
+            return self._nodes[key]
+        except KeyError:
+            return None
+
+    def _note(self, parent: int, piece: str, behind: str) -> None:
+        if behind:
+            self._latest[parent] = piece, behind
 
     def put(
-        self, parent: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, tail: list[bytes]
+        self,
+        parent: int,
+        piece: str,
+        behind: str,
+        tokens: int,
+        hashes: list[int],
+        digest: bytes | None,
+        tail: list[bytes],
     ) -> Node:
-        """Add a node, and evict the least recently used ones beyond the bound."""
+        """Add a node, and evict the least recently used ones beyond the bound. ``behind``: see ``get``."""
         with self._lock:
             self._made += 1
-            node = Node(self._made, tokens, hashes, digest, tail)
+            node = Node(self._made, piece, tokens, hashes, digest, tail)
             replaced = self._nodes.pop((parent, piece), None)
             self._bytes -= replaced.size + len(piece) if replaced is not None else 0
             self._nodes[parent, piece] = node
+            self._note(parent, piece, behind)
             self._bytes += node.size + len(piece)
             while self._bytes > self._bytes_max:
-                (_, text), oldest = self._nodes.popitem(last=False)
+                (before, text), oldest = self._nodes.popitem(last=False)
                 self._bytes -= oldest.size + len(text)
+                self._latest.pop(oldest.number, None)
+                latest = self._latest.get(before)
+                if latest is not None and latest[0] == text:
+                    del self._latest[before]
             return node
 
 

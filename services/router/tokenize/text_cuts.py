@@ -90,6 +90,10 @@ class Cuts:
     """Cuts at all of ``words``, and tokens at none."""
     drops_space: bool = False
     """A word behind a cut is tokenized without the space before it."""
+    chars_behind: int = 2
+    """Behind a cut, as many characters as the longest match of the patterns: those alone decide that it is one, with
+    the text before it.
+    """
 
     def end(self, text: str, at: int, chars_min: int, chars: int, chars_max: int) -> int:
         """End of the piece that begins at ``at``: before an added token if there is one between ``chars_min`` and
@@ -115,21 +119,24 @@ def find_cuts(tokenizer: Tokenizer, hint: str = "") -> Cuts:
     added = list(tokenizer.get_added_tokens_decoder().values())
     plain = sorted(plain_tokens(added), key=lambda content: content not in hint)[:CUT_TOKENS_MAX]
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None
+    chars_behind = max(2, *map(len, plain)) if plain else 2
     for drops_space in (False, True):
-        cuts = _word_cuts(tokens, added, drops_space=drops_space)
+        cuts = _word_cuts(tokens, added, chars_behind, drops_space=drops_space)
         if may_cut_words(tokenizer, cuts):
             return cuts
-    return Cuts(tokens, None, None)
+    return Cuts(tokens, None, None, chars_behind=chars_behind)
 
 
-def _word_cuts(tokens: re.Pattern[str] | None, added: Sequence[AddedToken], *, drops_space: bool) -> Cuts:
+def _word_cuts(
+    tokens: re.Pattern[str] | None, added: Sequence[AddedToken], chars_behind: int, *, drops_space: bool
+) -> Cuts:
     # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
     # the text behind it is tokenized separately, and its leading space must stay.
     ends = {token.content[-1:] for token in added if token.rstrip or drops_space}
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     # Begins with a literal, which ``re`` searches for fast.
     words = re.compile(f" (?<=[{re.escape(before)}] )(?=[{LETTERS}])")
-    return Cuts(tokens, words, words_between(LETTERS_SEEN, before, drops_space), drops_space)
+    return Cuts(tokens, words, words_between(LETTERS_SEEN, before, drops_space), drops_space, chars_behind)
 
 
 def plain_tokens(added: Sequence[AddedToken]) -> list[str]:

@@ -45,6 +45,10 @@ def reference(name: str) -> Tokenizer:
 @example("<|im_start|>user\n Hello there, it's <|im_end|> a b <right> c d", True)
 @example("a <left>b <right> c<word> d<normal> e <|im_start|><|im_start|><|im f x</s> g", False)
 def test_pieces_give_the_tokens_of_the_whole(name, text, special):
+    check(name, text, special=special)
+
+
+def check(name: str, text: str, *, special: bool) -> None:
     tokens = reference(name).encode(text, add_special_tokens=special).ids
     cut = segments(name)
     walk = cut.begin(text, special=special, keys=NO_KEYS)
@@ -55,6 +59,16 @@ def test_pieces_give_the_tokens_of_the_whole(name, text, special):
     found = cut.prompt(walk, special=special)
     assert found.tokens == len(tokens)
     assert list(found.hashes) == block_hashes(tokens, SCHEME)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(deadline=None, max_examples=examples(60))
+@given(TEXTS, TEXTS, st.floats(0.0, 1.0))
+@example("the and then </s> it's orchard, right I'll we're. x", "n x", 0.5)
+def test_texts_with_a_common_beginning_are_cut_by_their_own_contents(name, text, other, share):
+    """Where one was cut, the other may not be, although the cache goes on with what came last."""
+    for edited in (text, text[: int(len(text) * share)] + other, text):
+        check(name, edited, special=False)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -37,8 +37,8 @@ class TailDecodeStream:
         return self.step(tokenizer, token)
 
     def _tail(self, tokenizer: Any) -> Sequence[int]:
-        """The end of the prompt, if it has a text, which then gets what a decoder does to the beginning of a text only,
-        and if it ends with a character.
+        """As much of the prompt's end as has a text (a decoder may treat the beginning of a text differently) that does
+        not end within a character.
         """
         count = self._tail_tokens
         while count < len(self._ids):
