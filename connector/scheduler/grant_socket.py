@@ -69,7 +69,8 @@ class GrantSocket:
         if self._thread is not None:
             self._thread.join(CLOSE_S_MAX)
             Path(self.path).unlink(missing_ok=True)
-        self._receiver.close()
+        else:
+            self._receiver.close()
         self._sender.close()
 
     def _listen(self) -> None:
@@ -84,16 +85,23 @@ class GrantSocket:
         self._thread.start()
 
     def _receive(self) -> None:
-        while True:
-            packed = self._receiver.recv(GRANT_BYTES_MAX)
+        try:
+            while packed := self._next():
+                try:
+                    grant = _decode(packed)
+                except msgspec.MsgspecError:
+                    continue
+                if is_sound_grant(grant):
+                    self._on_grant(grant)
+        finally:
+            self._receiver.close()  # Who sends to it is told so from now on.
+
+    def _next(self) -> bytes:
+        """The next datagram; empty when the socket closes."""
+        while not (packed := self._receiver.recv(GRANT_BYTES_MAX)):
             if self._is_closing:
-                return
-            try:
-                grant = _decode(packed)
-            except msgspec.MsgspecError:
-                continue
-            if is_sound_grant(grant):
-                self._on_grant(grant)
+                break
+        return packed
 
 
 def is_socket_path(path: str) -> bool:

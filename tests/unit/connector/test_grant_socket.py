@@ -66,6 +66,20 @@ def test_an_engine_that_is_behind_gets_nothing_more(sender, tmp_path):
         slow.close()
 
 
+def test_an_engine_that_fails_to_take_a_grant_gets_no_more(sender, tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+
+    def fail(_grant):
+        raise RuntimeError
+
+    broken = GrantSocket(new_socket_path(tmp_path), fail)
+    assert sender.send(broken.path, grant())
+    broken._thread.join(SOON_S)
+
+    assert not sender.send(broken.path, grant())
+    broken.close()
+
+
 def test_only_sockets_for_grants_are_written_to(sender, tmp_path):
     """Another worker names the path."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
