@@ -124,8 +124,15 @@ class RequestState:
 
 class Reader:
     def __init__(
-        self, reader: PeerKey, block_tokens: int, peers: Peers, limits: FetchLimits, now: Callable[[], float]
+        self,
+        reader: PeerKey,
+        block_tokens: int,
+        peers: Peers,
+        limits: FetchLimits,
+        now: Callable[[], float],
+        reply_to: str = "",
     ) -> None:
+        """``reply_to``: see ``LeaseKv``."""
         self.outbox = Outbox()
         self.refused: list[str] = []
         """Requests to refuse, because too little is cached."""
@@ -134,12 +141,11 @@ class Reader:
         self.unknown_peers: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
-        self.reply_to = ""
-        """See ``LeaseKv.reply_to``."""
         self._key = reader
         self._block_tokens = block_tokens
         self._peers = peers
         self._limits = limits
+        self._reply_to = reply_to
         self._now = now
         self._requests: dict[str, RequestState] = {}
         self._fetching: dict[str, RequestState] = {}
@@ -311,7 +317,7 @@ class Reader:
             limits=self._limits,
             outbox=self.outbox,
             clock_ahead=self._peers.clock_ahead_s,
-            reply_to=self.reply_to,
+            reply_to=self._reply_to,
             next_number=lambda: next(self.numbers),
         )
 

@@ -100,11 +100,10 @@ class ConnectorScheduler:
         self._ended: set[str] = set()
         self._empty: set[int] = set()
         self._grant_socket = GrantSocket(settings.grant_socket, self._on_direct_grant)
-        ways = GrantWays(self._grant_socket.send)
+        ways = GrantWays(self._grant_socket.send, reply_to=self._grant_socket.path)
         self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic, ways)
         self.holder = self._core.holder
         self.reader = self._core.reader
-        self.reader.reply_to = self._grant_socket.path
 
     def bind(self, pool: BlockPool) -> None:
         """Set the engine's blocks."""

@@ -128,18 +128,17 @@ class GrantWays:
     """Which grants go straight to the reader's engine: those of leases that name a socket, until it fails once. Later
     grants of that lease take the bus, so that none overtakes another.
 
-    ``send_directly`` takes the socket's path, and returns whether the grant is in the reader's queue.
+    ``send_directly`` takes the socket's path, and returns whether the grant is in the reader's queue. ``reply_to`` is
+    the path of this engine's own socket, if it has one.
     """
 
-    def __init__(self, send_directly: Callable[[str, KvGrant], bool] = lambda _path, _grant: False) -> None:
+    def __init__(
+        self, send_directly: Callable[[str, KvGrant], bool] = lambda _path, _grant: False, reply_to: str = ""
+    ) -> None:
+        self.reply_to = reply_to
         self._send_directly = send_directly
         self._paths: dict[str, str] = {}
         """By ask id, of leases that may get more grants: they are followed, and the holder bounds their number."""
-
-    @property
-    def open(self) -> int:
-        """Leases that may get more grants this way."""
-        return len(self._paths)
 
     def note(self, ask: LeaseKv) -> None:
         """A request is about to be granted."""
@@ -185,7 +184,8 @@ class ExchangeCore:
         self._replies = PendingReplies()
         self._grant_ways = grant_ways or GrantWays()
         self.holder = Holder(settings, now)
-        self.reader = Reader((settings.worker_id, settings.epoch), block_tokens, self._peers, limits, now)
+        me = settings.worker_id, settings.epoch
+        self.reader = Reader(me, block_tokens, self._peers, limits, now, self._grant_ways.reply_to)
         self.prefetcher = Prefetcher(self.reader, now)
         self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
         self._hot: HotChains

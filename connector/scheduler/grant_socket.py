@@ -4,8 +4,8 @@ The last grant of a streamed handoff delays the first token of its request. Over
 server, which may share their cores with a model. A Unix datagram takes a fraction of a millisecond, and only what the
 system has put into the receiver's queue counts as sent: every other grant takes the bus.
 
-Who may send to the socket runs as the engine's user; a grant is believed for its ask id, 128 random bits that only the
-holder knows.
+Only processes of the engine's user can send to the socket. The reader accepts a grant for its ask id: 128 random bits
+that no other worker than the holder knows.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GrantSocket:
                 if is_sound_grant(grant):
                     self._on_grant(grant)
         finally:
-            self._receiver.close()  # Who sends to it is told so from now on.
+            self._receiver.close()  # From now on sending to it fails, and grants take the bus.
 
     def _next(self) -> bytes:
         """The next datagram; empty when the socket closes."""

@@ -67,6 +67,7 @@ def read_request(path: str, body: bytes, media_hosts: frozenset[str] = frozenset
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
     fault = fault or long_value
+    # The search takes longer than reading the body, and completions have no media.
     if path != COMPLETIONS and (foreign := foreign_media(body, media_hosts)) is not None:
         fault = Fault(param=foreign.param, message=foreign.message)
     if parsed.chat_template_kwargs is not None and (name := _reserved(parsed.chat_template_kwargs, body)):

@@ -285,9 +285,7 @@ class Segments:
 
 
 class Nodes:
-    """LRU cache of tokenized pieces, bounded in bytes. One thread at a time adds nodes; others may look for some
-    meanwhile, and find that one has just gone.
-    """
+    """LRU cache of tokenized pieces, bounded in bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -302,14 +300,16 @@ class Nodes:
         """The cached node behind ``parent``, marked as most recently used; None on a miss. Any text that has ``piece``
         and then ``behind`` there is cut behind the piece, too; empty: no other text need be.
         """
-        node = self._used(parent, piece)
-        if node is not None:
-            self._note(parent, node.piece, behind)
-        return node
+        with self._lock:
+            node = self._used(parent, piece)
+            if node is not None:
+                self._note(parent, node.piece, behind)
+            return node
 
     def get_again(self, parent: int, text: str, at: int) -> Node | None:
         """As ``get``, for the piece that a text went on with last, if this one goes on with it at ``at``: it is not
-        searched for its end, nor hashed. Most conversations go on with their own history.
+        searched for its end, nor hashed. Most conversations go on with their own history. Takes no lock: another thread
+        may evict the node meanwhile, which is a miss.
         """
         latest = self._latest.get(parent)
         if latest is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Final
 
@@ -121,22 +121,20 @@ def find_cuts(tokenizer: Tokenizer, hint: str = "") -> Cuts:
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None
     chars_behind = max(2, *map(len, plain)) if plain else 2
     for drops_space in (False, True):
-        cuts = _word_cuts(tokens, added, chars_behind, drops_space=drops_space)
+        cuts = _word_cuts(tokens, added, drops_space=drops_space)
         if may_cut_words(tokenizer, cuts):
-            return cuts
+            return replace(cuts, chars_behind=chars_behind)
     return Cuts(tokens, None, None, chars_behind=chars_behind)
 
 
-def _word_cuts(
-    tokens: re.Pattern[str] | None, added: Sequence[AddedToken], chars_behind: int, *, drops_space: bool
-) -> Cuts:
+def _word_cuts(tokens: re.Pattern[str] | None, added: Sequence[AddedToken], *, drops_space: bool) -> Cuts:
     # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
     # the text behind it is tokenized separately, and its leading space must stay.
     ends = {token.content[-1:] for token in added if token.rstrip or drops_space}
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     # Begins with a literal, which ``re`` searches for fast.
     words = re.compile(f" (?<=[{re.escape(before)}] )(?=[{LETTERS}])")
-    return Cuts(tokens, words, words_between(LETTERS_SEEN, before, drops_space), drops_space, chars_behind)
+    return Cuts(tokens, words, words_between(LETTERS_SEEN, before, drops_space), drops_space)
 
 
 def plain_tokens(added: Sequence[AddedToken]) -> list[str]:

@@ -7,13 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
-from services.worker.engines.vllm.decode_stream import TailDecodeStream
+from services.worker.engines.vllm.decode_stream import TAIL_TOKENS, TailDecodeStream
 from tests.properties.router.tokenizer_kinds import KINDS, SPECIAL
 
 PIECES = st.one_of(
     st.sampled_from([*SPECIAL, " ", "\n\n", " the", "ing", "é", "日本", "🙂", " don't .", "##"]), st.text(max_size=6)
 )
-PROMPTS = st.lists(PIECES, min_size=1, max_size=60).map("".join)
+TEXTS = st.lists(PIECES, min_size=1, max_size=60).map("".join)
+LONG = st.sampled_from(["word " * TAIL_TOKENS, "</s>" * TAIL_TOKENS, "日本" * TAIL_TOKENS, ""])
+"""So that the end which is decoded may begin anywhere, and may have no text."""
 
 
 def texts(stream, tokenizer, tokens):
@@ -28,13 +30,13 @@ def texts(stream, tokenizer, tokens):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(prompt=PROMPTS, answer=PROMPTS, cut=st.integers(0, 3), skip=st.booleans())
-def test_the_end_of_the_prompt_is_enough(kind, prompt, answer, cut, skip):
+@given(before=TEXTS, long=LONG, behind=TEXTS, answer=TEXTS, cut=st.integers(0, 3), skip=st.booleans())
+def test_the_end_of_the_prompt_is_enough(kind, before, long, behind, answer, cut, skip):
     tokenizer = KINDS[kind]()
-    ids = tokenizer.encode(prompt).ids
+    ids = tokenizer.encode(before + long + behind).ids
     ids = ids[: len(ids) - cut]
     tokens = tokenizer.encode(answer, add_special_tokens=False).ids[:12]
 
     whole = texts(DecodeStream(ids=ids, skip_special_tokens=skip), tokenizer, tokens)
 
-    assert texts(TailDecodeStream(ids, skip, tail_tokens=8), tokenizer, tokens) == whole
+    assert texts(TailDecodeStream(ids, skip), tokenizer, tokens) == whole

@@ -8,7 +8,7 @@ prompt's last tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tokenizers.decoders
@@ -23,24 +23,23 @@ INCOMPLETE = "\ufffd"
 class TailDecodeStream:
     """In place of ``DecodeStream``, with the same texts."""
 
-    def __init__(
-        self, ids: Sequence[int] | None = None, skip_special_tokens: bool = False, *, tail_tokens: int = TAIL_TOKENS
-    ) -> None:
+    def __init__(self, ids: Sequence[int] | None = None, skip_special_tokens: bool = False) -> None:
         self._ids = ids or ()
         self._skip_special_tokens = skip_special_tokens
-        self._tail_tokens = tail_tokens
+        self._stream: DecodeStream | None = None
 
     def step(self, tokenizer: Any, token: int) -> str | None:
         """The text that the next token adds, if it completes any."""
-        stream = DecodeStream(ids=list(self._tail(tokenizer)), skip_special_tokens=self._skip_special_tokens)
-        self.step: Callable[[Any, int], str | None] = stream.step  # type: ignore[method-assign, assignment]
-        return self.step(tokenizer, token)
+        if self._stream is None:
+            tail = list(self._tail(tokenizer))
+            self._stream = DecodeStream(ids=tail, skip_special_tokens=self._skip_special_tokens)
+        return self._stream.step(tokenizer, token)
 
     def _tail(self, tokenizer: Any) -> Sequence[int]:
         """As much of the prompt's end as has a text (a decoder may treat the beginning of a text differently) that does
         not end within a character.
         """
-        count = self._tail_tokens
+        count = TAIL_TOKENS
         while count < len(self._ids):
             tail = self._ids[-count:]
             text = tokenizer.decode(tail, skip_special_tokens=self._skip_special_tokens)
