@@ -255,6 +255,19 @@ class Reader:
             self._unfinished = [fetch for fetch in self._unfinished if not fetch.over]
         return ended, empty
 
+    def arrived_so_far(self) -> tuple[str, int] | None:
+        """The request that alone has a fetch and waits for the rest of it, and the tokens that precede what is missing.
+
+        None if others have a fetch too: blocks that enter the prefix cache shorten what those miss, and each time they
+        would plan again.
+        """
+        if len(self._fetching) != 1:
+            return None
+        (state,) = self._fetching.values()
+        if not state.loading or state.aborted or state.fetch is None or not state.fetch.arrived:
+            return None
+        return state.request_id, (state.fetch.plan.start + state.fetch.arrived) * self._block_tokens
+
     def on_time(self) -> None:
         """Called in every step."""
         now = self._now()
@@ -322,11 +335,11 @@ class Reader:
         )
 
     def _is_coming(self, state: RequestState, hashes: Sequence[bytes], start: int) -> bool:
-        """Whether another request fetches exactly the blocks that this one would fetch: they will be cached."""
+        """Whether another request fetches all blocks that this one would fetch: they will be cached."""
         if not hashes or not (state.order.sources or state.order.take):
             return False
         other = self._by_goal.get(hashes[-1])
-        return other is not None and other is not state.fetch and other.plan.start == start and not other.stopped
+        return other is not None and other is not state.fetch and other.plan.start <= start and not other.stopped
 
     def _fetch(self, state: RequestState, request: EngineRequest, start: int) -> Fetch | None:
         """The fetch of this admission. One under way is kept if it still begins where the cached part ends."""

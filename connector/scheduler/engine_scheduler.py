@@ -91,11 +91,23 @@ class BatonScheduling:
             side.idle_wait.begin_step()
             if arrived := side.take_arrived():
                 self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
+            self._cache_arrived(side.reader)
             scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
             side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
             make_loadable(scheduled)
             side.calls.begin()
         return scheduled
+
+    def _cache_arrived(self, reader: Reader) -> None:
+        """Put blocks of a prompt that is still computed elsewhere into the prefix cache. vLLM does it for all of them
+        when the last one is there, which takes milliseconds while the request waits.
+        """
+        if (partly := reader.arrived_so_far()) is None:
+            return
+        request_id, tokens = partly
+        request = self.requests[request_id]  # type: ignore[attr-defined]
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.kv_cache_manager.cache_blocks(request, tokens)  # type: ignore[attr-defined]
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

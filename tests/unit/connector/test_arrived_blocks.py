@@ -112,6 +112,11 @@ def granted(scheduler, hashes: Sequence[bytes]) -> int:
     return len(unpack_block_ids(grant.block_ids))
 
 
+def cached(scheduler, hashes: Sequence[Any]) -> int:
+    """How many of these blocks are in the prefix cache."""
+    return sum(scheduler.kv_cache_manager.block_pool.get_cached_block(name, [0]) is not None for name in hashes)
+
+
 def while_waiting(scheduler, event: Callable[[queue.Queue], None]) -> None:
     """From now on the scheduler has EngineCore's queue to wait on; ``event`` happens when it waits."""
     inbox: queue.Queue = queue.Queue()
@@ -195,6 +200,41 @@ def test_a_request_waits_for_the_rest_of_its_blocks(scheduler, worker):
     worker.ends(read_id, 1, first=FULL - 1)
 
     assert scheduler.schedule().num_scheduled_tokens == {"r": len(PROMPT) - FULL * BLOCK_TOKENS}
+
+
+def test_blocks_that_have_arrived_are_cached_before_the_rest_arrives(scheduler, worker):
+    read_id = read_of(scheduler, worker)
+    hashes = scheduler.requests["r"].block_hashes
+    worker.ends(read_id, 2)
+
+    scheduler.schedule()
+    assert cached(scheduler, hashes) == 2
+    worker.ends(read_id, FULL - 2, first=2)
+
+    assert scheduler.schedule().num_scheduled_tokens == {"r": len(PROMPT) - FULL * BLOCK_TOKENS}
+    assert cached(scheduler, hashes) == FULL
+
+
+def test_a_request_waits_for_an_equal_one_of_which_some_blocks_have_arrived(scheduler, worker):
+    read_id = read_of(scheduler, worker)
+    worker.ends(read_id, 2)
+    process(scheduler, scheduler.schedule())
+    add_request(scheduler, "equal")
+
+    scheduler.schedule()
+
+    assert [read.read_id for orders in worker.ordered for read in orders.reads] == [read_id]
+
+
+def test_the_cached_prefix_of_a_request_stays_while_another_plans_its_fetch(scheduler, worker):
+    read_id = read_of(scheduler, worker)
+    add_request(scheduler, "other", PROMPT[::-1])
+    process(scheduler, scheduler.schedule())
+    worker.ends(read_id, 2)
+
+    scheduler.schedule()
+
+    assert not cached(scheduler, scheduler.requests["r"].block_hashes)
 
 
 def test_blocks_that_did_not_arrive_are_computed_from_the_first_one_on(scheduler, worker):

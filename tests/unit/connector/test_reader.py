@@ -267,12 +267,19 @@ def test_a_prompt_is_fetched_again_when_the_equal_fetch_breaks_off(bench, cut):
     assert bench.reader.outbox.lease_requests, "it asks by itself"
 
 
-def test_other_prompts_do_not_wait_for_a_fetch(bench):
-    longer, other_start = Request(tokens=140, request_id="longer"), Request(request_id="other start")
+def test_a_prompt_of_which_more_is_cached_waits_for_the_fetch_that_began_before(bench):
     assert bench.reader.matched(Request(), HAND_OVER, 0) == 96
+    bench.reader.allocated(Request(), [101, 102, 103, 104], 96)
+
+    assert bench.reader.matched(Request(request_id="second"), HAND_OVER, 32) is None
+
+
+def test_other_prompts_do_not_wait_for_a_fetch(bench):
+    longer, less_cached = Request(tokens=140, request_id="longer"), Request(request_id="less cached")
+    assert bench.reader.matched(Request(), HAND_OVER, 32) == 64
 
     assert bench.reader.matched(longer, HAND_OVER, 0) is None
-    assert bench.reader.matched(other_start, HAND_OVER, 32) == 64
+    assert bench.reader.matched(less_cached, HAND_OVER, 0) == 96
     assert len(bench.reader.outbox.lease_requests) == 1, "the longer prompt's last block"
 
 

@@ -38,7 +38,7 @@ INTERFACES = {
         "BlockPool.get_num_free_blocks BlockPool._insert_block_hash BlockPool.cache_full_blocks "
         "BlockPool.reset_prefix_cache"
     ),
-    "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks",
+    "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks KVCacheManager.cache_blocks",
     "vllm/v1/core/kv_cache_utils.py": (
         "BlockHash make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
         "hash_block_tokens generate_block_hash_extra_keys _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys"
@@ -86,6 +86,9 @@ INTERFACES = {
     ),
     "vllm/v1/worker/gpu/sample/thinking_budget.py": "_thinking_budget_kernel",
     "vllm/v1/utils.py": "IterationDetails",
+    "vllm/v1/worker/gpu/kv_connector.py": (
+        "ActiveKVConnector.pre_forward ActiveKVConnector.post_forward ActiveKVConnector.no_forward"
+    ),
     "vllm/v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin._get_kv_connector_output",
     "vllm/v1/worker/utils.py": "allocate_kv_cache AttentionGroup.map_kv_cache_to_kernel_blocks",
     "vllm/v1/attention/backends/cpu_attn.py": (

@@ -1,4 +1,4 @@
-"""vLLM's own NIXL connector with fixes for two faults that make it unusable on a shared CPU.
+"""vLLM's own NIXL connector with fixes for two faults that make it unusable on a shared CPU, and Baton's UCX settings.
 
 * The progress thread of a NIXL agent spins: with no delay set it keeps one core busy for ever. With a delay it sleeps
   on UCX's file descriptors and still wakes at once when something arrives.
@@ -13,7 +13,9 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.platforms import current_platform
 
+from connector.transfer.agent import set_ucx_defaults
 from services.worker.engines.vllm.engine_process import end_with_parent
 
 PROGRESS_DELAY_US = 10_000
@@ -43,6 +45,7 @@ class NixlConnector(NixlPullConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
+        set_ucx_defaults({current_platform.device_type})
         _let_progress_threads_sleep()
         cores = os.sched_getaffinity(0)
         try:
