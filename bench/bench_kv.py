@@ -19,9 +19,10 @@ from bench import bench_kv_busy as busy
 from bench import bench_kv_handoff as handoffs
 from bench import bench_kv_turns as turns
 from bench import plain_reads
-from bench.bench_kv_handoff import OFFERED, STREAMED, UPSTREAM, Handoff
+from bench.bench_kv_handoff import OFFERED, STREAMED, UPSTREAM
 from bench.kv_bench_fleet import bench_fleet
-from bench.kv_bench_page import Measured, measuring, ms, page, table, with_interval
+from bench.kv_bench_page import Measured, measuring, ms, page, table
+from bench.kv_handoff_tables import Work, handoff_lines, physics_lines
 from bench.plain_reads import PlainReader
 from bench.wide_model import KV_BYTES_PER_TOKEN, make_wide_model
 from tests.support.kv_driver import BLOCK
@@ -32,9 +33,7 @@ WIDE = {"served_model_name": "baton-tiny", "kv_cache_bytes": str(2**30), "max_mo
 CHUNK = 512
 """Tokens that a prefill engine computes in a step, and so a streamed handoff's last piece."""
 CHUNKS = f"--max-num-batched-tokens {CHUNK}"
-ALLOWED_S = 0.002
-"""What a handoff may cost beside a decode step and its bytes in a plain read."""
-MB = 1e6
+WORK = Work(KV_BYTES_PER_TOKEN, CHUNK)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ async def measure_handoffs(size: Size) -> list[str]:
             with closing(PlainReader(environ[plain_reads.SOCKET])) as plain:
                 found = await handoffs.measure(fleets, size.lengths, plain)
             batches = await handoffs.measure_batches(fleet, size.times)
-    return [*handoff_lines(found, size), *batch_lines(batches)]
+    about = "32 KB of KV per token, prefill in chunks of 512 tokens"
+    return [*handoff_lines(found, WORK, about), *batch_lines(batches)]
 
 
 async def measure_speed(size: Size) -> list[str]:
@@ -103,139 +103,7 @@ async def measure_speed(size: Size) -> list[str]:
                 found = await handoffs.measure_alone(fleet, size.alone, plain)
         async with bench_fleet({handoffs.D: {**wide, "role": "decode", "connector": "upstream"}}) as fleet:
             firsts = await handoffs.measure_first_steps(fleet, size.alone)
-    rows = [[f"{length * KV_BYTES_PER_TOKEN / MB:.0f}", *speed_cells(found[length, OFFERED])] for length in size.alone]
-    return [
-        *physics_lines(found, firsts, size.alone),
-        "## Handoff: bytes per second, no other engines on the cores",
-        "",
-        "Offered handoffs and plain reads, without upstream's engines beside them.",
-        "",
-        *table("KV MB | pieces | exchange GB/s | plain read GB/s | exchange / plain read, paired by turn", rows),
-    ]
-
-
-def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> list[str]:
-    rows, waits, speeds = [], [], []
-    for length, times in size.lengths.items():
-        ways = {how: found[length, how] for how in (STREAMED, OFFERED, UPSTREAM)}
-        megabytes = f"{length * KV_BYTES_PER_TOKEN / MB:.0f}"
-        ttft, exposed = ([ms(handoffs.median_of(way, part)) for way in ways.values()] for part in (ttft_of, exposed_of))
-        more = [differences(ways[how], ways[UPSTREAM], ttft_of) for how in (STREAMED, OFFERED)]
-        rows.append([length, megabytes, times, *ttft, *more])
-        more = [differences(ways[how], ways[UPSTREAM], exposed_of) for how in (STREAMED, OFFERED)]
-        waits.append([length, megabytes, *exposed, *more])
-        speeds.append([megabytes, *speed_cells(ways[OFFERED], ways[UPSTREAM])])
-    return [
-        "## Handoff: time to first token, and the handoff's share",
-        "",
-        "One request at a time, new prompts, 32 KB of KV per token, prefill in chunks of 512 tokens. The engines of",
-        "all three methods run side by side and take turns, in every order, each while the others are idle; a difference is",
-        "between requests of the same turn: the median with its interval (sign test, 95%). Negative:",
-        "faster than upstream.",
-        "",
-        *table(
-            "prompt tokens | KV MB | turns | TTFT ms streamed | offered | upstream | streamed less upstream | offered less upstream",
-            rows,
-        ),
-        "Exposed: from the end of the prefill leg to the first token of the decode leg, which computes the prompt's tail.",
-        "",
-        *table(
-            "prompt tokens | KV MB | exposed ms streamed | offered | upstream | streamed less upstream | offered less upstream",
-            waits,
-        ),
-        "## Handoff: bytes per second",
-        "",
-        "Offered handoffs and upstream's: bytes divided by the time in which reads were in progress. Plain read: the bytes of the",
-        "previous handoff, read again by the same idle engine with one plain NIXL read of the same pieces, with",
-        "prepared descriptors. It is a reference and no limit: in some turns the exchange is faster.",
-        "",
-        *table(
-            "KV MB | pieces | exchange GB/s | upstream GB/s | plain read GB/s | exchange / plain read, paired by turn",
-            speeds,
-        ),
-    ]
-
-
-Moved = list[tuple[list[Handoff], float]]
-"""Offered handoffs and streamed ones of a length, each with the seconds that its bytes take in a plain read."""
-
-
-def _beside_steps(moved: Moved, firsts: list[handoffs.FirstStep]) -> list[object]:
-    """Exposed time beside steps of the same engine."""
-    steps, first_s = [one.step_s for one in firsts], median(one.step_s for one in firsts)
-    return [
-        *(ms(handoffs.median_of(ways, exposed_of)) for ways, _moved_s in moved),
-        ms(handoffs.median_of(moved[0][0], step_of)),
-        with_interval(steps, ".1f", 1e3),
-        *(ms(moved_s) for _ways, moved_s in moved),
-        *(
-            with_interval([one.exposed_s - one.step_s - moved_s for one in ways], "+.1f", 1e3)
-            for ways, moved_s in moved
-        ),
-        *(with_interval([one.exposed_s - first_s - moved_s for one in ways], "+.1f", 1e3) for ways, moved_s in moved),
-    ]
-
-
-def _beside_cached(moved: Moved, firsts: list[handoffs.FirstStep]) -> list[object]:
-    """Exposed time beside the same request without a handoff."""
-    every = [one for ways, _moved_s in moved for one in ways]
-    return [
-        with_interval([one.cached_ttft_s for one in every], ".1f", 1e3),
-        with_interval([one.ttft_s for one in firsts], ".1f", 1e3),
-        *(
-            f"{median(one.recomputed for one in ways):.0f}, {median(one.cached_recomputed for one in ways):.0f}"
-            for ways, _moved_s in moved
-        ),
-        *(
-            with_interval([one.exposed_s - one.cached_ttft_s - moved_s for one in ways], "+.1f", 1e3)
-            for ways, moved_s in moved
-        ),
-    ]
-
-
-def physics_lines(
-    found: dict[tuple[int, str], list[Handoff]], firsts: dict[int, list[handoffs.FirstStep]], lengths: dict[int, int]
-) -> list[str]:
-    """Exposed time against what no connector can avoid, and where it goes."""
-    rows, beside, parts = [], [], dict[str, list[list[object]]]()
-    for length in lengths:
-        both = found[length, OFFERED], found[length, STREAMED]
-        bytes_s = median(one.plain.seconds for one in both[0] if one.plain is not None)
-        moved = list(zip(both, (bytes_s, bytes_s * min(1.0, CHUNK / length)), strict=True))
-        rows.append([length, len(both[0]), *_beside_steps(moved, firsts[length])])
-        beside.append([length, *_beside_cached(moved, firsts[length])])
-        for how, ways in zip((OFFERED, STREAMED), both, strict=True):
-            timed = [one.stages for one in ways if one.stages]
-            head = f"{how}: prompt tokens | {' | '.join(timed[0])}"
-            cells = [with_interval([one[name] for one in timed], ".1f", 1e3) for name in timed[0]]
-            parts.setdefault(head, []).append([length, *cells])
-    return [
-        "## Handoff: beside what physics asks for",
-        "",
-        "Without upstream's engines on the cores, offered and streamed in turn. A step of the same engine, and the handoff's bytes in a",
-        "plain read (of the last chunk, if streamed), cannot be avoided. Decode step: between two tokens of a running request. First step:",
-        "of a request whose prompt is cached, from vLLM's scheduling to its first token, on an engine with vLLM's own connector and no handoffs; vLLM",
-        f"makes the request's inputs in it. Beyond: the exposed time less a step and the bytes; the aim is at most {ALLOWED_S * 1e3:.0f} ms.",
-        "",
-        *table(
-            "prompt tokens | turns | exposed ms offered | streamed | decode step ms | first step ms | bytes ms | last chunk's ms"
-            " | offered beyond a decode step ms | streamed | offered beyond a first step ms | streamed",
-            rows,
-        ),
-        "Beside the same request without a handoff: the prompt and one more token, one request at a time on the same decode",
-        "engine, which has the whole prompt cached. Its time to first token has the way there and back, admission and the first step. The",
-        "same on the engine without handoffs. Beyond: the exposed time less that of the decode engine and the bytes. Computed: tokens of the handoff's",
-        "decode leg, of the cached request.",
-        "",
-        *table(
-            "prompt tokens | TTFT ms cached | without handoffs | computed offered, cached | computed streamed, cached"
-            " | offered beyond ms | streamed beyond ms",
-            beside,
-        ),
-        "Where the exposed time goes, ms:",
-        "",
-        *(line for head, each in parts.items() for line in table(head, each)),
-    ]
+    return physics_lines(found, firsts, WORK)
 
 
 def batch_lines(batches: list[handoffs.Batch]) -> list[str]:
@@ -249,35 +117,6 @@ def batch_lines(batches: list[handoffs.Batch]) -> list[str]:
             [[b.lost, ms(b.intact_ms / 1e3), ms(b.lost_ms / 1e3), b.recomputed] for b in batches],
         ),
     ]
-
-
-def ttft_of(handoff: Handoff) -> float:
-    return handoff.ttft_s
-
-
-def exposed_of(handoff: Handoff) -> float:
-    return handoff.exposed_s
-
-
-def step_of(handoff: Handoff) -> float:
-    return handoff.step_s
-
-
-def speed_of(handoff: Handoff) -> float:
-    return handoff.bytes / handoff.read_s / 1e9
-
-
-def differences(ours: list[Handoff], theirs: list[Handoff], part: Callable[[Handoff], float]) -> str:
-    return with_interval([part(one) - part(other) for one, other in zip(ours, theirs, strict=True)], "+.1f", 1e3)
-
-
-def speed_cells(ours: list[Handoff], *others: list[Handoff]) -> list[object]:
-    pairs = [(one, one.plain) for one in ours if one.plain is not None]
-    plain_speeds = [plain.bytes / plain.seconds / 1e9 for _one, plain in pairs]
-    parts = [speed_of(one) / speed for (one, _plain), speed in zip(pairs, plain_speeds, strict=True)]
-    pieces = median(plain.pieces for _one, plain in pairs)
-    speeds = [*(handoffs.median_of(each, speed_of) for each in (ours, *others)), median(plain_speeds)]
-    return [f"{pieces:.0f}", *(f"{speed:.2f}" for speed in speeds), with_interval(parts, ".2f")]
 
 
 async def measure_turns(size: Size) -> list[str]:

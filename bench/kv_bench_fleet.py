@@ -72,9 +72,10 @@ async def bench_fleet(
     *,
     router: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
+    devices: Mapping[str, Mapping[str, str]] | None = None,
 ) -> AsyncIterator[BenchFleet]:
     """Workers by their ids, with their WORKER_* settings and more of an environment; a router with its own settings,
-    unless None.
+    unless None. ``devices``: more of the environment of each worker; without it each has a core of its own.
     """
     port = free_port()
     cores = sorted(os.sched_getaffinity(0))
@@ -89,8 +90,9 @@ async def bench_fleet(
         running: dict[str, WorkerProcess] = {}
         stack.callback(lambda: [worker.kill() for worker in running.values()])
         for number, (name, settings) in enumerate(workers.items()):
-            core = {"cpu_cores": str(cores[number % len(cores)])}
-            running[name] = start_worker(nats.url, name, folder, environ=environ, **{**core, **settings})
+            core = {"cpu_cores": str(cores[number % len(cores)])} if devices is None else {}
+            variables = {**(environ or {}), **(devices[name] if devices is not None else {})}
+            running[name] = start_worker(nats.url, name, folder, environ=variables, **{**core, **settings})
         await wait_ready(nats.url, list(running.values()))
         tap = await stack.enter_async_context(Tap(nats.url))
         driver = await stack.enter_async_context(driving(tap))

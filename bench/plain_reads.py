@@ -52,6 +52,7 @@ class PlainReads(NixlAgent):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._handoffs: deque[list[tuple[str, Spans, Spans]]] = deque(maxlen=REMEMBERED)
+        self._memories = MEMORY["cpu"], MEMORY["cpu"]  # There and here.
         self._remembers = False
         listener = Listener(os.environ[SOCKET])
         threading.Thread(target=self._serve, args=(listener,), name="plain-reads", daemon=True).start()
@@ -59,6 +60,7 @@ class PlainReads(NixlAgent):
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
         if self._remembers:
             self._handoffs[-1].append((name, remote, local))
+            self._memories = MEMORY[remote_device], MEMORY[device]
         return super().read(name, remote, local, device=device, remote_device=remote_device)
 
     def _serve(self, listener: Listener) -> None:
@@ -81,8 +83,10 @@ class PlainReads(NixlAgent):
         name = names.pop()
         there, here = (np.concatenate([read[side] for read in reads]) for side in (1, 2))
         agent = self._connections[name].first.agent
-        pieces = [agent.get_xfer_descs(spans, MEMORY["cpu"]) for spans in (here, there)]
-        handle = agent.initialize_xfer("READ", *pieces, name, backends=BACKENDS)
+        pieces = [
+            agent.get_xfer_descs(spans, memory) for spans, memory in zip((there, here), self._memories, strict=True)
+        ]
+        handle = agent.initialize_xfer("READ", *reversed(pieces), name, backends=BACKENDS)
         began = time.perf_counter()
         agent.transfer(handle)
         while (state := STATES[agent.check_xfer_state(handle)]) is TransferState.RUNNING:
