@@ -90,8 +90,8 @@ bench-router: setup-dev ## What the router costs: against direct access, for sho
 bench-worker: setup-dev ## What a worker adds to vLLM's own server, on the same engine: CPU, time to first token and between tokens; ten minutes
 	@$(PYTHON) -m bench.bench_worker $(ARGS)
 
-bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; a quarter of an hour
-	@$(PYTHON) -m bench.bench_kv $(ARGS)
+bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; a quarter of an hour; GPU=1: handoffs on one or two NVIDIA GPUs
+	@$(PYTHON) -m $(if $(GPU),bench.bench_kv_gpu,bench.bench_kv) $(ARGS)
 
 bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares
 	@$(PYTHON) -m bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(ARGS)

@@ -97,7 +97,7 @@ def head(engine_args: str) -> list[str]:
     return [
         "# Handoffs between GPUs",
         "",
-        f"`make bench-kv-gpu`, commit {commit()}. {len(gpus())} GPU(s), {'; '.join(cards)}: the prefill engines on the first, the decode",
+        f"`make bench-kv GPU=1`, commit {commit()}. {len(gpus())} GPU(s), {'; '.join(cards)}: the prefill engines on the first, the decode",
         f"engines on the last. vLLM's defaults besides `{ENGINE_ARGS}`{more}. A Llama of three billion parameters in bfloat16, random weights.",
         "Upstream's engines have Baton's UCX settings.",
     ]

@@ -316,7 +316,7 @@ class NixlAgent:
         if connection is None:
             raise TransferFailed(f"reading: {name} is not connected")
         memories, first = (MEMORY[remote_device], MEMORY[device]), connection.first
-        is_large = int(remote[:, 1].sum()) >= self._split_bytes
+        is_large = device == remote_device == "cpu" and int(remote[:, 1].sum()) >= self._split_bytes
         second = connection.second if is_large and not self._is_second_thread_stuck() else None
         own, other = ((remote, local), None) if second is None else halves_of(remote, local)
         transfer = _Transfer(connection)
