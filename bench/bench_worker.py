@@ -33,7 +33,7 @@ from bench.bench_peers import calibrate, ratio, shown
 from bench.bench_router import OTHER_CORE, ROUTER_CORE, pin
 from bench.kv_bench_page import commit, machine, table
 from bench.peer_checks import RunFailed
-from bench.worker_load import Answer, BusClient, Client, HttpClient, check, make_bodies
+from bench.worker_load import Answer, BusClient, Client, HttpClient, check, make_bodies, make_text
 from shared.bus.nats_bus import connect_nats
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.worker_processes import READY_S_MAX, start_worker, wait_ready
@@ -65,11 +65,14 @@ class Load:
     stream: bool
     at_once: int
     requests: int
+    history_chars: int = 0
+    """All prompts begin with the same text of so many characters, which the engine has cached."""
 
     @property
     def label(self) -> str:
         how = f"streams of {self.tokens} tokens" if self.stream else "answers of one token"
-        return f"{how}, {self.at_once} at once"
+        history = f" to prompts with {self.history_chars // 1000} KB of known text" if self.history_chars else ""
+        return f"{how}{history}, {self.at_once} at once"
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ class Taken:
         return sum(b"".join(answer.pieces).count(b'"text":') for answer in self.answers) / self.units
 
 
-WARM_UP = (Load(1, False, 64, 192), Load(STREAM_TOKENS, True, 64, 64))
+HISTORY_CHARS = 40_000
+"""Ten thousand tokens."""
+WARM_UP = (Load(1, False, 64, 192), Load(STREAM_TOKENS, True, 64, 64), Load(1, False, 1, 4, HISTORY_CHARS))
 
 
 def make_loads(quick: bool) -> list[Load]:
@@ -119,6 +124,7 @@ def make_loads(quick: bool) -> list[Load]:
     return [
         *(Load(1, False, at_once, count) for at_once, count in zip(AT_ONCE, whole, strict=True)),
         *(Load(STREAM_TOKENS, True, at_once, count) for at_once, count in zip(AT_ONCE, streams, strict=True)),
+        *(Load(1, False, at_once, whole[0], HISTORY_CHARS) for at_once in AT_ONCE[:2]),
     ]
 
 
@@ -162,7 +168,8 @@ class Server:
 
     async def measure(self, load: Load, seed: str) -> Taken:
         """One run. Raises RunFailed."""
-        bodies = make_bodies(load.requests, tokens=load.tokens, stream=load.stream, seed=seed)
+        history = make_text(load.history_chars)
+        bodies = make_bodies(load.requests, tokens=load.tokens, stream=load.stream, seed=seed, history=history)
         (server_s, engine_s), begun_at = self.cpu_s(), time.perf_counter()
         answers = await self.client.run(bodies, load.at_once)
         (server_till_s, engine_till_s), took_s = self.cpu_s(), time.perf_counter() - begun_at
@@ -300,7 +307,7 @@ def page(loads: Sequence[Load], measured: Measured, rounds: int, command: str) -
             f"`{command}`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on {machine()}; load average {os.getloadavg()[1]:.1f}",
             f"(5 minutes, the benchmark included), kernel {platform.release()}; the modules that Baton compiles were {form}.",
             "",
-            "`/v1/completions` with distinct prompts of 64 tokens, `baton-tiny`, vLLM on a CPU. Both servers run the same engine with the same",
+            "`/v1/completions` with distinct prompts of 64 tokens, some behind text that both have seen, `baton-tiny`, vLLM on a CPU. Both servers run the same engine with the same",
             "arguments, in processes of their own. vLLM: its OpenAI server behind HTTP, access log off, without KV connector and KV events. Baton: a worker",
             "with its KV connector, KV events and load reports; its legs come over NATS, as a router sends them, and no router runs. The server's",
             "process has one core and EngineCore the other. nats-server and the client are on EngineCore's while the CPU of the server's process is",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from uuid import uuid4
 
 from bench.load_client import SENTENCE
 from bench.peer_checks import RunFailed
+from services.worker.tiny_model import CORPUS
 from shared.bus.leg_inbox import Leg, LegInbox, LegReader
 from shared.bus.port import Bus
 from shared.contracts.ids import LegId, RequestId, RouterId
@@ -47,12 +49,18 @@ class Answer:
     failure: str = ""
 
 
-def make_bodies(count: int, *, tokens: int, stream: bool, seed: str) -> list[bytes]:
-    """Bodies of distinct prompts, which no cache has the beginning of."""
+def make_text(chars: int) -> str:
+    """The same text each time."""
+    draw, words = random.Random(1), sorted(set(CORPUS.read_text(encoding="utf-8").split()))
+    return " ".join(draw.choices(words, k=chars))[:chars]
+
+
+def make_bodies(count: int, *, tokens: int, stream: bool, seed: str, history: str = "") -> list[bytes]:
+    """Bodies of distinct prompts, of which no cache has more than ``history``."""
     fields: dict[str, Any] = {"model": "baton-tiny", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    prompts = ((f"{number} of {seed}: " + SENTENCE * 4)[:PROMPT_BYTES] for number in range(count))
+    prompts = (history + (f"{number} of {seed}: " + SENTENCE * 4)[:PROMPT_BYTES] for number in range(count))
     return [json.dumps({**fields, "prompt": prompt}).encode() for prompt in prompts]
 
 

@@ -60,8 +60,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def kv_exchange(core: Any, call: bytes) -> bytes:
     """Utility method added to ``EngineCore``: the only way to reach an idle engine, as connector hooks run in steps."""
     side: ConnectorScheduler = core.scheduler.connector.connector_scheduler
-    side.idle_wait.attach_to(core)
-    side.calls.attach_to(core)
+    side.attach_to(core)
     if side.idle_wait.is_attached and not side.idle_wait.wakes_on_reads and has_kv_transfer_group():
         worker_role = get_kv_transfer_group()  # in this process too, where vLLM runs the model in EngineCore
         assert isinstance(worker_role, BatonConnector)

@@ -27,6 +27,7 @@ GROUP = "shared.request_path"
 MODULES = tuple(
     f"{folder}.{name}"
     for folder, names in {
+        "shared": "text_cuts",
         "shared.bus": "leg_inbox nats_bus nats_client nats_reader nats_subscription receiver wire",
         "shared.http": "limits origin plain_requests protocol",
         "shared.runtime": "random_ids",
@@ -43,7 +44,7 @@ MODULES = tuple(
         "services.router.responses": "inner_request",
         "services.router.state": "cluster_view feeds fleet_table prefix_index reservations worker_speeds worker_view",
         "services.router.telemetry": "outcome request_log request_metrics trace tracing ttft",
-        "services.router.tokenize": "block_hash prompts segments text_cuts tokenizer",
+        "services.router.tokenize": "block_hash prompts segments tokenizer words",
     }.items()
     for name in names.split()
 )

@@ -28,6 +28,7 @@ from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
 from connector.scheduler.engine_loop import IDLE_WAIT_S_MAX, READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
 from connector.scheduler.exchange_core import ExchangeCore, GrantWays
 from connector.scheduler.grant_socket import GrantSocket
+from connector.scheduler.known_hashes import remember_hashes
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
 
@@ -99,11 +100,20 @@ class ConnectorScheduler:
         self._submit: Callable[[Orders], None] | None = None
         self._ended: set[str] = set()
         self._empty: set[int] = set()
+        self._engine_core: Any = None
         self._grant_socket = GrantSocket(settings.grant_socket, self._on_direct_grant)
         ways = GrantWays(self._grant_socket.send, reply_to=self._grant_socket.path)
         self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic, ways)
         self.holder = self._core.holder
         self.reader = self._core.reader
+
+    def attach_to(self, core: Any) -> None:
+        """Add to vLLM's EngineCore what ``engine_loop`` and ``known_hashes`` do. Does nothing the second time."""
+        if self._engine_core is None:
+            self._engine_core = core
+            self.idle_wait.attach_to(core)
+            self.calls.attach_to(core)
+            remember_hashes(core)
 
     def bind(self, pool: BlockPool) -> None:
         """Set the engine's blocks."""

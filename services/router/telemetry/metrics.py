@@ -17,7 +17,7 @@ from services.router.state import block_table
 from services.router.state.feeds import KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.state.worker_speeds import WorkerSpeeds
-from services.router.tokenize import text_cuts
+from services.router.tokenize import words
 from services.router.tokenize.parity import Parity, ParityBook
 from shared import compiled as request_path
 from shared.bus.leg_inbox import Orphans
@@ -164,6 +164,6 @@ def health_of(index: PrefixIndex, parity: ParityBook) -> RouterHealth:
         tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
         is_index_compiled=block_table.IS_COMPILED,
         is_placement_compiled=compiled.IS_COMPILED,
-        is_tokenization_compiled=text_cuts.IS_COMPILED,
+        is_tokenization_compiled=words.IS_COMPILED,
         is_request_path_compiled=request_path.IN_USE,
     )

@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 
 from services.router.tokenize.block_hash import PIECES, HashKeys, extend_packed
 from services.router.tokenize.prompt import Prompt
-from services.router.tokenize.text_cuts import Cuts, Packed, find_cuts
+from services.router.tokenize.words import words_between
 from shared.contracts.workers import HashScheme
+from shared.text_cuts import Cuts, Packed, find_cuts, special_tokens
 
 WORDS_MAX: Final = 1 << 16
 """Words cached in addition to those of the vocabulary; beyond that, all of them are dropped."""
@@ -169,7 +170,7 @@ class Segments:
         self._segment_chars = segment_chars
         self._before, self._after = special_tokens(tokenizer)
         self._nodes = Nodes(cache_bytes_max)
-        self._cuts = find_cuts(tokenizer, hint)
+        self._cuts = find_cuts(tokenizer, hint, words_between)
         self._words = PackedWords(tokenizer, self._cuts)
         self._chars, self._tokens = CHARS_GUESSED, CHARS_GUESSED / CHARS_PER_TOKEN_GUESSED
 
@@ -358,13 +359,3 @@ class Nodes:
                 if latest is not None and latest[0] == text:
                     del self._latest[before]
             return node
-
-
-def special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer adds before and behind a text. Raises ValueError."""
-    plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    with_special: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
-    for begin in range(len(with_special) - len(plain) + 1):
-        if plain and with_special[begin : begin + len(plain)] == plain:
-            return with_special[:begin], with_special[begin + len(plain) :]
-    raise ValueError("the special tokens that it adds cannot be separated from the text")

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.router.tokenize.text_cuts import ASCII_SEEN, IS_COMPILED, LETTERS_SEEN, PythonWords
+from services.router.tokenize.words import IS_COMPILED
+from shared.text_cuts import ASCII_SEEN, LETTERS_SEEN, PythonWords
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="not built here")

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from services.router.tokenize.block_hash import NO_KEYS, block_hashes
 from services.router.tokenize.segments import Segments
-from services.router.tokenize.text_cuts import find_cuts
 from shared.contracts.workers import HashScheme
+from shared.text_cuts import find_cuts
 from tests.properties.router.tokenizer_kinds import KINDS, kind
 from tests.support.examples import examples
 

@@ -62,7 +62,8 @@ INTERFACES = {
     "vllm/v1/engine/core.py": (
         "EngineCore.step EngineCore.step_with_batch_queue EngineCoreProc.run_busy_loop "
         "EngineCoreProc._process_engine_step EngineCoreProc._process_input_queue EngineCoreProc._invoke_utility_method "
-        "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCore._process_aborts_queue"
+        "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCore._process_aborts_queue "
+        "EngineCore.preprocess_add_request"
     ),
     "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async",
     "vllm/v1/engine/detokenizer.py": "FastIncrementalDetokenizer.__init__ FastIncrementalDetokenizer._protected_step",
@@ -114,10 +115,15 @@ INTERFACES = {
     "vllm/config/lora.py": "LoRAConfig",
     "vllm/multimodal/processing/context.py": "BaseProcessingInfo.model_id",
     "vllm/multimodal/processing/inputs.py": "ProcessorInputs.get_mm_hashes",
-    "vllm/renderers/base.py": "BaseRenderer._process_multimodal",
+    "vllm/renderers/base.py": (
+        "BaseRenderer._process_multimodal BaseRenderer._tokenize_prompt BaseRenderer._build_tokens_prompt "
+        "BaseRenderer._wants_offsets BaseRenderer._tokenize_singleton_prompt_async"
+    ),
+    "vllm/renderers/params.py": "TokenizeParams.get_encode_kwargs",
     "vllm/renderers/chat_utils.py": "load_chat_template",
     "vllm/usage/usage_lib.py": "UsageContext",
     "vllm/utils/__init__.py": "random_uuid",
+    "vllm/utils/async_utils.py": "make_async",
     "vllm/utils/argparse_utils.py": "FlexibleArgumentParser",
     "vllm/utils/gc_utils.py": "freeze_gc_heap",
     "vllm/utils/torch_utils.py": "is_quantized_kv_cache",

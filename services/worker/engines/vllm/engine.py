@@ -316,6 +316,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     from vllm.utils.gc_utils import freeze_gc_heap
 
     from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
+    from services.worker.engines.vllm.known_texts import reuse_tokens
     from services.worker.engines.vllm.media import name_by_content, only_vllm_reads_media, separate_tenants
     from services.worker.engines.vllm.openai_app import VllmServer, trim
     from services.worker.engines.vllm.resume import derive_ids
@@ -326,6 +327,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     only_vllm_reads_media()
     separate_tenants(llm.renderer)
     name_by_content(llm.renderer, model_revision(llm.model_config))
+    reuse_tokens(llm.renderer, args.chat_template or "")
     llm.attach(meter, block_bytes(llm.vllm_config))
     cache = llm.vllm_config.cache_config
     meter.kv_blocks = cache.num_gpu_blocks or 0

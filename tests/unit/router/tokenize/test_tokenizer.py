@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from services.router.placement.request_fields import read_request
 from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed
-from services.router.tokenize.text_cuts import find_cuts
 from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.workers import HashScheme
+from shared.text_cuts import find_cuts
 
 SCHEME = HashScheme(block_size=16)
 CACHE_BYTES_MAX = 1 << 20

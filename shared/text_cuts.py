@@ -7,25 +7,17 @@ its neighbours, and that no other added token can overlap from the left.
 *Between two words*, before a single space that a letter follows, most tokenizers begin a new word. ``find_cuts`` tests
 whether this tokenizer does, with neighbours of every kind, and whether any entry of its vocabulary or its added tokens
 could join two words. For tokenizers that prepend a mark to each text (as Llama 2's), the space at a cut is left out.
-``native/words.c`` does this several times as fast as ``PythonWords``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
-from typing import Final
+from typing import Final, Protocol
 
 from tokenizers import AddedToken, Tokenizer
-
-try:
-    from services.router.native._words import NativeWords
-except ImportError:
-    IS_COMPILED = False
-else:
-    IS_COMPILED = True
 
 LETTERS: Final = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017f\u0391-\u03a1\u03a3-\u03c9\u0400-\u045f"
 """Latin, Greek, Cyrillic: letters that no normalization joins with a space before them."""
@@ -40,6 +32,20 @@ WORD_SPACE: Final = "\u2581"
 
 Packed = tuple[bytes, ...]
 """The tokens of a word, each as CBOR."""
+
+
+class Words(Protocol):
+    """See ``PythonWords``."""
+
+    def cut(self, text: str) -> list[str]: ...
+
+    def recall(
+        self, text: str, known: Mapping[str, Packed], more: Mapping[str, Packed]
+    ) -> tuple[list[bytes], list[str]]: ...
+
+
+MakeWords = Callable[[str, str, bool], Words]
+"""From letters, what may precede a cut, and whether the space is dropped (see ``PythonWords``)."""
 
 
 class PythonWords:
@@ -75,18 +81,13 @@ class PythonWords:
         return tokens, missing
 
 
-def words_between(letters: str, before: str, drops_space: bool) -> PythonWords | NativeWords:
-    """See ``PythonWords``."""
-    return NativeWords(letters, before, drops_space) if IS_COMPILED else PythonWords(letters, before, drops_space)
-
-
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """The cuts that a tokenizer allows. The patterns match where a piece may begin; None: no cut of this kind."""
 
     tokens: re.Pattern[str] | None
     words: re.Pattern[str] | None
-    between_words: PythonWords | NativeWords | None
+    between_words: Words | None
     """Cuts at all of ``words``, and tokens at none."""
     drops_space: bool = False
     """A word behind a cut is tokenized without the space before it."""
@@ -114,27 +115,29 @@ class Cuts:
         return length
 
 
-def find_cuts(tokenizer: Tokenizer, hint: str = "") -> Cuts:
+def find_cuts(tokenizer: Tokenizer, hint: str = "", make_words: MakeWords = PythonWords) -> Cuts:
     """The cuts of a tokenizer. ``hint``: text with the added tokens that matter most, such as the chat template."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     plain = sorted(plain_tokens(added), key=lambda content: content not in hint)[:CUT_TOKENS_MAX]
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None
     chars_behind = max(2, *map(len, plain)) if plain else 2
     for drops_space in (False, True):
-        cuts = _word_cuts(tokens, added, drops_space=drops_space)
+        cuts = _word_cuts(tokens, added, make_words, drops_space=drops_space)
         if may_cut_words(tokenizer, cuts):
             return replace(cuts, chars_behind=chars_behind)
     return Cuts(tokens, None, None, chars_behind=chars_behind)
 
 
-def _word_cuts(tokens: re.Pattern[str] | None, added: Sequence[AddedToken], *, drops_space: bool) -> Cuts:
+def _word_cuts(
+    tokens: re.Pattern[str] | None, added: Sequence[AddedToken], make_words: MakeWords, *, drops_space: bool
+) -> Cuts:
     # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
     # the text behind it is tokenized separately, and its leading space must stay.
     ends = {token.content[-1:] for token in added if token.rstrip or drops_space}
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     # Begins with a literal, which ``re`` searches for fast.
     words = re.compile(f" (?<=[{re.escape(before)}] )(?=[{LETTERS}])")
-    return Cuts(tokens, words, words_between(LETTERS_SEEN, before, drops_space), drops_space)
+    return Cuts(tokens, words, make_words(LETTERS_SEEN, before, drops_space), drops_space)
 
 
 def plain_tokens(added: Sequence[AddedToken]) -> list[str]:
@@ -204,3 +207,13 @@ def _joins_no_words(tokenizer: Tokenizer) -> bool:
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     joins = re.compile(f"[^{WORD_SPACE} ][{WORD_SPACE} ]")
     return WORD_SPACE in vocabulary and not any(map(joins.search, vocabulary))
+
+
+def special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer adds before and behind a text. Raises ValueError."""
+    plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    with_special: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    for begin in range(len(with_special) - len(plain) + 1):
+        if plain and with_special[begin : begin + len(plain)] == plain:
+            return with_special[:begin], with_special[begin + len(plain) :]
+    raise ValueError("the special tokens that it adds cannot be separated from the text")
