@@ -313,6 +313,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     """VLLM's own server around ``LegEngine``, set up in vLLM's own order."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
+    from vllm.renderers.chat_utils import load_chat_template
     from vllm.utils.gc_utils import freeze_gc_heap
 
     from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
@@ -327,7 +328,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     only_vllm_reads_media()
     separate_tenants(llm.renderer)
     name_by_content(llm.renderer, model_revision(llm.model_config))
-    reuse_tokens(llm.renderer, args.chat_template or "")
+    reuse_tokens(llm.renderer, load_chat_template(args.chat_template) or "")
     llm.attach(meter, block_bytes(llm.vllm_config))
     cache = llm.vllm_config.cache_config
     meter.kv_blocks = cache.num_gpu_blocks or 0

@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from tokenizers import Tokenizer
@@ -31,6 +32,9 @@ def backend(tmp_path_factory) -> str:
 
 class OwnTokenizer:
     """As a tokenizer of transformers: with a limit and the tokens of a text, which it notes."""
+
+    special_tokens_map: ClassVar[dict[str, str]] = {}
+    chat_template = ""
 
     def __init__(self, backend: str, shift: int = 0) -> None:
         self.backend_tokenizer = Tokenizer.from_str(backend)
@@ -78,7 +82,7 @@ def renderer(backend):
 def tokens(renderer, text: str, *, of_leg: bool = True, **asked) -> list[int]:
     async def tokenize():
         if of_leg:
-            CURRENT_LEG.set(SimpleNamespace())
+            CURRENT_LEG.set(SimpleNamespace(cache_salt=""))
         return await renderer._tokenize_prompt_async({"prompt": text}, params(**asked))
 
     return asyncio.run(tokenize())["prompt_token_ids"]
@@ -122,6 +126,16 @@ def test_a_tokenizer_that_differs_from_its_pieces_stays(backend):
     reuse_tokens(renderer, "")
 
     assert renderer._tokenize_prompt_async == before
+
+
+def test_what_is_kept_is_kept_for_each_salt_apart(backend):
+    known = PieceTokens(Tokenizer.from_str(backend))
+    sizes = []
+    for salt in ("", "a", "b", "a"):
+        assert known.tokens(TEXT, special=True, salt=salt) == whole(backend, TEXT)
+        sizes.append(len(known._known))
+
+    assert sizes == [sizes[0], 2 * sizes[0], 3 * sizes[0], 3 * sizes[0]]
 
 
 def test_the_memory_of_pieces_is_bounded(backend):
