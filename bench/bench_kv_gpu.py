@@ -35,7 +35,9 @@ SHAPE = {
     "head_dim": HEAD_DIM,
     "dtype": "bfloat16",
 }
-WORK = Work(kv_bytes=LAYERS * 2 * KV_HEADS * HEAD_DIM * VALUE_BYTES, chunk=2048)
+WORK = Work(
+    LAYERS * 2 * KV_HEADS * HEAD_DIM * VALUE_BYTES, chunk=2048, others="upstream's engines are idle beside them"
+)
 ENGINE_ARGS = (
     f"--load-format dummy --max-num-batched-tokens {WORK.chunk} --max-num-seqs 16 --gpu-memory-utilization 0.2"
 )
@@ -85,8 +87,7 @@ async def measure(times: dict[int, int], engine_args: str) -> list[str]:
                 beside = await handoffs.measure(fleets, times, plain)
                 alone = await handoffs.measure_alone(fleet, times, plain)
             firsts = await handoffs.measure_first_steps(upstream, times)
-    about = f"{WORK.kv_bytes / 1e3:.0f} KB of KV per token, prefill in chunks of {WORK.chunk} tokens"
-    return [*handoff_lines(beside, WORK, about), *physics_lines(alone, firsts, WORK)]
+    return [*handoff_lines(beside, WORK), *physics_lines(alone, firsts, WORK)]
 
 
 def head(engine_args: str) -> list[str]:

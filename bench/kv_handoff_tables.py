@@ -25,10 +25,16 @@ class Work:
     """For each token."""
     chunk: int
     """Tokens that a prefill engine computes in a step, and so a streamed handoff's last piece."""
+    others: str
+    """What upstream's engines do while ours are measured beside physics."""
+
+    @property
+    def about(self) -> str:
+        return f"{self.kv_bytes / 1024:.0f} KB of KV per token, prefill in chunks of {self.chunk} tokens"
 
 
-def handoff_lines(found: Found, work: Work, about: str) -> list[str]:
-    """Every length and method beside vLLM's connector. ``about``: the work in words."""
+def handoff_lines(found: Found, work: Work) -> list[str]:
+    """Every length and method beside vLLM's connector."""
     rows, waits, speeds = [], [], []
     for length in lengths_of(found):
         ways = {how: found[length, how] for how in (STREAMED, OFFERED, UPSTREAM)}
@@ -42,7 +48,7 @@ def handoff_lines(found: Found, work: Work, about: str) -> list[str]:
     return [
         "## Handoff: time to first token, and the handoff's share",
         "",
-        f"One request at a time, new prompts, {about}. The engines of",
+        f"One request at a time, new prompts, {work.about}. The engines of",
         "all three methods run side by side and take turns, in every order, each while the others are idle; a difference is",
         "between requests of the same turn: the median with its interval (sign test, 95%). Negative:",
         "faster than upstream.",
@@ -125,9 +131,9 @@ def physics_lines(found: Found, firsts: dict[int, list[handoffs.FirstStep]], wor
     return [
         "## Handoff: beside what physics asks for",
         "",
-        "Without upstream's engines on the cores, offered and streamed in turn. A step of the same engine, and the handoff's bytes in a",
+        f"Offered and streamed in turn; {work.others}. A step of the same engine, and the handoff's bytes in a",
         "plain read (of the last chunk, if streamed), cannot be avoided. Decode step: between two tokens of a running request. First step:",
-        "of a request whose prompt is cached, from vLLM's scheduling to its first token, on an engine with vLLM's own connector and no handoffs; vLLM",
+        "of a request whose prompt is cached, from vLLM's scheduling to its first token, on an engine with vLLM's own connector; vLLM",
         f"makes the request's inputs in it. Beyond: the exposed time less a step and the bytes; the aim is at most {ALLOWED_S * 1e3:.0f} ms.",
         "",
         *table(
@@ -137,7 +143,7 @@ def physics_lines(found: Found, firsts: dict[int, list[handoffs.FirstStep]], wor
         ),
         "Beside the same request without a handoff: the prompt and one more token, one request at a time on the same decode",
         "engine, which has the whole prompt cached. Its time to first token has the way there and back, admission and the first step. The",
-        "same on the engine without handoffs. Beyond: the exposed time less that of the decode engine and the bytes. Computed: tokens of the handoff's",
+        "same on the engine with vLLM's own connector, without a handoff. Beyond: the exposed time less that of the decode engine and the bytes. Computed: tokens of the handoff's",
         "decode leg, of the cached request.",
         "",
         *table(
@@ -148,9 +154,9 @@ def physics_lines(found: Found, firsts: dict[int, list[handoffs.FirstStep]], wor
         "Where the exposed time goes, ms:",
         "",
         *(line for head, each in parts.items() for line in table(head, each)),
-        "## Handoff: bytes per second, no other engines on the cores",
+        "## Handoff: bytes per second, beside plain reads",
         "",
-        "Offered handoffs and plain reads, without upstream's engines beside them.",
+        f"Offered handoffs and plain reads; {work.others}.",
         "",
         *table("KV MB | pieces | exchange GB/s | plain read GB/s | exchange / plain read, paired by turn", speeds),
     ]

@@ -30,6 +30,13 @@ NEIGHBOURS_BEHIND: Final = ["a", "I", "s ", "ll,", "été", "ža", "λό", "яб
 BEFORE_THOSE: Final = ["x", " ", "\n1"]
 WORD_SPACE: Final = "\u2581"
 
+PIECE_CHARS: Final = 1024
+"""A piece ends at the first cut between two words after this many characters."""
+TURN_CHARS: Final = 256
+"""After this many characters a piece ends before an added token, such as one that begins a chat turn."""
+PIECE_CHARS_MAX: Final = 256 * 1024
+"""A longer piece is not tokenized: for text that a tokenizer cannot split, that would take minutes and gigabytes."""
+
 Packed = tuple[bytes, ...]
 """The tokens of a word, each as CBOR."""
 
@@ -96,11 +103,11 @@ class Cuts:
     the text before it.
     """
 
-    def end(self, text: str, at: int, chars_min: int, chars: int, chars_max: int) -> int:
-        """End of the piece that begins at ``at``: before an added token if there is one between ``chars_min`` and
-        ``chars`` characters, else at the next cut below ``chars_max`` characters, else the end of the text.
+    def end(self, text: str, at: int, chars: int) -> int:
+        """End of the piece that begins at ``at``: before an added token if there is one between ``TURN_CHARS`` and
+        ``chars`` characters, else at the next cut below ``PIECE_CHARS_MAX`` characters, else the end of the text.
         """
-        length = len(text)
+        length, chars_min, chars_max = len(text), min(TURN_CHARS, chars), PIECE_CHARS_MAX
         if length - at <= chars_min:
             return length
         if self.tokens is not None:
@@ -116,7 +123,11 @@ class Cuts:
 
 
 def find_cuts(tokenizer: Tokenizer, hint: str = "", make_words: MakeWords = PythonWords) -> Cuts:
-    """The cuts of a tokenizer. ``hint``: text with the added tokens that matter most, such as the chat template."""
+    """The cuts of a tokenizer. ``hint``: text with the added tokens that matter most, such as the chat template. Raises
+    ValueError for a tokenizer that gives one text different tokens.
+    """
+    if getattr(tokenizer.model, "dropout", None):
+        raise ValueError("the tokenizer uses dropout, so its tokens are random")
     added = list(tokenizer.get_added_tokens_decoder().values())
     plain = sorted(plain_tokens(added), key=lambda content: content not in hint)[:CUT_TOKENS_MAX]
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None

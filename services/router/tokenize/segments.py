@@ -21,7 +21,7 @@ from services.router.tokenize.block_hash import PIECES, HashKeys, extend_packed
 from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.words import words_between
 from shared.contracts.workers import HashScheme
-from shared.text_cuts import Cuts, Packed, find_cuts, special_tokens
+from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, Cuts, Packed, find_cuts, special_tokens
 
 WORDS_MAX: Final = 1 << 16
 """Words cached in addition to those of the vocabulary; beyond that, all of them are dropped."""
@@ -89,12 +89,6 @@ class PackedWords:
         return [tuple(map(packed, one.ids)) for one in encoded]  # type: ignore[attr-defined]
 
 
-SEGMENT_CHARS: Final = 1024
-"""A piece ends at the first cut between two words after this many characters."""
-TURN_CHARS: Final = 256
-"""After this many characters a piece ends before an added token, such as one that begins a chat turn."""
-PIECE_CHARS_MAX: Final = 256 * 1024
-"""A longer piece is not tokenized: for text that a tokenizer cannot split, that would take minutes and gigabytes."""
 PIECES_AT_ONCE_MAX: Final = 16
 """Maximum number of pieces tokenized in one batch. The first batch is one piece, since no worker may hold the next."""
 LOOKED_UP_MAX: Final = 256
@@ -161,7 +155,7 @@ class Segments:
         scheme: HashScheme,
         *,
         cache_bytes_max: int,
-        segment_chars: int = SEGMENT_CHARS,
+        segment_chars: int = PIECE_CHARS,
         hint: str = "",
     ) -> None:
         tokenizer.no_truncation()
@@ -242,8 +236,7 @@ class Segments:
         return extend_packed(walk.node.digest, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
 
     def _end(self, text: str, at: int) -> int:
-        chars = self._segment_chars
-        return self._cuts.end(text, at, min(TURN_CHARS, chars), chars, PIECE_CHARS_MAX)
+        return self._cuts.end(text, at, self._segment_chars)
 
     def _behind(self, text: str, end: int) -> str:
         """What decided that a piece ends at ``end``; empty where the end of the text may have."""

@@ -124,8 +124,6 @@ class PromptTokenizer:
         self._adds_special_tokens = asset.adds_special_tokens
         self._template = _compiled(asset, chars_max)
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
-        if getattr(tokenizer.model, "dropout", None):
-            raise ValueError("the tokenizer uses dropout, so its tokens are random")
         self._segments = Segments(
             tokenizer, scheme, cache_bytes_max=cache_bytes_max, hint=self._example(asset.special_tokens)
         )

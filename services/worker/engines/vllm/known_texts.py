@@ -11,6 +11,7 @@ Only for prompts of legs: routers have workers tokenize probes to find out wheth
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from array import array
 from collections import OrderedDict
@@ -20,20 +21,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.worker.engines.port import CURRENT_LEG
-from shared.text_cuts import find_cuts, special_tokens
+from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, find_cuts, special_tokens
 
-PIECE_CHARS = 1024
-"""A piece ends at the first cut between two words after so many characters."""
-TURN_CHARS = 256
-"""After so many, a piece ends before an added token, such as one that begins a chat turn."""
-PIECE_CHARS_MAX = 256 * 1024
-"""A text with a longer piece, which cannot be cut, is left to vLLM."""
 TEXT_CHARS_MIN = 2048
 """Shorter texts take vLLM less than a millisecond."""
 BYTES_MAX = 64 << 20
 """Of the pieces and their tokens: some seven million tokens."""
-PIECE_BYTES = 300
-"""Memory of a piece besides its characters and tokens."""
+PIECE_BYTES = 250
+"""Memory of a piece besides its text and tokens."""
 SAMPLE = "It's 3.14159, l'été — 漢字とかな, привет 🙂!\n\n\tdef f(x):\n\t    return x  **  2\r\n" * 24
 
 log = logging.getLogger("baton.worker")
@@ -46,8 +41,6 @@ class PieceTokens:
         self, tokenizer: Tokenizer, hint: str = "", *, bytes_max: int = BYTES_MAX, piece_chars: int = PIECE_CHARS
     ) -> None:
         """``hint``: see ``find_cuts``. The tokenizer is changed."""
-        if getattr(tokenizer.model, "dropout", None):
-            raise ValueError("its tokens are random")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -73,10 +66,10 @@ class PieceTokens:
         return [*self._before, *tokens, *self._after] if special else tokens
 
     def _pieces(self, text: str) -> list[str] | None:
-        """Each as it is tokenized."""
+        """Each as it is tokenized; None if one is too long."""
         pieces, at, chars = list[str](), 0, self._piece_chars
         while at < len(text):
-            end = self._cuts.end(text, at, min(TURN_CHARS, chars), chars, PIECE_CHARS_MAX)
+            end = self._cuts.end(text, at, chars)
             if end - at > PIECE_CHARS_MAX:
                 return None
             drops_space = at and self._cuts.drops_space and text[at] == " "
@@ -104,7 +97,7 @@ class PieceTokens:
 
 
 def _size(piece: str, tokens: array[int]) -> int:
-    return PIECE_BYTES + len(piece) + tokens.itemsize * len(tokens)
+    return PIECE_BYTES + sys.getsizeof(piece) + tokens.itemsize * len(tokens)
 
 
 def reuse_tokens(renderer: Any, chat_template: str) -> None:
