@@ -26,6 +26,8 @@ log = logging.getLogger("baton.router")
 
 DECISION_S_MAX: Final = 2.0
 """For another router to reply."""
+ENDING_S_MAX: Final = 1.5
+"""For a request to end whose client has its response; it waits for its legs' reports for a second."""
 ROUTERS_ASKED_MAX: Final = 64
 """Asked at a time for one decision."""
 SLICE: Final = 500
@@ -98,7 +100,7 @@ class DecisionService:
         """From the router that made it. None: it does not know the decision any more, does not reply, or the decision
         is not ``tenant``'s; None: any tenant's.
         """
-        found = self.log.find(decision_id, tenant)
+        found = await self.log.find_ended(decision_id, tenant, ENDING_S_MAX)
         router_id = router_of(decision_id)
         if found is not None or router_id in ("", self.router_id):
             return found
@@ -149,7 +151,7 @@ class DecisionService:
 
     async def _on_ask(self, ask: AskDecision, _envelope: Envelope) -> FoundDecision:
         if ask.decision_id:
-            return FoundDecision(decision=self.log.find(ask.decision_id, ask.tenant))
+            return FoundDecision(decision=await self.log.find_ended(ask.decision_id, ask.tenant, ENDING_S_MAX))
         return FoundDecision(decision=await self._last(DecisionFilter(tenant=ask.tenant, request_id=ask.request_id)))
 
 

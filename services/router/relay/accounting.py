@@ -48,7 +48,8 @@ class Accounting:
         placement = context.placement
         decoding = None if placement is None else self._usage.numbers_of(placement.decode)
         self._ended.append(Ended(context, at, used, decoding))
-        if len(self._ended) >= ENDED_AT_ONCE_MAX:
+        is_awaited = context.decision is not None and context.decision.awaited is not None
+        if is_awaited or len(self._ended) >= ENDED_AT_ONCE_MAX:
             self.catch_up()
 
     def catch_up(self) -> None:

@@ -221,6 +221,8 @@ class Attempt:
             self._end(None)
             return
         # Only the report of the prefill leg is missing.
+        if self.context.decision is not None:
+            self.context.decision.answered = True
         self._patience = self.runner.loop.call_later(REPORT_S_MAX, self.context.stop, OTHER_LEG_OVER)
 
     def answer_failed(self, error: NotAnswered) -> None:

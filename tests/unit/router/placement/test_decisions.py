@@ -25,7 +25,7 @@ from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, wants_stream
-from tests.unit.router.world import World, in_world, prompt, run_in_world, settle
+from tests.unit.router.world import World, in_world, parse, prompt, run_in_world, settle
 
 OURS = {"connector": "baton-1"}
 HEADER = "x-baton-decision"
@@ -144,6 +144,24 @@ async def test_streamed_handoff_time_beside_the_prefill_is_counted_once(world: W
         "handoff_s": 0.05,
         "first_token_s": 0.03,
     }
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@in_world(stream_tokens_min=0)
+async def test_a_decision_asked_for_before_its_last_report_is_complete(world: World, stream: bool):
+    await world.pair(timed(prefill_s=2.4), timed(), **OURS)
+    connection, answering = world.begin(msgspec.json.encode(prompt(stream=stream)))
+    await asyncio.sleep(2)
+    assert connection.http_request is not None
+    assert (connection.http_request.ended, answering.done()) == (True, False)
+    bus, named = MemoryBus(world.hub), DecisionId(parse(connection.written).headers[HEADER])
+    ask = AskDecision(router_id=world.router.router_id, decision_id=named)
+
+    record, told = await asyncio.gather(decision(world, named), bus.ask(DECISION, ask, timeout_s=2.0))
+
+    assert record == told.decision
+    assert (record.outcome, record.counted_prompt_tokens, record.cached_tokens) == ("ok", 9, 4)
+    await answering
 
 
 @in_world()
