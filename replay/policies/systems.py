@@ -102,7 +102,7 @@ OWN: dict[str, Parameter] = {
     # Documented settings of a Baton router: ROUTER_FETCH_TOKENS_MIN and ROUTER_STREAM_TOKENS_MIN, and the targets of
     # ROUTER_SLOS as a share of those that are measured.
     "fetch_tokens_min": Parameter(256, (64, 256, 1024, 4096)),
-    "stream_tokens_min": Parameter(1024, (0, 1024, 4096)),
+    "stream_tokens_min": Parameter(0, (0, 1024, 4096)),
     "slo_share": Parameter(1.0, (0.5, 0.7, 0.85, 1.0, 1.2)),
 }
 OWN_UNTOLD = {name: OWN[name] for name in ("fetch_tokens_min", "stream_tokens_min")}

@@ -122,7 +122,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     silent_s_max: float = 3.0
     """A worker without a report for this long gets no new requests."""
 
-    stream_tokens_min: int = 1024
+    stream_tokens_min: int = 0
     """With this many prompt tokens to compute or more, both legs start together and decode reads the KV as prefill
     computes it. 0: always; negative: never, the decode leg starts when the prefill leg has ended.
     """

@@ -33,20 +33,20 @@ def grown(system: System, before, name: str, **labels: str) -> float:
     return system.fleet_metrics().sum(name, **labels) - before.sum(name, **labels)
 
 
-@pytest.mark.parametrize(("length", "handoff"), [(LONG, "streamed"), (10 * BLOCK, "offered")])
-def test_long_prompts_are_handed_over_as_they_are_computed(simulated: System, length: int, handoff: str):
+@pytest.mark.parametrize("length", [LONG, 10 * BLOCK])
+def test_prompts_are_handed_over_as_they_are_computed(simulated: System, length: int):
     prompt = random.Random(length).choices(VOCABULARY, k=length)
     before = simulated.fleet_metrics()
 
     apart = ask(simulated, prompt)
     whole = ask(simulated, prompt, "aggregated")
 
-    assert apart.headers["x-baton-handoff"] == handoff
+    assert apart.headers["x-baton-handoff"] == "streamed"
     assert "x-baton-handoff" not in whole.headers
     assert tokens(apart) == tokens(whole)
     until(
-        lambda: grown(simulated, before, "baton_fleet_handoffs_total", handoff=handoff) == 1,
-        f"a {handoff} handoff is told",
+        lambda: grown(simulated, before, "baton_fleet_handoffs_total", handoff="streamed") == 1,
+        "a streamed handoff is told",
     )
     assert grown(simulated, before, "baton_fleet_recomputed_tokens_total") <= BLOCK
 

@@ -30,7 +30,9 @@ DISAGGREGATED_SPANS = sorted(
 STRUCTURE = set(DISAGGREGATED_SPANS)
 """All others are as many as there were things to do, or to wait for."""
 LONG_PROMPT = "It was a very long story, and nobody had heard it before. " * 400
-"""Worth streaming: a router's default is 1,024 tokens."""
+"""Its handoff is streamed."""
+SETTINGS = {"BATON_TRACE_SAMPLE_RATIO": "1", "ROUTER_STREAM_TOKENS_MIN": "1024"}
+"""Both kinds of handoff happen."""
 CLOCKS_APART_S = 0.005
 """One machine's processes read one wall clock; spans are rounded."""
 
@@ -46,7 +48,7 @@ def system(tmp_path_factory, receiver):
     directory = tmp_path_factory.mktemp("tracing")
     with (
         NatsServer(directory) as nats,
-        simulated_system(directory, nats, BATON_OTLP_ENDPOINT=receiver.endpoint, BATON_TRACE_SAMPLE_RATIO="1") as one,
+        simulated_system(directory, nats, BATON_OTLP_ENDPOINT=receiver.endpoint, **SETTINGS) as one,
     ):
         yield one
 

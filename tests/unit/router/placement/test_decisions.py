@@ -130,7 +130,7 @@ async def test_a_disaggregated_decision_has_the_measured_times(world: World):
     }
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_streamed_handoff_time_beside_the_prefill_is_counted_once(world: World):
     await world.pair(
         timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=1.3, fetch_s=1.3, prefill_s=0.03, follows=True), **OURS
@@ -147,7 +147,7 @@ async def test_streamed_handoff_time_beside_the_prefill_is_counted_once(world: W
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_decision_asked_for_before_its_last_report_is_complete(world: World, stream: bool):
     await world.pair(timed(prefill_s=2.4), timed(), **OURS)
     connection, answering = world.begin(msgspec.json.encode(prompt(stream=stream)))

@@ -68,7 +68,7 @@ def is_quiet(world: World) -> bool:
     return even and not tasks and not world.router.relay.in_flight and not world.router.inbox._legs
 
 
-@in_world()
+@in_world(stream_tokens_min=-1)
 async def test_the_decode_leg_receives_the_prefill_legs_offer(world: World):
     def offering(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, JSON)
@@ -86,7 +86,7 @@ async def test_the_decode_leg_receives_the_prefill_legs_offer(world: World):
     assert decode.prefill_cached_tokens == 4
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_an_aggregated_response_reports_no_handoff(world: World):
     await world.pair(**OURS)
 
@@ -96,7 +96,7 @@ async def test_an_aggregated_response_reports_no_handoff(world: World):
 
 
 @pytest.mark.parametrize(("word_count", "handoff"), [(100, "offered"), (4000, "streamed")])
-@in_world()
+@in_world(stream_tokens_min=1024)
 async def test_decode_is_dispatched_with_prefill_when_the_prompt_is_long(world: World, word_count, handoff):
     await world.pair(**OURS)
 
@@ -106,7 +106,7 @@ async def test_decode_is_dispatched_with_prefill_when_the_prompt_is_long(world: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_streamed_decode_leg_needs_no_prefill_report(world: World, stream):
     p1, d1 = await world.pair(prefill=silent, **OURS)
     connection, answering = ask(world, stream=stream)
@@ -125,7 +125,7 @@ async def test_a_streamed_decode_leg_needs_no_prefill_report(world: World, strea
     assert is_quiet(world)
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_with_both_legs_running_the_prompt_counts_for_prefill_only(world: World):
     await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)
@@ -139,7 +139,7 @@ async def test_with_both_legs_running_the_prompt_counts_for_prefill_only(world: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(world: World, stream):
     _p1, d1 = await world.pair(refusing(400), silent, **OURS)
 
@@ -153,7 +153,7 @@ async def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(world: World,
 
 
 @pytest.mark.parametrize("failing", [lost, refusing(503)], ids=["lost", "full"])
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_lost_prefill_worker_has_both_legs_placed_again(world: World, failing):
     reports = await world.reports()
     p1, d1 = await world.pair(failing, silent_once, **OURS)
@@ -171,7 +171,7 @@ async def test_a_lost_prefill_worker_has_both_legs_placed_again(world: World, fa
     assert is_quiet(world)
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded(world: World):
     p1, _d1 = await world.pair(silent, lost, **OURS)
     await world.worker("d2", Role.DECODE, **OURS)
@@ -188,7 +188,7 @@ async def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded(world: Wo
 
 
 @pytest.mark.parametrize("phase", ["before anything", "prompt computed", "answer begun", "both"])
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_client_disconnect_cancels_all_running_legs(world: World, phase):
     p1, d1 = await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)
@@ -210,7 +210,7 @@ async def test_a_client_disconnect_cancels_all_running_legs(world: World, phase)
     assert is_quiet(world)
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_losing_the_prefill_worker_after_the_first_token_is_harmless(world: World):
     p1, d1 = await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)
@@ -229,7 +229,7 @@ async def test_losing_the_prefill_worker_after_the_first_token_is_harmless(world
     assert is_quiet(world)
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_prefill_failure_together_with_the_first_token_is_harmless(world: World):
     p1, d1 = await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)
@@ -259,7 +259,7 @@ async def test_a_prefill_failure_together_with_the_first_token_is_harmless(world
     assert is_quiet(world)
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_accounting_waits_for_a_late_prefill_leg_but_clients_do_not(world: World):
     reports = await world.reports()
     p1, _d1 = await world.pair(prefill=silent, **OURS)
@@ -278,7 +278,7 @@ async def test_accounting_waits_for_a_late_prefill_leg_but_clients_do_not(world:
     assert is_quiet(world)
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_an_endless_prefill_leg_is_cancelled_after_the_response(world: World):
     p1, _d1 = await world.pair(prefill=silent, **OURS)
 
@@ -291,7 +291,7 @@ async def test_an_endless_prefill_leg_is_cancelled_after_the_response(world: Wor
     assert is_quiet(world)
 
 
-@in_world(stream_tokens_min=0, prefill_s_max=2.0)
+@in_world(prefill_s_max=2.0)
 async def test_if_both_legs_are_silent_the_prefill_worker_is_late(world: World):
     p1, d1 = await world.pair(silent, silent_once, **OURS)
     await world.worker("p2", Role.PREFILL, **OURS)
@@ -304,7 +304,7 @@ async def test_if_both_legs_are_silent_the_prefill_worker_is_late(world: World):
     assert len(p1.cancelled) == len(d1.cancelled) == 1
 
 
-@in_world(stream_tokens_min=0, first_frame_s_max=2.0)
+@in_world(first_frame_s_max=2.0)
 async def test_after_the_prefill_a_silent_decode_worker_is_late(world: World):
     _p1, d1 = await world.pair(decode=silent, **OURS)
     await world.worker("d2", Role.DECODE, **OURS)
@@ -317,7 +317,7 @@ async def test_after_the_prefill_a_silent_decode_worker_is_late(world: World):
     assert d1.cancelled == [d1.started[0].leg_id]
 
 
-@in_world(stream_tokens_min=0, prefill_s_max=2.0, first_frame_s_max=2.0)
+@in_world(prefill_s_max=2.0, first_frame_s_max=2.0)
 async def test_the_first_frame_timeout_starts_when_the_prefill_ends(world: World):
     p1, d1 = await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)
@@ -334,7 +334,7 @@ async def test_the_first_frame_timeout_starts_when_the_prefill_ends(world: World
     assert len(d1.started) == 1
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_leg_starting_during_cancellation_is_cancelled(world: World):
     _p1, d1 = await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)
@@ -351,7 +351,7 @@ async def test_a_leg_starting_during_cancellation_is_cancelled(world: World):
     assert d1.cancelled == [leg.leg_id for leg in d1.started]
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_a_nats_outage_ends_both_legs_at_once(world: World):
     await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)
@@ -382,7 +382,7 @@ async def test_a_cache_threshold_refusal_reaches_the_client_unchanged(world: Wor
     assert d1.started[0].cache_hit_threshold == 1.0
 
 
-@in_world(stream_tokens_min=0)
+@in_world()
 async def test_the_request_report_names_its_kv_sources(world: World):
     reads = [
         KvRead(worker_id="p1", epoch=1, requested_at=5.0, granted_at=5.5, read_at=6.0, read_s=0.25, followed=True),
