@@ -6,10 +6,8 @@ hardly ever happens. ``python -m bench.bench_explain`` measures both.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import islice
 from math import inf
 from operator import methodcaller
@@ -45,8 +43,8 @@ class Decision:
     cached_tokens = -1
     answered = False
     """The client has its response; the report of another leg may be missing."""
-    awaited: asyncio.Event | None = None
-    """Set at its end; None: nobody waits for that."""
+    on_end: tuple[Callable[[], None], ...] = ()
+    """Called at its end, for those who wait for that."""
 
     def __init__(  # noqa: PLR0913  # the record's fields
         self,
@@ -95,8 +93,9 @@ class Decision:
         self.itl_s = itl_s
         self.counted_prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
-        if self.awaited is not None:
-            self.awaited.set()
+        waiting, self.on_end = self.on_end, ()
+        for call in waiting:
+            call()
 
     @property
     def bytes(self) -> int:
@@ -293,18 +292,13 @@ class DecisionLog:
             return None
         return decision.record(self._router_id)
 
-    async def find_ended(self, decision_id: str, tenant: str | None, s_max: float) -> DecisionRecord | None:
-        """As ``find``; a request whose client has its response is waited for until it ends, at most ``s_max`` seconds:
-        the client may ask sooner than its last leg has reported.
-        """
+    def ending(self, decision_id: str, tenant: str | None) -> Decision | None:
+        """The decision that ``find`` finds, if its client has its response and its last leg has not reported yet."""
         self._catch_up()
         decision = self._by_id.get(decision_id)
-        if decision is not None and decision.answered and not decision.outcome and tenant in (None, decision.tenant):
-            decision.awaited = decision.awaited or asyncio.Event()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(s_max):
-                    await decision.awaited.wait()
-        return self.find(decision_id, tenant)
+        if decision is None or tenant not in (None, decision.tenant):
+            return None
+        return decision if decision.answered and not decision.outcome else None
 
     def newest_first(self) -> list[Decision]:
         """All decisions at this moment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -100,7 +101,7 @@ class DecisionService:
         """From the router that made it. None: it does not know the decision any more, does not reply, or the decision
         is not ``tenant``'s; None: any tenant's.
         """
-        found = await self.log.find_ended(decision_id, tenant, ENDING_S_MAX)
+        found = await self._find_here(decision_id, tenant)
         router_id = router_of(decision_id)
         if found is not None or router_id in ("", self.router_id):
             return found
@@ -134,6 +135,17 @@ class DecisionService:
             await asyncio.sleep(0)
         return found
 
+    async def _find_here(self, decision_id: str, tenant: str | None) -> DecisionRecord | None:
+        """In the log, complete: a client may ask sooner than its request's last leg has reported."""
+        decision = self.log.ending(decision_id, tenant)
+        if decision is not None:
+            ended = asyncio.Event()
+            decision.on_end += (ended.set,)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ENDING_S_MAX):
+                    await ended.wait()
+        return self.log.find(decision_id, tenant)
+
     async def _last(self, wanted: DecisionFilter) -> DecisionRecord | None:
         found = await self.listed(msgspec.structs.replace(wanted, limit=1), with_candidates=True)
         return found[0] if found else None
@@ -151,7 +163,7 @@ class DecisionService:
 
     async def _on_ask(self, ask: AskDecision, _envelope: Envelope) -> FoundDecision:
         if ask.decision_id:
-            return FoundDecision(decision=await self.log.find_ended(ask.decision_id, ask.tenant, ENDING_S_MAX))
+            return FoundDecision(decision=await self._find_here(ask.decision_id, ask.tenant))
         return FoundDecision(decision=await self._last(DecisionFilter(tenant=ask.tenant, request_id=ask.request_id)))
 
 

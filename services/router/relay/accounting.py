@@ -48,7 +48,7 @@ class Accounting:
         placement = context.placement
         decoding = None if placement is None else self._usage.numbers_of(placement.decode)
         self._ended.append(Ended(context, at, used, decoding))
-        is_awaited = context.decision is not None and context.decision.awaited is not None
+        is_awaited = context.decision is not None and bool(context.decision.on_end)
         if is_awaited or len(self._ended) >= ENDED_AT_ONCE_MAX:
             self.catch_up()
 
