@@ -183,11 +183,8 @@ class NatsBus(Connection):
         async def take(payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
             await receiver.take(payload, headers, subject)
 
-        def take_now(payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
-            receiver.take_now(payload, headers, subject)
-
         return await self._subscribe(
-            subject_filter(channel, ids), take if receiver.is_async else take_now, queue_max, on_dropped
+            subject_filter(channel, ids), take if receiver.is_async else receiver.take_now, queue_max, on_dropped
         )
 
     async def ask(

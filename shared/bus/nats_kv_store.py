@@ -35,7 +35,7 @@ CHANGES_MAX = 65536
 SEQUENCE_HEADER, STREAM_HEADER = "Nats-Sequence", "Nats-Stream"
 
 
-Take = Callable[[bytes, dict[str, str], str, str], None]
+Take = Callable[[bytes, dict[str, str], str], None]
 
 
 class Owner(Requester, Protocol):
@@ -257,7 +257,7 @@ class _Changes:
         self._newest = 0
         self._heard.set()
 
-    def take(self, payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
+    def take(self, payload: bytes, headers: dict[str, str], subject: str) -> None:
         """A message on the subject of stored values. Only the server publishes there and adds these headers; a reply
         that another party directs there has none.
         """

@@ -9,21 +9,19 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Final
 
-Take = Callable[[bytes, dict[str, str], str, str], None]
-"""Payload, headers, subject, reply subject."""
+Take = Callable[[bytes, dict[str, str], str], None]
+"""Payload, headers, subject. Nobody who is called while the bytes are being read replies."""
 
-MSG: Final = b"MSG "
-HMSG: Final = b"HMSG "
+MSG: Final = b"MSG"
+HMSG: Final = b"HMSG"
+MSG_WORDS: Final = (4, 5)
+"""``MSG subject subscription [reply] bytes``; HMSG has the headers' bytes besides."""
 LINE_END: Final = b"\r\n"
 LINE_END_BYTES: Final = 2
 LINE_BYTES_MAX: Final = 1024 * 1024
 """Of a line without its end. INFO is the longest: it lists all servers."""
 VERSION: Final = b"NATS/1.0"
 _NO_HEADERS: Final[dict[str, str]] = {}
-
-
-KNOWN_MAX: Final = 4096
-"""Beginnings of lines that are remembered: one for each sender of each subscription."""
 
 
 class MessageReader:
@@ -36,10 +34,8 @@ class MessageReader:
         """``rest`` gets what is of no subscription that is listened to. ``heard``: called for each read."""
         self._rest = rest
         self._heard = heard
-        self._takes: dict[int, Take] = {}
-        """By subscription id."""
-        self._known: dict[bytes, tuple[Take, str]] = {}
-        """The function and the subject for lines that begin like this: all of ``MSG subject id`` but the size."""
+        self._takes: dict[bytes, Take] = {}
+        """By subscription id, as it stands in a line."""
         self._held: list[bytes] = []
         """The beginning of a command whose end has not arrived."""
         self._held_bytes = 0
@@ -48,12 +44,11 @@ class MessageReader:
 
     def listen(self, subscription: int, take: Take) -> None:
         """Call ``take`` for the messages of this subscription."""
-        self._takes[subscription] = take
+        self._takes[b"%d" % subscription] = take
 
     def forget(self, subscription: int) -> None:
         """Call nothing for them any more."""
-        if self._takes.pop(subscription, None) is not None:
-            self._known.clear()
+        self._takes.pop(b"%d" % subscription, None)
 
     def data_received(self, data: bytes) -> None:
         self._heard()
@@ -77,54 +72,33 @@ class MessageReader:
                 else:
                     self._hold(data[at:], 0)
                 break
-            line, begin = data[at:line_end], line_end + LINE_END_BYTES
-            beginning, _, last = line.rpartition(b" ")
-            known = self._known.get(beginning)
-            if known is not None and last.isdigit():
-                end = begin + int(last) + LINE_END_BYTES
-                if end > size:
-                    self._hold(data[at:], end - at)
-                    break
-                known[0](data[begin : end - LINE_END_BYTES], _NO_HEADERS, known[1], "")
-                at = end
-                continue
-            if not line.startswith((MSG, HMSG)):
+            begin = line_end + LINE_END_BYTES
+            words = data[at:line_end].split()
+            kind = words[0] if words else b""
+            has_headers = kind == HMSG
+            if not (has_headers or kind == MSG):
                 others.append(data[at:begin])
                 at = begin
                 continue
-            try:
-                end = begin + int(last) + LINE_END_BYTES
-                if end > size:
-                    self._hold(data[at:], end - at)
-                    break
-                if not self._take(beginning, data[begin : end - LINE_END_BYTES]):
-                    others.append(data[at:end])
-            except (ValueError, IndexError):  # Likewise.
-                others.append(data[at:])
+            if len(words) - has_headers not in MSG_WORDS or not words[-1].isdigit():
+                others.append(data[at:])  # Likewise.
                 break
+            last = begin + int(words[-1])
+            end = last + LINE_END_BYTES
+            if end > size:
+                self._hold(data[at:], end - at)
+                break
+            take = self._takes.get(words[2])
+            if take is None:
+                others.append(data[at:end])
+            elif has_headers:
+                payload = min(last, begin + (int(words[-2]) if words[-2].isdigit() else 0))
+                take(data[payload:last], read_headers(data[begin:payload]), words[1].decode(errors="replace"))
+            else:
+                take(data[begin:last], _NO_HEADERS, words[1].decode(errors="replace"))
             at = end
         if others:
             self._rest.data_received(b"".join(others))
-
-    def _take(self, line: bytes, data: bytes) -> bool:
-        """Whether a subscription that is listened to takes the message. ``line``: its first line, without the size of
-        ``data``, which are headers and payload. Raises ValueError, IndexError.
-        """
-        words = line.split()
-        is_plain = words[0] == b"MSG"
-        take = self._takes.get(int(words[2]))
-        if take is None:
-            return False
-        subject = words[1].decode()
-        reply_at, header_bytes = 3, 0 if is_plain else int(words[-1])
-        reply = words[reply_at].decode() if len(words) > reply_at + (not is_plain) else ""
-        if is_plain and not reply:
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
-            self._known[line] = take, subject
-        headers = _NO_HEADERS if is_plain else read_headers(data[:header_bytes])
-        take(data[header_bytes:], headers, subject, reply)
-        return True
 
     def _hold(self, data: bytes, needed: int) -> None:
         self._held.append(data)

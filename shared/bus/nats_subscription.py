@@ -27,9 +27,10 @@ from shared.contracts.permissions import REPLIES
 
 log = logging.getLogger("baton.bus")
 
-Take = Direct | Callable[[bytes, dict[str, str], str, str], Awaitable[None]]
-"""Whole payload, headers, subject and reply subject of the (last) message that brought it. A plain function is called
-as the message is read; a coroutine function gets a queue and a task."""
+Queued = Callable[[bytes, dict[str, str], str, str], Awaitable[None]]
+Take = Direct | Queued
+"""Whole payload, headers and subject of the (last) message that brought it. A plain function is called as the message
+is read; a coroutine function gets a queue and a task, and the reply subject."""
 
 HELD_BUDGETS_MAX: Final = 4
 """Half-built messages of one subscription hold at most this many times the frame budget."""
@@ -56,7 +57,7 @@ class LiveSubscription:
         self.dropped = 0
         self.nats: NatsSubscription | None = None
         self._nc = nc
-        self._take: Callable[[bytes, dict[str, str], str, str], Any] = take
+        self._take: Callable[..., Any] = take
         self._is_direct = not inspect.iscoroutinefunction(take)
         self._counts = counts
         self._on_dropped = on_dropped
@@ -73,19 +74,20 @@ class LiveSubscription:
         if self._is_direct:
             self._nc.listen(self.nats._id, self._on_direct)
 
-    def _on_direct(self, payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
+    def _on_direct(self, payload: bytes, headers: dict[str, str], subject: str) -> None:
         whole = self._whole(payload, headers, subject) if headers else payload
         if whole is not None:
-            self._take(whole, headers, subject, reply)
+            self._take(whole, headers, subject)
 
     async def _on_message(self, msg: Msg) -> None:
         headers = msg.headers or {}
         whole = self._whole(msg.data, headers, msg.subject)
         if whole is None:
             return
-        taking = self._take(whole, headers, msg.subject, msg.reply)
-        if not self._is_direct:
-            await taking
+        if self._is_direct:
+            self._take(whole, headers, msg.subject)
+        else:
+            await self._take(whole, headers, msg.subject, msg.reply)
 
     def on_slow(self) -> None:
         """nats-py dropped a message because the queue was full."""
@@ -169,7 +171,7 @@ class Inbox:
             if not asked.done():
                 asked.set_exception(error())
 
-    def on_message(self, payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
+    def on_message(self, payload: bytes, headers: dict[str, str], subject: str) -> None:
         """Takes every message below the prefix."""
         kind, _, name = subject[len(self._prefix) + 1 :].partition(".")
         no_responders = not payload and headers.get(_STATUS_HEADER) == _NO_RESPONDERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -44,12 +45,12 @@ def commands(draw):
         line = f"HMSG {' '.join(words)} {len(block)} {len(block) + len(payload)}\r\n".encode() + block
     else:
         line = f"MSG {' '.join(words)} {len(payload)}\r\n".encode()
-    taken = (payload, fields, subject, reply) if subscription == TAKEN else None
+    taken = (payload, fields, subject) if subscription == TAKEN else None
     return line + payload + b"\r\n", taken
 
 
 @given(st.lists(commands(), max_size=12), st.lists(st.integers(0, 600), max_size=8))
-@example([(b"MSG a 7 2\r\nhi\r\n", (b"hi", {}, "a", ""))] * 3, [1, 9, 10, 11, 13, 14])
+@example([(b"MSG a 7 2\r\nhi\r\n", (b"hi", {}, "a"))] * 3, [1, 9, 10, 11, 13, 14])
 def test_every_message_is_taken_once_and_in_order(sent, cuts):
     taken, rest = [], Rest()
     reader = MessageReader(rest, lambda: None)
@@ -74,6 +75,17 @@ def test_nothing_is_taken_for_a_subscription_that_ended():
     reader.data_received(b"MSG a 7 1\r\ny\r\n")
 
     assert (len(taken), rest.got) == (1, b"MSG a 7 1\r\ny\r\n")
+
+
+@pytest.mark.parametrize("line", [b"MSG", b"MSG a 7", b"MSG a 7 -5", b"MSG a 7 b c 1", b"HMSG a 7 1", b"HMSG a 7 1 x"])
+def test_a_broken_line_and_all_after_it_go_to_nats_py_which_ends_the_connection(line):
+    taken, rest = [], Rest()
+    reader = MessageReader(rest, lambda: None)
+    reader.listen(TAKEN, lambda *message: taken.append(message))
+
+    reader.data_received(line + b"\r\nMSG a 7 1\r\nx\r\n")
+
+    assert (taken, rest.got) == ([], line + b"\r\nMSG a 7 1\r\nx\r\n")
 
 
 @given(st.binary(max_size=60).filter(lambda line: b"\n" not in line))
