@@ -1,9 +1,15 @@
+from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
 from services.router.state.block_table import Depths
 from services.router.state.fleet_table import Bools, Floats, Ints
 from services.router.state.worker_view import WorkerView
 
 NUMBERS: str
 FLAGS: str
+CANDIDATE_BYTES: int
+
+def unpack(
+    packed: bytes, number: int, prefill: type[PrefillEstimate], decode: type[DecodeEstimate], cost: type[Cost], /
+) -> tuple[int, int, tuple[float, float, float], PrefillEstimate, DecodeEstimate, Cost]: ...
 
 class Columns:
     def __init__(self, by_row: Floats, /) -> None: ...

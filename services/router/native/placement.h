@@ -68,7 +68,7 @@ struct holders {
 
 enum { PREFILLS_BIT = 1, DECODES_BIT = 2, ALONE_BIT = 4 };
 
-/* Python reads these in this order: see `CANDIDATE` in compiled.py. */
+/* The estimates and the numbers of the table are in the order of their types in Python: see `unpack` in compiled.py. */
 struct candidate {
     int64_t bits, group;
     int64_t cached, fetched, computed;

@@ -248,6 +248,21 @@ static PyObject *views_of(const Placing *self, PyObject *views, int count)
     return chosen;
 }
 
+/* Takes the parts, of which each may be NULL after an error. */
+static PyObject *in_tuple(PyObject **parts, int count)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (int i = 0; i < count; i++) {
+        if (parts[i] == NULL)
+            Py_CLEAR(tuple);
+        if (tuple != NULL)
+            PyTuple_SET_ITEM(tuple, i, parts[i]);
+        else
+            Py_XDECREF(parts[i]);
+    }
+    return tuple;
+}
+
 static PyObject *told(const Placing *self, const struct choice *choice, int count, PyObject *views,
                       const struct holder *found, int found_count)
 {
@@ -260,17 +275,7 @@ static PyObject *told(const Placing *self, const struct choice *choice, int coun
         PyBytes_FromStringAndSize((const char *)self->candidates, (Py_ssize_t)((size_t)count * sizeof *self->candidates)),
         views_of(self, views, count),
     };
-    enum { PARTS = sizeof parts / sizeof *parts };
-    PyObject *result = PyTuple_New(PARTS);
-    for (int i = 0; i < PARTS; i++) {
-        if (parts[i] == NULL)
-            Py_CLEAR(result);
-        if (result != NULL)
-            PyTuple_SET_ITEM(result, i, Py_NewRef(parts[i]));
-    }
-    for (int i = 0; i < PARTS; i++)
-        Py_XDECREF(parts[i]);
-    return result;
+    return in_tuple(parts, sizeof parts / sizeof *parts);
 }
 
 static PyObject *choose_among(Placing *self, PyObject *const *args, Py_ssize_t given)
@@ -302,6 +307,57 @@ static PyObject *choose_among(Placing *self, PyObject *const *args, Py_ssize_t g
     PyObject *result = computing < 0 ? Py_NewRef(Py_None) : told(self, &choice, count, views, found, found_count);
     PyBuffer_Release(&groups);
     return result;
+}
+
+/* ---- packed candidates */
+
+/* Puts the integers and then the floats into the tuple from `at` on; whether that succeeded. */
+static bool put_numbers(PyObject *tuple, Py_ssize_t at, const int64_t *integers, int integer_count, const double *floats,
+                        int float_count)
+{
+    for (int i = 0; i < integer_count + float_count; i++, at++) {
+        PyObject *number = i < integer_count ? PyLong_FromLongLong(integers[i]) : PyFloat_FromDouble(floats[i - integer_count]);
+        if (number == NULL)
+            return false;
+        PyTuple_SET_ITEM(tuple, at, number);
+    }
+    return true;
+}
+
+/* A named tuple of that type. */
+static PyObject *estimate_of(PyObject *type, const int64_t *integers, int integer_count, const double *floats,
+                             int float_count)
+{
+    PyTypeObject *named = (PyTypeObject *)type;
+    if (!PyType_Check(type) || !PyType_IsSubtype(named, &PyTuple_Type))
+        return PyErr_Format(PyExc_TypeError, "an estimate's type is a named tuple, not %R", type);
+    PyObject *made = named->tp_alloc(named, integer_count + float_count);
+    if (made != NULL && !put_numbers(made, 0, integers, integer_count, floats, float_count))
+        Py_CLEAR(made);
+    return made;
+}
+
+/* What a candidate is made of: roles, group, numbers of the table, estimates. */
+static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given)
+{
+    size_t number;
+    struct candidate one;
+    if (!is_count(given, 5))
+        return NULL;
+    if (!PyBytes_CheckExact(args[0]))
+        return PyErr_Format(PyExc_TypeError, "packed candidates are bytes");
+    if (!read_row(args[1], (size_t)PyBytes_GET_SIZE(args[0]) / sizeof one, &number))
+        return NULL;
+    memcpy(&one, PyBytes_AS_STRING(args[0]) + number * sizeof one, sizeof one);
+    PyObject *parts[] = {
+        PyLong_FromLongLong(one.bits),
+        PyLong_FromLongLong(one.group),
+        estimate_of((PyObject *)&PyTuple_Type, NULL, 0, &one.legs, 3),
+        estimate_of(args[2], &one.cached, 3, &one.queue_s, 4),
+        estimate_of(args[3], NULL, 0, &one.handoff_s, 9),
+        estimate_of(args[4], NULL, 0, one.cost_s, 3),
+    };
+    return in_tuple(parts, sizeof parts / sizeof *parts);
 }
 
 static PyObject *is_full(Placing *self, PyObject *Py_UNUSED(none))
@@ -477,11 +533,17 @@ static PyType_Spec columns_spec = {
     .slots = columns_slots,
 };
 
+static PyMethodDef functions[] = {
+    FAST("unpack", unpack),
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_placement",
     .m_doc = "Placement in C.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 #define AS_STRING(name) #name " "
@@ -492,6 +554,7 @@ PyMODINIT_FUNC PyInit__placement(void)
     if (made == NULL || type == NULL || columns == NULL || PyModule_AddObjectRef(made, "Columns", columns) ||
         PyModule_AddStringConstant(made, "NUMBERS", NUMBER_NAMES(AS_STRING)) ||
         PyModule_AddStringConstant(made, "FLAGS", FLAG_NAMES(AS_STRING)) ||
+        PyModule_AddIntConstant(made, "CANDIDATE_BYTES", sizeof(struct candidate)) ||
         PyModule_AddObjectRef(made, "NativePlacement", type))
         Py_CLEAR(made);
     Py_XDECREF(type);

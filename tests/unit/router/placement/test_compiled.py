@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from services.router.placement import compiled
+from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
 from services.router.state import fleet_table as t
@@ -239,5 +240,22 @@ def test_hostile_sizes_are_bounded():
     }
     chosen = placing.choose(*{**ASKED, **hostile}.values())
 
+    from services.router.native import _placement
+
     assert chosen is not None
-    assert len(chosen[5]) == 4 * compiled.CANDIDATE.size
+    assert len(chosen[5]) == 4 * _placement.CANDIDATE_BYTES
+
+
+@pytest.mark.parametrize("number", [-1, 4, 2**62])
+def test_there_is_no_candidate_beyond_the_packed_ones(number: int):
+    from services.router.native import _placement
+
+    with pytest.raises(ValueError, match="there is no row"):
+        _placement.unpack(b"\0" * (4 * _placement.CANDIDATE_BYTES + 1), number, PrefillEstimate, DecodeEstimate, Cost)
+
+
+def test_estimates_are_named_tuples():
+    from services.router.native import _placement
+
+    with pytest.raises(TypeError, match="named tuple"):
+        _placement.unpack(b"\0" * _placement.CANDIDATE_BYTES, 0, PrefillEstimate, dict, Cost)
