@@ -17,7 +17,7 @@ from services.router.relay.request_context import RequestContext
 from services.router.settings import Settings
 from shared.contracts.batches import COMPLETED, FAILED, StoredBatch
 from shared.contracts.failures import Reason
-from shared.http.errors import Header, HttpError
+from shared.http.errors import HttpError
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
@@ -54,7 +54,7 @@ class LineRequest(HttpRequest):
         self._pieces: list[bytes] = []
         self._retry_after_s = 0.0
 
-    def answer(self, status: int, headers: list[Header], body: bytes) -> None:
+    def answer(self, status: int, headers: bytes, body: bytes) -> None:
         del headers
         self.begun = self.ended = True
         self.upload.over()
@@ -63,9 +63,9 @@ class LineRequest(HttpRequest):
     def refuse(self, error: HttpError, more: object = ()) -> None:
         del more
         self._retry_after_s = error.retry_after_s or 0.0
-        self.answer(error.status, [], error.body)
+        self.answer(error.status, b"", error.body)
 
-    def begin(self, status: int, headers: list[Header]) -> None:
+    def begin(self, status: int, headers: bytes) -> None:
         del status, headers
         self.begun = True
 
@@ -73,7 +73,7 @@ class LineRequest(HttpRequest):
         self._pieces.append(data)
 
     def end(self, data: bytes = b"") -> None:
-        self.answer(200, [], b"".join([*self._pieces, data]))
+        self.answer(200, b"", b"".join([*self._pieces, data]))
 
     def abort(self) -> None:
         self.client_left()

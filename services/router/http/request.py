@@ -30,8 +30,16 @@ READ = frozenset({b"content-length", b"content-type", b"x-request-id", b"x-baton
 READ |= {b"x-baton-tenant", *TRACE_CONTEXT}
 """The headers that the router reads; clients send many others."""
 JSON_TYPE: Final = "application/json"
+CHUNKED: Final = b"transfer-encoding: chunked\r\n"
+HEAD_END: Final = b"\r\n"
+CLOSING_HEAD_END: Final = b"connection: close\r\n\r\n"
 UNPRINTABLE: Final = b"unprintable"
 MODES: Final = {mode.value.encode(): mode for mode in Mode}
+
+
+def header_lines(headers: Iterable[Header]) -> bytes:
+    """Headers as they stand in a response, with their line ends."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def header_value(text: str) -> bytes:
@@ -246,10 +254,9 @@ class HttpRequest:
         """So many bytes more are in memory for this request; a negative number releases them."""
         self.upload.hold(size)
 
-    def answer(self, status: int, headers: list[Header], body: bytes) -> None:
-        """Send a whole response."""
-        length = (b"content-length", b"%d" % len(body))
-        self._begin(status, [*headers, length])
+    def answer(self, status: int, headers: bytes, body: bytes) -> None:
+        """Send a whole response. ``headers``: see ``header_lines``."""
+        self._begin(status, headers, f"content-length: {len(body)}\r\n".encode())
         self._connection.write(self._unsent_head + body)
         self._end()
 
@@ -259,13 +266,13 @@ class HttpRequest:
             self._keep_alive = False
         error = error_for(self.head.path, error, self.head.request_id)
         headers = [*error.headers(), (b"x-request-id", self.head.request_id.encode()), *more]
-        self.answer(error.status, headers, error.body)
+        self.answer(error.status, header_lines(headers), error.body)
 
-    def begin(self, status: int, headers: list[Header]) -> None:
+    def begin(self, status: int, headers: bytes) -> None:
         """Begin a stream. Its head is written with the first data."""
         if not self.head.http11:
             self._keep_alive = False
-        self._begin(status, [*headers, (b"transfer-encoding", b"chunked")] if self.head.http11 else headers)
+        self._begin(status, headers, CHUNKED if self.head.http11 else b"")
 
     def is_blocked(self) -> bool:
         """Whether the client reads too slowly: a stream's next piece should wait for ``drained``."""
@@ -298,13 +305,10 @@ class HttpRequest:
             b"%b%x\r\n%b\r\n" % (self._unsent_head, len(data), data) if self.head.http11 else self._unsent_head + data
         )
 
-    def _begin(self, status: int, headers: list[Header]) -> None:
+    def _begin(self, status: int, headers: bytes, framing: bytes) -> None:
         self.begun = True
-        pieces = [STATUS_LINE[status]]
-        for name, value in headers:
-            pieces += (name, b": ", value, b"\r\n")
-        pieces.append(b"\r\n" if self._keep_alive else b"connection: close\r\n\r\n")
-        self._unsent_head = b"".join(pieces)
+        end = HEAD_END if self._keep_alive else CLOSING_HEAD_END
+        self._unsent_head = STATUS_LINE[status] + headers + framing + end
 
     def _end(self) -> None:
         self.ended = True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from services.router.admission.queues import QueueEntry
-from services.router.http.request import HttpRequest, header_value
+from services.router.http.request import HttpRequest, header_lines, header_value
 from services.router.placement.decision import Decision
 from services.router.placement.placement import Placement, PlacementRequest
 from services.router.placement.request_facts import Mode, RequestFacts
@@ -228,7 +228,7 @@ class RequestContext:
         """The id under which ``/baton/decisions`` explains the placement."""
         if self.decision is None:
             return []
-        return [(b"x-baton-decision", self.decision.decision_id.encode())]
+        return [(DECISION_HEADER.encode(), self.decision.decision_id.encode())]
 
     def client_left(self) -> None:
         """The client has disconnected."""
@@ -242,6 +242,7 @@ class RequestContext:
         self.legs.clear()
 
 
+DECISION_HEADER: Final = "x-baton-decision"
 FIXED_HEADERS_MAX: Final = 4096
 """Maximum number of cached combinations; the cache is cleared when it is full."""
 
@@ -252,18 +253,20 @@ class ResponseHeaders:
     """
 
     def __init__(self) -> None:
-        self._fixed: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
+        self._fixed: dict[tuple[Mode, str, str, str, bool], bytes] = {}
 
-    def of(self, context: RequestContext, placement: Placement, content_type: str) -> list[Header]:
+    def of(self, context: RequestContext, placement: Placement, content_type: str) -> bytes:
+        """See ``header_lines``."""
         prefill = placement.prefill.record.worker_id if placement.prefill is not None else ""
         key = (placement.mode, content_type, placement.decode.record.worker_id, prefill, placement.streamed)
         fixed = self._fixed.get(key)
         if fixed is None:
             if len(self._fixed) >= FIXED_HEADERS_MAX:
                 self._fixed.clear()
-            fixed = self._fixed[key] = _fixed_headers(*key)
-        named = (b"x-request-id", context.http_request.head.request_id.encode())
-        return [*fixed, named, *context.decision_headers()]
+            fixed = self._fixed[key] = header_lines(_fixed_headers(*key))
+        named, decision = context.http_request.head.request_id, context.decision
+        decided = f"{DECISION_HEADER}: {decision.decision_id}\r\n" if decision is not None else ""
+        return fixed + f"x-request-id: {named}\r\n{decided}".encode()
 
 
 def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:

@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     """A whole response."""
 
     status: int
-    headers: list[Header]
+    headers: bytes
     body: bytes
 
 
@@ -61,7 +61,7 @@ class InnerRequest(HttpRequest):
             self.slow = self._client.slow
         super().client_left()
 
-    def answer(self, status: int, headers: list[Header], body: bytes) -> None:
+    def answer(self, status: int, headers: bytes, body: bytes) -> None:
         self.begun = self.ended = True
         self.upload.over()
         self.whole = Answer(status, headers, body)
@@ -71,7 +71,7 @@ class InnerRequest(HttpRequest):
             self.close_after()
         super().refuse(error, more)
 
-    def begin(self, status: int, headers: list[Header]) -> None:
+    def begin(self, status: int, headers: bytes) -> None:
         self.begun = True
         if self._client is not None:
             self._client.begin(status, headers)

@@ -13,7 +13,7 @@ import msgspec
 
 from services.router.auth.client import ApiClient
 from services.router.http.errors import bad_request, failed
-from services.router.http.request import HttpRequest
+from services.router.http.request import HttpRequest, header_lines
 from services.router.relay.relay import Relay
 from services.router.responses.background import TENANT_MAX, Background, Run
 from services.router.responses.history import (
@@ -250,7 +250,7 @@ class Responses:
                 raise
             raise ResponseRefused(failed(Reason.TOO_LARGE, f"The response cannot be kept: {error}.")) from error
         named = (b"x-request-id", http_request.head.request_id.encode())
-        http_request.answer(OK, [(b"content-type", b"application/json"), named], begun)
+        http_request.answer(OK, header_lines([(b"content-type", b"application/json"), named]), begun)
 
     def _refuse(self, http_request: HttpRequest, error: HttpError) -> None:
         head = http_request.head

@@ -41,7 +41,7 @@ def relayed(pieces: list[bytes]) -> tuple[bytes, InnerRequest]:
             connection, Head("/v1/responses", [], lambda: "r1"), Upload(0.0, totals), http11=True, keep_alive=True
         )
         inner = InnerRequest(client, b"{}", tell, client)
-        inner.begin(200, [])
+        inner.begin(200, b"")
         for piece in pieces[:-1]:
             inner.send(piece)
         inner.end(pieces[-1])
@@ -87,9 +87,9 @@ def test_a_request_in_the_background_writes_to_no_client():
             keep_alive=True,
         )
         inner = InnerRequest(like, b"{}", tell, None)
-        inner.answer(200, [], b"{}")
+        inner.answer(200, b"", b"{}")
         inner.close_after()
         inner.abort()
         return connection.written, connection.aborted, inner.whole, inner.left
 
-    assert asyncio.run(run()) == (b"", False, (200, [], b"{}"), True)
+    assert asyncio.run(run()) == (b"", False, (200, b"", b"{}"), True)
