@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Final, NamedTuple
 
 from services.router.auth.client import ApiClient
-from services.router.placement import cost
-from services.router.placement.placement import Placement
 from services.router.relay.request_context import RequestContext
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
@@ -52,13 +49,23 @@ class Spender(NamedTuple):
     key: str
 
 
-class Place(NamedTuple):
-    """A row of the ledger."""
+Place = tuple[str, str, str, str]
+"""A row of the ledger: day, tenant, key, model."""
 
-    day: str
-    tenant: str
-    key: str
-    model: str
+
+class Used:
+    """By a request that has ended."""
+
+    __slots__ = (
+        "cached_tokens", "cancelled", "completion_tokens", "decode_s", "failed", "prefill_s", "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(self, *, failed: bool = False, cancelled: bool = False) -> None:
+        """See ``UsageCounts``."""
+        self.failed = failed
+        self.cancelled = cancelled
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.prefill_s = self.decode_s = 0.0
 
 
 class _Sum:
@@ -71,21 +78,22 @@ class _Sum:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.spender = Spender(place.day[:MONTH_CHARS], place.tenant, place.key)
+        day, tenant, key, _model = place
+        self.spender = Spender(day[:MONTH_CHARS], tenant, key)
         self.requests = self.failed = self.cancelled = 0
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.prefill_s = self.decode_s = 0.0
         self.monthly_tokens = 0
 
-    def add(self, counts: UsageCounts) -> None:
-        self.requests += counts.requests
-        self.failed += counts.failed
-        self.cancelled += counts.cancelled
-        self.prompt_tokens += counts.prompt_tokens
-        self.cached_tokens += counts.cached_tokens
-        self.completion_tokens += counts.completion_tokens
-        self.prefill_s += counts.prefill_s
-        self.decode_s += counts.decode_s
+    def add(self, used: Used) -> None:
+        self.requests += 1
+        self.failed += used.failed
+        self.cancelled += used.cancelled
+        self.prompt_tokens += used.prompt_tokens
+        self.cached_tokens += used.cached_tokens
+        self.completion_tokens += used.completion_tokens
+        self.prefill_s += used.prefill_s
+        self.decode_s += used.decode_s
 
     def row(self) -> UsageRow:
         counts = UsageCounts(
@@ -98,7 +106,8 @@ class _Sum:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
         )
-        return UsageRow(**self.place._asdict(), counts=counts, monthly_tokens=self.monthly_tokens)
+        day, tenant, key, model = self.place
+        return UsageRow(day=day, tenant=tenant, key=key, model=model, counts=counts, monthly_tokens=self.monthly_tokens)
 
 
 class UnstoredUsage:
@@ -106,8 +115,7 @@ class UnstoredUsage:
 
     def __init__(self) -> None:
         self._open: dict[Place, _Sum] = {}
-        self._tokens: Counter[Spender] = Counter()
-        """Tokens."""
+        self._tokens: dict[Spender, int] = {}
         self.number = 0
         """Of the present report."""
         self.report: list[UsageRow] = []
@@ -115,17 +123,18 @@ class UnstoredUsage:
         self.uncounted = 0
         """Requests that found no room."""
 
-    def add(self, place: Place, counts: UsageCounts, monthly_tokens: int) -> None:
+    def add(self, place: Place, used: Used, monthly_tokens: int) -> None:
         """A request has ended."""
         known = self._open.get(place)
         if known is None:
             if len(self._open) >= ROWS_MAX:
-                self.uncounted += counts.requests
+                self.uncounted += 1
                 return
             known = self._open[place] = _Sum(place)
-        known.add(counts)
+        known.add(used)
         known.monthly_tokens = monthly_tokens
-        self._tokens[known.spender] += counts.tokens
+        tokens, spender = self._tokens, known.spender
+        tokens[spender] = tokens.get(spender, 0) + used.prompt_tokens + used.completion_tokens
 
     def next_report(self) -> bool:
         """Put together ``report``, unless there is one. False: there is nothing to report."""
@@ -141,9 +150,9 @@ class UnstoredUsage:
             return
         for row in self.report:
             spender = Spender(row.month, row.tenant, row.key)
-            self._tokens[spender] -= row.counts.tokens
-            if self._tokens[spender] <= 0:
-                del self._tokens[spender]
+            left = self._tokens.pop(spender, 0) - row.counts.tokens
+            if left > 0:
+                self._tokens[spender] = left
         self.report = []
 
     @property
@@ -160,59 +169,54 @@ RANKS_MAX: Final = 1024
 """Of an engine, whatever a faulty worker says."""
 
 
-class UsedTokens(NamedTuple):
-    """Of one finished request."""
-
-    prompt: int
-    cached: int
-    completion: int
-    sequences: int
-
-
-def engine_seconds(
-    cluster: ClusterView,
-    placement: Placement,
-    finished: RequestFinished,
-    used: UsedTokens,
-    decoding: list[float] | None,
-) -> tuple[float, float]:
+def count_engine_seconds(
+    used: Used, context: RequestContext, finished: RequestFinished, cluster: ClusterView, decoding: list[float] | None
+) -> None:
     """Prefill and decode, each times the engine's ranks. Of a decode step, whose fixed cost all requests of the batch
     share, the request's share in the batch at its end; 0.0 for a worker that is gone. The prefill gives each completion
     its first token. ``decoding``: the decode worker's row of the fleet table when the request ended.
     """
+    placement, prompt = context.placement, used.prompt_tokens
+    assert placement is not None
     computing = placement.prefill or placement.decode
     elsewhere = finished.received_tokens if placement.prefill is None else -1
     fetched = max(0, finished.readback_tokens, elsewhere)
-    computed = max(0, used.prompt - used.cached - fetched)
-    first = decoding if computing is placement.decode else _numbers(cluster, computing)
+    computed = max(0, prompt - used.cached_tokens - fetched)
+    first = decoding if computing is placement.decode else numbers_of(cluster, computing)
     ranks = _ranks(placement.decode)
-    prefill_s = _prefill_s(first, computed, used.prompt - computed) * _ranks(computing)
     again = max(0, finished.recomputed_tokens) + max(0, finished.reprefilled_tokens)
-    prefill_s += _prefill_s(decoding, again, max(0, used.prompt - again)) * ranks
-    return prefill_s, _decode_s(decoding, used) * ranks
+    used.prefill_s = work_s(first, computed, prompt - computed) * _ranks(computing)
+    used.prefill_s += work_s(decoding, again, max(0, prompt - again)) * ranks
+    used.decode_s = _decode_s(decoding, used, context.facts.sequences) * ranks
 
 
 def _ranks(view: WorkerView) -> int:
     return max(1, min(view.record.ranks, RANKS_MAX))
 
 
-def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:
-    """Of a worker that is not gone, as floats of Python: arithmetic on numpy's is several times slower."""
+def numbers_of(cluster: ClusterView, view: WorkerView) -> list[float] | None:
+    """The worker's row of the fleet table, as floats of Python: arithmetic on numpy's is several times slower. None: it
+    is gone.
+    """
     alive = cluster.workers.get(view.record.worker_id) is view
     return cluster.table.of(view.row) if alive else None
 
 
-def _prefill_s(n: list[float] | None, computed: int, before: int) -> float:
-    return float(cost.work_s(n, computed, before)) if n is not None and computed else 0.0
+def work_s(n: list[float] | None, computed: int, cached: int) -> float:
+    """As ``cost.work_s``, compiled; 0.0 for a worker that is gone."""
+    if n is None or not computed:
+        return 0.0
+    pairs = computed * (cached + 0.5 * computed)
+    return n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * computed + n[t.PREFILL_PAIR_S] * pairs
 
 
-def _decode_s(n: list[float] | None, used: UsedTokens) -> float:
+def _decode_s(n: list[float] | None, used: Used, sequences: int) -> float:
     if n is None:
         return 0.0
-    context_tokens = used.prompt + used.completion / 2
+    context_tokens = used.prompt_tokens + used.completion_tokens / 2
     batch = max(1.0, n[t.DECODING])
     step_s = n[t.DECODE_STEP_S] / batch + n[t.DECODE_REQUEST_S] + n[t.DECODE_CONTEXT_TOKEN_S] * context_tokens
-    return float(step_s) * max(0, used.completion - used.sequences)
+    return step_s * max(0, used.completion_tokens - sequences)
 
 
 log = logging.getLogger("baton.router")
@@ -261,8 +265,8 @@ class UsageLog:
         return ""
 
     def numbers_of(self, view: WorkerView) -> list[float] | None:
-        """The worker's row of the fleet table; None: it is gone."""
-        return _numbers(self._cluster, view)
+        """See the function."""
+        return numbers_of(self._cluster, view)
 
     def ended(
         self, context: RequestContext, finished: RequestFinished, used: tuple[int, int], decoding: list[float] | None
@@ -271,8 +275,8 @@ class UsageLog:
         numbers at that time.
         """
         key = context.http_request.head.client.key
-        place = Place(self._day(), key.tenant, key.label, self._model(context)[:NAME_CHARS_MAX])
-        self.unstored.add(place, self._counts(context, finished, used, decoding), key.monthly_tokens)
+        place = (self._day(), key.tenant, key.label, self._model(context)[:NAME_CHARS_MAX])
+        self.unstored.add(place, self._used(context, finished, used, decoding), key.monthly_tokens)
 
     def _day(self) -> str:
         number = self._clock.wall_ms() // DAY_MS
@@ -286,28 +290,20 @@ class UsageLog:
             return context.facts.model or context.placement.decode.record.model
         return context.facts.model if self._cluster.knows(context.facts.model) else ""
 
-    def _counts(
-        self, context: RequestContext, finished: RequestFinished, used: tuple[int, int], decoding: list[float] | None
-    ) -> UsageCounts:
-        status, placement = finished.status, context.placement
+    def _used(
+        self, context: RequestContext, finished: RequestFinished, tokens: tuple[int, int], decoding: list[float] | None
+    ) -> Used:
+        status = finished.status
         cancelled = status == CLIENT_GONE
         failed = status >= CLIENT_ERROR and not cancelled
-        if placement is None or (failed and not _computed(context)):
-            return UsageCounts(requests=1, failed=int(failed), cancelled=int(cancelled))
-        prompt, completion = max(0, min(used[0], COUNT_MAX)), max(0, min(used[1], COUNT_MAX))
-        cached = max(0, min(finished.cached_tokens, prompt))
-        tokens = UsedTokens(prompt, cached, completion, context.facts.sequences)
-        prefill_s, decode_s = engine_seconds(self._cluster, placement, finished, tokens, decoding)
-        return UsageCounts(
-            requests=1,
-            failed=int(failed),
-            cancelled=int(cancelled),
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            completion_tokens=completion,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-        )
+        used = Used(failed=failed, cancelled=cancelled)
+        if context.placement is None or (failed and not _computed(context)):
+            return used
+        prompt, completion = tokens
+        used.prompt_tokens, used.completion_tokens = bounded(prompt, COUNT_MAX), bounded(completion, COUNT_MAX)
+        used.cached_tokens = bounded(finished.cached_tokens, used.prompt_tokens)
+        count_engine_seconds(used, context, finished, self._cluster, decoding)
+        return used
 
     async def report(self) -> None:
         """Report until cancelled."""
@@ -337,6 +333,11 @@ class UsageLog:
                 await self.report_now()
         except TimeoutError:
             log.warning("the usage of the last requests was not stored: no collector took it")
+
+
+def bounded(count: int, count_max: int) -> int:
+    """A count that a worker reports."""
+    return max(0, min(count, count_max))
 
 
 def day_of(number: int) -> str:
