@@ -232,6 +232,14 @@ class LegInbox:
             return None
         return leg
 
+    def hold(self) -> None:
+        """See ``Bus.hold``."""
+        self._bus.hold()
+
+    def release(self) -> None:
+        """See ``Bus.release``."""
+        self._bus.release()
+
     async def start(self, start: StartLeg, reader: LegReader, headers: Mapping[str, str] | None = None) -> Leg:
         """As ``start_now``, and waits until the bus can take the message."""
         leg = self._new_leg(start, reader)

@@ -158,6 +158,12 @@ class NatsBus(Connection):
         subject, payload, reply = self._addressed(channel, message, key)
         return not subject or self._sender.send_now(subject, payload, headers, reply)
 
+    def hold(self) -> None:
+        self._nc.hold()
+
+    def release(self) -> None:
+        self._nc.release()
+
     def _addressed(self, channel: Channel[M], message: M, key: str) -> tuple[str, bytes, str]:
         """Subject, payload and reply subject; an empty subject if the message must not be sent."""
         subject = channel.address(message)

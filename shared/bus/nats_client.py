@@ -43,6 +43,8 @@ class DirectClient(Client):
         self._messages: MessageReader | None = None
         self._socket: asyncio.Transport | None = None
         """Of the established connection."""
+        self._held: list[bytes] | None = None
+        """Commands that go to the socket with ``release``; None: they go there at once."""
 
     def listen(self, subscription: int, take: Take) -> None:
         """Call ``take`` for the messages of this subscription, now and after each reconnection."""
@@ -120,13 +122,25 @@ class DirectClient(Client):
             return False
         if headers:
             block = header_block(headers)
-            sizes = f"{len(block)} {len(block) + len(payload)}"
-            socket.write(
-                b"HPUB %b %b %b\r\n%b%b\r\n" % (subject.encode(), reply.encode(), sizes.encode(), block, payload)
-            )
+            line = f"HPUB {subject} {reply} {len(block)} {len(block) + len(payload)}\r\n"
+            command = b"".join([line.encode(), block, payload, b"\r\n"])
         else:
-            socket.write(f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n")
+            command = f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n"
+        if self._held is None:
+            socket.write(command)
+        else:
+            self._held.append(command)
         return True
+
+    def hold(self) -> None:
+        """See ``Bus.hold``."""
+        self._held = []
+
+    def release(self) -> None:
+        """See ``Bus.release``."""
+        held, self._held = self._held, None
+        if held and self._socket is not None:
+            self._socket.write(b"".join(held))
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         """Hand pending commands to the transport, which writes them to the socket at once (uvloop 0.23): the flusher

@@ -189,6 +189,14 @@ class Bus(Protocol):
         Raises MessageTooLarge, BusDown.
         """
 
+    def hold(self) -> None:
+        """Let what is published from now on wait for ``release``, which must follow before anything is awaited: one
+        write to the socket, which costs as much as all else that sending a message does.
+        """
+
+    def release(self) -> None:
+        """Send what ``hold`` has held back."""
+
     def on_unreachable(self, handler: Callable[[str], None]) -> None:
         """Call ``handler(key)`` for each message with a key (a subject token) whose subject has no subscriber."""
 

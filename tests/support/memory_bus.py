@@ -163,6 +163,12 @@ class MemoryBus(Connection):
     ) -> None:
         self.publish_now(channel, message, headers=headers, key=key)
 
+    def hold(self) -> None:
+        """Nothing to do: what is published is handled later in any case."""
+
+    def release(self) -> None:
+        """As ``hold``."""
+
     def publish_now(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
     ) -> bool:

@@ -180,9 +180,13 @@ class Attempt:
         # Side by side: the decode worker reads the KV as the prefill worker computes it.
         decode = runner.starter.make(context, placement, DECODE, beside=start.leg_id)
         self._answer = AnswerLeg(self, decode)
-        prefill.open()
-        if self._answer is not None:
-            self._answer.open()
+        runner.inbox.hold()
+        try:
+            prefill.open()
+            if self._answer is not None:
+                self._answer.open()
+        finally:
+            runner.inbox.release()
 
     def prefilled(self, report: LegReport) -> None:
         """The prefill leg is complete."""

@@ -25,6 +25,24 @@ async def test_messages_of_one_sender_arrive_in_order_with_their_headers(world):
     assert got == [(seq, {"traceparent": f"00-{seq}"}) for seq in range(100)]
 
 
+async def test_what_was_held_back_arrives_in_order_with_its_headers(world):
+    sender, receiver = await world.bus(), await world.bus()
+    got = []
+    await receiver.subscribe(KV_EVENTS, lambda batch, envelope: got.append((batch.seq, dict(envelope.headers))))
+    await sender.publish(KV_EVENTS, kv_batch(0))
+
+    sender.hold()
+    held = [
+        sender.publish_now(KV_EVENTS, kv_batch(seq), headers={"a": str(seq)} if seq == 2 else None) for seq in (1, 2)
+    ]
+    sender.release()
+    await sender.publish(KV_EVENTS, kv_batch(3))
+
+    await until(lambda: len(got) == 4)
+    assert got == [(0, {}), (1, {}), (2, {"a": "2"}), (3, {})]
+    assert held == [True, True]
+
+
 async def test_a_fixed_id_narrows_a_subscription_and_no_id_widens_it(world):
     sender, receiver = await world.bus(), await world.bus()
     one, all_of_them = [], []
