@@ -12,15 +12,17 @@ from typing import Final
 Take = Callable[[bytes, dict[str, str], str], None]
 """Payload, headers, subject. Nobody who is called while the bytes are being read replies."""
 
-MSG: Final = b"MSG"
+MESSAGES: Final = (b"MSG ", b"HMSG ")
 HMSG: Final = b"HMSG"
-MSG_WORDS: Final = (4, 5)
-"""``MSG subject subscription [reply] bytes``; HMSG has the headers' bytes besides."""
+MSG_WORDS: Final = (3, 4)
+"""``MSG subject subscription [reply]``, and then the bytes; HMSG has the headers' bytes before them."""
 LINE_END: Final = b"\r\n"
 LINE_END_BYTES: Final = 2
 LINE_BYTES_MAX: Final = 1024 * 1024
 """Of a line without its end. INFO is the longest: it lists all servers."""
 VERSION: Final = b"NATS/1.0"
+KNOWN_MAX: Final = 4096
+"""Beginnings of lines that are remembered: mostly one for each sender of each subscription."""
 _NO_HEADERS: Final[dict[str, str]] = {}
 
 
@@ -36,6 +38,8 @@ class MessageReader:
         self._heard = heard
         self._takes: dict[bytes, Take] = {}
         """By subscription id, as it stands in a line."""
+        self._known: dict[bytes, tuple[Take | None, str, int]] = {}
+        """What ``_read_line`` has found, by line."""
         self._held: list[bytes] = []
         """The beginning of a command whose end has not arrived."""
         self._held_bytes = 0
@@ -45,10 +49,12 @@ class MessageReader:
     def listen(self, subscription: int, take: Take) -> None:
         """Call ``take`` for the messages of this subscription."""
         self._takes[b"%d" % subscription] = take
+        self._known.clear()
 
     def forget(self, subscription: int) -> None:
         """Call nothing for them any more."""
         self._takes.pop(b"%d" % subscription, None)
+        self._known.clear()
 
     def data_received(self, data: bytes) -> None:
         self._heard()
@@ -73,32 +79,48 @@ class MessageReader:
                     self._hold(data[at:], 0)
                 break
             begin = line_end + LINE_END_BYTES
-            words = data[at:line_end].split()
-            kind = words[0] if words else b""
-            has_headers = kind == HMSG
-            if not (has_headers or kind == MSG):
-                others.append(data[at:begin])
-                at = begin
-                continue
-            if len(words) - has_headers not in MSG_WORDS or not words[-1].isdigit():
+            line, _, size_digits = data[at:line_end].rpartition(b" ")
+            known = self._known.get(line)
+            if known is None:
+                if not line.startswith(MESSAGES):
+                    others.append(data[at:begin])
+                    at = begin
+                    continue
+                known = self._read_line(line)
+            if known is None or not size_digits.isdigit():
                 others.append(data[at:])  # Likewise.
                 break
-            last = begin + int(words[-1])
+            take, subject, header_bytes = known
+            last = begin + int(size_digits)
             end = last + LINE_END_BYTES
             if end > size:
                 self._hold(data[at:], end - at)
                 break
-            take = self._takes.get(words[2])
             if take is None:
                 others.append(data[at:end])
-            elif has_headers:
-                payload = min(last, begin + (int(words[-2]) if words[-2].isdigit() else 0))
-                take(data[payload:last], read_headers(data[begin:payload]), words[1].decode(errors="replace"))
+            elif header_bytes:
+                payload = min(last, begin + header_bytes)
+                take(data[payload:last], read_headers(data[begin:payload]), subject)
             else:
-                take(data[begin:last], _NO_HEADERS, words[1].decode(errors="replace"))
+                take(data[begin:last], _NO_HEADERS, subject)
             at = end
         if others:
             self._rest.data_received(b"".join(others))
+
+    def _read_line(self, line: bytes) -> tuple[Take | None, str, int] | None:
+        """Who takes a message with this first line, which lacks its size (None: nats-py does), its subject, and the
+        bytes of its headers. Returns None for a line that no server sends.
+        """
+        words = line.split()
+        has_headers = words[0] == HMSG
+        if len(words) - has_headers not in MSG_WORDS or (has_headers and not words[-1].isdigit()):
+            return None
+        if len(self._known) >= KNOWN_MAX:
+            self._known.clear()
+        header_bytes = int(words[-1]) if has_headers else 0
+        known = self._takes.get(words[2]), words[1].decode(errors="replace"), header_bytes
+        self._known[line] = known
+        return known
 
     def _hold(self, data: bytes, needed: int) -> None:
         self._held.append(data)

@@ -77,7 +77,18 @@ def test_nothing_is_taken_for_a_subscription_that_ended():
     assert (len(taken), rest.got) == (1, b"MSG a 7 1\r\ny\r\n")
 
 
-@pytest.mark.parametrize("line", [b"MSG", b"MSG a 7", b"MSG a 7 -5", b"MSG a 7 b c 1", b"HMSG a 7 1", b"HMSG a 7 1 x"])
+def test_messages_are_taken_as_soon_as_their_subscription_is_listened_to():
+    taken, rest = [], Rest()
+    reader = MessageReader(rest, lambda: None)
+    reader.data_received(b"MSG a 7 1\r\nx\r\n")
+
+    reader.listen(TAKEN, lambda *message: taken.append(message))
+    reader.data_received(b"MSG a 7 1\r\ny\r\n")
+
+    assert (taken, rest.got) == ([(b"y", {}, "a")], b"MSG a 7 1\r\nx\r\n")
+
+
+@pytest.mark.parametrize("line", [b"MSG a 7", b"MSG a 7 -5", b"MSG a 7 b c 1", b"HMSG a 7 1", b"HMSG a 7 1 x"])
 def test_a_broken_line_and_all_after_it_go_to_nats_py_which_ends_the_connection(line):
     taken, rest = [], Rest()
     reader = MessageReader(rest, lambda: None)
