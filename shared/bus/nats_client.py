@@ -17,7 +17,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from shared.bus.nats_credentials import Access
-from shared.bus.nats_reader import MessageReader, Take, header_block
+from shared.bus.nats_reader import LINE_END, MessageReader, Take, header_block
 from shared.bus.port import BusDown, BusRefused, MessageTooLarge
 from shared.bus.wire import PART_HEADER, PART_MARGIN_BYTES, header_bytes, split
 from shared.deadline import keep_cancellation
@@ -44,7 +44,7 @@ class DirectClient(Client):
         self._socket: asyncio.Transport | None = None
         """Of the established connection."""
         self._held: list[bytes] | None = None
-        """Commands that go to the socket with ``release``; None: they go there at once."""
+        """Pieces of commands that go to the socket with ``release``; None: commands go there at once."""
 
     def listen(self, subscription: int, take: Take) -> None:
         """Call ``take`` for the messages of this subscription, now and after each reconnection."""
@@ -123,13 +123,13 @@ class DirectClient(Client):
         if headers:
             block = header_block(headers)
             line = f"HPUB {subject} {reply} {len(block)} {len(block) + len(payload)}\r\n"
-            command = b"".join([line.encode(), block, payload, b"\r\n"])
+            pieces = [line.encode(), block, payload, LINE_END]
         else:
-            command = f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n"
+            pieces = [f"PUB {subject} {reply} {len(payload)}\r\n".encode(), payload, LINE_END]
         if self._held is None:
-            socket.write(command)
+            socket.write(b"".join(pieces))
         else:
-            self._held.append(command)
+            self._held += pieces
         return True
 
     def hold(self) -> None:
