@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from services.router.auth.client import ApiClient
+from services.router.placement import cost
 from services.router.relay.request_context import RequestContext
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
@@ -54,49 +55,37 @@ Place = tuple[str, str, str, str]
 
 
 class Used:
-    """By a request that has ended."""
+    """``UsageCounts`` that can be added to."""
 
     __slots__ = (
-        "cached_tokens", "cancelled", "completion_tokens", "decode_s", "failed", "prefill_s", "prompt_tokens",
-    )  # fmt: skip
+        "cached_tokens",
+        "cancelled",
+        "completion_tokens",
+        "decode_s",
+        "failed",
+        "prefill_s",
+        "prompt_tokens",
+        "requests",
+    )
 
-    def __init__(self, *, failed: bool = False, cancelled: bool = False) -> None:
-        """See ``UsageCounts``."""
-        self.failed = failed
-        self.cancelled = cancelled
+    def __init__(self, requests: int = 0) -> None:
+        self.requests = requests
+        self.failed = self.cancelled = 0
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.prefill_s = self.decode_s = 0.0
 
+    def add(self, more: Used) -> None:
+        self.requests += more.requests
+        self.failed += more.failed
+        self.cancelled += more.cancelled
+        self.prompt_tokens += more.prompt_tokens
+        self.cached_tokens += more.cached_tokens
+        self.completion_tokens += more.completion_tokens
+        self.prefill_s += more.prefill_s
+        self.decode_s += more.decode_s
 
-class _Sum:
-    """Of the requests of one place."""
-
-    __slots__ = (
-        "cached_tokens", "cancelled", "completion_tokens", "decode_s", "failed", "monthly_tokens", "place", "prefill_s",
-        "prompt_tokens", "requests", "spender",
-    )  # fmt: skip
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        day, tenant, key, _model = place
-        self.spender = Spender(day[:MONTH_CHARS], tenant, key)
-        self.requests = self.failed = self.cancelled = 0
-        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
-        self.prefill_s = self.decode_s = 0.0
-        self.monthly_tokens = 0
-
-    def add(self, used: Used) -> None:
-        self.requests += 1
-        self.failed += used.failed
-        self.cancelled += used.cancelled
-        self.prompt_tokens += used.prompt_tokens
-        self.cached_tokens += used.cached_tokens
-        self.completion_tokens += used.completion_tokens
-        self.prefill_s += used.prefill_s
-        self.decode_s += used.decode_s
-
-    def row(self) -> UsageRow:
-        counts = UsageCounts(
+    def counts(self) -> UsageCounts:
+        return UsageCounts(
             requests=self.requests,
             failed=self.failed,
             cancelled=self.cancelled,
@@ -106,8 +95,25 @@ class _Sum:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
         )
+
+
+class _Sum:
+    """Of the requests of one place."""
+
+    __slots__ = ("monthly_tokens", "place", "spender", "used")
+
+    def __init__(self, place: Place) -> None:
+        day, tenant, key, _model = place
+        self.place = place
+        self.spender = Spender(day[:MONTH_CHARS], tenant, key)
+        self.used = Used()
+        self.monthly_tokens = 0
+
+    def row(self) -> UsageRow:
         day, tenant, key, model = self.place
-        return UsageRow(day=day, tenant=tenant, key=key, model=model, counts=counts, monthly_tokens=self.monthly_tokens)
+        return UsageRow(
+            day=day, tenant=tenant, key=key, model=model, counts=self.used.counts(), monthly_tokens=self.monthly_tokens
+        )
 
 
 class UnstoredUsage:
@@ -128,10 +134,10 @@ class UnstoredUsage:
         known = self._open.get(place)
         if known is None:
             if len(self._open) >= ROWS_MAX:
-                self.uncounted += 1
+                self.uncounted += used.requests
                 return
             known = self._open[place] = _Sum(place)
-        known.add(used)
+        known.used.add(used)
         known.monthly_tokens = monthly_tokens
         tokens, spender = self._tokens, known.spender
         tokens[spender] = tokens.get(spender, 0) + used.prompt_tokens + used.completion_tokens
@@ -182,11 +188,11 @@ def count_engine_seconds(
     elsewhere = finished.received_tokens if placement.prefill is None else -1
     fetched = max(0, finished.readback_tokens, elsewhere)
     computed = max(0, prompt - used.cached_tokens - fetched)
-    first = decoding if computing is placement.decode else numbers_of(cluster, computing)
+    first = decoding if computing is placement.decode else _numbers(cluster, computing)
     ranks = _ranks(placement.decode)
     again = max(0, finished.recomputed_tokens) + max(0, finished.reprefilled_tokens)
-    used.prefill_s = work_s(first, computed, prompt - computed) * _ranks(computing)
-    used.prefill_s += work_s(decoding, again, max(0, prompt - again)) * ranks
+    used.prefill_s = _prefill_s(first, computed, prompt - computed) * _ranks(computing)
+    used.prefill_s += _prefill_s(decoding, again, max(0, prompt - again)) * ranks
     used.decode_s = _decode_s(decoding, used, context.facts.sequences) * ranks
 
 
@@ -194,20 +200,14 @@ def _ranks(view: WorkerView) -> int:
     return max(1, min(view.record.ranks, RANKS_MAX))
 
 
-def numbers_of(cluster: ClusterView, view: WorkerView) -> list[float] | None:
-    """The worker's row of the fleet table, as floats of Python: arithmetic on numpy's is several times slower. None: it
-    is gone.
-    """
+def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:
+    """Of a worker that is not gone, as floats of Python: arithmetic on numpy's is several times slower."""
     alive = cluster.workers.get(view.record.worker_id) is view
     return cluster.table.of(view.row) if alive else None
 
 
-def work_s(n: list[float] | None, computed: int, cached: int) -> float:
-    """As ``cost.work_s``, compiled; 0.0 for a worker that is gone."""
-    if n is None or not computed:
-        return 0.0
-    pairs = computed * (cached + 0.5 * computed)
-    return n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * computed + n[t.PREFILL_PAIR_S] * pairs
+def _prefill_s(n: list[float] | None, computed: int, before: int) -> float:
+    return float(cost.work_s(n, computed, before)) if n is not None and computed else 0.0
 
 
 def _decode_s(n: list[float] | None, used: Used, sequences: int) -> float:
@@ -265,8 +265,8 @@ class UsageLog:
         return ""
 
     def numbers_of(self, view: WorkerView) -> list[float] | None:
-        """See the function."""
-        return numbers_of(self._cluster, view)
+        """The worker's row of the fleet table; None: it is gone."""
+        return _numbers(self._cluster, view)
 
     def ended(
         self, context: RequestContext, finished: RequestFinished, used: tuple[int, int], decoding: list[float] | None
@@ -296,7 +296,8 @@ class UsageLog:
         status = finished.status
         cancelled = status == CLIENT_GONE
         failed = status >= CLIENT_ERROR and not cancelled
-        used = Used(failed=failed, cancelled=cancelled)
+        used = Used(requests=1)
+        used.failed, used.cancelled = int(failed), int(cancelled)
         if context.placement is None or (failed and not _computed(context)):
             return used
         prompt, completion = tokens

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from shared.bus.jetstream import BucketStream, Present, Requester
+from shared.bus.nats_reader import Take
 from shared.bus.port import BusCounts, BusError, StoredValue, Subscription, WrongRevision
 from shared.bus.receiver import count_bad, read_entry
 from shared.bus.wire import BadMessage, pack
@@ -33,9 +34,6 @@ EXPIRY_RETRY_S = 0.25
 CHANGES_MAX = 65536
 """Changes that a watch holds for its reader; beyond, it reads all values again."""
 SEQUENCE_HEADER, STREAM_HEADER = "Nats-Sequence", "Nats-Stream"
-
-
-Take = Callable[[bytes, dict[str, str], str], None]
 
 
 class Owner(Requester, Protocol):

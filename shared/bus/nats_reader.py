@@ -88,7 +88,7 @@ class MessageReader:
                     continue
                 known = self._read_line(line)
             if known is None or not size_digits.isdigit():
-                others.append(data[at:])  # Likewise.
+                others.append(data[at:])  # It does so for this, too.
                 break
             take, subject, header_bytes = known
             last = begin + int(size_digits)

@@ -190,8 +190,8 @@ class Bus(Protocol):
         """
 
     def hold(self) -> None:
-        """Let what is published from now on wait for ``release``, which must follow before anything is awaited: one
-        write to the socket, which costs as much as all else that sending a message does.
+        """Hold back what is published from now on, so that ``release`` sends it in one write to the socket. It must
+        follow before anything is awaited.
         """
 
     def release(self) -> None:

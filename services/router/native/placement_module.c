@@ -311,20 +311,7 @@ static PyObject *choose_among(Placing *self, PyObject *const *args, Py_ssize_t g
 
 /* ---- packed candidates */
 
-/* Puts the integers and then the floats into the tuple from `at` on; whether that succeeded. */
-static bool put_numbers(PyObject *tuple, Py_ssize_t at, const int64_t *integers, int integer_count, const double *floats,
-                        int float_count)
-{
-    for (int i = 0; i < integer_count + float_count; i++, at++) {
-        PyObject *number = i < integer_count ? PyLong_FromLongLong(integers[i]) : PyFloat_FromDouble(floats[i - integer_count]);
-        if (number == NULL)
-            return false;
-        PyTuple_SET_ITEM(tuple, at, number);
-    }
-    return true;
-}
-
-/* A named tuple of that type. */
+/* A named tuple of that type: the integers, and then the floats. */
 static PyObject *estimate_of(PyObject *type, const int64_t *integers, int integer_count, const double *floats,
                              int float_count)
 {
@@ -332,8 +319,13 @@ static PyObject *estimate_of(PyObject *type, const int64_t *integers, int intege
     if (!PyType_Check(type) || !PyType_IsSubtype(named, &PyTuple_Type))
         return PyErr_Format(PyExc_TypeError, "an estimate's type is a named tuple, not %R", type);
     PyObject *made = named->tp_alloc(named, integer_count + float_count);
-    if (made != NULL && !put_numbers(made, 0, integers, integer_count, floats, float_count))
-        Py_CLEAR(made);
+    for (int i = 0; made != NULL && i < integer_count + float_count; i++) {
+        PyObject *number = i < integer_count ? PyLong_FromLongLong(integers[i]) : PyFloat_FromDouble(floats[i - integer_count]);
+        if (number == NULL)
+            Py_CLEAR(made);
+        else
+            PyTuple_SET_ITEM(made, i, number);
+    }
     return made;
 }
 

@@ -28,7 +28,6 @@ from shared.contracts.kv_exchange import KvSource
 
 try:
     from services.router.native import _placement
-    from services.router.native._placement import NativePlacement
 except ImportError:
     IS_COMPILED = False
 else:
@@ -121,7 +120,7 @@ class CompiledSelection:
         table = self._cluster.table
         self._numbers = table.numbers
         self._free = np.zeros(len(table.groups), dtype=np.bool_)
-        self._native = NativePlacement(table.numbers.T, table.flags, table.groups, self._free)
+        self._native = _placement.NativePlacement(table.numbers.T, table.flags, table.groups, self._free)
 
     def _find_free(self, request: PlacementRequest, now: float) -> int:
         """How many workers are free, -1 when none could serve the request, full or not."""

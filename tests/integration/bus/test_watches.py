@@ -10,7 +10,8 @@ import pytest
 
 from shared.bus.jetstream import MESSAGE_BYTES_MAX, VALUE_BYTES_MAX, settings_of, stream_config
 from shared.bus.nats_bus import NatsBus
-from shared.bus.nats_kv_store import NatsKeyValueStore, Take
+from shared.bus.nats_kv_store import NatsKeyValueStore
+from shared.bus.nats_reader import Take
 from shared.bus.port import BusDown, MessageTooLarge, Subscription
 from shared.contracts.channels import LEADERSHIP
 from tests.integration.bus.test_key_value_store import EXPIRED_S_MAX, Watcher, leader, make

@@ -10,9 +10,7 @@ import msgspec
 import pytest
 
 from services.collector.usage_ledger import LedgerStore
-from services.router.placement import cost
 from services.router.settings import Settings, keyring_of
-from services.router.state import fleet_table as t
 from services.router.usage import (
     REPORT_S,
     ROWS_MAX,
@@ -22,7 +20,6 @@ from services.router.usage import (
     Spender,
     UnstoredUsage,
     Used,
-    work_s,
 )
 from shared.bus.port import AskRefused, BusDown
 from shared.contracts.api_keys import digest_of
@@ -51,7 +48,7 @@ PROMPT = {"model": "m", "prompt": [1, 2, 3, 4], "max_tokens": 3}
 
 
 def add(usage: UnstoredUsage, key="k", prompt_tokens=10) -> None:
-    used = Used()
+    used = Used(requests=1)
     used.prompt_tokens, used.prefill_s = prompt_tokens, 0.5
     usage.add(("2026-11-23", "acme", key, "m"), used, 100)
 
@@ -187,13 +184,6 @@ def test_a_router_that_stops_reports_its_last_requests():
 
     run_in_world(scenario)
     assert [one.counts.requests for one in collector.rows()] == [1]
-
-
-def test_the_engines_time_is_the_one_that_placement_predicts():
-    numbers = [0.01 * (row + 1) for row in range(t.NUMBERS)]
-
-    assert work_s(numbers, 300, 4096) == cost.work_s(numbers, 300, 4096)
-    assert work_s(numbers, 0, 4096) == work_s(None, 300, 4096) == 0.0
 
 
 def test_unstored_usage_is_bounded_and_counts_what_it_drops():

@@ -142,7 +142,9 @@ def test_a_replaced_table_is_released():
 def native(numbers=None, flags=None, groups=None, free=None):
     given = (numbers, flags, groups, free)
     fitting = (np.ones((4, t.NUMBERS)), np.ones((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64), np.zeros(4, np.bool_))
-    return compiled.NativePlacement(*(one if one is not None else fit for one, fit in zip(given, fitting, strict=True)))
+    return compiled._placement.NativePlacement(
+        *(one if one is not None else fit for one, fit in zip(given, fitting, strict=True))
+    )
 
 
 FIXED = np.zeros(4, np.bool_)
