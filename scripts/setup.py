@@ -96,7 +96,7 @@ def install_baton(sources: str, request_path: str) -> None:
     (VENV / ".native").write_text(sources)
     if request_path:
         (VENV / ".request-path").write_text(request_path)
-    compiled = [ROOT / "services/router/native" / name for name in ("_block_table", "_placement", "_words")]
+    compiled = [ROOT / "services/router/native" / name for name in ("_block_table", "_placement", "_tokenize")]
     compiled += [ROOT / "shared/request_path__mypyc"] if request_path else []
     if not all(any(one.parent.glob(f"{one.name}.*.so")) for one in compiled):
         say("no C compiler found: the router runs in Python, which is enough for a few workers")

@@ -2,7 +2,8 @@
 
 *Before an added token* such as ``<|im_start|>``, a cut changes nothing: a tokenizer splits the text at added tokens
 first and never merges across them. This holds for an added token that is matched before normalization, independently of
-its neighbours, and that no other added token can overlap from the left.
+its neighbours, and that no other added token can overlap from the left. Words are cut behind it, too, unless it absorbs
+the space there, or the tokenizer does not give the same tokens then.
 
 *Between two words*, before a single space that a letter follows, most tokenizers begin a new word. ``find_cuts`` tests
 whether this tokenizer does, with neighbours of every kind, and whether any entry of its vocabulary or its added tokens
@@ -12,9 +13,9 @@ could join two words. For tokenizers that prepend a mark to each text (as Llama 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from typing import Final, Protocol
 
 from tokenizers import AddedToken, Tokenizer
@@ -28,6 +29,7 @@ CUT_TOKENS_MAX: Final = 32
 NEIGHBOURS_BEFORE: Final = [*ASCII_SEEN, *"éßλяџ"]
 NEIGHBOURS_BEHIND: Final = ["a", "I", "s ", "ll,", "été", "ža", "λό", "яб", "b1", "c-d", "E\n", "d\t"]
 BEFORE_THOSE: Final = ["x", " ", "\n1"]
+BESIDE_TOKENS: Final = ["", "x", " ", " it", ".", "\n", "\n\n ", "é", "1"]
 WORD_SPACE: Final = "\u2581"
 
 PIECE_CHARS: Final = 1024
@@ -37,55 +39,74 @@ TURN_CHARS: Final = 256
 PIECE_CHARS_MAX: Final = 256 * 1024
 """A longer piece is not tokenized: for text that a tokenizer cannot split, that would take minutes and gigabytes."""
 
-Packed = tuple[bytes, ...]
-"""The tokens of a word, each as CBOR."""
-
 
 class Words(Protocol):
     """See ``PythonWords``."""
 
     def cut(self, text: str) -> list[str]: ...
 
-    def recall(
-        self, text: str, known: Mapping[str, Packed], more: Mapping[str, Packed]
-    ) -> tuple[list[bytes], list[str]]: ...
+    def recall(self, text: str) -> tuple[list[bytes], list[str]]: ...
+
+    def learn(self, words: dict[str, bytes]) -> int: ...
+
+    def keep(self) -> None: ...
+
+    def forget(self) -> None: ...
 
 
-MakeWords = Callable[[str, str, bool], Words]
-"""From letters, what may precede a cut, and whether the space is dropped (see ``PythonWords``)."""
+MakeWords = Callable[[str, str, bool, tuple[str, ...]], Words]
+"""From letters, what may precede a cut, whether the space is dropped, and added tokens (see ``PythonWords``)."""
 
 
 class PythonWords:
-    """Cuts texts into words: before each space that one of ``letters`` follows and one of ``before`` precedes.
-    ``drops_space``: a word behind a cut is given without its space.
+    """Cuts texts into words, and knows the tokens of those that it learned.
+
+    Cuts are before each space that one of ``letters`` follows and one of ``before`` precedes, and around each of the
+    added ``tokens``. ``drops_space``: a word behind a cut is given without its space; ``tokens`` must be empty then.
     """
 
-    def __init__(self, letters: str, before: str, drops_space: bool) -> None:
+    def __init__(self, letters: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> None:
         letters, before = (f"[{re.escape(chars)}]" for chars in (letters, before))
         self._word = re.compile(f" ?[^ ]*(?: (?!{letters})[^ ]*|(?<!{before}) [^ ]*)*")
         self._drops_space = drops_space
+        self._tokens = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
+        self._known: dict[str, bytes] = {}
+        self._kept: dict[str, bytes] = {}
 
     def cut(self, text: str) -> list[str]:
         """The words, each in the form in which it is tokenized."""
-        words: list[str] = self._word.findall(text)
-        if not words[-1]:
-            words.pop()
+        parts = [text] if self._tokens is None else self._tokens.split(text)
+        words: list[str] = []
+        for between, token in zip_longest(parts[::2], parts[1::2], fillvalue=""):
+            words += [*self._word.findall(between), token]
+        words = [word for word in words if word]
         return words[:1] + [word[1:] for word in words[1:]] if self._drops_space else words
 
-    def recall(
-        self, text: str, known: Mapping[str, Packed], more: Mapping[str, Packed]
-    ) -> tuple[list[bytes], list[str]]:
-        """The tokens of all words that one of the dictionaries has, and the words that none has."""
-        tokens: list[bytes] = []
-        missing: list[str] = []
+    def recall(self, text: str) -> tuple[list[bytes], list[str]]:
+        """The tokens of known words, and the unknown words between them: one less."""
+        runs: list[list[bytes]] = [[]]
+        unknown: list[str] = []
         for word in self.cut(text):
-            packed = known.get(word)
-            packed = more.get(word) if packed is None else packed
-            if packed is None:
-                missing.append(word)
+            tokens = self._known.get(word)
+            if tokens is None:
+                unknown.append(word)
+                runs.append([])
             else:
-                tokens += packed
-        return tokens, missing
+                runs[-1].append(tokens)
+        return list(map(b"".join, runs)), unknown
+
+    def learn(self, words: dict[str, bytes]) -> int:
+        """Words and the tokens of each, as CBOR one behind the other. Returns how many words are known then."""
+        self._known = words | self._known
+        return len(self._known)
+
+    def keep(self) -> None:
+        """Words that were learned so far are not forgotten."""
+        self._kept = self._known
+
+    def forget(self) -> None:
+        """Forget all others."""
+        self._known = self._kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +151,23 @@ def find_cuts(tokenizer: Tokenizer, hint: str = "", make_words: MakeWords = Pyth
         raise ValueError("the tokenizer uses dropout, so its tokens are random")
     added = list(tokenizer.get_added_tokens_decoder().values())
     plain = sorted(plain_tokens(added), key=lambda content: content not in hint)[:CUT_TOKENS_MAX]
+    absorbing = {token.content for token in added if token.rstrip}
+    around = tuple(content for content in plain if content not in absorbing)
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None
     chars_behind = max(2, *map(len, plain)) if plain else 2
-    for drops_space in (False, True):
-        cuts = _word_cuts(tokens, added, make_words, drops_space=drops_space)
-        if may_cut_words(tokenizer, cuts):
+    for drops_space, cut_around in ((False, around), (False, ()), (True, ())):
+        cuts = _word_cuts(tokens, added, make_words, drops_space, cut_around)
+        if may_cut_words(tokenizer, cuts, cut_around):
             return replace(cuts, chars_behind=chars_behind)
     return Cuts(tokens, None, None, chars_behind=chars_behind)
 
 
 def _word_cuts(
-    tokens: re.Pattern[str] | None, added: Sequence[AddedToken], make_words: MakeWords, *, drops_space: bool
+    tokens: re.Pattern[str] | None,
+    added: Sequence[AddedToken],
+    make_words: MakeWords,
+    drops_space: bool,
+    around: tuple[str, ...],
 ) -> Cuts:
     # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
     # the text behind it is tokenized separately, and its leading space must stay.
@@ -148,7 +175,7 @@ def _word_cuts(
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     # Begins with a literal, which ``re`` searches for fast.
     words = re.compile(f" (?<=[{re.escape(before)}] )(?=[{LETTERS}])")
-    return Cuts(tokens, words, make_words(LETTERS_SEEN, before, drops_space), drops_space)
+    return Cuts(tokens, words, make_words(LETTERS_SEEN, before, drops_space, around), drops_space)
 
 
 def plain_tokens(added: Sequence[AddedToken]) -> list[str]:
@@ -174,9 +201,9 @@ def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
     return False
 
 
-def may_cut_words(tokenizer: Tokenizer, cuts: Cuts) -> bool:
-    """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of a text with all
-    neighbours.
+def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...] = ()) -> bool:
+    """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of texts with all
+    neighbours, of words and of the added tokens ``around`` which words are cut.
     """
     if any(_reaches_over_space(token) for token in tokenizer.get_added_tokens_decoder().values()):
         return False
@@ -185,6 +212,11 @@ def may_cut_words(tokenizer: Tokenizer, cuts: Cuts) -> bool:
     pieces = cuts.between_words.cut(text)
     if not (_same_words(tokenizer, text, pieces) or _joins_no_words(tokenizer)):
         return False
+    with_tokens = "".join(f"{a}{token}{b}" for a, token, b in product(BESIDE_TOKENS, around, BESIDE_TOKENS))
+    return all(_same_tokens(tokenizer, one, cuts.between_words.cut(one)) for one in (text, with_tokens))
+
+
+def _same_tokens(tokenizer: Tokenizer, text: str, pieces: list[str]) -> bool:
     whole: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     encoded = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
     return whole == list(chain.from_iterable(one.ids for one in encoded))

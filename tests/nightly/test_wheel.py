@@ -21,8 +21,8 @@ BUILT_S_MAX = 600.0
 START_S_MAX = 120.0
 MAKE_WHEEL = (sys.executable, str(ROOT / "scripts/make_wheel.py"))
 IMPORTS = (
-    "from services.router.native import _block_table, _placement, _words; from services.router.relay import relay;"
-    "print(_block_table.__file__, _placement.__file__, _words.__file__, relay.__file__)"
+    "from services.router.native import _block_table, _placement, _tokenize; from services.router.relay import relay;"
+    "print(_block_table.__file__, _placement.__file__, _tokenize.__file__, relay.__file__)"
 )
 
 
@@ -60,7 +60,7 @@ def test_a_wheel_without_its_c_modules_is_made_on_demand_only(tmp_path: Path):
 
     refused = make()
     assert refused.returncode == 1
-    assert "services.router.native._words, shared.request_path__mypyc could not be" in refused.stderr
+    assert "services.router.native._tokenize, shared.request_path__mypyc could not be" in refused.stderr
     assert "no-such-compiler" in refused.stderr
     assert "make dist PURE=1" in refused.stderr
     assert not (tmp_path / "made").exists()

@@ -121,7 +121,7 @@ async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_
         has_vllm=has_vllm,
         is_index_compiled=_is_compiled("_block_table"),
         is_placement_compiled=_is_compiled("_placement"),
-        is_tokenization_compiled=_is_compiled("_words"),
+        is_tokenization_compiled=_is_compiled("_tokenize"),
         is_request_path_compiled=compiled.is_current(),
         cores=len(machine.physical_cores()),
         memory_bytes=memory.total,

@@ -1,198 +1,139 @@
-/* Cuts texts into words, and looks up the tokens of each, as a Python type. text_cuts.py has the same in Python. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "words.h"
 
-#include <stdbool.h>
-#include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
-enum { CHARS = 0x800 }; /* No character beyond these is a letter here, or stands before a cut. */
+enum { SLOTS_AT_FIRST = 1 << 10, RECORDS_AT_FIRST = 1 << 14 };
 
-typedef struct {
-    PyObject_HEAD
-    uint64_t letters[CHARS / 64], before[CHARS / 64];
-    bool drops_space;
-} Words;
+struct word_slot {
+    uint32_t check;  /* Bits of the word's hash that do not choose the slot. */
+    uint32_t record; /* Where its record begins, and one more; 0: the slot is free. */
+};
 
-static bool has(const uint64_t *set, Py_UCS4 one)
+struct sizes {
+    uint32_t word, tokens;
+};
+
+static uint64_t mix(uint64_t one, uint64_t other)
 {
-    return one < CHARS && set[one / 64] >> one % 64 & 1;
+    unsigned __int128 product = (unsigned __int128)one * other;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-static bool fill(uint64_t *set, PyObject *chars)
+static uint64_t hash(const struct word_table *table, struct bytes word)
 {
-    for (Py_ssize_t at = 0; at < PyUnicode_GET_LENGTH(chars); at++) {
-        Py_UCS4 one = PyUnicode_READ_CHAR(chars, at);
-        if (one >= CHARS) {
-            PyErr_Format(PyExc_ValueError, "character %d is beyond %d", (int)one, CHARS - 1);
+    uint64_t state = table->secret ^ word.size, part = 0;
+    const char *at = word.begin;
+    size_t left = word.size;
+    for (; left > sizeof part; at += sizeof part, left -= sizeof part) {
+        memcpy(&part, at, sizeof part);
+        state = mix(state ^ part, table->secret | 1);
+    }
+    part = 0;
+    for (size_t shift = 0; shift < left; shift++)
+        part |= (uint64_t)(unsigned char)at[shift] << 8 * shift;
+    return mix(state ^ part, UINT64_C(0x9e3779b97f4a7c15));
+}
+
+bool words_open(struct word_table *table, uint64_t secret)
+{
+    *table = (struct word_table){.slot_count = SLOTS_AT_FIRST, .room = RECORDS_AT_FIRST, .secret = secret};
+    table->slots = calloc(table->slot_count, sizeof *table->slots);
+    table->records = malloc(table->room);
+    return table->slots && table->records;
+}
+
+void words_close(struct word_table *table)
+{
+    free(table->slots);
+    free(table->records);
+}
+
+bool words_find(const struct word_table *table, struct bytes word, struct bytes *tokens)
+{
+    uint64_t hashed = hash(table, word);
+    for (size_t at = hashed;; at++) {
+        const struct word_slot *slot = &table->slots[at & (table->slot_count - 1)];
+        if (slot->record == 0)
             return false;
-        }
-        set[one / 64] |= UINT64_C(1) << one % 64;
+        if (slot->check != hashed >> 32)
+            continue;
+        const char *record = table->records + slot->record - 1;
+        struct sizes sizes;
+        memcpy(&sizes, record, sizeof sizes);
+        if (sizes.word != word.size || memcmp(record + sizeof sizes, word.begin, word.size))
+            continue;
+        *tokens = (struct bytes){record + sizeof sizes + sizes.word, sizes.tokens};
+        return true;
     }
+}
+
+static void enter(struct word_table *table, struct bytes word, size_t record)
+{
+    uint64_t hashed = hash(table, word);
+    size_t at = hashed & (table->slot_count - 1);
+    while (table->slots[at].record)
+        at = (at + 1) & (table->slot_count - 1);
+    table->slots[at] = (struct word_slot){(uint32_t)(hashed >> 32), (uint32_t)(record + 1)};
+    table->count++;
+}
+
+static void enter_all(struct word_table *table)
+{
+    memset(table->slots, 0, table->slot_count * sizeof *table->slots);
+    table->count = 0;
+    for (size_t at = 0; at < table->size;) {
+        struct sizes sizes;
+        memcpy(&sizes, table->records + at, sizeof sizes);
+        enter(table, (struct bytes){table->records + at + sizeof sizes, sizes.word}, at);
+        at += sizeof sizes + sizes.word + sizes.tokens;
+    }
+}
+
+static bool grow(struct word_table *table)
+{
+    struct word_slot *slots = malloc(2 * table->slot_count * sizeof *slots);
+    if (slots == NULL)
+        return false;
+    free(table->slots);
+    table->slots = slots;
+    table->slot_count *= 2;
+    enter_all(table);
     return true;
 }
 
-/* The characters of a text. */
-struct text {
-    int kind;
-    const void *data;
-    Py_ssize_t length;
-};
-
-static Py_ssize_t next_space(const struct text *text, Py_ssize_t at)
+bool words_add(struct word_table *table, struct bytes word, struct bytes tokens)
 {
-    if (text->kind == PyUnicode_1BYTE_KIND) {
-        const char *begin = text->data, *found = memchr(begin + at, ' ', (size_t)(text->length - at));
-        return found ? found - begin : text->length;
-    }
-    while (at < text->length && PyUnicode_READ(text->kind, text->data, at) != ' ')
-        at++;
-    return at;
-}
-
-/* The end of the word that begins at `at`: a space, unless it is the first character, or the end of the text. */
-static Py_ssize_t word_end(const Words *self, const struct text *text, Py_ssize_t at)
-{
-    for (at = next_space(text, at + 1); at + 1 < text->length; at = next_space(text, at + 1))
-        if (has(self->letters, PyUnicode_READ(text->kind, text->data, at + 1)) &&
-            has(self->before, PyUnicode_READ(text->kind, text->data, at - 1)))
-            return at;
-    return text->length;
-}
-
-/* The word between `begin` and `end` in the form in which it is tokenized. */
-static PyObject *word_of(const Words *self, PyObject *text, Py_ssize_t begin, Py_ssize_t end)
-{
-    return PyUnicode_Substring(text, begin > 0 && self->drops_space ? begin + 1 : begin, end);
-}
-
-static bool open_text(PyObject *from, struct text *text)
-{
-    if (!PyUnicode_Check(from) || PyUnicode_READY(from)) {
-        PyErr_SetString(PyExc_TypeError, "the text must be a string");
+    struct sizes sizes = {(uint32_t)word.size, (uint32_t)tokens.size};
+    if (word.size > UINT32_MAX / 4 || tokens.size > UINT32_MAX / 4)
         return false;
-    }
-    *text = (struct text){PyUnicode_KIND(from), PyUnicode_DATA(from), PyUnicode_GET_LENGTH(from)};
-    return true;
-}
-
-static PyObject *cut(Words *self, PyObject *given)
-{
-    struct text text;
-    PyObject *words = open_text(given, &text) ? PyList_New(0) : NULL;
-    for (Py_ssize_t begin = 0, end; words && begin < text.length; begin = end) {
-        end = word_end(self, &text, begin);
-        PyObject *word = word_of(self, given, begin, end);
-        if (word == NULL || PyList_Append(words, word))
-            Py_CLEAR(words);
-        Py_XDECREF(word);
-    }
-    return words;
-}
-
-/* Appends the tokens of a word, or the word to `missing` if neither dictionary has it. */
-static bool recall_word(PyObject *word, PyObject *known, PyObject *more, PyObject *tokens, PyObject *missing)
-{
-    PyObject *packed = PyDict_GetItemWithError(known, word);
-    if (packed == NULL && !PyErr_Occurred())
-        packed = PyDict_GetItemWithError(more, word);
-    if (packed == NULL)
-        return !PyErr_Occurred() && !PyList_Append(missing, word);
-    if (!PyTuple_Check(packed)) {
-        PyErr_SetString(PyExc_TypeError, "the tokens of a word must be a tuple");
+    size_t size = sizeof sizes + word.size + tokens.size;
+    if (table->size + size >= UINT32_MAX || (2 * (table->count + 1) > table->slot_count && !grow(table)))
         return false;
-    }
-    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(packed); at++)
-        if (PyList_Append(tokens, PyTuple_GET_ITEM(packed, at)))
+    if (size > table->room - table->size) {
+        size_t room = 2 * (table->size + size);
+        char *records = realloc(table->records, room);
+        if (records == NULL)
             return false;
+        table->records = records;
+        table->room = room;
+    }
+    char *record = table->records + table->size;
+    memcpy(record, &sizes, sizeof sizes);
+    memcpy(record + sizeof sizes, word.begin, word.size);
+    memcpy(record + sizeof sizes + word.size, tokens.begin, tokens.size);
+    enter(table, word, table->size);
+    table->size += size;
     return true;
 }
 
-static PyObject *recall(Words *self, PyObject *const *args, Py_ssize_t given)
+void words_keep(struct word_table *table)
 {
-    struct text text;
-    if (given != 3 || !PyDict_Check(args[1]) || !PyDict_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "a text and two dictionaries are needed");
-        return NULL;
-    }
-    if (!open_text(args[0], &text))
-        return NULL;
-    PyObject *tokens = PyList_New(0), *missing = PyList_New(0), *both = NULL;
-    bool ok = tokens != NULL && missing != NULL;
-    for (Py_ssize_t begin = 0, end; ok && begin < text.length; begin = end) {
-        end = word_end(self, &text, begin);
-        PyObject *word = word_of(self, args[0], begin, end);
-        ok = word != NULL && recall_word(word, args[1], args[2], tokens, missing);
-        Py_XDECREF(word);
-    }
-    if (ok)
-        both = PyTuple_Pack(2, tokens, missing);
-    Py_XDECREF(tokens);
-    Py_XDECREF(missing);
-    return both;
+    table->kept = table->size;
 }
 
-static PyObject *words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+void words_forget(struct word_table *table)
 {
-    PyObject *letters, *before;
-    int drops_space;
-    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "no argument may be named");
-        return NULL;
-    }
-    if (!PyArg_ParseTuple(args, "UUp", &letters, &before, &drops_space))
-        return NULL;
-    Words *self = (Words *)type->tp_alloc(type, 0);
-    if (self == NULL)
-        return NULL;
-    self->drops_space = drops_space;
-    if (!fill(self->letters, letters) || !fill(self->before, before))
-        Py_CLEAR(self);
-    return (PyObject *)self;
-}
-
-static void words_dealloc(Words *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-static PyMethodDef methods[] = {
-    {"cut", (PyCFunction)cut, METH_O, NULL},
-    {"recall", (PyCFunction)(void (*)(void))recall, METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot slots[] = {
-    {Py_tp_doc, "Cuts texts into words; see text_cuts.py."},
-    {Py_tp_new, words_new},
-    {Py_tp_dealloc, words_dealloc},
-    {Py_tp_methods, methods},
-    {0, NULL},
-};
-
-static PyType_Spec spec = {
-    .name = "services.router.native._words.NativeWords",
-    .basicsize = sizeof(Words),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = slots,
-};
-
-static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_words",
-    .m_doc = "Words of texts in C.",
-    .m_size = -1,
-};
-
-PyMODINIT_FUNC PyInit__words(void)
-{
-    PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
-    if (made == NULL || type == NULL || PyModule_AddObject(made, "NativeWords", type)) {
-        Py_XDECREF(made);
-        Py_XDECREF(type);
-        return NULL;
-    }
-    return made;
+    table->size = table->kept;
+    enter_all(table);
 }

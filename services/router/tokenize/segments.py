@@ -12,16 +12,16 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from services.router.tokenize.block_hash import PIECES, HashKeys, extend_packed
+from services.router.tokenize.block_hash import HashKeys, extend_packed, pack
 from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.words import words_between
 from shared.contracts.workers import HashScheme
-from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, Cuts, Packed, find_cuts, special_tokens
+from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, Cuts, Words, find_cuts, special_tokens
 
 WORDS_MAX: Final = 1 << 16
 """Words cached in addition to those of the vocabulary; beyond that, all of them are dropped."""
@@ -30,7 +30,6 @@ WORD_CHARS_MAX: Final = 256
 VOCABULARY_WORDS_MAX: Final = 1 << 16
 WORDS_AT_ONCE: Final = 1024
 """Words of the vocabulary that are tokenized in one call."""
-NO_WORDS: Final[dict[str, Packed]] = {}
 VOCABULARY_WORD: Final = re.compile("[\u2581\u0120]?([A-Za-z]+)")
 """Optional mark that tokenizers use for the space before a word, and the word."""
 
@@ -42,51 +41,46 @@ class PackedWords:
     """Text to tokens, word by word: the tokens of each word are cached, so that most words of a new text are looked up.
 
     Splitting a text into words and looking them up is ten times as fast as the tokenizer. Tokens are cached in the form
-    that block hashes are computed from: the CBOR of their ids. Safe to call from two threads at a time: both would
-    store the same tokens.
+    that block hashes are computed from: the CBOR of their ids, one behind the other. Safe to call from two threads at a
+    time: both would store the same tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, cuts: Cuts) -> None:
         self._tokenizer = tokenizer
-        self._between_words = cuts.between_words
-        self._own = {} if cuts.between_words is None else self._vocabulary("" if cuts.drops_space else " ")
-        """Words of the vocabulary, which are most words of most texts."""
-        self._words = dict(self._own)
+        self._words = cuts.between_words
+        self._words_max = WORDS_MAX
+        if self._words is not None:
+            self._words_max += self._learn_vocabulary(self._words, "" if cuts.drops_space else " ")
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[bytes]]:
+    def tokenize(self, texts: Sequence[str]) -> list[bytes]:
         """The packed tokens of each text, without special tokens."""
-        between_words, words = self._between_words, self._words
-        if between_words is None:
-            return list(map(list, self._encode(texts)))
-        recalled = [between_words.recall(text, words, NO_WORDS) for text in texts]
-        missing = list({word for _tokens, unknown in recalled for word in unknown})
-        if not missing:
-            return [tokens for tokens, _unknown in recalled]
-        found = dict(zip(missing, self._encode(missing), strict=True))
-        whole = [
-            between_words.recall(text, words, found)[0] if unknown else tokens
-            for text, (tokens, unknown) in zip(texts, recalled, strict=True)
+        if self._words is None:
+            return self._encode(texts)
+        recalled = list(map(self._words.recall, texts))
+        unknown = list({word for _runs, between in recalled for word in between})
+        if not unknown:
+            return [runs[0] for runs, _between in recalled]
+        found = dict(zip(unknown, self._encode(unknown), strict=True))
+        if self._words.learn({word: found[word] for word in unknown if len(word) <= WORD_CHARS_MAX}) > self._words_max:
+            self._words.forget()
+        return [
+            b"".join([runs[0], *chain.from_iterable(zip(map(found.__getitem__, between), runs[1:], strict=True))])
+            for runs, between in recalled
         ]
-        self._remember(found)
-        return whole
 
-    def _remember(self, found: dict[str, Packed]) -> None:
-        if len(self._words) > len(self._own) + WORDS_MAX:
-            self._words = dict(self._own)
-        self._words.update((word, packed) for word, packed in found.items() if len(word) <= WORD_CHARS_MAX)
-
-    def _vocabulary(self, space: str) -> dict[str, Packed]:
+    def _learn_vocabulary(self, words: Words, space: str) -> int:
+        """The words that the vocabulary has, which are most words of most texts; returns how many."""
         matches = map(VOCABULARY_WORD.fullmatch, self._tokenizer.get_vocab(with_added_tokens=False))
-        words = iter({space + match[1]: None for match in matches if match is not None})
-        own: dict[str, Packed] = {}
-        while len(own) < VOCABULARY_WORDS_MAX and (some := list(islice(words, WORDS_AT_ONCE))):
-            own.update(zip(some, self._encode(some), strict=True))
-        return own
+        own = iter({space + match[1]: None for match in matches if match is not None})
+        count = 0
+        while count < VOCABULARY_WORDS_MAX and (some := list(islice(own, WORDS_AT_ONCE))):
+            count = words.learn(dict(zip(some, self._encode(some), strict=True)))
+        words.keep()
+        return count
 
-    def _encode(self, texts: Sequence[str]) -> list[Packed]:
-        packed = PIECES.__getitem__
-        encoded: Iterable[object] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [tuple(map(packed, one.ids)) for one in encoded]  # type: ignore[attr-defined]
+    def _encode(self, texts: Sequence[str]) -> list[bytes]:
+        encoded: Iterable[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [pack(one.ids) for one in encoded]
 
 
 PIECES_AT_ONCE_MAX: Final = 16
@@ -111,7 +105,7 @@ class Node:
     __slots__ = ("digest", "hashes", "number", "piece", "size", "tail", "tokens")
 
     def __init__(
-        self, number: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, tail: list[bytes]
+        self, number: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, tail: bytes
     ) -> None:
         self.piece = piece
         self.number = number
@@ -123,8 +117,8 @@ class Node:
         self.digest = digest
         """Full hash of the last block so far; None before the first is full."""
         self.tail = tail
-        """Tokens behind the last full block, as CBOR."""
-        self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * (len(hashes) + len(tail))
+        """Tokens behind the last full block, packed."""
+        self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * len(hashes) + len(tail)
 
 
 class Walk:
@@ -178,10 +172,9 @@ class Segments:
         name = f"{int(special)}{keys.lora!r}{keys.salt}" if keys.lora is not None else f"{int(special)}-{keys.salt}"
         root = self._nodes.get(0, name, "")
         if root is None:
-            tokens = list(map(PIECES.__getitem__, self._before)) if special else []
-            hashes, digest = extend_packed(None, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
-            tail = tokens[len(hashes) * self._scheme.block_size :]
-            root = self._nodes.put(0, name, "", len(tokens), hashes, digest, tail)
+            before = pack(self._before) if special else b""
+            hashes, digest, tokens, tail = extend_packed(None, before, self._scheme, salt=keys.salt, lora=keys.lora)
+            root = self._nodes.put(0, name, "", tokens, hashes, digest, tail)
         return Walk(text, root, keys)
 
     def advance(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> int:
@@ -226,14 +219,13 @@ class Segments:
             chars = walk.at + CHARS_GUESSED
             tokens += 1 + round(left * (tokens + CHARS_GUESSED / self.chars_per_token) / chars)
         elif behind:
-            rest = walk.node.tail + list(map(PIECES.__getitem__, behind))
-            hashes = hashes + self._extend(walk, rest)[0]
+            hashes = hashes + self._extend(walk, pack(behind))[0]
         return Prompt(tokens + len(behind), hashes, exact=True)
 
-    def _extend(self, walk: Walk, tokens: Sequence[bytes]) -> tuple[list[int], bytes | None]:
-        """Hashes of the blocks of ``tokens`` after the walk's node, and the full hash of the last."""
-        keys = walk.keys
-        return extend_packed(walk.node.digest, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
+    def _extend(self, walk: Walk, packed: bytes) -> tuple[list[int], bytes | None, int, bytes]:
+        """As ``extend_packed``, for these tokens and the walk's tail before them."""
+        node, keys = walk.node, walk.keys
+        return extend_packed(node.digest, node.tail + packed, self._scheme, salt=keys.salt, lora=keys.lora)
 
     def _end(self, text: str, at: int) -> int:
         return self._cuts.end(text, at, self._segment_chars)
@@ -268,13 +260,12 @@ class Segments:
             if walk.hashes and not held(walk.hashes[-1]):
                 return
             before = walk.node
-            tokens = before.tail + found if before.tail else found
-            hashes, digest = self._extend(walk, tokens)
-            tail = tokens[len(hashes) * self._scheme.block_size :]
+            hashes, digest, count, tail = self._extend(walk, found)
+            tokens = len(walk.hashes) * self._scheme.block_size + count
             self._chars += len(piece)
-            self._tokens += len(found)
+            self._tokens += tokens - before.tokens
             behind = self._behind(text, end)
-            node = self._nodes.put(before.number, piece, behind, before.tokens + len(found), hashes, digest, tail)
+            node = self._nodes.put(before.number, piece, behind, tokens, hashes, digest, tail)
             walk.step(node, end)
 
 
@@ -326,14 +317,7 @@ class Nodes:
             self._latest[parent] = piece, behind
 
     def put(
-        self,
-        parent: int,
-        piece: str,
-        behind: str,
-        tokens: int,
-        hashes: list[int],
-        digest: bytes | None,
-        tail: list[bytes],
+        self, parent: int, piece: str, behind: str, tokens: int, hashes: list[int], digest: bytes | None, tail: bytes
     ) -> Node:
         """Add a node, and evict the least recently used ones beyond the bound. ``behind``: see ``get``."""
         with self._lock:

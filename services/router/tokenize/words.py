@@ -5,13 +5,13 @@ from __future__ import annotations
 from shared.text_cuts import PythonWords, Words
 
 try:
-    from services.router.native._words import NativeWords
+    from services.router.native._tokenize import NativeWords
 except ImportError:
     IS_COMPILED = False
 else:
     IS_COMPILED = True
 
 
-def words_between(letters: str, before: str, drops_space: bool) -> Words:
+def words_between(letters: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> Words:
     """See ``PythonWords``."""
-    return NativeWords(letters, before, drops_space) if IS_COMPILED else PythonWords(letters, before, drops_space)
+    return (NativeWords if IS_COMPILED else PythonWords)(letters, before, drops_space, tokens)

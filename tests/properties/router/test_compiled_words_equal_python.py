@@ -12,42 +12,111 @@ from tests.support.examples import examples
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="not built here")
 
-TEXTS = st.text(alphabet="ab  Zé1-.\n\tλя\u00d7\u00a0漢🙂", max_size=30)
+ADDED = ("<|a|>", "<é>", "<", "a-", "漢b", "é")
+"""One begins like others, and one with a letter."""
+TEXTS = st.lists(
+    st.one_of(st.text(alphabet="ab  Zé1-.\n\tλя\u00d7\u00a0漢🙂<|>", max_size=12), st.sampled_from(ADDED)), max_size=6
+).map("".join)
 """With spaces of all neighbours, in strings of one, two and four bytes a character."""
 ENDS = st.sets(st.sampled_from("-.>a"))
+TOKENS = st.lists(st.sampled_from(ADDED), unique=True).map(tuple)
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(TEXTS, ENDS, st.booleans(), st.data())
-@example("", set(), False, None)
-@example(" a", set(), True, None)
-@example("  a  b ", set(), True, None)
-def test_words_and_their_tokens_equal_those_of_python(text, ends, drops_space, data):
-    from services.router.native._words import NativeWords  # may not be built
+@given(TEXTS, ENDS, st.booleans(), TOKENS, st.data())
+@example("", set(), False, (), None)
+@example(" a", set(), True, (), None)
+@example("  a  b ", set(), True, (), None)
+@example("<|a|><|a|> a <|a|>", set(), False, ("<|a|>",), None)
+def test_words_and_their_tokens_equal_those_of_python(text, ends, drops_space, tokens, data):
+    from services.router.native._tokenize import NativeWords  # may not be built
 
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
-    python = PythonWords(LETTERS_SEEN, before, drops_space)
-    native = NativeWords(LETTERS_SEEN, before, drops_space)
+    tokens = () if drops_space else tokens
+    python = PythonWords(LETTERS_SEEN, before, drops_space, tokens)
+    native = NativeWords(LETTERS_SEEN, before, drops_space, tokens)
 
     words = python.cut(text)
     assert native.cut(text) == words
-    kinds = st.lists(st.sampled_from(["known", "more", "none"]), min_size=len(words), max_size=len(words))
-    drawn = data.draw(kinds) if data is not None else ["known"] * len(words)
-    known = {word: (word.encode(), b"!") for word, kind in zip(words, drawn, strict=True) if kind == "known"}
-    more = {word: () for word, kind in zip(words, drawn, strict=True) if kind == "more"}
-    assert native.recall(text, known, more) == python.recall(text, known, more)
+    assert drops_space or "".join(words) == text
+    for words_kept in (data.draw(st.lists(st.sampled_from(words))) if data and words else words, words):
+        learned = {word: word.encode() * 9 + b"!" for word in words_kept}
+        assert python.learn(learned) == native.learn(learned) == len(learned)
+        runs, unknown = found = python.recall(text)
+        assert native.recall(text) == found
+        assert len(runs) == len(unknown) + 1
+        assert unknown == [word for word in words if word not in learned]
+        assert b"".join(runs) == b"".join(learned.get(word, b"") for word in words)
+        if words_kept is not words:
+            python.keep()
+            native.keep()
+    python.forget()
+    native.forget()
+    assert native.recall(text) == python.recall(text)
+    assert native.learn({}) == python.learn({})
 
 
-@pytest.mark.parametrize("arguments", [(), ("a",), (b"a", {}, {}), ("a", {}, []), ("a", {"a": [b"x"]}, {})], ids=repr)
-def test_what_is_no_text_or_no_dictionary_of_tokens_is_refused(arguments):
-    from services.router.native._words import NativeWords
+def test_many_words_are_kept_and_forgotten_apart():
+    from services.router.native._tokenize import NativeWords
+
+    words = NativeWords("a", "a", False, ())
+    kept, others = ({f"{kind}{number}": b"%d" % number for number in range(5000)} for kind in "кo")
+    assert words.learn(kept) == 5000
+    words.keep()
+
+    for _ in range(2):
+        assert words.learn(others) == 10_000
+        assert all(words.recall(word) == ([tokens], []) for word, tokens in (kept | others).items())
+        words.forget()
+        assert words.learn({}) == 5000
+        assert all(words.recall(word) == ([tokens], []) for word, tokens in kept.items())
+        assert all(words.recall(word) == ([b"", b""], [word]) for word in others)
+
+
+def test_what_is_known_already_stays():
+    from services.router.native._tokenize import NativeWords
+
+    for words in (NativeWords("a", "a", False, ()), PythonWords("a", "a", False, ())):
+        words.learn({"a": b"1"})
+        assert words.learn({"a": b"2", "b": b"3"}) == 2
+        assert words.recall("a") == ([b"1"], [])
+
+
+@pytest.mark.parametrize("text", [None, b"a", 1], ids=repr)
+def test_what_is_no_text_is_refused(text):
+    from services.router.native._tokenize import NativeWords
+
+    words = NativeWords("a", "a", False, ())
+    for method in (words.cut, words.recall):
+        with pytest.raises(TypeError):
+            method(text)
+
+
+def test_a_text_that_cannot_be_utf8_is_refused():
+    from services.router.native._tokenize import NativeWords
+
+    with pytest.raises(UnicodeEncodeError):
+        NativeWords("a", "a", False, ()).recall("a \ud800")
+
+
+@pytest.mark.parametrize("words", [[], {"a": ("x",)}, {b"a": b"x"}], ids=repr)
+def test_what_are_no_words_and_tokens_is_refused(words):
+    from services.router.native._tokenize import NativeWords
 
     with pytest.raises(TypeError):
-        NativeWords("a", "a", False).recall(*arguments)
+        NativeWords("a", "a", False, ()).learn(words)
 
 
 def test_letters_beyond_the_table_are_refused():
-    from services.router.native._words import NativeWords
+    from services.router.native._tokenize import NativeWords
 
     with pytest.raises(ValueError, match="28450 is beyond 2047"):
-        NativeWords("漢", "a", False)
+        NativeWords("漢", "a", False, ())
+
+
+@pytest.mark.parametrize("token", ["", b"<a>", None], ids=repr)
+def test_what_is_no_added_token_is_refused(token):
+    from services.router.native._tokenize import NativeWords
+
+    with pytest.raises(TypeError, match="an added token must be a string"):
+        NativeWords("a", "a", False, ("<b>", token))
