@@ -28,6 +28,7 @@ MODULES = tuple(
     f"{folder}.{name}"
     for folder, names in {
         "shared": "text_cuts",
+        "shared.engine_speed": "unit_costs",
         "shared.bus": "leg_inbox nats_bus nats_client nats_reader nats_subscription receiver wire",
         "shared.http": "limits origin plain_requests protocol",
         "shared.runtime": "random_ids",

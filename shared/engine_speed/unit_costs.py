@@ -19,25 +19,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
+Vector = list[float]
+Matrix = list[list[float]]
 
-Floats = npt.NDArray[np.float64]
-
-CLIPPED_BEYOND = 1.5
+CLIPPED_BEYOND: Final = 1.5
 """Standard deviations."""
-MEDIAN_OF_NORMAL = 0.6745
+MEDIAN_OF_NORMAL: Final = 0.6745
 """Half of all normal errors are within so many standard deviations."""
-INITIAL_NOISE = 0.3
+INITIAL_NOISE: Final = 0.3
 NOISE_MIN, NOISE_MAX = 0.02, 1.0
-NOISE_STEP = 0.05
+NOISE_STEP: Final = 0.05
 """Relative change of the noise by one sample."""
-DRIFT_TOGETHER = 2e-4
+DRIFT_TOGETHER: Final = 2e-4
 """Variance that each sample adds to the logarithms of all costs together."""
-DRIFT_APART = 1e-5
-IGNORED_BEYOND = 3.0
-CHANGED_AFTER = 5
+DRIFT_APART: Final = 1e-5
+IGNORED_BEYOND: Final = 3.0
+CHANGED_AFTER: Final = 5
 """With one outlier in ten samples, five in a row are one case in 100,000; so are six of seven (``LATEST``)."""
 LATEST, SHIFTED_BEYOND = 7, 1.0
 LOG_COST_MIN, LOG_COST_MAX = math.log(1e-15), math.log(1e4)
@@ -48,21 +47,28 @@ SECONDS_MIN, SECONDS_MAX = 1e-7, 1e6
 class Prior:
     """What is assumed before the first sample. Costs of one group are of one kind of work, and vary together."""
 
-    __slots__ = ("covariance", "groups", "logs", "variance")
+    __slots__ = ("covariance", "drift", "groups", "logs", "variance")
 
     def __init__(self, costs: Sequence[float], groups: Sequence[int], *, together: float, apart: float) -> None:
         """``together`` and ``apart``: variances of the logarithms, of a group's costs in common and of each alone."""
-        self.logs: Floats = np.log(np.array(costs))
-        numbers = np.array(groups)
-        self.groups: Floats = (numbers[:, None] == numbers[None, :]).astype(np.float64)
-        self.covariance: Floats = together * self.groups + apart * np.eye(len(costs))
-        self.variance = float(np.trace(self.covariance))
+        self.logs: Vector = list(map(math.log, costs))
+        self.groups: Matrix = [[float(one == other) for other in groups] for one in groups]
+        self.covariance = self.varied(together, apart)
+        self.variance = (together + apart) * len(costs)
+        self.drift = self.varied(DRIFT_TOGETHER, DRIFT_APART)
+
+    def varied(self, together: float, apart: float) -> Matrix:
+        """The covariance of logarithms with these variances, of a group's costs in common and of each alone."""
+        return [
+            [together * same + (apart if row == column else 0.0) for column, same in enumerate(group)]
+            for row, group in enumerate(self.groups)
+        ]
 
 
 class UnitCosts:
-    """The costs of one machine, or of all that are alike. ``learn`` takes about 15 microseconds."""
+    """The costs of one machine, or of all that are alike."""
 
-    __slots__ = ("_covariance", "_drift", "_latest", "_logs", "_measured", "_noise", "_prior", "samples", "settled")
+    __slots__ = ("_covariance", "_latest", "_logs", "_measured", "_noise", "_prior", "samples", "settled")
 
     def __init__(self, prior: Prior) -> None:
         self.samples = 0
@@ -71,49 +77,50 @@ class UnitCosts:
         self._prior = prior
         self._logs = prior.logs
         self._covariance = prior.covariance
-        self._measured: Floats = np.zeros(len(prior.logs))
+        self._measured: Vector = [0.0] * len(prior.logs)
         self._noise = INITIAL_NOISE
         self._latest: dict[int, list[float]] = {}
         """Errors, by the kind of work with the largest share."""
-        self._drift = DRIFT_TOGETHER * prior.groups + DRIFT_APART * np.eye(len(prior.logs))
 
     def like(self, together: float, apart: float) -> UnitCosts:
         """Costs of another machine that is assumed to differ from this one by so much variance."""
         made = UnitCosts(self._prior)
         made._logs, made._noise = self._logs, self._noise
-        made._covariance = self._covariance + together * self._prior.groups + apart * np.eye(len(self._logs))
+        made._covariance = _sum(self._covariance, self._prior.varied(together, apart))
         return made
 
     def values(self) -> list[float]:
         """Seconds for one unit of each kind."""
-        values: list[float] = np.exp(self._logs).tolist()
-        return values
+        return list(map(math.exp, self._logs))
+
+    def _parts(self, work: Sequence[float]) -> Vector:
+        """Seconds of each kind in so much work."""
+        return [math.exp(log) * work[number] for number, log in enumerate(self._logs)]
 
     def spread(self, work: Sequence[float]) -> float:
         """Standard deviation of the logarithm of what so much work takes."""
-        shares = np.exp(self._logs) * np.array(work, dtype=np.float64)
-        shares /= shares.sum()
-        return math.sqrt(max(0.0, float(shares @ self._covariance @ shares)))
+        parts = self._parts(work)
+        whole = sum(parts)
+        shares = [part / whole for part in parts]
+        return math.sqrt(max(0.0, _dot(_times(self._covariance, shares), shares)))
 
     @property
     def measured(self) -> list[float]:
         """By kind, the sum of its shares in all samples."""
-        sums: list[float] = self._measured.tolist()
-        return sums
+        return self._measured
 
     def learn(self, work: Sequence[float], seconds: float) -> bool:
         """So much work took so long. Returns False for impossible samples, which change nothing."""
-        costs = np.exp(self._logs)
-        amounts = np.array(work, dtype=np.float64)
-        predicted = float(costs @ amounts)
+        parts = self._parts(work)
+        predicted = sum(parts)
         if not (SECONDS_MIN <= seconds <= SECONDS_MAX and 0.0 < predicted < math.inf and min(work) >= 0.0):
             return False
         self.samples += 1
         self.settled += 1
-        shares = costs * amounts / predicted
-        self._measured = self._measured + shares
-        along = self._covariance @ shares
-        uncertainty = max(0.0, float(along @ shares))
+        shares = [part / predicted for part in parts]
+        self._measured = _plus(self._measured, shares, 1.0)
+        along = _times(self._covariance, shares)
+        uncertainty = max(0.0, _dot(along, shares))
         error = math.log(seconds / predicted)
         noise = self._noise * self._noise
         surprise = abs(error) / math.sqrt(uncertainty + noise)
@@ -124,8 +131,8 @@ class UnitCosts:
         self._remember(shares, error, math.sqrt(uncertainty + noise))
         return True
 
-    def _remember(self, shares: Floats, error: float, expected: float) -> None:
-        latest = self._latest.setdefault(int(shares.argmax()), [])
+    def _remember(self, shares: Vector, error: float, expected: float) -> None:
+        latest = self._latest.setdefault(shares.index(max(shares)), [])
         latest.append(error)
         from_median = abs(error - sorted(latest)[len(latest) // 2])
         step = NOISE_STEP if from_median > MEDIAN_OF_NORMAL * expected else -NOISE_STEP
@@ -137,20 +144,50 @@ class UnitCosts:
         elif len(latest) == LATEST:
             del latest[0]
 
-    def _shift(self, shares: Floats, error: float) -> None:
+    def _shift(self, shares: Vector, error: float) -> None:
         """Move all costs of the groups in the last sample."""
         self.settled = 0
-        moved = self._prior.groups @ shares
-        self._logs = np.clip(self._logs + error * moved, LOG_COST_MIN, LOG_COST_MAX)
-        self._covariance = self._covariance + self._noise * self._noise * np.outer(moved, moved)
+        moved = _times(self._prior.groups, shares)
+        self._logs = list(map(_bounded, _plus(self._logs, moved, error)))
+        self._covariance = _plus_outer(self._covariance, moved, self._noise * self._noise)
 
-    def _move(self, along: Floats, error: float, total: float) -> None:
-        logs = self._logs + along * (error / total)
-        self._logs = np.minimum(np.maximum(logs, LOG_COST_MIN), LOG_COST_MAX)
-        covariance = self._covariance - along[:, None] * (along / total)
-        if covariance.trace() < self._prior.variance:
-            covariance += self._drift
-        self._covariance = covariance
+    def _move(self, along: Vector, error: float, total: float) -> None:
+        self._logs = list(map(_bounded, _plus(self._logs, along, error / total)))
+        self._covariance = _plus_outer(self._covariance, along, -1.0 / total)
+        if sum(row[number] for number, row in enumerate(self._covariance)) < self._prior.variance:
+            self._covariance = _sum(self._covariance, self._prior.drift)
+
+
+def _bounded(log: float) -> float:
+    return min(max(log, LOG_COST_MIN), LOG_COST_MAX)
+
+
+# A few numbers each: numpy takes several times as long.
+
+
+def _dot(one: Vector, other: Vector) -> float:
+    total = 0.0
+    for number in range(len(one)):
+        total += one[number] * other[number]
+    return total
+
+
+def _plus(one: Vector, other: Vector, factor: float) -> Vector:
+    """One and ``factor`` times the other."""
+    return [value + factor * other[number] for number, value in enumerate(one)]
+
+
+def _times(matrix: Matrix, vector: Vector) -> Vector:
+    return [_dot(row, vector) for row in matrix]
+
+
+def _sum(one: Matrix, other: Matrix) -> Matrix:
+    return [_plus(row, other[number], 1.0) for number, row in enumerate(one)]
+
+
+def _plus_outer(matrix: Matrix, vector: Vector, factor: float) -> Matrix:
+    """The matrix and ``factor`` times the outer product of the vector with itself."""
+    return [_plus(row, vector, factor * vector[number]) for number, row in enumerate(matrix)]
 
 
 def _common(errors: list[float], expected: float) -> float:

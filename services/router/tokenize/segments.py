@@ -306,11 +306,13 @@ class Nodes:
 
     def _used(self, parent: int, piece: str) -> Node | None:
         key = parent, piece
-        try:
-            self._nodes.move_to_end(key)
-            return self._nodes[key]
-        except KeyError:
-            return None
+        node = self._nodes.get(key)
+        if node is not None:
+            try:
+                self._nodes.move_to_end(key)
+            except KeyError:  # evicted by the other thread, just now
+                return None
+        return node
 
     def _note(self, parent: int, piece: str, behind: str) -> None:
         if behind:
