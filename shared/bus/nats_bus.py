@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -17,11 +17,12 @@ import nats.errors
 
 from shared.bus.jetstream import BucketStream
 from shared.bus.nats_client import ConnectionErrors, DirectClient, Sender, without_password
-from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
+from shared.bus.nats_credentials import OPEN, Access, credentials
 from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.nats_subscription import REFUSED_HEADER, Inbox, LiveSubscription, Take, is_reply_subject, subject_filter
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
+    BATCH_S,
     AskTimedOut,
     BusCounts,
     BusDown,
@@ -58,6 +59,8 @@ UNSENT_BYTES_MAX: Final = 16 * 1024 * 1024
 SEND_S_MAX: Final = 10.0
 """Longest wait of a sender for the socket."""
 CLOSE_S_MAX: Final = 2.0
+BATCHED_CONNECT_S_MAX: Final = 30.0
+"""For the connection of subscriptions that are read in batches."""
 
 
 async def connect_nats(
@@ -71,9 +74,17 @@ async def connect_nats(
     """Connect, retrying for ``connect_s_max``. Raises BusDown with the last error; BusRefused after a few attempts if
     NATS rejects the credentials, and at once if its certificate is not trusted.
     """
-    bus = NatsBus(frame_budget_bytes, credentials(url, access), ConnectionErrors(url, access))
-    await bus.open(url, name, connect_s_max)
+    bus = NatsBus(Server(url, name, access), frame_budget_bytes)
+    await bus.open(connect_s_max)
     return bus
+
+
+class Server(NamedTuple):
+    """A server, and who connects."""
+
+    url: str
+    name: str
+    access: Access
 
 
 class _TooLate(Exception):
@@ -83,13 +94,18 @@ class _TooLate(Exception):
 class NatsBus(Connection):
     """One connection; implements ``port.Bus``."""
 
-    def __init__(self, frame_budget_bytes: int, login: Credentials, errors: ConnectionErrors) -> None:
+    def __init__(self, server: Server, frame_budget_bytes: int, *, read_pause_s: float = 0.0) -> None:
         super().__init__()
         self.frame_budget_bytes = frame_budget_bytes
         self.counts = BusCounts()
-        self._nc = DirectClient()
-        self._login = login
-        self._errors = errors
+        self._server = server
+        self._nc = DirectClient(read_pause_s)
+        self._login = login = credentials(server.url, server.access)
+        self._errors = ConnectionErrors(server.url, server.access)
+        self._batched: NatsBus | None = None
+        """The connection of subscriptions that are read in batches."""
+        self._opening = asyncio.Lock()
+        """Held while that one is opened."""
         self._inbox = Inbox(f"{login.inboxes}.{uuid4().hex}", lambda key: self._call(self.unreachable, key))
         self._sender = Sender(self._nc, frame_budget_bytes, self._inbox.token)
         self._subscriptions: set[LiveSubscription] = set()
@@ -98,8 +114,9 @@ class NatsBus(Connection):
         self._connect_until = math.inf
         """Deadline of the first connection, in the event loop's time."""
 
-    async def open(self, url: str, name: str, connect_s_max: float) -> None:
+    async def open(self, connect_s_max: float) -> None:
         """Connect and subscribe to the inbox. Raises BusDown."""
+        url, name, _access = self._server
         connecting = self._nc.connect(
             url,
             name=name,
@@ -182,8 +199,16 @@ class NatsBus(Connection):
         *,
         queue_max: int = QUEUE_MAX,
         on_dropped: Callable[[], None] | None = None,
+        in_batches: bool = False,
         **ids: str,
     ) -> Subscription:
+        if in_batches:
+            batched = await self._batched_connection()
+            if on_dropped is not None:
+                batched.on_reconnect(on_dropped)
+            return await batched.subscribe(
+                channel, handler, queue_max=queue_max, on_dropped=on_dropped, in_batches=False, **ids
+            )
         receiver = Receiver(channel, handler, self.counts, self.fail)
 
         async def take(payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
@@ -192,6 +217,20 @@ class NatsBus(Connection):
         return await self._subscribe(
             subject_filter(channel, ids), take if receiver.is_async else receiver.take_now, queue_max, on_dropped
         )
+
+    async def _batched_connection(self) -> NatsBus:
+        async with self._opening:
+            if self._batched is None:
+                batched = NatsBus(self._server, self.frame_budget_bytes, read_pause_s=BATCH_S)
+                batched.counts = self.counts
+                await batched.open(BATCHED_CONNECT_S_MAX)
+                batched.failed.add_done_callback(self._fail_with)
+                self._batched = batched
+            return self._batched
+
+    def _fail_with(self, other: asyncio.Future[None]) -> None:
+        if not other.cancelled() and (why := other.exception()) is not None:
+            self.fail(why)
 
     async def ask(
         self, channel: AskChannel[M, A], message: M, *, timeout_s: float, headers: Mapping[str, str] | None = None
@@ -271,6 +310,8 @@ class NatsBus(Connection):
     async def close(self) -> None:
         if self._closing:
             return
+        if self._batched is not None:
+            await self._batched.close()
         if self.connected:
             try:
                 await self.flush(CLOSE_S_MAX)

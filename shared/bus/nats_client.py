@@ -36,8 +36,10 @@ class DirectClient(Client):
     the socket at once. Relies on internals of nats-py 2.16, which is pinned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read_pause_s: float = 0.0) -> None:
+        """``read_pause_s``: between two reads of the socket."""
         super().__init__()
+        self._read_pause_s = read_pause_s
         self._takes: dict[int, Take] = {}
         """Functions by subscription id."""
         self._messages: MessageReader | None = None
@@ -60,6 +62,9 @@ class DirectClient(Client):
 
     def _heard(self) -> None:
         self._pings_outstanding = 0  # A server that sends is alive, even if its PONG is queued behind many messages.
+        if self._read_pause_s and self._socket is not None:
+            self._socket.pause_reading()
+            asyncio.get_running_loop().call_later(self._read_pause_s, _read_on, self._socket)
 
     async def _process_connect_init(self) -> None:
         """Abort the socket if the handshake fails: nats-py would wait for ever for it to close."""
@@ -156,6 +161,11 @@ class DirectClient(Client):
         pending, self._pending, self._pending_data_size = self._pending, [], 0
         writer.writelines(pending)
         return None
+
+
+def _read_on(socket: asyncio.Transport) -> None:
+    if not socket.is_closing():
+        socket.resume_reading()
 
 
 def _takes_more(writer: Any) -> bool:

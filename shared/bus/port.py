@@ -213,9 +213,13 @@ class Bus(Protocol):
         *,
         queue_max: int = 65536,
         on_dropped: Callable[[], None] | None = None,
+        in_batches: bool = False,
         **ids: str,
     ) -> Subscription:
-        """Handle each message. ``ids`` fix placeholders of the subject; the others match any value."""
+        """Handle each message. ``ids`` fix placeholders of the subject; the others match any value. ``in_batches``: where
+        many arrive, they are read together and up to ``BATCH_S`` late, which takes half the CPU; ``on_dropped`` is
+        called after a reconnection, too.
+        """
 
     async def ask(
         self, channel: AskChannel[M, A], message: M, *, timeout_s: float, headers: Mapping[str, str] | None = None
@@ -245,6 +249,8 @@ class Bus(Protocol):
 
 
 ASKS_AT_ONCE_MAX = 64
+BATCH_S = 0.005
+"""See ``Bus.subscribe``."""
 STORE_RETRY_S = 2.0
 
 

@@ -185,8 +185,11 @@ class MemoryBus(Connection):
         *,
         queue_max: int = 65536,
         on_dropped: Callable[[], None] | None = None,
+        in_batches: bool = False,
         **ids: str,
     ) -> Subscription:
+        if in_batches and on_dropped is not None:
+            self.on_reconnect(on_dropped)
         receiver = Receiver(channel, handler, self.counts, self.fail)
 
         async def take(payload: bytes, headers: Mapping[str, str], subject: str, _answer: object) -> None:

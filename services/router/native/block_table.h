@@ -14,6 +14,7 @@ enum {
     TIER_ROTATION_BITS = 21,
     NO_LIFE = LIVES_MAX,
     AHEAD = 12, /* distance in look-ups at which memory is prefetched */
+    EXPECTED_MAX = 64, /* blocks whose memory is prefetched for a later call; more would not stay in the cache */
     CHUNK = 32, /* look-ups between two checks whether any row still holds the chain */
     SWEPT_LINES_MIN = 64,
     SWEPT_LINES_PER_BLOCK = 4,

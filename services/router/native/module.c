@@ -27,6 +27,19 @@ static PyObject *take(Table *self, PyObject *const *args, Py_ssize_t given)
     return change(self, args, given, table_remove);
 }
 
+static PyObject *expect(Table *self, PyObject *const *args, Py_ssize_t given)
+{
+    long tier;
+    if (!is_count(given, 2) || !read_number(args[0], 0, TIERS, "tier", &tier))
+        return NULL;
+    Py_ssize_t count = read_hashes(self, args[1]);
+    if (count < 0)
+        return NULL;
+    for (Py_ssize_t at = 0; at < count && at < EXPECTED_MAX; at++)
+        map_prefetch(&self->table.maps[tier], self->scratch[at]);
+    Py_RETURN_NONE;
+}
+
 static PyObject *clear(Table *self, PyObject *arg)
 {
     long row;
@@ -169,6 +182,7 @@ static void table_dealloc(Table *self)
 static PyMethodDef methods[] = {
     FAST("store", store),
     FAST("remove", take),
+    FAST("expect", expect),
     {"clear", (PyCFunction)clear, METH_O, NULL},
     {"count", (PyCFunction)count, METH_O, NULL},
     {"xor", (PyCFunction)xor, METH_O, NULL},

@@ -37,6 +37,9 @@ class BlockTable(Protocol):
     def remove(self, row: int, tier: int, hashes: Hashes) -> None:
         """``row`` does not hold these blocks in this tier any more."""
 
+    def expect(self, tier: int, hashes: Hashes) -> None:
+        """These blocks will be stored or removed soon: their memory may be fetched meanwhile."""
+
     def clear(self, row: int) -> None:
         """``row`` holds nothing, in any tier."""
 
@@ -92,6 +95,9 @@ class PythonBlockTable:
                 xor ^= block
                 self._release(block, tier, 1 << row)
         self._xors[row][tier] ^= xor
+
+    def expect(self, tier: int, hashes: Hashes) -> None:
+        """See ``BlockTable``; there is nothing to do."""
 
     def clear(self, row: int) -> None:
         """See ``BlockTable``."""

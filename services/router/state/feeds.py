@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -75,6 +76,8 @@ class KvFeed:
         self._wake = asyncio.Event()
         self._asking: set[WorkerId] = set()
         self._slots = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
+        self._latest: KvEventBatch | None = None
+        """Applied when the next one arrives, or before anything else: meanwhile its blocks' memory is fetched."""
         self.snapshots = 0
         """Number of snapshots requested so far."""
 
@@ -82,8 +85,7 @@ class KvFeed:
         """Subscribe; the subscription is active on return."""
         if not IS_COMPILED:
             log.warning("the prefix index runs in Python, several times slower: no compiler when Baton was installed")
-        await self._bus.subscribe(KV_EVENTS, self._on_batch, on_dropped=self.doubt_all)
-        self._bus.on_reconnect(self.doubt_all)
+        await self._bus.subscribe(KV_EVENTS, self._on_batch, on_dropped=self.doubt_all, in_batches=True)
 
     async def follow(self) -> None:
         """Request snapshots where they are needed, until cancelled."""
@@ -103,6 +105,7 @@ class KvFeed:
 
     def check(self, worker_id: WorkerId, epoch: Epoch, digest: KvDigest) -> None:
         """Compare the index with the digest in a load report; on a difference, request a snapshot."""
+        self._apply_latest()
         if self._index.check(worker_id, epoch, digest):
             self._wake.set()
 
@@ -113,6 +116,20 @@ class KvFeed:
         self._wake.set()
 
     def _on_batch(self, batch: KvEventBatch, _envelope: Envelope) -> None:
+        latest, self._latest = self._latest, batch
+        with suppress(ValueError):  # ``apply`` raises it again.
+            self._index.expect(batch)
+        if latest is None:
+            asyncio.get_running_loop().call_soon(self._apply_latest)
+        else:
+            self._apply(latest)
+
+    def _apply_latest(self) -> None:
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            self._apply(latest)
+
+    def _apply(self, batch: KvEventBatch) -> None:
         try:
             wanted = self._index.apply(batch)
         except ValueError as error:
@@ -241,7 +258,7 @@ class FleetFeed:
     async def open(self) -> None:
         """Subscribe; the subscriptions are active on return."""
         self._fleet.cluster.is_whole = False
-        await self._bus.subscribe(LOAD.read_as(WorkerLoad), self._on_load)
+        await self._bus.subscribe(LOAD.read_as(WorkerLoad), self._on_load, in_batches=True)
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
 
     async def follow_registry(self) -> None:

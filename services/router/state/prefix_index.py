@@ -85,6 +85,12 @@ class PrefixIndex:
             self.moves += 1
             heappush(self._slots_free, entry.slot)
 
+    def expect(self, batch: KvEventBatch) -> None:
+        """The batch will be applied soon. Raises ValueError on hashes that are not whole."""
+        for event in batch.events:
+            tier = event.tier
+            self.table.expect(0 if tier is DEVICE else TIERS.index(tier), event.hashes)
+
     def apply(self, batch: KvEventBatch) -> bool:
         """Returns whether a snapshot is needed now. Raises ValueError on hashes that are not whole.
 

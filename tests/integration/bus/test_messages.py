@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from shared.bus.port import BusDown, MessageTooLarge, NoResponders
-from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, START_LEG
+from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, START_LEG
 from shared.contracts.kv_events import AskKvSnapshot
 from tests.integration.bus.worlds import FRAME_BUDGET_BYTES, soon, until
 from tests.support.builders import kv_batch, start_leg
+from tests.support.fleet_builders import load
 
 
 async def test_messages_of_one_sender_arrive_in_order_with_their_headers(world):
@@ -235,3 +236,40 @@ async def test_a_coroutine_function_handles_one_message_at_a_time_in_order(world
 
     await until(lambda: len(log) == 6)
     assert log == [(step, seq) for seq in range(3) for step in ("begin", "end")]
+
+
+async def test_messages_read_in_batches_arrive_in_order(world):
+    sender, receiver = await world.bus(), await world.bus()
+    got, loads = [], []
+    await receiver.subscribe(KV_EVENTS, lambda batch, _: got.append(batch.seq), in_batches=True)
+    await receiver.subscribe(LOAD, lambda report, _: loads.append(report.worker_id), in_batches=True)
+
+    for seq in range(500):
+        await sender.publish(KV_EVENTS, kv_batch(seq))
+        await sender.publish(LOAD, load("w1"))
+
+    await until(lambda: len(got) == len(loads) == 500)
+    assert got == list(range(500))
+
+
+async def test_a_handler_of_batches_that_raises_ends_the_bus(world):
+    sender, receiver = await world.bus(), await world.bus()
+
+    def broken(_batch, _envelope):
+        raise RuntimeError("a bug")
+
+    await receiver.subscribe(KV_EVENTS, broken, in_batches=True)
+    await sender.publish(KV_EVENTS, kv_batch(1))
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        await soon(receiver.failed)
+
+
+async def test_bad_messages_read_in_batches_are_counted(world):
+    receiver, got = await world.bus(), []
+    await receiver.subscribe(KV_EVENTS, lambda batch, _: got.append(batch.seq), in_batches=True)
+
+    await world.raw("kv.w1.events", b"no message")
+
+    await until(lambda: receiver.counts.bad_messages == 1)
+    assert not got

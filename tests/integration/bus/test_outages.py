@@ -87,3 +87,19 @@ async def test_a_waiting_ask_fails_at_once_when_the_connection_breaks(world):
     async with world.outage():
         with pytest.raises(BusDown):
             await soon(ask)
+
+
+async def test_messages_missed_in_an_outage_are_reported_to_who_reads_in_batches(world):
+    sender, receiver = await world.bus(), await world.bus()
+    got, told = [], []
+    await receiver.subscribe(
+        KV_EVENTS, lambda batch, _: got.append(batch.seq), on_dropped=lambda: told.append(1), in_batches=True
+    )
+
+    async with world.outage():
+        assert not told
+
+    await until(lambda: told == [1])
+    await sender.publish(KV_EVENTS, kv_batch(1))
+    await until(lambda: got == [1])
+    assert not receiver.failed.done()

@@ -39,6 +39,10 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.table.remove(row, tier, pack_hashes(blocks) if packed else blocks)
         self.model.held[row, tier] -= set(blocks)
 
+    @rule(tier=TIER, blocks=BLOCKS, packed=st.booleans())
+    def changes_are_expected(self, tier, blocks, packed):
+        self.table.expect(tier, pack_hashes(blocks) if packed else blocks)
+
     @rule(row=ROW)
     def a_row_is_cleared(self, row):
         self.table.clear(row)
@@ -131,6 +135,9 @@ def test_torn_hashes_change_nothing(make):
     for change in (table.store, table.remove):
         with pytest.raises(ValueError, match="whole number"):
             change(0, 0, b"\0" * 15)
+    if make is not PythonBlockTable:
+        with pytest.raises(ValueError, match="whole number"):
+            table.expect(0, b"\0" * 15)
 
     assert (table.count(0), table.size()) == (0, 0)
 

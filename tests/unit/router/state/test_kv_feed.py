@@ -7,9 +7,18 @@ import asyncio
 from services.router.state.feeds import ASKS_AT_ONCE_MAX, KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.bus.port import Envelope
-from shared.contracts.channels import KV_SNAPSHOT
+from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot, pack_hashes
+from shared.contracts.kv_events import (
+    AskKvSnapshot,
+    KvDigest,
+    KvEvent,
+    KvEventBatch,
+    KvEventKind,
+    KvSnapshot,
+    pack_hashes,
+)
+from tests.support.builders import kv_batch
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import in_virtual_time
 
@@ -52,3 +61,41 @@ async def test_snapshots_are_requested_in_batches_and_silent_workers_block_none(
     assert {index.count(worker_id) for worker_id in index.entries} == {0, 1}
     assert index.state(WorkerId("w4")) is IndexState.EXACT
     following.cancel()
+
+
+@in_virtual_time
+async def test_the_last_batch_is_applied_without_a_next_one_and_before_a_digest_is_compared():
+    hub, index = MemoryHub(), PrefixIndex()
+    worker, worker_id = MemoryBus(hub), WorkerId("w1")
+    feed = KvFeed(MemoryBus(hub), index)
+    await feed.open()
+    feed.worker_joined(worker_id, Epoch(1))
+    index.restore(KvSnapshot(worker_id=worker_id, epoch=Epoch(1), seq=0, hashes=b""))
+
+    for seq in (1, 2, 3):
+        await worker.publish(KV_EVENTS, kv_batch(seq, seq))
+    await asyncio.sleep(0.1)
+    assert index.count(worker_id) == 3
+
+    feed._on_batch(kv_batch(4, 4), Envelope({}, 0))
+    feed.check(worker_id, Epoch(1), KvDigest(seq=4, count=4, xor=1 ^ 2 ^ 3 ^ 4))
+    assert index.count(worker_id) == 4
+    assert index.state(worker_id) is IndexState.EXACT
+
+
+@in_virtual_time
+async def test_a_batch_that_cannot_be_read_costs_a_snapshot_and_nothing_else():
+    hub, index = MemoryHub(), PrefixIndex()
+    worker, worker_id = MemoryBus(hub), WorkerId("w1")
+    feed = KvFeed(MemoryBus(hub), index)
+    await feed.open()
+    feed.worker_joined(worker_id, Epoch(1))
+    index.restore(KvSnapshot(worker_id=worker_id, epoch=Epoch(1), seq=0, hashes=b""))
+
+    torn = KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([2])[1:])
+    await worker.publish(KV_EVENTS, kv_batch(1, 1))
+    await worker.publish(KV_EVENTS, KvEventBatch(worker_id=worker_id, epoch=Epoch(1), seq=2, events=[torn]))
+    await asyncio.sleep(0.1)
+
+    assert index.count(worker_id) == 1
+    assert index.wanting() == [worker_id]
