@@ -294,8 +294,10 @@ static bool may_serve_alone(const struct candidate *candidate, const struct flee
            (double)candidate->computed <= N(STEP_TOKENS);
 }
 
-static inline struct candidate estimate(const struct fleet *fleet, const struct question *question,
-                                        const struct holders *holders, struct last *last, size_t row)
+/* Inlined, so that the shortlist computes and stores only what it needs. */
+__attribute__((always_inline)) static inline struct candidate
+estimate(const struct fleet *fleet, const struct question *question, const struct holders *holders, struct last *last,
+         size_t row)
 {
     struct candidate candidate = {.group = fleet->groups[row]};
     struct batch batch = estimate_batch(fleet, question, row);
