@@ -21,12 +21,13 @@ void table_close(struct block_table *table)
     sets_close(&table->sets);
     free(table->life_of);
     free(table->lives);
+    free(table->row_of);
     free(table->dead);
 }
 
 uint64_t table_bytes(const struct block_table *table)
 {
-    uint64_t bytes = sets_bytes(&table->sets) + table->life_count * sizeof *table->lives;
+    uint64_t bytes = sets_bytes(&table->sets) + table->life_count * (sizeof *table->lives + sizeof *table->row_of);
     for (int tier = 0; tier < TIERS; tier++)
         bytes += map_bytes(&table->maps[tier]);
     return bytes;
@@ -55,8 +56,10 @@ static life_t new_life(struct block_table *table, uint32_t row)
             table->life_count = LIVES_MAX;
         table->lives = must(realloc(table->lives, table->life_count * sizeof *table->lives));
         memset(table->lives + life, 0, (table->life_count - life) * sizeof *table->lives);
+        table->row_of = must(realloc(table->row_of, table->life_count * sizeof *table->row_of));
     }
-    table->lives[life] = (struct life){.row = row, .state = ALIVE};
+    table->lives[life] = (struct life){.state = ALIVE};
+    table->row_of[life] = row;
     return (life_t)life;
 }
 

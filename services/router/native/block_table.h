@@ -26,7 +26,6 @@ struct life {
     uint64_t counts[TIERS];
     uint64_t xors[TIERS];
     uint64_t dead_in; /* the sweep pass during which it died */
-    uint32_t row;
     enum state state;
 };
 
@@ -43,6 +42,7 @@ struct block_table {
     life_t *life_of; /* by row; NO_LIFE: the row holds nothing */
     uint32_t rows;
     struct life *lives;
+    uint32_t *row_of; /* by life: close together, because a match reads those of all holders */
     uint32_t life_count;
     uint64_t *dead; /* bits by life */
     uint32_t dead_count;

@@ -206,7 +206,7 @@ static double waiting_s(const struct fleet *fleet, const struct question *questi
     return most(left_s, 0.5 * step_s, question->arrays);
 }
 
-static struct batch estimate_batch(const struct fleet *fleet, const struct question *question, size_t row)
+__attribute__((always_inline)) static inline struct batch estimate_batch(const struct fleet *fleet, const struct question *question, size_t row)
 {
     struct batch batch;
     double token_s = mean_token_s(fleet, row);

@@ -95,7 +95,7 @@ static void tell(const struct block_table *table, uint64_t left, uint32_t word, 
                  uint32_t rows)
 {
     for (; left; left &= left - 1) {
-        uint32_t row = table->lives[word * 64 + (uint32_t)__builtin_ctzll(left)].row;
+        uint32_t row = table->row_of[word * 64 + (uint32_t)__builtin_ctzll(left)];
         if (row < rows)
             out[row] = depth;
     }
@@ -141,7 +141,7 @@ static uint32_t lowest_row(const struct block_table *table, const uint64_t *bits
     uint32_t lowest = UINT32_MAX;
     for (uint32_t word = 0; word < table_words(table); word++)
         for (uint64_t left = bits[word]; left; left &= left - 1) {
-            uint32_t row = table->lives[word * 64 + (uint32_t)__builtin_ctzll(left)].row;
+            uint32_t row = table->row_of[word * 64 + (uint32_t)__builtin_ctzll(left)];
             lowest = row < lowest ? row : lowest;
         }
     return lowest;
