@@ -216,8 +216,8 @@ class Bus(Protocol):
         in_batches: bool = False,
         **ids: str,
     ) -> Subscription:
-        """Handle each message. ``ids`` fix placeholders of the subject; the others match any value. ``in_batches``: where
-        many arrive, they are read together and up to ``BATCH_S`` late, which takes half the CPU; ``on_dropped`` is
+        """Handle each message. ``ids`` fix placeholders of the subject; the others match any value. ``in_batches``:
+        where many arrive, they are read together and up to ``BATCH_S`` late, which takes less CPU; ``on_dropped`` is
         called after a reconnection, too.
         """
 
