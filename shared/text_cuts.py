@@ -97,16 +97,17 @@ class PythonWords:
 
     def learn(self, words: dict[str, bytes]) -> int:
         """Words and the tokens of each, as CBOR one behind the other. Returns how many words are known then."""
-        self._known = words | self._known
+        for word, tokens in words.items():
+            self._known.setdefault(word, tokens)
         return len(self._known)
 
     def keep(self) -> None:
         """Words that were learned so far are not forgotten."""
-        self._kept = self._known
+        self._kept = dict(self._known)
 
     def forget(self) -> None:
         """Forget all others."""
-        self._known = self._kept
+        self._known = dict(self._kept)
 
 
 @dataclass(frozen=True, slots=True)
