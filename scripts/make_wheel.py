@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-C_MODULES = ("_block_table", "_placement", "_words")
+C_MODULES = ("_block_table", "_placement", "_tokenize")
 NATIVE = (*(f"services/router/native/{name}." for name in C_MODULES), "shared/request_path__mypyc.")
 COMPLAINT = re.compile(r"error|not found|No such file", re.IGNORECASE)
 COMPLAINTS_MAX = 8
