@@ -202,9 +202,9 @@ def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
     return False
 
 
-def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...] = ()) -> bool:
-    """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of texts with all
-    neighbours, of words and of the added tokens ``around`` which words are cut.
+def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...]) -> bool:
+    """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of two texts:
+    of words with all neighbours, and of the added tokens in ``around``, where words are cut on both sides.
     """
     if any(_reaches_over_space(token) for token in tokenizer.get_added_tokens_decoder().values()):
         return False

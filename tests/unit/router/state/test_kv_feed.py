@@ -24,6 +24,7 @@ from tests.support.virtual_time import in_virtual_time
 
 WORKERS = 5 * ASKS_AT_ONCE_MAX
 ANSWER_S = 1.0
+W1 = WorkerId("w1")
 
 
 class Fleet:
@@ -63,39 +64,38 @@ async def test_snapshots_are_requested_in_batches_and_silent_workers_block_none(
     following.cancel()
 
 
-@in_virtual_time
-async def test_the_last_batch_is_applied_without_a_next_one_and_before_a_digest_is_compared():
+async def exact_feed() -> tuple[MemoryBus, KvFeed, PrefixIndex]:
+    """The bus of worker w1, which holds nothing yet, and a router that knows it exactly."""
     hub, index = MemoryHub(), PrefixIndex()
-    worker, worker_id = MemoryBus(hub), WorkerId("w1")
     feed = KvFeed(MemoryBus(hub), index)
     await feed.open()
-    feed.worker_joined(worker_id, Epoch(1))
-    index.restore(KvSnapshot(worker_id=worker_id, epoch=Epoch(1), seq=0, hashes=b""))
+    feed.worker_joined(W1, Epoch(1))
+    index.restore(KvSnapshot(worker_id=W1, epoch=Epoch(1), seq=0, hashes=b""))
+    return MemoryBus(hub), feed, index
+
+
+@in_virtual_time
+async def test_the_last_batch_is_applied_without_a_next_one_and_before_a_digest_is_compared():
+    worker, feed, index = await exact_feed()
 
     for seq in (1, 2, 3):
         await worker.publish(KV_EVENTS, kv_batch(seq, seq))
     await asyncio.sleep(0.1)
-    assert index.count(worker_id) == 3
+    assert index.count(W1) == 3
 
     feed._on_batch(kv_batch(4, 4), Envelope({}, 0))
-    feed.check(worker_id, Epoch(1), KvDigest(seq=4, count=4, xor=1 ^ 2 ^ 3 ^ 4))
-    assert index.count(worker_id) == 4
-    assert index.state(worker_id) is IndexState.EXACT
+    feed.check(W1, Epoch(1), KvDigest(seq=4, count=4, xor=1 ^ 2 ^ 3 ^ 4))
+    assert index.count(W1) == 4
+    assert index.state(W1) is IndexState.EXACT
 
 
 @in_virtual_time
 async def test_a_batch_that_cannot_be_read_costs_a_snapshot_and_nothing_else():
-    hub, index = MemoryHub(), PrefixIndex()
-    worker, worker_id = MemoryBus(hub), WorkerId("w1")
-    feed = KvFeed(MemoryBus(hub), index)
-    await feed.open()
-    feed.worker_joined(worker_id, Epoch(1))
-    index.restore(KvSnapshot(worker_id=worker_id, epoch=Epoch(1), seq=0, hashes=b""))
-
+    worker, _feed, index = await exact_feed()
     torn = KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([2])[1:])
     await worker.publish(KV_EVENTS, kv_batch(1, 1))
-    await worker.publish(KV_EVENTS, KvEventBatch(worker_id=worker_id, epoch=Epoch(1), seq=2, events=[torn]))
+    await worker.publish(KV_EVENTS, KvEventBatch(worker_id=W1, epoch=Epoch(1), seq=2, events=[torn]))
     await asyncio.sleep(0.1)
 
-    assert index.count(worker_id) == 1
-    assert index.wanting() == [worker_id]
+    assert index.count(W1) == 1
+    assert index.wanting() == [W1]
