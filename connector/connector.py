@@ -133,7 +133,7 @@ class BatonConnector(KVConnectorBase_V1):
 
         After None, vLLM skips the request in this step and asks again in the next one.
         """
-        order = _order_of(request)
+        order = order_of(request)
         if order is None:
             return 0, False
         tokens = self.connector_scheduler.reader.matched(request, order, num_computed_tokens)
@@ -141,7 +141,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Called when vLLM has allocated the request's blocks."""
-        order = _order_of(request)
+        order = order_of(request)
         if order is None:
             return
         side = self.connector_scheduler
@@ -166,13 +166,17 @@ class BatonConnector(KVConnectorBase_V1):
         EngineCore stepping until the last offer ends.
         """
         self.connector_scheduler.used(request.block_hashes, request.num_computed_tokens)
-        order = _order_of(request)
+        order = order_of(request)
         if order is None:
             return False, None
-        offer = None
+        offer = first_token = None
+        if order.leg_id and request.status in COMPLETE and request.output_token_ids:
+            first_token = self.connector_scheduler.note_first_token(request, order.leg_id, request.output_token_ids[0])
         if order.offer and request.status in COMPLETE:
             full = request.num_prompt_tokens // self._block_tokens
-            offer = self.connector_scheduler.holder.offer(request.block_hashes[:full], block_ids[:full], order.offer_id)
+            offer = self.connector_scheduler.holder.offer(
+                request.block_hashes[:full], block_ids[:full], order.offer_id, first_token
+            )
         transfer_report = self.connector_scheduler.finished(request.request_id, offer, order)
         return False, params_of(transfer_report or KvTransferReport())
 
@@ -251,7 +255,7 @@ def params_of(transfer_report: KvTransferReport) -> dict[str, Any]:
     return {PARAMS: _encode(transfer_report)}
 
 
-def _order_of(request: Request) -> LegOrder | None:
+def order_of(request: Request) -> LegOrder | None:
     """The worker's order for this request; decoded once."""
     params = request.kv_transfer_params
     packed = params.get(PARAMS) if params else None

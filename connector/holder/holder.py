@@ -26,6 +26,7 @@ from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
     FULL_HASH_BYTES,
     LEASE_BLOCKS_MAX,
+    FirstToken,
     KvGrant,
     KvOffer,
     LeaseKv,
@@ -98,6 +99,7 @@ class Holder:
         self._draining = False
         self._prompts: OrderedDict[bytes, tuple[LegId, int]] = OrderedDict()
         self._ended_legs: OrderedDict[LegId, None] = OrderedDict()
+        self._first_tokens: OrderedDict[LegId, FirstToken] = OrderedDict()
         self._unwanted_offers: OrderedDict[str, None] = OrderedDict()
         self._pool: Pool
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
@@ -134,7 +136,7 @@ class Holder:
         grant = self._grant(request.ask_id, request.reader_id, followed, self._ready(followed))
         if request.follow_s > 0:
             if grant.reason is None or (grant.reason is NoGrant.NOT_HELD and request.leg_id in self._ended_legs):
-                return replace(grant, prefill_cached_tokens=self._cached_tokens_of(followed))
+                return self._last(grant, followed)
             if self._pool.enable_caching and self._leases.follow(request.ask_id, request.reader_id, followed):
                 return replace(grant, lease_id=request.ask_id, final=False, reason=None)
         if not followed.granted:
@@ -157,7 +159,13 @@ class Holder:
             while len(self._unwanted_offers) > UNWANTED_OFFERS_NOTED_MAX:
                 self._unwanted_offers.popitem(last=False)
 
-    def offer(self, hashes: Sequence[bytes], block_ids: Sequence[int], offer_id: str = "") -> KvOffer | None:
+    def offer(
+        self,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        offer_id: str = "",
+        first_token: FirstToken | None = None,
+    ) -> KvOffer | None:
         """Pin the full blocks of a computed prompt, as many as the limits allow; None if they allow none or
         the offer was released already.
 
@@ -183,6 +191,7 @@ class Holder:
             block_ids=pack_block_ids(held[:count]),
             last_hash=bytes(hashes[count - 1]),
             until_s=until_s,
+            first_token=first_token,
         )
 
     def scheduled(self, step: Step) -> None:
@@ -212,6 +221,12 @@ class Holder:
         self._prompts.move_to_end(last_full_hash)
         if len(self._prompts) > PROMPTS_NOTED_MAX:
             self._prompts.popitem(last=False)
+
+    def note_first_token(self, leg_id: LegId, token: FirstToken) -> None:
+        """A prefill leg has sampled its token; its last grant to a reader has it."""
+        self._first_tokens[leg_id] = token
+        if len(self._first_tokens) > ENDED_LEGS_NOTED_MAX:
+            self._first_tokens.popitem(last=False)
 
     def leg_ended(self, leg_id: LegId) -> None:
         """A prefill leg has ended in any way. Blocks that it has not computed by now, for example because its prompt
@@ -315,14 +330,19 @@ class Holder:
         is_last = grant.reason is None or (leg_ended and grant.reason is NoGrant.NOT_HELD)
         if is_last or now >= followed.stuck_since_s + FULL_S_MAX:
             self._leases.stop_following(lease.lease_id)
-            return replace(grant, lease_id=lease.lease_id, prefill_cached_tokens=self._cached_tokens_of(followed))
+            return self._last(replace(grant, lease_id=lease.lease_id), followed)
         return replace(grant, final=False, reason=None) if grant.block_ids else None
 
     def _stop_following(self, lease: Lease, followed: FollowedPrompt, reason: NoGrant) -> KvGrant:
         """A last grant without blocks."""
         self._leases.stop_following(lease.lease_id)
         last = self._empty_grant(lease.lease_id, lease.reader_id, followed.granted, reason)
-        return replace(last, lease_id=lease.lease_id, prefill_cached_tokens=self._cached_tokens_of(followed))
+        return self._last(replace(last, lease_id=lease.lease_id), followed)
+
+    def _last(self, grant: KvGrant, followed: FollowedPrompt) -> KvGrant:
+        """The grant with what only the last one says of a followed prompt."""
+        token = self._first_tokens.get(followed.leg_id)
+        return replace(grant, prefill_cached_tokens=self._cached_tokens_of(followed), first_token=token)
 
     def _pin(self, lease_id: str, reader_id: WorkerId, blocks: list[Any], until_s: float) -> list[int]:
         block_ids = [block.block_id for block in blocks]

@@ -16,7 +16,7 @@ from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
 from connector.reader.lease_request import Source
 from connector.reader.peers import Peers
 from shared.contracts.ids import WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvOffer, KvRead, KvTransferReport, LegOrder, ReleaseKv
+from shared.contracts.kv_exchange import FirstToken, KvGrant, KvOffer, KvRead, KvTransferReport, LegOrder, ReleaseKv
 
 
 @dataclass(slots=True)
@@ -39,6 +39,8 @@ class TokenCounts:
     """The current admission is past fetching: its tokens are counted."""
     refused: bool = False
     prefill_cached_tokens: int = -1
+    first_token_received: bool = False
+    """The engine has the answer's first token as the last one of its prompt."""
     reads: list[KvRead] = field(default_factory=list)
 
     def preempted(self, preemptions: int) -> None:
@@ -50,7 +52,8 @@ class TokenCounts:
     def admit(self, tokens: int) -> None:
         """Count ``tokens``, all that precede the next one: those neither local nor fetched are computed.
 
-        The last token is always computed, even if its KV is cached, because its logits are needed.
+        The last token is always computed, even if its KV is cached, because its logits are needed. A received first
+        token is the last one then, and not counted.
         """
         if self.admitted:
             return
@@ -61,11 +64,12 @@ class TokenCounts:
             self.refetched += self.fetched
             self.reprefilled += computed
         else:
+            received = int(self.first_token_received)
             self.prompt, self.first_local, self.first_fetched, self.recomputed = (
-                tokens,
+                tokens - received,
                 self.local,
                 self.fetched,
-                computed,
+                computed - received,
             )
 
     def transfer_report(self, offer: KvOffer | None) -> KvTransferReport:
@@ -79,6 +83,7 @@ class TokenCounts:
             preemptions=self.preemptions,
             refused=self.refused,
             prefill_cached_tokens=self.prefill_cached_tokens,
+            first_token_received=self.first_token_received,
             reads=self.reads,
             offer=offer,
         )
@@ -120,6 +125,8 @@ class RequestState:
     aborted: bool = False
     has_used_offer: bool = False
     """A fetch releases the offer's lease."""
+    first_token: FirstToken | None = None
+    """Of the prefill leg, until the engine may take it."""
 
 
 class Reader:
@@ -138,6 +145,10 @@ class Reader:
         """Requests to refuse, because too little is cached."""
         self.admitted: set[str] = set()
         """Admitted requests whose transfer report is not sent yet."""
+        self.first_tokens: dict[str, FirstToken] = {}
+        """By id of requests that wait for their blocks, for the engine to take. It may begin the answer before the last
+        block is there: what does not arrive is computed.
+        """
         self.unknown_peers: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
@@ -207,6 +218,7 @@ class Reader:
             local_blocks = list(block_ids[start : start + fetched_tokens // self._block_tokens])
             state.loading = True
             state.fetch.begin(local_blocks, self._now())
+            self._show_first_token(state)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """The request has ended in any way. None if there is nothing to report."""
@@ -216,6 +228,7 @@ class Reader:
             return KvTransferReport(offer=offer) if offer is not None else None
         transfer_report = state.counts.transfer_report(offer)
         self.admitted.discard(request_id)
+        self.first_tokens.pop(request_id, None)
         if state.loading and state.fetch is not None:
             state.aborted = True  # vLLM keeps its blocks until ``settle`` returns it, when no read can write into them.
             state.fetch.stop()
@@ -228,6 +241,15 @@ class Reader:
         """The report so far."""
         state = self._requests.get(request_id)
         return state.counts.transfer_report(None) if state is not None else KvTransferReport()
+
+    def take_first_tokens(self) -> dict[str, FirstToken]:
+        """``first_tokens``, once."""
+        taken, self.first_tokens = self.first_tokens, {}
+        return taken
+
+    def note_first_token(self, request_id: str) -> None:
+        """The engine has made the first token the last one of the request's prompt."""
+        self._requests[request_id].counts.first_token_received = True
 
     def cached_tokens(self, request_id: str) -> int:
         """Tokens that the request did not have to compute when it was first admitted."""
@@ -281,6 +303,8 @@ class Reader:
                 state.fetch.on_grant(grant, self._now())
                 if grant.final and any(source.follow for source in state.order.sources):
                     state.counts.prefill_cached_tokens = grant.prefill_cached_tokens
+                    state.first_token = grant.first_token
+                    self._show_first_token(state)
                 return
 
     def on_part(self, part: ReadPart) -> bool:
@@ -362,12 +386,17 @@ class Reader:
         plan = self.plan(list(hashes), start, sources, order)
         if take is not None:
             plan.take = take
+            state.first_token = take.first_token
             if self._peers.clock_ahead_s(_holder(take)) is None:
                 self.unknown_peers.add(_holder(take))
         state.fetch = self._by_goal[hashes[-1]] = Fetch(plan, self._now())
         self._fetching[state.request_id] = state
         state.has_used_offer = state.has_used_offer or any(request.is_offer for request in state.fetch.requests)
         return state.fetch
+
+    def _show_first_token(self, state: RequestState) -> None:
+        if state.first_token is not None and state.loading and not state.aborted and not state.counts.preemptions:
+            self.first_tokens[state.request_id], state.first_token = state.first_token, None
 
     def _decline(self, state: RequestState) -> None:
         """Release an unused offer, instead of letting it expire."""

@@ -18,6 +18,7 @@ import zmq
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id, maybe_convert_block_hash
+from vllm.v1.engine import EngineCoreOutputs
 from zmq.constants import Flag, SocketOption, SocketType
 
 from connector.holder.holder import HolderSettings
@@ -27,13 +28,16 @@ from connector.reader.fetch import FetchLimits
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
 from connector.scheduler.engine_loop import IDLE_WAIT_S_MAX, READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
 from connector.scheduler.exchange_core import ExchangeCore, GrantWays
+from connector.scheduler.first_token import first_token_of
 from connector.scheduler.grant_socket import GrantSocket
 from connector.scheduler.known_hashes import remember_hashes
-from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
+from shared.contracts.ids import Epoch, LegId, WorkerId
+from shared.contracts.kv_exchange import FirstToken, KvGrant, KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import Request
 
 
 NOTIFICATION_QUEUE_MAX = 4096
@@ -140,6 +144,7 @@ class ConnectorScheduler:
         self._core.handle(call)
         self._core.grant()
         self._give_orders()
+        self._begin_answers()
         return _encode(self._core.notifications(describe=call.describe))
 
     def _on_direct_grant(self, grant: KvGrant) -> None:
@@ -147,8 +152,25 @@ class ConnectorScheduler:
         with self.calls.lock:
             self._core.on_direct_grant(grant)
             self._give_orders()
+            self._begin_answers()
             self.push_notifications()
         self.idle_wait.wake()
+
+    def note_first_token(self, request: Request, leg_id: LegId, token: int) -> FirstToken | None:
+        """A prefill leg has sampled a token; None if its readers cannot use it."""
+        first_token = first_token_of(request, token, self._shape.block_tokens)
+        if first_token is not None:
+            self.holder.note_first_token(leg_id, first_token)
+        return first_token
+
+    @property
+    def can_send(self) -> bool:
+        """Whether outputs can be sent between steps."""
+        return hasattr(self._engine_core, "output_queue")
+
+    def send(self, client: int, output: EngineCoreOutput) -> None:
+        """Send an output to the front end at once: it waits for no step."""
+        self._engine_core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[output])))
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """A request has ended with the KV of so many tokens."""
@@ -219,13 +241,6 @@ class ConnectorScheduler:
             self._ended, self._empty = set(), set()
         return ended, empty
 
-    def grant_computed(self) -> None:
-        """Call before the scheduler processes a step's output, unless it will take back blocks that did not arrive:
-        readers that follow a prompt wait for nothing but its blocks.
-        """
-        if self.holder.has_followed:
-            self.finish_step()
-
     def finish_step(self) -> None:
         """Call after the scheduler has processed a step's output."""
         self._core.grant()
@@ -286,6 +301,10 @@ class ConnectorScheduler:
         if self._submit is not None and self._core.orders:
             orders, self._core.orders = self._core.orders, Orders()
             self._submit(orders)
+
+    def _begin_answers(self) -> None:
+        if self.reader.first_tokens and self._engine_core is not None:
+            self._engine_core.scheduler.begin_answers()
 
     def _take_outbox(self) -> None:
         outbox, orders = self.reader.outbox, self._core.orders

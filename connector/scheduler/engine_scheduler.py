@@ -1,6 +1,6 @@
-"""vLLM's schedulers with five additions: reads may end between steps, the worker's calls are answered while a step is
-computed, requests below the cache threshold are refused, transfer reports are sent with the first token, and LoRA
-adapters are hashed by their content.
+"""vLLM's schedulers with six additions: reads may end between steps, the worker's calls are answered while a step is
+computed, requests below the cache threshold are refused, transfer reports are sent with the first token, an answer
+begins with the prefill leg's token (see ``first_token``), and LoRA adapters are hashed by their content.
 
 vLLM hashes an adapter's name and path into every block of its requests. Paths differ between machines, and one path may
 have other files on another machine, whose KV must not be exchanged. So the front end puts a digest of the files in the
@@ -22,8 +22,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.connector import BatonConnector, params_of
+from connector.connector import BatonConnector, order_of, params_of
 from connector.scheduler.connector_scheduler import StepReport
+from connector.scheduler.first_token import BEFORE_STEP, basis_of, begin, may_begin, output_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from connector.reader.reader import Reader
+    from shared.contracts.kv_exchange import FirstToken
 
 CACHE_THRESHOLD = "cache_threshold"
 """``stop_reason`` of a request that is refused because too little of it is cached."""
@@ -89,14 +91,43 @@ class BatonScheduling:
         with side.calls.lock:
             side.calls.end()
             side.idle_wait.begin_step()
+            self.begin_answers()
             if arrived := side.take_arrived():
                 self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
             self._cache_arrived(side.reader)
             scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            self.begin_answers()
             side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
             make_loadable(scheduled)
             side.calls.begin()
         return scheduled
+
+    def begin_answers(self) -> None:
+        """Send the first tokens that have come with grants and offers, for the requests that may begin with them. Call
+        with the lock held, and not while vLLM schedules.
+        """
+        side = self.connector.connector_scheduler
+        if not side.reader.first_tokens:
+            return
+        for request_id, first in side.reader.take_first_tokens().items():
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is None or not side.can_send or not self._may_begin(request, first):
+                continue
+            begin(request, first.token_id)
+            side.reader.note_first_token(request_id)
+            output = output_of(request, first.token_id, logs_stats=self.log_stats)  # type: ignore[attr-defined]
+            output.kv_transfer_params = {**params_of(side.reader.transfer_report(request_id)), BEFORE_STEP: True}
+            side.send(request.client_index, output)
+
+    def _may_begin(self, request: Request, first: FirstToken) -> bool:
+        """After a threshold that is not met, no token may have been sent."""
+        order = order_of(request)
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS or order is None or order.cache_hit_threshold:
+            return False
+        config = self.vllm_config  # type: ignore[attr-defined]
+        if basis_of(request, config.cache_config.block_size) != first.basis:
+            return False
+        return may_begin(request, first.token_id, config.model_config)
 
     def _cache_arrived(self, reader: Reader) -> None:
         """Put blocks of a prompt that is still computed elsewhere into the prefix cache. vLLM does it for all of them
@@ -130,8 +161,9 @@ class BatonScheduling:
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
         ended, empty = side.take_report(worker_meta if isinstance(worker_meta, StepReport) else None)
-        if not empty:
-            side.grant_computed()
+        if not empty and side.holder.has_followed:
+            self._note_first_tokens(scheduler_output, model_runner_output)
+            side.finish_step()
         if ended:
             model_runner_output = _with_ended(model_runner_output, ended, empty)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
@@ -142,6 +174,18 @@ class BatonScheduling:
         self._refuse(outputs)
         side.finish_step()
         return outputs
+
+    def _note_first_tokens(self, scheduled: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        """Tell the holder the tokens of prefill legs that the step has ended, for the grants that come before vLLM
+        processes its output.
+        """
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            order = order_of(request) if request is not None else None
+            if order is None or not order.leg_id or not ran.sampled_token_ids:
+                continue
+            if tokens := ran.sampled_token_ids[ran.req_id_to_index[request_id]]:
+                self.connector.connector_scheduler.note_first_token(request, order.leg_id, int(tokens[0]))
 
     def _send_transfer_reports(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:
         """Send the report with a request's first token. A request that ends by a stop string is aborted from outside

@@ -25,6 +25,7 @@ from shared.contracts.message import Message
 
 FULL_HASH_BYTES = 32
 BLOCK_ID_BYTES = 4
+BASIS_BYTES = 16
 LEASE_BLOCKS_MAX = 16384
 """Maximum number of blocks in one LeaseKv; the rest of a longer prompt is computed."""
 
@@ -72,6 +73,16 @@ class NoGrant(StrEnum):
     """Set by the reader: the holder did not reply."""
 
 
+class FirstToken(Message, frozen=True, kw_only=True):
+    """The answer's first token, which a prefill leg sampled at the end of its prompt."""
+
+    token_id: int
+    basis: bytes
+    """Digest of what the token was sampled from: the prompt and the sampling parameters. The decode engine uses the
+    token only if its own request has the same digest.
+    """
+
+
 class LeaseKv(Message, frozen=True, kw_only=True):
     """Reader -> holder: pin these blocks. The holder replies with one KvGrant, or several when following."""
 
@@ -115,6 +126,8 @@ class KvGrant(Message, frozen=True, kw_only=True):
     """Set when fewer blocks than requested were granted in total."""
     prefill_cached_tokens: int = 0
     """Prompt tokens that the holder found in its own cache before it computed the followed prompt."""
+    first_token: FirstToken | None = None
+    """With the last grant of a followed prompt, if the leg that computes it has ended."""
 
 
 def is_sound_grant(grant: KvGrant) -> bool:
@@ -127,6 +140,7 @@ def is_sound_grant(grant: KvGrant) -> bool:
         and (blocks == 0 or (bool(grant.lease_id) and len(grant.last_hash) == FULL_HASH_BYTES))
         and math.isfinite(grant.until_s)
         and math.isfinite(grant.clock_s)
+        and (grant.first_token is None or len(grant.first_token.basis) == BASIS_BYTES)
     )
 
 
@@ -151,6 +165,7 @@ class KvOffer(Message, frozen=True, kw_only=True):
     """Consecutive blocks from the start of the prompt."""
     last_hash: bytes
     until_s: float
+    first_token: FirstToken | None = None
 
 
 class KvSource(Message, frozen=True, kw_only=True):
@@ -229,6 +244,8 @@ class KvTransferReport(Message, frozen=True, kw_only=True):
     """The cache hit threshold was not met."""
     prefill_cached_tokens: int = -1
     """DECODE of a followed prompt: tokens that the prefill worker had cached; -1 when unknown."""
+    first_token_received: bool = False
+    """DECODE: the answer's first token is the prefill leg's; the engine computed from it on."""
     reads: list[KvRead] = msgspec.field(default_factory=list)
     offer: KvOffer | None = None
 

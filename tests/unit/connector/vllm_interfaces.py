@@ -54,7 +54,7 @@ INTERFACES = {
         "AsyncScheduler AsyncScheduler._update_after_schedule AsyncScheduler._update_request_with_output"
     ),
     "vllm/v1/core/sched/output.py": "SchedulerOutput NewRequestData CachedRequestData",
-    "vllm/v1/engine/__init__.py": "EngineCoreOutput EngineCoreOutputs EngineCoreRequest EngineCoreRequestType FinishReason",
+    "vllm/v1/engine/__init__.py": "EngineCoreEventType EngineCoreOutput EngineCoreOutputs EngineCoreRequest EngineCoreRequestType FinishReason",
     "vllm/v1/engine/async_llm.py": (
         "AsyncLLM.generate AsyncLLM.encode AsyncLLM._add_request AsyncLLM.from_vllm_config "
         "AsyncLLM._run_output_handler AsyncLLM.add_lora AsyncLLM.remove_lora"
@@ -62,7 +62,7 @@ INTERFACES = {
     "vllm/v1/engine/core.py": (
         "EngineCore.step EngineCore.step_with_batch_queue EngineCoreProc.run_busy_loop "
         "EngineCoreProc._process_engine_step EngineCoreProc._process_input_queue EngineCoreProc._invoke_utility_method "
-        "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCore._process_aborts_queue "
+        "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCoreProc.process_output_sockets EngineCore._process_aborts_queue "
         "EngineCore.preprocess_add_request"
     ),
     "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async",
@@ -81,7 +81,7 @@ INTERFACES = {
     "vllm/inputs/engine.py": "TokensInput EncoderDecoderInput",
     "vllm/v1/metrics/stats.py": "SchedulerStats IterationStats PromptTokenStats PrefillStats",
     "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput LogprobsLists",
-    "vllm/v1/request.py": "Request Request.__init__ Request.from_engine_core_request RequestStatus",
+    "vllm/v1/request.py": "Request Request.__init__ Request.from_engine_core_request Request.update_block_hashes RequestStatus",
     "vllm/v1/sample/thinking_budget_state.py": (
         "ThinkingBudgetStateHolder._init_state_entry ThinkingBudgetStateHolder._update_think_state"
     ),
@@ -99,7 +99,7 @@ INTERFACES = {
     "vllm/v1/attention/backends/utils.py": "resolve_kv_cache_layout get_supported_kv_cache_layouts",
     "vllm/outputs.py": "RequestOutput PoolingRequestOutput",
     "vllm/pooling_params.py": "PoolingParams",
-    "vllm/sampling_params.py": "SamplingParams RequestOutputKind",
+    "vllm/sampling_params.py": "SamplingParams SamplingType RequestOutputKind",
     "vllm/engine/arg_utils.py": "AsyncEngineArgs EngineArgs.create_engine_config",
     "vllm/entrypoints/launchers/app.py": "build_app",
     "vllm/entrypoints/launchers/api_server/app_state.py": "init_app_state",

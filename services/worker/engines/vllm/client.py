@@ -231,7 +231,9 @@ class LegEngine(AsyncLLM):
         record.first_token_at = record.first_token_at or times.first_token_ts
         record.queue_s = max(record.queue_s, times.scheduled_ts - times.queued_ts)
         record.prefill_s = max(record.prefill_s, times.first_token_ts - times.scheduled_ts)
-        self.meter.prefilled(sources.computed, times.first_token_ts - times.scheduled_ts)
+        told = record.transfer_reports.get(request_id)
+        if told is None or not told.first_token_received:
+            self.meter.prefilled(sources.computed, times.first_token_ts - times.scheduled_ts)
 
     def note_death(self, why: str) -> None:
         """The engine cannot go on; the first reason counts."""

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from connector.scheduler.first_token import BEFORE_STEP
 from services.worker.engines.port import EngineLoad, LegRecord
 from services.worker.engines.vllm.steps import NoIterations, StepMeter
 from shared.contracts.kv_exchange import KvTransferReport
@@ -97,7 +98,10 @@ class SourceTap:
         process = processor.process_outputs
 
         def process_outputs(outputs: list[Any], made_at: float | None = None, *args: Any, **options: Any) -> Any:
-            self._steps.results(outputs, made_at or 0.0)
+            if len(outputs) == 1 and BEFORE_STEP in (outputs[0].kv_transfer_params or ()):
+                self._steps.begun(outputs[0])
+            else:
+                self._steps.results(outputs, made_at or 0.0)
             for output in outputs:
                 if output.prefill_stats is None and output.kv_transfer_params is None:
                     continue

@@ -16,6 +16,8 @@ from shared.engine_speed.steps import StepTotalsCounter
 
 SCHEDULED = "SCHEDULED"
 """Name of vLLM's event for a scheduled request."""
+BEGUN_MAX = 4096
+"""Prompts at a time; an aborted one stays until others take its place."""
 
 
 class StepMeter:
@@ -28,19 +30,29 @@ class StepMeter:
         self._pairs = 0.0
         self._scheduled_at = 0.0
         """The earliest scheduling time of the requests that have their first token in this step."""
+        self._begun: dict[str, Any] = {}
+        """Statistics of prompts, by request, whose answer began before they took part in a step."""
         self._results_at = 0.0
         self._last_at = 0.0
         self._is_continued = False
         """The next step begins where the last one ended."""
         self._has_steps = False
 
+    def begun(self, output: Any) -> None:
+        """A request's first output, which no step made."""
+        if len(self._begun) >= BEGUN_MAX:
+            self._begun.pop(next(iter(self._begun)))
+        self._begun[output.request_id] = output.prefill_stats
+
     def results(self, outputs: list[Any], results_at: float) -> None:
         """Add outputs of the step whose statistics come next."""
         self._results_at = results_at
         for output in outputs:
-            if output.prefill_stats is None:
-                continue
             stats = output.prefill_stats
+            if stats is None and self._begun:
+                stats = self._begun.pop(output.request_id, None)
+            if stats is None:
+                continue
             cached = stats.num_local_cached_tokens + stats.num_external_cached_tokens
             # With chunked prefill, the pairs of earlier chunks are counted late, in the step of the last chunk.
             self._pairs += stats.num_computed_tokens * (cached + stats.num_computed_tokens / 2)

@@ -1,0 +1,113 @@
+"""The answer's first token, handed over with the KV.
+
+A prefill leg samples a token that its client never saw before: the decode engine read the KV, computed the prompt's
+last token again and sampled again, one step later. Instead, the token goes with the prefill leg's last grant or offer,
+and the decode engine begins the answer with it while the last blocks are still on their way. To the engine the token is
+the last one of a longer prompt, as with a resumed stream.
+
+That is right only if both engines would have sampled it from the same distribution, and if nothing in the decode engine
+must have seen it as its own output. ``basis_of`` is the proof of the first, ``may_begin`` the check of the second; a
+request that fails either samples its first token in the decode engine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.sampling_params import SamplingType
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+
+from shared.contracts.kv_exchange import BASIS_BYTES, FirstToken
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.v1.request import Request
+
+BEFORE_STEP = "baton_before_step"
+"""Key in ``kv_transfer_params`` of an output that no step of the engine made."""
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "watermarking",
+)
+"""Parameters on which the choice of the first token depends, and which a prefill leg has as its client sent them."""
+STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
+"""Parameters for which an engine must know which tokens are its own output."""
+UNSUPPORTED = ("logprobs", "prompt_logprobs", "logprob_token_ids", "thinking_token_budget")
+"""The same, and those that ask for more than the token. 0 has a meaning."""
+ORDER_KEY = "kv_transfer_params"
+
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def first_token_of(request: Request, token: int, block_tokens: int) -> FirstToken | None:
+    """For readers of a prefill leg that sampled this token; None if they cannot know that their prompt is the same."""
+    basis = basis_of(request, block_tokens)
+    return None if basis is None or token < 0 else FirstToken(token_id=token, basis=basis)
+
+
+def basis_of(request: Request, block_tokens: int) -> bytes | None:
+    """Digest of the prompt and of ``SAMPLING``. The hash of the last full block names what precedes the tail, with its
+    tenant, adapter and media. None without a full block, or if media are in the tail, which has no hash.
+    """
+    params, tokens = request.sampling_params, request.prompt_token_ids
+    full = request.num_prompt_tokens // block_tokens
+    tail = full * block_tokens
+    if params is None or tokens is None or request.prompt_embeds is not None or not full:
+        return None
+    if any(media.mm_position.offset + media.mm_position.length > tail for media in request.mm_features):
+        return None
+    sampling = _encode([getattr(params, name) for name in SAMPLING])
+    parts = request.block_hashes[full - 1], array("I", tokens[tail:]).tobytes(), sampling
+    return sha256(b"".join(parts)).digest()[:BASIS_BYTES]
+
+
+def may_begin(request: Request, token: int, model: ModelConfig) -> bool:
+    """Whether the decode engine goes on after the token as after one of its own.
+
+    A token that ends the answer is left to the decode engine, which knows how to end it. So is one of a seeded request,
+    whose random numbers begin with the first token.
+    """
+    params = request.sampling_params
+    if params is None or request.resumable or request.num_preemptions or request.num_output_tokens:
+        return False
+    if params.sampling_type is SamplingType.RANDOM_SEED or any(getattr(params, name) for name in STATEFUL):
+        return False
+    if any(getattr(params, name) is not None for name in UNSUPPORTED) or set(params.extra_args or ()) - {ORDER_KEY}:
+        return False
+    is_last = token in params.all_stop_token_ids or token == params.eos_token_id or request.max_tokens <= 1
+    return not is_last and 0 <= token < model.get_vocab_size() and request.num_tokens + 1 < model.max_model_len
+
+
+def begin(request: Request, token: int) -> None:
+    """Make the token the last one of the prompt."""
+    params = request.sampling_params
+    assert params is not None
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids.append(token)
+    request._all_token_ids.append(token)
+    request.num_prompt_tokens += 1
+    request.update_block_hashes()
+    request.max_tokens -= 1
+    params.min_tokens = max(0, params.min_tokens - 1)
+
+
+def output_of(request: Request, token: int, *, logs_stats: bool) -> EngineCoreOutput:
+    """For the front end, which counts from here as from any first token."""
+    if logs_stats:
+        request.record_event(EngineCoreEventType.SCHEDULED)
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[token],
+        events=request.take_events(),
+        prefill_stats=request.take_prefill_stats(),
+        trace_headers=request.trace_headers,
+    )
