@@ -1,7 +1,8 @@
 """Cost of a handoff: streamed, offered, and with vLLM's connector; and of lost blocks in a batch.
 
 A handoff's exposed time is from the end of the prefill leg, as seen by its router, to the first token of the decode
-leg. It includes computing the prompt's tail, with every connector.
+leg. With Baton's connector that is the prefill leg's token, and the decode engine's own work is seen in the second one.
+With vLLM's connector the first token needs a step of the decode engine, which computes the prompt's tail.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import msgspec
 
 from bench.kv_bench_fleet import BenchFleet, Prompts
 from bench.plain_reads import PlainRead, PlainReader
+from shared.contracts.ids import LegId
 from shared.contracts.inference import FrameKind, LegKind, LegReport
-from shared.contracts.kv_exchange import KvOffer, pack_block_ids, unpack_block_ids
+from shared.contracts.kv_exchange import KvOffer, new_lease_id, pack_block_ids, unpack_block_ids
 from tests.support.kv_driver import BLOCK, full_hashes
 from tests.support.pulled_legs import PulledLeg
 
 P, D = "p", "d"
 STREAMED, OFFERED, UPSTREAM = "streamed", "offered", "upstream"
-AFTER = "until the first token"
+AFTER = "until the second token"
 """Part of a handoff: the engine's next step, which computes the prompt's tail, and the way of its token."""
 ORDERS = tuple(permutations((STREAMED, OFFERED, UPSTREAM)))
 """All orders in turn, so that none always follows the same other."""
 LEG_S_MAX = 120.0
-TOKENS_OUT = 9
-"""The first token, and eight decode steps whose mean is the engine's step."""
+TOKENS_OUT = 10
+"""The first two tokens, and eight decode steps whose mean is the engine's step."""
 WARM_UPS, WARM_UP_TOKENS = 20, 2048
 """More than the KV memory holds, so that every page is resident before measuring."""
 BATCH, BATCH_TOKENS = 8, 16 * BLOCK
@@ -44,10 +46,12 @@ class Handoff:
 
     ttft_s: float
     exposed_s: float
+    second_s: float
+    """From the end of the prefill leg to the second token."""
     step_s: float
-    """The decode engine's mean step after the first token."""
+    """The decode engine's mean step after the second token."""
     stages: dict[str, float]
-    """``exposed_s`` in parts, in order; empty where the engine reports no times. A streamed handoff may have read
+    """``second_s`` in parts, in order; empty where the engine reports no times. A streamed handoff may have read
     everything before the prefill leg's end is known: its first part is then negative.
     """
     bytes: int
@@ -70,25 +74,29 @@ class Answered:
 
     first_at: float
     """Its first token; without one, its end."""
+    second_at: float
     step_s: float
-    """Mean of the steps after the first token; 0.0 with one token only."""
+    """Mean of the steps after the second token; 0.0 without more."""
     report: LegReport
 
 
 async def answer(leg: PulledLeg) -> Answered:
     """Read a leg to its end. Raises LegFailed."""
-    first_at = last_at = 0.0
-    steps = 0
+    first_at = second_at = last_at = 0.0
+    tokens = steps = 0
     async with asyncio.timeout(LEG_S_MAX):
         while True:
             for frame in await leg.frames():
                 now = time.monotonic()
                 if frame.kind is FrameKind.DATA and frame.token_ids:
-                    steps += len(frame.token_ids) if first_at else 0
+                    steps += len(frame.token_ids) if second_at else 0
+                    tokens += len(frame.token_ids)
                     first_at, last_at = first_at or now, now
+                    second_at = second_at or (now if tokens > 1 else 0.0)
                 if frame.kind is FrameKind.END:
                     assert frame.report is not None
-                    return Answered(first_at or now, (last_at - first_at) / max(1, steps), frame.report)
+                    step_s = (last_at - second_at) / steps if steps else 0.0
+                    return Answered(first_at or now, second_at or now, step_s, frame.report)
 
 
 async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
@@ -98,8 +106,9 @@ async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
     before = fleet.tap.loads[D]
     begun_at = time.monotonic()
     if how == STREAMED:
-        sources = [driver.source(P, follow=True)]
-        prefill = await driver.start(P, LegKind.PREFILL, prompt, kv_offer=False, **options)
+        leg_id = LegId(new_lease_id())
+        sources = [driver.source(P, follow=True, leg_id=leg_id)]
+        prefill = await driver.start(P, LegKind.PREFILL, prompt, kv_offer=False, leg_id=leg_id, **options)
         decode = await driver.start(D, LegKind.DECODE, prompt, kv_sources=sources, **options)
         answering = asyncio.create_task(answer(decode))
         await answer(prefill)
@@ -118,26 +127,27 @@ async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
     return Handoff(
         answered.first_at - begun_at,
         answered.first_at - prefilled_at,
+        answered.second_at - prefilled_at,
         answered.step_s,
-        stages_of(report, prefilled_at, answered.first_at, how),
+        stages_of(report, prefilled_at, answered.second_at, how),
         moved,
         read_s,
         recomputed,
     )
 
 
-def stages_of(report: LegReport, prefilled_at: float, first_at: float, how: str) -> dict[str, float]:
-    """Parts of the exposed time. Reader and benchmark run on one machine and share its monotonic clock."""
+def stages_of(report: LegReport, prefilled_at: float, second_at: float, how: str) -> dict[str, float]:
+    """Parts of the time to the second token. Reader and benchmark run on one machine and share its monotonic clock."""
     if report.kv is None or not report.kv.reads or not report.kv.reads[0].ended_at:
         return {}
     read = report.kv.reads[0]
     if how == STREAMED:
-        return {"until the last blocks are there": read.ended_at - prefilled_at, AFTER: first_at - read.ended_at}
+        return {"until the last blocks are there": read.ended_at - prefilled_at, AFTER: second_at - read.ended_at}
     return {
         "until the decode engine's scheduler has it": read.granted_at - prefilled_at,
         "until the read begins": read.read_at - read.granted_at,
         "read": read.ended_at - read.read_at,
-        AFTER: first_at - read.ended_at,
+        AFTER: second_at - read.ended_at,
     }
 
 

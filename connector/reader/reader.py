@@ -72,6 +72,14 @@ class TokenCounts:
                 computed - received,
             )
 
+    def begin(self, tokens: int) -> None:
+        """The answer to a prompt of so many tokens begins with a received token. The counts are what is planned, until
+        the blocks are there.
+        """
+        self.first_token_received = True
+        self.prompt, self.first_local, self.first_fetched = tokens, self.local, self.fetched
+        self.recomputed = tokens - self.local - self.fetched
+
     def transfer_report(self, offer: KvOffer | None) -> KvTransferReport:
         return KvTransferReport(
             prompt_tokens=self.prompt,
@@ -217,6 +225,7 @@ class Reader:
             start = state.fetch.plan.start
             local_blocks = list(block_ids[start : start + fetched_tokens // self._block_tokens])
             state.loading = True
+            state.counts.fetched = fetched_tokens
             state.fetch.begin(local_blocks, self._now())
             self._show_first_token(state)
 
@@ -247,9 +256,9 @@ class Reader:
         taken, self.first_tokens = self.first_tokens, {}
         return taken
 
-    def note_first_token(self, request_id: str) -> None:
-        """The engine has made the first token the last one of the request's prompt."""
-        self._requests[request_id].counts.first_token_received = True
+    def began(self, request_id: str, prompt_tokens: int) -> None:
+        """The engine has sent the first token of the answer to a prompt of so many tokens."""
+        self._requests[request_id].counts.begin(prompt_tokens)
 
     def cached_tokens(self, request_id: str) -> int:
         """Tokens that the request did not have to compute when it was first admitted."""

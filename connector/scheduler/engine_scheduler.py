@@ -113,8 +113,8 @@ class BatonScheduling:
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if request is None or not side.can_send or not self._may_begin(request, first):
                 continue
+            side.reader.began(request_id, request.num_tokens)
             begin(request, first.token_id)
-            side.reader.note_first_token(request_id)
             output = output_of(request, first.token_id, logs_stats=self.log_stats)  # type: ignore[attr-defined]
             output.kv_transfer_params = {**params_of(side.reader.transfer_report(request_id)), BEFORE_STEP: True}
             side.send(request.client_index, output)
@@ -125,9 +125,16 @@ class BatonScheduling:
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS or order is None or order.cache_hit_threshold:
             return False
         config = self.vllm_config  # type: ignore[attr-defined]
-        if basis_of(request, config.cache_config.block_size) != first.basis:
+        block_tokens = config.cache_config.block_size
+        if basis_of(request, block_tokens) != first.basis or not may_begin(
+            request, first.token_id, config.model_config
+        ):
             return False
-        return may_begin(request, first.token_id, config.model_config)
+        # vLLM has set no memory aside for the token of a prompt of whole blocks. If several requests that wait for KV
+        # needed the last free block, none would run and free one.
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()  # type: ignore[attr-defined]
+        spare = free - self._inflight_prefill_reserved_blocks()  # type: ignore[attr-defined]
+        return bool(request.num_tokens % block_tokens) or spare > 0
 
     def _cache_arrived(self, reader: Reader) -> None:
         """Put blocks of a prompt that is still computed elsewhere into the prefix cache. vLLM does it for all of them

@@ -55,6 +55,7 @@ class ExchangeStats:
         self._read_seconds = 0.0
         self._refused = 0
         self._recomputed_tokens = 0
+        self._first_tokens = 0
         self._reported: KvExchangeState | None = None
 
     def part(self, part: ReadPart) -> None:
@@ -71,6 +72,7 @@ class ExchangeStats:
         twice.
         """
         self._refused += transfer_report.refused
+        self._first_tokens += transfer_report.first_token_received
         if handed_over:
             tail = transfer_report.prompt_tokens % block_tokens or 1
             self._recomputed_tokens += (
@@ -95,6 +97,7 @@ class ExchangeStats:
             read_seconds_total=self._read_seconds,
             refused_requests_total=self._refused,
             recomputed_tokens_total=self._recomputed_tokens,
+            first_tokens_received_total=self._first_tokens,
         )
         return self._reported
 

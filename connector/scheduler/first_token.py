@@ -12,15 +12,13 @@ request that fails either samples its first token in the decode engine.
 
 from __future__ import annotations
 
-from array import array
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.sampling_params import SamplingType
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 
-from shared.contracts.kv_exchange import BASIS_BYTES, FirstToken
+from shared.contracts.kv_exchange import FirstToken, first_token_basis
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -45,7 +43,7 @@ UNSUPPORTED = ("logprobs", "prompt_logprobs", "logprob_token_ids", "thinking_tok
 """The same, and those that ask for more than the token. 0 has a meaning."""
 ORDER_KEY = "kv_transfer_params"
 
-_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def first_token_of(request: Request, token: int, block_tokens: int) -> FirstToken | None:
@@ -55,9 +53,7 @@ def first_token_of(request: Request, token: int, block_tokens: int) -> FirstToke
 
 
 def basis_of(request: Request, block_tokens: int) -> bytes | None:
-    """Digest of the prompt and of ``SAMPLING``. The hash of the last full block names what precedes the tail, with its
-    tenant, adapter and media. None without a full block, or if media are in the tail, which has no hash.
-    """
+    """Of the prompt and ``SAMPLING``. None without a full block, or if media are in the tail, which has no hash."""
     params, tokens = request.sampling_params, request.prompt_token_ids
     full = request.num_prompt_tokens // block_tokens
     tail = full * block_tokens
@@ -66,8 +62,7 @@ def basis_of(request: Request, block_tokens: int) -> bytes | None:
     if any(media.mm_position.offset + media.mm_position.length > tail for media in request.mm_features):
         return None
     sampling = _encode([getattr(params, name) for name in SAMPLING])
-    parts = request.block_hashes[full - 1], array("I", tokens[tail:]).tobytes(), sampling
-    return sha256(b"".join(parts)).digest()[:BASIS_BYTES]
+    return first_token_basis(request.block_hashes[full - 1], tokens[tail:], sampling)
 
 
 def may_begin(request: Request, token: int, model: ModelConfig) -> bool:
@@ -77,7 +72,13 @@ def may_begin(request: Request, token: int, model: ModelConfig) -> bool:
     whose random numbers begin with the first token.
     """
     params = request.sampling_params
-    if params is None or request.resumable or request.num_preemptions or request.num_output_tokens:
+    if (
+        params is None
+        or model.logits_processors
+        or request.resumable
+        or request.num_preemptions
+        or request.num_output_tokens
+    ):
         return False
     if params.sampling_type is SamplingType.RANDOM_SEED or any(getattr(params, name) for name in STATEFUL):
         return False

@@ -17,6 +17,7 @@ import secrets
 from array import array
 from collections.abc import Iterable
 from enum import StrEnum
+from hashlib import sha256
 
 import msgspec
 
@@ -81,6 +82,13 @@ class FirstToken(Message, frozen=True, kw_only=True):
     """Digest of what the token was sampled from: the prompt and the sampling parameters. The decode engine uses the
     token only if its own request has the same digest.
     """
+
+
+def first_token_basis(last_full_hash: bytes, tail: Iterable[int], sampling: bytes = b"") -> bytes:
+    """``FirstToken.basis``. The hash of the prompt's last full block names all that precedes the ``tail``, with tenant,
+    adapter and media; ``sampling`` has the parameters.
+    """
+    return sha256(b"".join((last_full_hash, array("I", tail).tobytes(), sampling))).digest()[:BASIS_BYTES]
 
 
 class LeaseKv(Message, frozen=True, kw_only=True):
@@ -293,6 +301,8 @@ class KvExchangeState(Message, frozen=True, kw_only=True):
     """Refused because the cache hit threshold was not met."""
     recomputed_tokens_total: int = 0
     """Prompt tokens that decode legs computed again beyond the last partial block."""
+    first_tokens_received_total: int = 0
+    """Answers that began with the token of their prefill leg."""
 
 
 class KvPlane(Message, frozen=True, kw_only=True):

@@ -250,6 +250,12 @@ WORKER_RECOMPUTED = counter(
     "Prompt tokens that decode legs computed again beyond the last partial block.",
     *OF_WORKER,
 )
+WORKER_FIRST_TOKENS = counter(
+    "baton_worker_first_tokens_received_total",
+    "tokens",
+    "Answers that began with the token of their prefill leg, and not with one that this worker sampled.",
+    *OF_WORKER,
+)
 
 # Stores (exposed by the metrics collector, from load reports). Tier host is memory, tier disk is files.
 STORE_BLOCKS = gauge("baton_store_blocks", "blocks", "Blocks held by the store.", "worker_id", "tier")

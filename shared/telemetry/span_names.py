@@ -92,6 +92,7 @@ class Attribute(StrEnum):
     COMPUTED_TOKENS = "baton.computed_tokens"
     RECOMPUTED_TOKENS = "baton.recomputed_tokens"
     REPREFILLED_TOKENS = "baton.reprefilled_tokens"
+    FIRST_TOKEN_RECEIVED = "baton.first_token_received"  # noqa: S105  # No secret.
     KV_SOURCE = "baton.kv.source"
     KV_TOKENS = "baton.kv.tokens"
     KV_BYTES = "baton.kv.bytes"

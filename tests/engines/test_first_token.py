@@ -36,7 +36,15 @@ async def handed_over(router, pair, body, handoff, **more):
 @HANDOFFS
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
-    "more", [{}, {"repetition_penalty": 1.5}, {"min_tokens": 5, "ignore_eos": False}, {"max_tokens": 2}], ids=str
+    "more",
+    [
+        {},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {"65": 5.0}},
+        {"min_tokens": 5, "ignore_eos": False},
+        {"max_tokens": 2},
+    ],
+    ids=str,
 )
 async def test_the_answer_begins_with_the_prefill_legs_token(pair, router, handoff, stream, more):
     body = completion(prompt_of(300, seed=next(seeds)), stream=stream)
@@ -118,6 +126,7 @@ async def test_a_stop_string_in_the_first_token_ends_the_answer(pair, router, ha
     assert second.status == 200
     assert second.text() == ""
     assert second.report.finish_reason == "stop"
+    assert second.report.received_tokens >= second.report.prompt_tokens - BLOCK
 
 
 def said(answer) -> str:

@@ -179,7 +179,11 @@ def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
         ]
     yield Family(names.WORKER_LEASES, leases)
     yield Family(names.WORKER_READS, reads)
-    for metric, total in ((names.WORKER_REFUSED, "refused_requests"), (names.WORKER_RECOMPUTED, "recomputed_tokens")):
+    for metric, total in (
+        (names.WORKER_REFUSED, "refused_requests"),
+        (names.WORKER_RECOMPUTED, "recomputed_tokens"),
+        (names.WORKER_FIRST_TOKENS, "first_tokens_received"),
+    ):
         yield Family(metric, [Sample(labels, totals[total]) for labels, _exchange_now, totals in exchanges])
 
 

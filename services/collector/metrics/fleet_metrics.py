@@ -225,6 +225,7 @@ EXCHANGE_TOTALS = (
     "reads_failed",
     "refused_requests",
     "recomputed_tokens",
+    "first_tokens_received",
 )
 """The same of their ``exchange``."""
 STORE_TOTALS = (

@@ -13,6 +13,8 @@ from math import inf
 from operator import methodcaller
 from typing import Final
 
+from msgspec.structs import replace
+
 from services.router.placement.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
@@ -185,17 +187,19 @@ def regret_s(predicted: TtftParts, measured: TtftParts | None, candidates: list[
     """
     if measured is None:
         return UNKNOWN
-    best_s = best_other_s(candidates)
+    best_s = best_other_s(candidates, handoff_counts=predicted.handoff_s > 0.0)
     if best_s == inf:
         return 0.0
     before_s = measured.admission_s + measured.tokenize_s + measured.place_s + measured.failed_s
     return max(0.0, measured.total_s() - before_s - best_s - predicted.first_token_s - predicted.transit_s)
 
 
-def best_other_s(candidates: list[CandidateRecord]) -> float:
+def best_other_s(candidates: list[CandidateRecord], *, handoff_counts: bool = True) -> float:
     """The least time to the first token that was predicted for other workers than the chosen ones, without the router's
-    own share; infinite when there was no other choice.
+    own share; infinite when there was no other choice. ``handoff_counts``: a pair's first token waits for the handoff.
     """
+    if not handoff_counts:
+        candidates = [replace(one, handoff_s=0.0, first_token_s=0.0) for one in candidates]
     prefills, decodes, wholes = ([one for one in candidates if one.part is part] for part in Part)
     chosen_prefill, chosen_decode = _least(prefills, chosen=True), _least(decodes, chosen=True)
     pairs = (

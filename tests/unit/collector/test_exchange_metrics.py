@@ -32,7 +32,7 @@ def test_leases_are_counted_by_outcome():
     one.load_reported(
         told(
             leases_granted_total=10, leases_released_total=7, leases_expired_total=2, leases_refused_total=3,
-            refused_requests_total=4, recomputed_tokens_total=64,
+            refused_requests_total=4, recomputed_tokens_total=64, first_tokens_received_total=5,
         ),
         1.0,
     )  # fmt: skip
@@ -42,6 +42,7 @@ def test_leases_are_counted_by_outcome():
     assert {each: shown(names.WORKER_LEASES, outcome=each, **D1) for each in outcomes} == outcomes
     assert shown(names.WORKER_REFUSED, **D1) == 4
     assert shown(names.WORKER_RECOMPUTED, **D1) == 64
+    assert shown(names.WORKER_FIRST_TOKENS, **D1) == 5
 
 
 def test_a_failed_read_is_not_counted_as_done():

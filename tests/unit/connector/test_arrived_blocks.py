@@ -130,14 +130,16 @@ def while_waiting(scheduler, event: Callable[[queue.Queue], None]) -> None:
     scheduler.connector.connector_scheduler.idle_wait.attach_to(SimpleNamespace(input_queue=inbox))
 
 
-def process(scheduler, scheduled) -> dict[int, Any]:
+def process(scheduler, scheduled, token: int = 1) -> dict[int, Any]:
+    """The step's output: ``token`` for each request whose prompt is computed."""
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
     ids = list(scheduled.num_scheduled_tokens)
     if not ids:
         return scheduler.update_from_output(scheduled, EMPTY_MODEL_RUNNER_OUTPUT)
+    sampled = [[] if scheduler.requests[one].is_prefill_chunk else [token] for one in ids]
     output = ModelRunnerOutput(
-        req_ids=ids, req_id_to_index={one: at for at, one in enumerate(ids)}, sampled_token_ids=[[1]] * len(ids)
+        req_ids=ids, req_id_to_index={one: at for at, one in enumerate(ids)}, sampled_token_ids=sampled
     )
     return scheduler.update_from_output(scheduled, output)
 

@@ -211,6 +211,8 @@ class SimulatedApp:
         if sequence is not None:
             self._engine.abort(sequence)  # After a stop string the engine would continue.
             job.record.transfer_report = _transfer_report(job)
+            job.record.received_tokens += sequence.stats.received_tokens
+            job.record.received_bytes += sequence.stats.received_bytes
 
 
 def _open(job: Job) -> int:
@@ -247,12 +249,10 @@ def _note_first_token(record: LegRecord, choice: Choice) -> None:
     record.prompts_computing -= 1
     record.prompt_tokens += len(choice.prompt)
     record.cached_tokens += stats.cached_tokens
-    record.received_tokens += stats.received_tokens
-    record.received_bytes += stats.received_bytes
     if stats.first_token_at is None:
         return  # refused
     first_token_at = stats.first_token_at
-    scheduled_at = stats.arrived_at if stats.scheduled_at is None else stats.scheduled_at
+    scheduled_at = first_token_at if stats.scheduled_at is None else stats.scheduled_at
     record.first_token_at = record.first_token_at or first_token_at
     record.queue_s = max(record.queue_s, scheduled_at - stats.arrived_at)
     record.prefill_s = max(record.prefill_s, first_token_at - scheduled_at)

@@ -200,7 +200,8 @@ class JobMaker:
         if record.kind is LegKind.PREFILL:
             return RequestParams(
                 max_tokens=1,
-                ignore_eos=True,
+                min_tokens=body.min_tokens or 0,
+                ignore_eos=body.ignore_eos,
                 order=order,
                 cache_salt=salt,
                 lora=lora,

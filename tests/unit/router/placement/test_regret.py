@@ -45,6 +45,16 @@ def test_aggregated_and_disaggregated_placements_are_alternatives_of_each_other(
     assert best_other_s([*unchosen, one(Part.WHOLE, chosen=True)]) == pytest.approx(0.25)
 
 
+def test_a_first_token_that_needs_no_handoff_is_compared_without():
+    whole = one(Part.WHOLE, prefill_s=0.2)
+
+    assert best_other_s([*PAIR, one(Part.DECODE, handoff_s=0.01)], handoff_counts=False) == pytest.approx(0.3)
+    measured = TtftParts(prefill_s=0.5)
+    assert regret_s(TtftParts(prefill_s=0.3), measured, [*PAIR[:1], one(Part.DECODE, chosen=True), whole]) == (
+        pytest.approx(0.3)
+    )
+
+
 def test_the_routers_own_time_is_no_regret():
     measured = TtftParts(admission_s=7.0, tokenize_s=1.0, place_s=0.5, failed_s=2.0, prefill_s=0.5, transit_s=0.25)
     predicted = TtftParts(first_token_s=0.05, transit_s=0.1)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shared.contracts.kv_exchange import LegOrder
 from tests.support.examples import examples
@@ -11,6 +12,7 @@ from tests.unit.worker.simulated.builders import (
     BLOCK,
     INSTANT,
     OFFER,
+    VOCABULARY,
     answer,
     completion,
     engine,
@@ -137,11 +139,10 @@ def test_transfers_share_the_link_one_after_the_other():
     )
     made.run()
 
-    assert first.stats.first_token_at - begun == pytest.approx(1.6 + 0.5)
-    assert second.stats.first_token_at - begun == pytest.approx(2 * 1.6 + 0.5)
     assert second.stats.transfer_report.reads[0].read_s == pytest.approx(1.6 + 0.5)
     # As in vLLM, who waits for KV is still queued: what it counts as computing begins when all has come.
     assert first.stats.scheduled_at - begun == pytest.approx(1.6 + 0.5)
+    assert second.stats.scheduled_at - begun == pytest.approx(2 * 1.6 + 0.5)
     assert first.stats.received_s == pytest.approx(1.6 + 0.5)
 
 
@@ -228,9 +229,54 @@ def test_a_streamed_handoff_waits_only_for_the_prompts_end():
     transfer_report = followed.stats.transfer_report
     assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (400, 1)
     assert transfer_report.reads[0].followed
-    exposed = followed.stats.first_token_at - 0.401
-    assert exposed < (after.stats.first_token_at - 0.401) / 3
+    exposed = followed.stats.scheduled_at - 0.401
+    assert exposed < (after.stats.scheduled_at - 0.401) / 3
     at_rest(together)
+
+
+def test_a_decode_leg_begins_when_the_prefill_leg_has_sampled():
+    timing = {"sim_prefill_tokens_per_s": 1000.0, "sim_kv_bytes_per_token": 1000, "sim_transfer_bytes_per_s": 1e6}
+    made, tokens = fleet("p", "d", kv_blocks=256, **timing), prompt(403)
+    p, d = made.members.values()
+    followed = made.ask(d, tokens, fetch(p, follow=True, leg_id="leg"))
+    leg = made.ask(p, tokens, params(1, order=LegOrder(leg_id="leg")))
+    made.until(lambda: followed.finish_reason)
+
+    assert completion(followed) == alone(tokens)
+    assert followed.stats.transfer_report.first_token_received
+    assert followed.stats.first_token_at - leg.stats.first_token_at < 0.002
+    assert followed.stats.scheduled_at > followed.stats.first_token_at
+    report = followed.stats.transfer_report
+    assert (report.prompt_tokens, report.fetched_tokens, report.recomputed_tokens) == (403, 400, 3)
+    at_rest(made)
+
+
+def test_a_token_of_another_prompt_or_vocabulary_is_not_used():
+    made, tokens = fleet("p", "d", "e"), prompt(42)
+    p, *readers = made.members.values()
+    other = prefill(made, p, [*tokens[:-1], 3]).first_token
+    offer = prefill(made, p, tokens)
+    for reader, token in zip(readers, (other, replace(offer.first_token, token_id=VOCABULARY)), strict=True):
+        leg = made.answer(reader, tokens, take(replace(offer, first_token=token)))
+
+        assert completion(leg) == alone(tokens)
+        assert not leg.stats.transfer_report.first_token_received
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_without_memory_for_the_first_token_it_is_sampled_again(spare):
+    made, tokens = fleet("p"), prompt(8 * BLOCK)
+    p = made.members["p"]
+    d = made.add(settings(worker_id="d", epoch=1, kv_blocks=16 + spare, sim_decode_base_s=1.0))
+    offer = prefill(made, p, tokens)
+    other = made.ask(d, prompt(8 * BLOCK - 3, seed=5), params(3))
+    made.until(lambda: other.stats.first_token_at is not None)
+    leg = made.ask(d, tokens, take(offer, 2))
+    made.until(lambda: leg.finish_reason)
+
+    assert leg.stats.transfer_report.first_token_received is bool(spare)
+    assert completion(leg) == alone(tokens, 2)
+    at_rest(made)
 
 
 def test_prompts_that_are_followed_never_wait_for_each_others_leases():

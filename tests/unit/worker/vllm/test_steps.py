@@ -97,6 +97,21 @@ def test_a_prompts_pairs_count_with_the_step_of_its_first_token():
     assert meter.totals().prefill_pairs == 3000 * (1000 + 1500)
 
 
+def test_a_prompt_whose_answer_began_before_its_step_counts_with_the_step():
+    meter, expected = StepMeter(), StepMeter()
+    stats = SimpleNamespace(num_computed_tokens=20, num_local_cached_tokens=0, num_external_cached_tokens=480)
+    scheduled = SimpleNamespace(type=SimpleNamespace(name="SCHEDULED"), timestamp=10.0)
+
+    meter.begun(SimpleNamespace(request_id="r", prefill_stats=stats, events=[]))
+    meter.results([SimpleNamespace(request_id="r", prefill_stats=None, events=[scheduled])], 10.2)
+    expected.results([SimpleNamespace(request_id="r", prefill_stats=stats, events=[scheduled])], 10.2)
+    for one in (meter, expected):
+        step(one, 10.2, prompts=21)
+
+    assert meter.totals() == expected.totals()
+    assert meter.totals().prefill_pairs == 20 * (480 + 10)
+
+
 def test_empty_steps_do_not_count():
     meter = StepMeter()
     step(meter, 1.0, is_dummy=True)

@@ -56,12 +56,13 @@ class SequenceStats:
     scheduled_at: float | None = None
     """When it was first part of a step, after its reads had ended."""
     first_token_at: float | None = None
+    is_prompt_computed: bool = False
     cached_tokens: int = 0
     received_tokens: int = 0
     received_bytes: int = 0
     received_s: float = 0.0
     transfer_report: KvTransferReport | None = None
-    """Set at the first token, and again when the sequence has finished."""
+    """Set at the first token, when the prompt is computed, and when the sequence has finished."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +150,15 @@ class Batch:
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+
+    def begin(self, sequence: Sequence, token: int) -> bool:
+        """Append the first token, which another engine generated, to a sequence that waits for its KV; False without
+        memory for it.
+        """
+        if not self._extend_blocks(sequence, len(sequence.tokens) + 1):
+            return False
+        sequence.tokens.append(token)
+        return True
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence. The reader must have been told already."""

@@ -65,6 +65,7 @@ class EngineCore:
         self._hasher = BlockHasher(settings.block_size, model.size)
         self._sampler = TokenSampler(model.sayable, model.eos)
         self._eos = model.eos
+        self._size = model.size
         self._step: _Step | None = None
         self._steps = 0
         """Steps begun so far."""
@@ -125,6 +126,7 @@ class EngineCore:
             tokens += self._end(self._step, now)
             self._step = None
         self.exchange.poll()
+        tokens += self._begin_answers(now)
         self.batch.settle(now)
         if self._step is None and (plan := self._plan(now)):
             self._step = self._begin(plan, begins_at)
@@ -222,6 +224,8 @@ class EngineCore:
             sequence.tokens.append(token)
             if sequence.stats.first_token_at is None:
                 sequence.stats.first_token_at = now
+            if not sequence.stats.is_prompt_computed:
+                sequence.stats.is_prompt_computed = True
                 sequence.stats.transfer_report = self.exchange.transfer_report(sequence)
                 self.measures.prompt_finished(sequence)
             sequence.finish_reason = sequence.params.ending(token, sequence.generated, self._eos)
@@ -229,6 +233,24 @@ class EngineCore:
                 self.exchange.finished(sequence, offers=sequence.params.order.offer)
                 self.batch.remove(sequence)
         return wanted
+
+    def _begin_answers(self, now: float) -> list[tuple[Sequence, int]]:
+        """The first tokens that came with grants and offers, for sequences that wait for their KV."""
+        begun = []
+        for request_id, first in self.exchange.reader.take_first_tokens().items():
+            sequence, token = self.batch.receiving.get(request_id), first.token_id
+            if sequence is None or self.exchange.basis_of(sequence) != first.basis or not 0 <= token < self._size:
+                continue
+            params = sequence.params
+            if params.order.cache_hit_threshold or params.ending(token, 1, self._eos):
+                continue
+            if self.batch.begin(sequence, token):
+                self.exchange.reader.began(request_id, sequence.prompt_tokens)
+                sequence.stats.first_token_at = now
+                sequence.stats.transfer_report = self.exchange.reader.transfer_report(request_id)
+                self.measures.generated_tokens += 1
+                begun.append((sequence, token))
+        return begun
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from services.worker.engines.simulated.core.batch import Sequence
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, LeasablePool
 from services.worker.engines.simulated.core.settings import SimulationSettings, TransferLink
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvTransferReport
+from shared.contracts.kv_exchange import FirstToken, KvHandshake, KvOffer, KvTransferReport, first_token_basis
 
 POLL_S = 0.05
 """Interval at which deadlines are checked while a fetch runs or a prompt is followed."""
@@ -69,7 +69,10 @@ class Exchange:
 
     def finished(self, sequence: Sequence, *, offers: bool) -> None:
         """A sequence has finished or was aborted. It still holds its blocks."""
-        offer = self._offer(sequence) if offers else None
+        first_token = self._first_token(sequence)
+        if first_token is not None and sequence.params.order.leg_id:
+            self.holder.note_first_token(sequence.params.order.leg_id, first_token)
+        offer = self._offer(sequence, first_token) if offers else None
         self._core.used(sequence.hashes, sequence.computed)
         sequence.stats.transfer_report = self._core.finished(sequence.request_id, offer, sequence.params.order)
         self.send()
@@ -109,9 +112,23 @@ class Exchange:
         """Notifications for the worker, or None."""
         return self._core.notifications() if self._core.has_notifications else None
 
-    def _offer(self, sequence: Sequence) -> KvOffer | None:
+    def _offer(self, sequence: Sequence, first_token: FirstToken | None) -> KvOffer | None:
         full = sequence.prompt_tokens // self._settings.block_size
-        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], sequence.params.order.offer_id)
+        order = sequence.params.order
+        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], order.offer_id, first_token)
+
+    def basis_of(self, sequence: Sequence) -> bytes | None:
+        """See ``FirstToken``; None for a prompt without a full block. What else has an effect on a token is the same in
+        all legs of a request.
+        """
+        size, end = self._settings.block_size, sequence.prompt_tokens
+        full = end // size
+        return first_token_basis(sequence.hashes[full - 1], sequence.tokens[full * size : end]) if full else None
+
+    def _first_token(self, sequence: Sequence) -> FirstToken | None:
+        if not sequence.generated or (basis := self.basis_of(sequence)) is None:
+            return None
+        return FirstToken(token_id=sequence.tokens[sequence.prompt_tokens], basis=basis)
 
     def send(self) -> None:
         """Put new reads on the link, and take cancelled ones off it."""
