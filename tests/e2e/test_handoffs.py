@@ -49,6 +49,10 @@ def test_prompts_are_handed_over_as_they_are_computed(simulated: System, length:
         "a streamed handoff is told",
     )
     assert grown(simulated, before, "baton_fleet_recomputed_tokens_total") <= BLOCK
+    until(
+        lambda: grown(simulated, before, "baton_worker_first_tokens_received_total") == 1,
+        "the answer began with the prefill worker's token",
+    )
 
 
 def test_what_a_decode_worker_holds_of_a_conversation_is_read_back(simulated: System):
