@@ -112,7 +112,7 @@ def batch_lines(batches: list[handoffs.Batch]) -> list[str]:
         "For some of them the second half of the blocks does not arrive: only that half is computed.",
         "",
         *table(
-            "requests that lost half | TTFT ms of the others | TTFT ms of those | tokens computed on decode",
+            "requests that lost half | second token ms of the others | of those | tokens computed on decode",
             [[b.lost, ms(b.intact_ms / 1e3), ms(b.lost_ms / 1e3), b.recomputed] for b in batches],
         ),
     ]

@@ -97,7 +97,7 @@ def begin(request: Request, token: int) -> None:
     request._all_token_ids.append(token)
     request.num_prompt_tokens += 1
     request.update_block_hashes()
-    request.max_tokens -= 1
+    request.max_tokens = params.max_tokens = request.max_tokens - 1
     params.min_tokens = max(0, params.min_tokens - 1)
 
 

@@ -103,12 +103,15 @@ class Driver:
         return await self.leg(worker, LegKind.DECODE, prompt, kv_transfer=msgspec.msgpack.encode(offer), **options)
 
     async def hand_over(self, prefill: str, decode: str, prompt: Sequence[int], block: int = BLOCK) -> None:
-        """Hand a prompt over: every full block is read, and the tokens are those of one engine."""
+        """Hand a prompt over: every full block is read, and the tokens are those of one engine, from the first one on, which
+        is the prefill leg's.
+        """
         alone = await self.alone(decode, prompt)
         answer = await self.taken(decode, prompt, await self.offered(prefill, prompt))
         transfer_report = transfer_report_of(answer)
         assert transfer_report.reads[0].failure == ""
-        assert transfer_report.fetched_tokens == (len(prompt) - 1) // block * block
+        assert transfer_report.first_token_received
+        assert transfer_report.fetched_tokens == len(prompt) // block * block
         assert answer.token_ids == alone
 
     async def alone(self, worker: str, prompt: Sequence[int], tokens: int = TOKENS) -> list[int]:

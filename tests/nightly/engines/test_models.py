@@ -151,7 +151,9 @@ def block_tokens(workers: list[WorkerProcess]) -> int:
 
 
 async def prove_handoff(url: str, block: int) -> None:
-    """Whole answers and streamed ones; every full block is read and only the tail computed."""
+    """Whole answers and streamed ones; every full block is read and only the tail computed. The first token is the prefill
+    engine's.
+    """
     async with driver_on(url) as driver:
         answers = []
         for tokens in LENGTHS:
@@ -164,6 +166,7 @@ async def prove_handoff(url: str, block: int) -> None:
                 assert answer.token_ids == alone, (tokens, stream, report)
                 assert report.recomputed_tokens <= block, report
                 assert report.fetched_tokens >= tokens // block * block, report
+                assert report.first_token_received, report
                 answers.append(tuple(alone))
         assert len(set(answers)) == len(answers), "the answers do not depend on the prompts"
 

@@ -128,6 +128,7 @@ def test_a_decode_leg_begins_with_the_token_before_its_blocks_are_there(engine):
     assert scheduled.num_scheduled_tokens == {"d": TAIL + 1}
     (new,) = scheduled.scheduled_new_reqs
     assert new.prompt_token_ids == [*PROMPT, TOKEN]
+    assert new.sampling_params.max_tokens == 3
     outputs = process(engine.scheduler, scheduled)
     answered = 1 + sum(len(one.new_token_ids) for each in outputs.values() for one in each.outputs)
     while "d" in engine.scheduler.requests:
