@@ -50,7 +50,7 @@ def test_prompts_are_handed_over_as_they_are_computed(simulated: System, length:
     )
     assert grown(simulated, before, "baton_fleet_recomputed_tokens_total") <= BLOCK
     until(
-        lambda: grown(simulated, before, "baton_worker_first_tokens_received_total") == 1,
+        lambda: grown(simulated, before, "baton_worker_first_tokens_received_total") >= 1,
         "the answer began with the prefill worker's token",
     )
 

@@ -11,6 +11,7 @@ import msgspec
 
 from connector.messages import EngineCall, StartFetch
 from services.worker.engines.simulated.core.batch import ABORT, CACHE_THRESHOLD, RequestParams, Sequence
+from shared.contracts.ids import NO_LEG, LegId
 from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
 from tests.unit.worker.simulated.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
 from tests.unit.worker.simulated.fleet import LATENCY_S, Carry, Fleet, Member, Message
@@ -223,8 +224,9 @@ class Traffic:
     def _streamed(self) -> Request:
         request = self._request("streamed")
         holder, reader = self._pair()
-        self._leg(request, holder, LegOrder(), 1)
-        order = LegOrder(sources=[source_of(holder, follow=True)], wait_s_max=WAIT_S_MAX)
+        leg_id = LegId(f"leg-{len(self.requests)}")
+        self._leg(request, holder, LegOrder(leg_id=leg_id), 1)
+        order = LegOrder(sources=[source_of(holder, follow=True, leg_id=leg_id)], wait_s_max=WAIT_S_MAX)
         self._leg(request, reader, order, request.max_tokens)
         for member in self.rng.sample([holder, reader], 2):
             self.fleet.step(member)
@@ -308,5 +310,5 @@ class Traffic:
             assert core.wakes_at() is None
 
 
-def source_of(member: Member, *, follow: bool = False) -> KvSource:
-    return KvSource(worker_id=member.key[0], epoch=member.key[1], follow=follow)
+def source_of(member: Member, *, follow: bool = False, leg_id: LegId = NO_LEG) -> KvSource:
+    return KvSource(worker_id=member.key[0], epoch=member.key[1], follow=follow, leg_id=leg_id)

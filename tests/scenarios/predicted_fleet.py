@@ -192,9 +192,10 @@ class PredictedFleet:
         assert leg.sent is not None
         leg.requests.ended_at = self.fleet.now
         stats, worker_id = leg.sequence.stats, leg.view.record.worker_id
+        scheduled_at = min(stats.scheduled_at, stats.first_token_at)  # A received first token is before.
         report = LegReport(
-            queue_s=stats.scheduled_at - stats.arrived_at,
-            prefill_s=stats.first_token_at - stats.scheduled_at,
+            queue_s=scheduled_at - stats.arrived_at,
+            prefill_s=stats.first_token_at - scheduled_at,
             kv=stats.transfer_report,
         )
         self.view.cluster.leg_ended(worker_id, leg.sent, context_tokens(leg.requests))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 from hypothesis import given
 
@@ -31,6 +33,10 @@ def test_without_faults_hardly_a_token_is_computed_twice():
     handed = [request for request in traffic.requests if request.kind in ("handed over", "streamed")]
     transfer_reports = [request.legs[-1][1].stats.transfer_report for request in handed]
     assert sum(transfer_report.recomputed_tokens for transfer_report in transfer_reports) < 5 * len(transfer_reports)
+    begun = {kind: Counter() for kind in ("handed over", "streamed")}
+    for request in handed:
+        begun[request.kind][request.legs[-1][1].stats.transfer_report.first_token_received] += 1
+    assert all(each[True] > each[False] for each in begun.values()), begun
 
 
 @seeded(1)
@@ -67,7 +73,7 @@ def test_recycled_blocks_are_never_used_with_scarce_memory_and_short_leases(seed
 
 def test_blocks_freed_before_their_promised_expiry_cause_wrong_tokens():
     """Shows that the tests above can fail."""
-    traffic = Traffic(0, workers=6, carry=lambda _rng: extend_grants, kv_lease_s=0.3, **SCARCE)
+    traffic = Traffic(0, workers=6, carry=lambda _rng: extend_grants, kv_lease_s=0.05, **SCARCE)
     traffic.send(800, per_s=60.0)
     traffic.run()
 

@@ -129,14 +129,14 @@ def _on_two(request: PlacementRequest, selected: Selected, computing: Candidate,
     computed_s = prefill.queue_s + prefill.fetch_s + prefill.prefill_s + computing.transit_s
     soon = can_exchange and record.prefix_caching and computed_s <= policy.stream_s_max
     streamed = soon and 0 <= policy.stream_tokens_min <= uncached
-    # The answer begins with the prefill leg's token, which waits neither for the KV nor for the decode engine's step.
+    # The answer begins with the prefill leg's token, which waits neither for the KV nor for the step that computes on.
     waits = not can_exchange
     predicted = TtftParts(
         queue_s=prefill.queue_s,
         fetch_s=prefill.fetch_s,
         prefill_s=prefill.prefill_s,
         handoff_s=estimate.handoff_s if waits else 0.0,
-        decode_queue_s=estimate.kv_wait_s + (estimate.queue_s if waits else 0.0),
+        decode_queue_s=estimate.kv_wait_s + (0.0 if streamed else estimate.queue_s),
         first_token_s=estimate.first_s if waits else 0.0,
         transit_s=computing.transit_s + selected.decode.transit_s,
     )

@@ -210,7 +210,8 @@ class WorkerSpeeds:
             return
         for read in report.kv.reads if report.kv is not None else ():
             _learn_read(life.speed, read)
-        if first_token_s is not None and first_token_s > 0.0 < report.prefill_s:
+        was_measured = report.prefill_s > 0.0 or (report.kv is not None and report.kv.first_token_received)
+        if first_token_s is not None and first_token_s > 0.0 and was_measured:
             life.speed.transit_took(first_token_s - report.queue_s - report.prefill_s)
         self._write(worker_id, life)
 
