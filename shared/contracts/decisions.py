@@ -36,10 +36,10 @@ class TtftParts(Message, frozen=True, kw_only=True):
     prefill_s: float = 0.0
     """Computing the rest of the prompt."""
     handoff_s: float = 0.0
-    """From the end of the prefill until the decode worker has the KV; 0 when one worker runs both."""
+    """From the end of the prefill until the decode worker has the KV, if the first token waits for it."""
     decode_queue_s: float = 0.0
     first_token_s: float = 0.0
-    """The decode worker's first step."""
+    """The decode worker's first step; 0 where the prefill worker's token is the first one."""
     transit_s: float = 0.0
     """The rest: bus, relay and process scheduling."""
 
@@ -67,7 +67,7 @@ class CandidateRecord(Message, frozen=True, kw_only=True):
     within_s: float = 0.0
     """The part of ``decode_s`` that costs nothing; all of it where the decode batch is not crowded."""
     first_token_s: float = 0.0
-    """The step that computes the tokens whose KV was not handed over, and the first token."""
+    """The step that computes the tokens whose KV was not handed over, and the first token that the worker samples."""
     transit_s: float = 0.0
     """A leg's time outside the engine: bus, relay and process scheduling."""
     others_s: float = 0.0

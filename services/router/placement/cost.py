@@ -98,7 +98,7 @@ class DecodeEstimate(NamedTuple):
     step_s: Value
     """A decode step with this request in the batch: ``itl_s`` without the prompts that are computed in between."""
     first_s: Value
-    """The step that computes the prompt's tail, and with it the first token."""
+    """The step that computes the prompt's tail, and with it the first token that this worker samples."""
     others_s: Value
 
 
