@@ -242,7 +242,9 @@ class ConnectorScheduler:
         return ended, empty
 
     def finish_step(self) -> None:
-        """Call after the scheduler has processed a step's output."""
+        """Call after the scheduler has processed a step's output; also before, for readers that follow a prompt, unless
+        the scheduler will take back blocks that did not arrive.
+        """
         self._core.grant()
         self._give_orders()
         self.push_notifications()

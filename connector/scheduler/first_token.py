@@ -1,13 +1,12 @@
 """The answer's first token, handed over with the KV.
 
-A prefill leg samples a token that its client never saw before: the decode engine read the KV, computed the prompt's
-last token again and sampled again, one step later. Instead, the token goes with the prefill leg's last grant or offer,
-and the decode engine begins the answer with it while the last blocks are still on their way. To the engine the token is
-the last one of a longer prompt, as with a resumed stream.
+vLLM makes a prefill leg sample a token. It goes with the leg's last grant, or with its offer, and the decode engine
+begins the answer with it while the last blocks are still on their way. To the decode engine the token is the last one
+of a longer prompt, as with a resumed stream.
 
-That is right only if both engines would have sampled it from the same distribution, and if nothing in the decode engine
-must have seen it as its own output. ``basis_of`` is the proof of the first, ``may_begin`` the check of the second; a
-request that fails either samples its first token in the decode engine.
+That is right only if both engines would sample it from the same distribution, and if the decode engine need not count
+it as its own output. ``basis_of`` proves the first, ``may_begin`` checks the second; a request that fails either one
+samples its first token in the decode engine.
 """
 
 from __future__ import annotations
