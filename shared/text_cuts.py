@@ -8,6 +8,8 @@ the space there, or the tokenizer does not give the same tokens then.
 *Between two words*, before a single space that a letter follows, most tokenizers begin a new word. ``find_cuts`` tests
 whether this tokenizer does, with neighbours of every kind, and whether any entry of its vocabulary or its added tokens
 could join two words. For tokenizers that prepend a mark to each text (as Llama 2's), the space at a cut is left out.
+Words are cut before a space and a digit or a punctuation mark, too, where the same tests find that the tokenizer allows
+it; pieces are not.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ CUT_TOKENS_MAX: Final = 32
 NEIGHBOURS_BEFORE: Final = [*ASCII_SEEN, *"éßλяџ"]
 NEIGHBOURS_BEHIND: Final = ["a", "I", "s ", "ll,", "été", "ža", "λό", "яб", "b1", "c-d", "E\n", "d\t"]
 BEFORE_THOSE: Final = ["x", " ", "\n1"]
+MARKS_SEEN: Final = "".join(char for char in ASCII_SEEN if not char.isalpha())
+BEHIND_MARKS: Final = ["a", "1", "é", "\n", "'s", "- "]
+BEFORE_MARKS: Final = ["x", "é", "1", ".", "*"]
 BESIDE_TOKENS: Final = ["", "x", " ", " it", ".", "\n", "\n\n ", "é", "1"]
 WORD_SPACE: Final = "\u2581"
 
@@ -55,19 +60,21 @@ class Words(Protocol):
 
 
 MakeWords = Callable[[str, str, bool, tuple[str, ...]], Words]
-"""From letters, what may precede a cut, whether the space is dropped, and added tokens (see ``PythonWords``)."""
+"""From what may follow the space at a cut, what may precede it, whether the space is dropped, and added tokens (see
+``PythonWords``).
+"""
 
 
 class PythonWords:
     """Cuts texts into words, and knows the tokens of those that it learned.
 
-    Cuts are before each space that one of ``letters`` follows and one of ``before`` precedes, and around each of the
+    Cuts are before each space that one of ``behind`` follows and one of ``before`` precedes, and around each of the
     added ``tokens``. ``drops_space``: a word behind a cut is given without its space; ``tokens`` must be empty then.
     """
 
-    def __init__(self, letters: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> None:
-        letters, before = (f"[{re.escape(chars)}]" for chars in (letters, before))
-        self._word = re.compile(f" ?[^ ]*(?: (?!{letters})[^ ]*|(?<!{before}) [^ ]*)*")
+    def __init__(self, behind: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> None:
+        behind, before = (f"[{re.escape(chars)}]" for chars in (behind, before))
+        self._word = re.compile(f" ?[^ ]*(?: (?!{behind})[^ ]*|(?<!{before}) [^ ]*)*")
         self._drops_space = drops_space
         self._tokens = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
         self._known: dict[str, bytes] = {}
@@ -156,9 +163,16 @@ def find_cuts(tokenizer: Tokenizer, hint: str = "", make_words: MakeWords = Pyth
     around = tuple(content for content in plain if content not in absorbing)
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None
     chars_behind = max(2, *map(len, plain)) if plain else 2
-    for drops_space, cut_around in ((False, around), (False, ()), (True, ())):
-        cuts = _word_cuts(tokens, added, make_words, drops_space, cut_around)
-        if may_cut_words(tokenizer, cuts, cut_around):
+    begins = "".join(token.content[:1] for token in added if token.content not in around)
+    marks = "".join(char for char in MARKS_SEEN if char not in begins)
+    for drops_space, cut_around, cut_before in (
+        (False, around, marks),
+        (False, around, ""),
+        (False, (), ""),
+        (True, (), ""),
+    ):
+        cuts = _word_cuts(tokens, added, make_words, drops_space, cut_around, cut_before)
+        if may_cut_words(tokenizer, cuts, cut_around, cut_before):
             return replace(cuts, chars_behind=chars_behind)
     return Cuts(tokens, None, None, chars_behind=chars_behind)
 
@@ -169,6 +183,7 @@ def _word_cuts(
     make_words: MakeWords,
     drops_space: bool,
     around: tuple[str, ...],
+    marks: str,
 ) -> Cuts:
     # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
     # the text behind it is tokenized separately, and its leading space must stay.
@@ -176,7 +191,7 @@ def _word_cuts(
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     # Begins with a literal, which ``re`` searches for fast.
     words = re.compile(f" (?<=[{re.escape(before)}] )(?=[{LETTERS}])")
-    return Cuts(tokens, words, make_words(LETTERS_SEEN, before, drops_space, around), drops_space)
+    return Cuts(tokens, words, make_words(LETTERS_SEEN + marks, before, drops_space, around), drops_space)
 
 
 def plain_tokens(added: Sequence[AddedToken]) -> list[str]:
@@ -202,13 +217,19 @@ def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
     return False
 
 
-def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...]) -> bool:
+def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...], marks: str) -> bool:
     """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of two texts:
-    of words with all neighbours, and of the added tokens in ``around``, where words are cut on both sides.
+    of words with all neighbours, ``marks`` behind the space among them, and of the added tokens in ``around``, where
+    words are cut on both sides.
     """
-    if any(_reaches_over_space(token) for token in tokenizer.get_added_tokens_decoder().values()):
+    if any(_reaches_over_space(token, marks) for token in tokenizer.get_added_tokens_decoder().values()):
         return False
-    text = " ".join(f"{a}{b} {c}" for a, b, c in product(BEFORE_THOSE, NEIGHBOURS_BEFORE, NEIGHBOURS_BEHIND))
+    neighbours = chain(
+        product(BEFORE_THOSE, NEIGHBOURS_BEFORE, NEIGHBOURS_BEHIND),
+        product(["x"], NEIGHBOURS_BEFORE, marks),
+        product(["x"], BEFORE_MARKS, map("".join, product(marks, BEHIND_MARKS))),
+    )
+    text = " ".join(f"{a}{b} {c}" for a, b, c in neighbours)
     assert cuts.between_words is not None
     pieces = cuts.between_words.cut(text)
     if not (_same_words(tokenizer, text, pieces) or _joins_no_words(tokenizer)):
@@ -223,9 +244,9 @@ def _same_tokens(tokenizer: Tokenizer, text: str, pieces: list[str]) -> bool:
     return whole == list(chain.from_iterable(one.ids for one in encoded))
 
 
-def _reaches_over_space(token: AddedToken) -> bool:
+def _reaches_over_space(token: AddedToken, marks: str) -> bool:
     content = token.content
-    if re.search(rf"\S (?:[{LETTERS}]|$)", content) is not None:
+    if re.search(rf"\S (?:[{LETTERS}{re.escape(marks)}]|$)", content) is not None:
         return True
     takes_space = token.rstrip and re.search(f"[{LETTERS}]$", content) is not None
     return takes_space or (token.single_word and content[:1].isspace())

@@ -8,11 +8,11 @@
 #include "hash_chain.h"
 #include "words.h"
 
-enum { CHARS = 0x800 }; /* What has at most two bytes in UTF-8. Nothing beyond is a letter here, or stands before a cut. */
+enum { CHARS = 0x800 }; /* What has at most two bytes in UTF-8. Nothing beyond stands beside a cut. */
 
 typedef struct {
     PyObject_HEAD
-    uint64_t letters[CHARS / 64], before[CHARS / 64];
+    uint64_t behind[CHARS / 64], before[CHARS / 64];
     bool begins_token[256]; /* First bytes of `tokens`. */
     PyObject *tokens;       /* A tuple of bytes, none empty. */
     struct word_table table;
@@ -126,7 +126,7 @@ static size_t word_end(const Words *self, struct text *text)
         return text->word + token_size(self, text, text->token);
     size_t until = text->token, at = next_space(text, text->word + 1, until);
     for (; at + 1 < until; at = next_space(text, at + 1, until))
-        if (has(self->letters, char_at(text, at + 1)) && has(self->before, char_before(text, at)))
+        if (has(self->behind, char_at(text, at + 1)) && has(self->before, char_before(text, at)))
             return at;
     return until;
 }
@@ -308,13 +308,13 @@ static bool fill_tokens(Words *self, PyObject *tokens)
 
 static PyObject *words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *letters, *before, *tokens;
+    PyObject *behind, *before, *tokens;
     int drops_space;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "no argument may be named");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "UUpO!", &letters, &before, &drops_space, &PyTuple_Type, &tokens))
+    if (!PyArg_ParseTuple(args, "UUpO!", &behind, &before, &drops_space, &PyTuple_Type, &tokens))
         return NULL;
     Words *self = (Words *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -326,7 +326,7 @@ static PyObject *words_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_XDECREF(secret);
     if (secret && !words_open(&self->table, (uint64_t)hash))
         PyErr_NoMemory();
-    if (PyErr_Occurred() || !fill(self->letters, letters) || !fill(self->before, before) || !fill_tokens(self, tokens))
+    if (PyErr_Occurred() || !fill(self->behind, behind) || !fill(self->before, before) || !fill_tokens(self, tokens))
         Py_CLEAR(self);
     return (PyObject *)self;
 }

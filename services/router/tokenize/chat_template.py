@@ -58,7 +58,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     tries attributes first, and a plain dictionary has none except its methods.
     """
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self, chars_max: int) -> None:
         super().__init__(
@@ -73,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters |= {"replace": self._replaced, "join": self._join, "indent": _indented}
-        self.filters |= {COUNTED: _counted, BOUNDED: self._bounded}
+        self.filters |= {COUNTED: _counted, BOUNDED: self._bounded, SUM: self._sum}
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
 
     def concat(self, pieces: Iterable[str]) -> str:
@@ -133,8 +133,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise TextTooLong("the template repeats text too often")
         if operator == "**" and max(abs(left), abs(right)) > POWER_MAX:
             raise TextTooLong("the template makes too large a number")
-        result = self.binop_table[operator](left, right)
-        return self._bounded(result)
+        return self._bounded(self.binop_table[operator](left, right))
+
+    def _sum(self, first: Any, *others: Any) -> Any:
+        """``first + other + ...``."""
+        for other in others:
+            first = first + other
+            if type(first) is not str or len(first) > self._chars_max:
+                self._bounded(first)
+        return first
 
     def _bounded(self, value: Any) -> Any:
         if isinstance(value, int | float):
@@ -153,7 +160,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 METHODS = frozenset(dir(dict))
-COUNTED, BOUNDED = " counted", " bounded"
+COUNTED, BOUNDED, SUM = " counted", " bounded", " sum"
 """Filters that only ``Bounding`` can apply."""
 
 
@@ -165,6 +172,15 @@ class Bounding(jinja2.visitor.NodeTransformer):
         self.generic_visit(node)
         node.iter = _filtered(node.iter, COUNTED)
         return node
+
+    def visit_Add(self, node: jinja2.nodes.Add) -> jinja2.nodes.Node:  # noqa: N802
+        """``a + b + c``, which becomes one call: templates of chats add many short texts."""
+        self.generic_visit(node)
+        left: Any = node.left
+        if isinstance(left, jinja2.nodes.Filter) and left.name == SUM:
+            left.args.append(node.right)
+            return left
+        return _filtered(left, SUM, node.right)
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802
         """``a ~ b``."""
@@ -222,8 +238,8 @@ def _counted(context: jinja2.runtime.Context, items: Any) -> Counted:
     return Counted(items, context.parent[ROUNDS_KEY])
 
 
-def _filtered(node: Any, name: str) -> jinja2.nodes.Filter:
-    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _filtered(node: Any, name: str, *args: jinja2.nodes.Expr) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
 class ChatTemplate:

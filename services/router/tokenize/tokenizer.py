@@ -99,6 +99,11 @@ def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES
     return Prompt(int((size or body_bytes) / bytes_per_token) + 1, (), exact=False)
 
 
+def is_quick(chars: int) -> bool:
+    """Whether a text goes on with a piece of so many characters that the quick thread may tokenize."""
+    return 0 < chars <= STEP_CHARS
+
+
 def prompt_bytes(body: Body) -> int:
     """Size of the prompt as JSON."""
     return len(body.prompt) + len(body.messages) + len(body.input)
@@ -215,23 +220,32 @@ class PromptTokenizer:
 
     async def _prompt_of_text(self, text: Text, keys: HashKeys, held: Held, work: Work, more: Sequence[int]) -> Prompt:
         walk = self._segments.begin(text.text, special=text.special, keys=keys)
-        chars = 1
+        advance, chars = self._segments.advance, STEP_CHARS
         while chars:
-            step = partial(self._segments.advance, walk, held, max(chars, STEP_CHARS))
-            chars = await work.run(step, slow=chars > STEP_CHARS)
+            if chars > STEP_CHARS:
+                chars = await work.run(partial(advance, walk, held, chars), slow=True)
+            else:
+                chars = await work.run(partial(advance, walk, held, STEP_CHARS), again=is_quick)
         return self._segments.prompt(walk, special=text.special, more=more)
 
     async def _prompt_of_tokens(self, tokens: list[int], keys: HashKeys, held: Held, work: Work) -> Prompt:
         at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
         hashes: list[int] = []
         digest: bytes | None = None
-        for begin in range(0, len(tokens), at_once):
-            if hashes and not held(hashes[-1]):
-                break
-            some = tokens[begin : begin + at_once]
-            step = partial(extend_chain, digest, some, self._scheme, salt=keys.salt, lora=keys.lora)
-            found, digest = await work.run(step)
-            hashes += found
+        at = 0
+
+        def hash_some() -> bool:
+            """Returns whether there is more to hash."""
+            nonlocal digest, at
+            found, digest = extend_chain(
+                digest, tokens[at : at + at_once], self._scheme, salt=keys.salt, lora=keys.lora
+            )
+            hashes.extend(found)
+            at += at_once
+            return at < len(tokens) and held(hashes[-1])
+
+        while await work.run(hash_some, again=bool):
+            pass
         return Prompt(len(tokens), hashes, exact=True)
 
     def _example(self, special_tokens: Mapping[str, str]) -> str:

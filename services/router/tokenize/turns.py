@@ -22,10 +22,17 @@ TENANT_WAITING_MAX = 128
 
 T = TypeVar("T")
 Step = tuple[Callable[[], Any], asyncio.Future[Any]]
+Again = Callable[[T], bool]
+"""Whether a step with this result shall be run once more."""
 
 
 class NoTurn(Exception):
     """Too many prompts wait, or the client has left."""
+
+
+def once(_result: object) -> bool:
+    """Not again."""
+    return False
 
 
 class Turns:
@@ -38,18 +45,28 @@ class Turns:
         self._count = 0
         self._running = False
 
-    async def run(self, tenant: str, step: Callable[[], T]) -> T:
-        """The step's result. Raises NoTurn, and what the step raises; cancelled, the step does not begin."""
+    async def run(self, tenant: str, step: Callable[[], T], again: Again[T] = once) -> T:
+        """The step's last result. It is run again while ``again`` says so and no other step waits: to return to the
+        event loop and come back takes longer than most steps. Raises NoTurn, and what the step raises; cancelled, the
+        step does not begin.
+        """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         steps = self._waiting.get(tenant)
         if self._count >= WAITING_MAX or len(steps or ()) >= TENANT_WAITING_MAX:
             raise NoTurn
         if steps is None:
             steps = self._waiting[tenant] = deque()
-        steps.append((step, done))
+        steps.append((partial(self._repeated, step, again), done))
         self._count += 1
         self._begin_next()
         return await done
+
+    def _repeated(self, step: Callable[[], T], again: Again[T]) -> T:
+        """In the thread."""
+        result = step()
+        while again(result) and not self._count:
+            result = step()
+        return result
 
     def _begin_next(self) -> None:
         while self._waiting and not self._running:
@@ -121,9 +138,12 @@ class Work:
         """For a step to ask that runs in a thread."""
         return self.stopped
 
-    async def run(self, step: Callable[[], T], *, slow: bool = False) -> T:
-        """The result of a step. Raises NoTurn, and what the step raises."""
-        return await (self._work.slow if slow else self._work.quick).run(self.tenant, step)
+    async def run(self, step: Callable[[], T], *, slow: bool = False, again: Again[T] = once) -> T:
+        """The last result of a step, which is run while ``again`` says so and neither another step waits nor the work
+        is stopped. Raises NoTurn, and what the step raises.
+        """
+        turns = self._work.slow if slow else self._work.quick
+        return await turns.run(self.tenant, step, lambda result: not self.stopped and again(result))
 
     def hold(self, size: int) -> None:
         """So many bytes more are in memory until the work ends."""

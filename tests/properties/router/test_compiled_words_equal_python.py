@@ -19,22 +19,23 @@ TEXTS = st.lists(
 ).map("".join)
 """With spaces of all neighbours, in strings of one, two and four bytes a character."""
 ENDS = st.sets(st.sampled_from("-.>a"))
+MARKS = st.sets(st.sampled_from("-.<1|")).map(sorted).map("".join)
 TOKENS = st.lists(st.sampled_from(ADDED), unique=True).map(tuple)
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(TEXTS, ENDS, st.booleans(), TOKENS, st.data())
-@example("", set(), False, (), None)
-@example(" a", set(), True, (), None)
-@example("  a  b ", set(), True, (), None)
-@example("<|a|><|a|> a <|a|>", set(), False, ("<|a|>",), None)
-def test_words_and_their_tokens_equal_those_of_python(text, ends, drops_space, tokens, data):
+@given(TEXTS, ENDS, MARKS, st.booleans(), TOKENS, st.data())
+@example("", set(), "", False, (), None)
+@example(" a", set(), "", True, (), None)
+@example("  a  b ", set(), "", True, (), None)
+@example("<|a|><|a|> a <|a|>", set(), "<", False, ("<|a|>",), None)
+def test_words_and_their_tokens_equal_those_of_python(text, ends, marks, drops_space, tokens, data):
     from services.router.native._tokenize import NativeWords  # may not be built
 
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     tokens = () if drops_space else tokens
-    python = PythonWords(LETTERS_SEEN, before, drops_space, tokens)
-    native = NativeWords(LETTERS_SEEN, before, drops_space, tokens)
+    python = PythonWords(LETTERS_SEEN + marks, before, drops_space, tokens)
+    native = NativeWords(LETTERS_SEEN + marks, before, drops_space, tokens)
 
     words = python.cut(text)
     assert native.cut(text) == words
