@@ -99,3 +99,17 @@ def test_loops_keep_their_variables():
     )
 
     assert rendered(source) == '1/3,2/3,3/3a1none136ab1a-58bXaccd-1e+fxx{\n  "a": [\n   1\n  ]\n }'
+
+
+def test_what_a_template_adds_is_added_from_the_left():
+    source = (
+        "{{ 'a' + (number|string + 'b') + messages[0].content }}{{ 1 + number + (3 - 1) }}{{ ([1] + [2] + [3])[2] }}"
+    )
+
+    assert rendered(source) == "a2bx" + "5" + "3"
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' + missing + 'b' }}", "{{ 'a' + 1 + 'b' }}", "{{ motto + 'a' + motto }}"])
+def test_a_sum_that_python_or_the_bound_refuses_fails(source):
+    with pytest.raises(TemplateFailed):
+        rendered(source)

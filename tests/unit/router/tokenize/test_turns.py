@@ -67,6 +67,43 @@ async def test_a_tenant_with_many_steps_gets_one_turn_of_two():
     await asyncio.gather(*many, few)
 
 
+async def test_a_step_goes_on_in_the_thread_until_another_one_waits():
+    thread, ran = ByHand(), []
+    turns = Turns(thread)
+
+    def step() -> int:
+        ran.append("long")
+        if len(ran) == 3:
+            other.send(None)  # it begins to wait
+        return len(ran)
+
+    other = turns.run("other", partial(ran.append, "short"))
+    long = asyncio.create_task(turns.run("t", step, lambda count: count < 5))
+    await asyncio.sleep(0)
+    await thread.run_one()
+
+    assert await long == 3
+    await thread.run_one()
+    assert ran == ["long", "long", "long", "short"]
+    other.close()
+
+
+async def test_a_step_is_not_run_again_when_the_work_has_been_stopped():
+    thread, ran = ByHand(), []
+    work = Work(PromptWork(thread, ByHand()), "t")
+
+    def step() -> int:
+        ran.append(1)
+        work.stopped = len(ran) == 2
+        return len(ran)
+
+    done = asyncio.create_task(work.run(step, again=lambda count: count < 5))
+    await asyncio.sleep(0)
+    await thread.run_one()
+
+    assert await done == 2
+
+
 async def test_a_step_whose_request_is_over_does_not_begin():
     thread, ran = ByHand(), []
     turns = Turns(thread)
