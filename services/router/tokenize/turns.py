@@ -1,6 +1,7 @@
 """Runs the long work on prompts off the event loop, in short steps that tenants take in turn.
 
-There are two threads. ``quick`` takes steps of about a millisecond; ``slow`` takes the rare steps that cannot be cut,
+There are two threads. ``quick`` takes steps of about a millisecond, and goes on with one prompt while no other waits
+(the event loop gets the GIL from it within ``service.SWITCH_S``); ``slow`` takes the rare steps that cannot be cut,
 such as a text of 256 KiB without a space, so that no small prompt waits for them. Python code holds the GIL
 in either thread; the tokenizers library releases it. A process would not wait for the GIL, but would need every
 tokenizer, its cache and the prefix index a second time.
@@ -62,7 +63,9 @@ class Turns:
         return await done
 
     def _repeated(self, step: Callable[[], T], again: Again[T]) -> T:
-        """In the thread."""
+        """In the thread. The event loop changes ``_count`` meanwhile: a step that has begun to wait is seen after this
+        round.
+        """
         result = step()
         while again(result) and not self._count:
             result = step()
