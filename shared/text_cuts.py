@@ -163,6 +163,7 @@ def find_cuts(tokenizer: Tokenizer, hint: str = "", make_words: MakeWords = Pyth
     around = tuple(content for content in plain if content not in absorbing)
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None
     chars_behind = max(2, *map(len, plain)) if plain else 2
+    # A mark that begins an added token around which words are not cut may belong to that token.
     begins = "".join(token.content[:1] for token in added if token.content not in around)
     marks = "".join(char for char in MARKS_SEEN if char not in begins)
     for drops_space, cut_around, cut_before in (
