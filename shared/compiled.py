@@ -41,7 +41,7 @@ MODULES = tuple(
         "services.router.placement": "assembly compiled decision decision_service kv_sources placer policy"
         " request_fields sequences shortlist",
         "services.router.relay": "accounting charging legs migration relay request_context request_tasks retry"
-        " start_leg",
+        " start_leg write_coalescer",
         "services.router.responses": "inner_request",
         "services.router.state": "cluster_view feeds fleet_table prefix_index reservations worker_speeds worker_view",
         "services.router.telemetry": "outcome request_log request_metrics trace tracing ttft",

@@ -17,6 +17,7 @@ from services.router.relay.migration import ATTACHED
 from services.router.relay.request_context import RequestContext, ResponseHeaders
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.start_leg import LegLoad, LegLoads, LegStarter, is_refusal
+from services.router.relay.write_coalescer import WriteCoalescer
 from services.router.settings import Settings
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.request_log import RequestLog
@@ -411,7 +412,9 @@ class AnswerLeg(RunningLeg):
         """Frames of a whole response, or those after which it is known what it is."""
         self._size = 0
         self._waiting = False
-        """For the client to read, or for the coalescer."""
+        """For the client to read."""
+        self._held = False
+        """By the coalescer; not at its end."""
         self._gaps = runner.gaps.of[placement.mode.value].noted
         self._data = b""
         """The newest data of the stream."""
@@ -423,6 +426,8 @@ class AnswerLeg(RunningLeg):
     def waits(self, leg: Leg) -> bool:
         if self._waiting:
             return True
+        if self._held:
+            return not leg.ended
         if not self._is_stream or leg.ended or not self.attempt.context.http_request.is_blocked():
             return False
         self._waiting = True
@@ -434,7 +439,7 @@ class AnswerLeg(RunningLeg):
         self.resume()
 
     def resume(self) -> None:
-        self._waiting = False
+        self._waiting = self._held = False
         super().resume()
 
     def read(self, frames: list[Frame]) -> None:
@@ -526,11 +531,11 @@ class AnswerLeg(RunningLeg):
         elif data:
             self._data = data
             context.http_request.send(data)
-            coalescer = runner.coalescer
-            if timings.last_at - self._written_at < coalescer.period_s:
-                self._waiting = True
-                coalescer.add(self)
-            self._written_at = timings.last_at
+            coalescer, at = runner.coalescer, timings.last_at
+            if at - self._written_at < coalescer.period_s(at, len(frames)):
+                self._held = True
+                coalescer.add(self.resume)
+            self._written_at = at
 
     def _begin_stream(self, at: float, data: bytes) -> None:
         """The first data of this attempt: it begins the response, or resumes it."""
@@ -601,47 +606,3 @@ def is_complete(data: bytes) -> bool:
 def is_head(frame: Frame) -> bool:
     """Whether it can be a leg's first frame: a head with a status that HTTP has."""
     return frame.kind is HEAD and OK <= frame.status <= STATUS_MAX
-
-
-PERIOD_S_PER_STREAM: Final = 50e-6
-PERIOD_S_MAX: Final = 0.01
-
-
-class WriteCoalescer:
-    """Batches the writes of many fast streams into one turn of the event loop: a stream that has written waits until
-    the moment when all waiting streams write.
-
-    A socket write costs more than everything else the router does for an event; most of that is waking the client. With
-    few streams the wait is too short to matter. With hundreds at full speed it saves most of the CPU. A stream with
-    10 ms or more between its tokens never waits.
-    """
-
-    def __init__(self) -> None:
-        self.period_s = 0.0
-        """A stream that has written less than this ago waits before its next write."""
-        self._streams = 0
-        self._waiting: list[AnswerLeg] = []
-        self._loop = asyncio.get_running_loop()
-
-    def enter(self) -> None:
-        """One more stream."""
-        self._count(1)
-
-    def leave(self) -> None:
-        """One stream less."""
-        self._count(-1)
-
-    def add(self, stream: AnswerLeg) -> None:
-        """Resume it at the next common moment, at most ``PERIOD_S_MAX`` from now."""
-        if not self._waiting:
-            self._loop.call_later(self.period_s, self._resume_all)
-        self._waiting.append(stream)
-
-    def _count(self, more: int) -> None:
-        self._streams += more
-        self.period_s = min(PERIOD_S_MAX, self._streams * PERIOD_S_PER_STREAM)
-
-    def _resume_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for stream in waiting:
-            stream.resume()
