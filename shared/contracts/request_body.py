@@ -44,7 +44,6 @@ BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
-_NO_STRUCTURE = bytes(set(range(256)) - set(b"[{:,"))
 PROMPT_CHARS_PER_TOKEN_MAX = 32
 PROMPT_CHARS_MIN = 256 * 1024
 """A rendered chat may have so many characters per token of the model's maximum length, and this many in any case."""
@@ -143,13 +142,13 @@ def body_fault(body: bytes) -> str:
 
 
 def _has_little_structure(body: bytes) -> bool:
-    """Whether the body would be within the limits even if nothing in it were text: ten times as fast to see."""
+    """Whether the body would be within the limits even if nothing in it were text: many times as fast to see."""
     opened = fields = values = 0
     for begin in range(0, len(body), STEP_BYTES):
-        structure = body[begin : begin + STEP_BYTES].translate(None, _NO_STRUCTURE)
-        opened += structure.count(b"[") + structure.count(b"{")
-        fields += structure.count(b":")
-        values += structure.count(b",")
+        end = begin + STEP_BYTES
+        opened += body.count(b"[", begin, end) + body.count(b"{", begin, end)
+        fields += body.count(b":", begin, end)
+        values += body.count(b",", begin, end)
         if opened > DEPTH_MAX or opened + fields > FIELDS_MAX or values > VALUES_MAX:
             return False
     return True

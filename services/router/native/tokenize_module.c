@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "hash_chain.h"
+#include "url_fields.h"
 #include "words.h"
 
 enum { CHARS = 0x800 }; /* What has at most two bytes in UTF-8. Nothing beyond stands beside a cut. */
@@ -367,13 +368,14 @@ static PyType_Spec spec = {
 static PyMethodDef functions[] = {
     {"open_library", open_library, METH_O, NULL},
     {"extend_chain", (PyCFunction)(void (*)(void))extend_chain, METH_FASTCALL, NULL},
+    {"may_have_urls", may_have_urls, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_tokenize",
-    .m_doc = "Words of texts, and hashes of blocks of tokens, in C.",
+    .m_doc = "What is searched for in bodies and texts, and hashes of blocks of tokens, in C.",
     .m_size = -1,
     .m_methods = functions,
 };

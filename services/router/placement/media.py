@@ -74,7 +74,7 @@ _elements = msgspec.json.Decoder(list[msgspec.Raw])
 
 def foreign_media(body: bytes, hosts: frozenset[str]) -> ForeignMedia | None:
     """The first medium that comes neither with the body nor from one of ``hosts``."""
-    if not _may_have_urls(body):
+    if not may_have_urls(body):
         return None
     try:
         for value in msgspec.structs.astuple(_body.decode(body)):
@@ -93,7 +93,7 @@ def has_media(messages: msgspec.Raw) -> bool:
 
 def has_addresses(messages: msgspec.Raw) -> bool:
     """Whether an engine must fetch a medium of these messages."""
-    if not _may_have_urls(bytes(messages)):
+    if not may_have_urls(bytes(messages)):
         return False
     try:
         return any(url[:5].lower() != "data:" for _param, url in _urls(messages))
@@ -101,9 +101,17 @@ def has_addresses(messages: msgspec.Raw) -> bool:
         return False  # The engine judges it.
 
 
-def _may_have_urls(body: bytes) -> bool:
-    """A quick look, because reading all parts of a long conversation takes milliseconds."""
+def may_have_urls_in_python(body: bytes) -> bool:
+    """A quick look, because reading all parts of a long conversation takes milliseconds. ``native/url_fields.c`` takes
+    a tenth of the time.
+    """
     return HINT in body or (ESCAPE in body and any(hint in body for hint in ESCAPED_HINTS))
+
+
+try:
+    from services.router.native._tokenize import may_have_urls
+except ImportError:
+    may_have_urls = may_have_urls_in_python
 
 
 def _urls(value: msgspec.Raw) -> Iterator[tuple[str, str]]:

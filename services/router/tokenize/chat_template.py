@@ -137,10 +137,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _sum(self, first: Any, *others: Any) -> Any:
         """``first + other + ...``."""
+        if type(first) is str and ONLY_TEXT.issuperset(map(type, others)):
+            return self._bounded(first + "".join(others))
         for other in others:
-            first = first + other
-            if type(first) is not str or len(first) > self._chars_max:
-                self._bounded(first)
+            first = self._bounded(first + other)
         return first
 
     def _bounded(self, value: Any) -> Any:
@@ -154,12 +154,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """``obj.attribute``."""
-        if type(obj) is dict and attribute in obj and attribute not in METHODS:
-            return obj[attribute]
+        if type(obj) is dict and attribute not in METHODS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
 METHODS = frozenset(dir(dict))
+ONLY_TEXT = frozenset((str,))
 COUNTED, BOUNDED, SUM = " counted", " bounded", " sum"
 """Filters that only ``Bounding`` can apply."""
 

@@ -93,6 +93,8 @@ CHARS_GUESSED: Final = 2048
 NODE_BYTES_COUNTED: Final = 650
 """Memory of a cached piece without its text, its hashes and its tail tokens."""
 NUMBER_BYTES_COUNTED: Final = 40
+SPARED_MAX: Final = 16
+"""Pieces that are spared before one is evicted, so that eviction never takes long."""
 
 
 class PieceTooLong(Exception):
@@ -102,12 +104,14 @@ class PieceTooLong(Exception):
 class Node:
     """The tokenization of a text up to the end of one of its pieces."""
 
-    __slots__ = ("digest", "hashes", "number", "piece", "size", "tail", "tokens")
+    __slots__ = ("behind", "digest", "hashes", "number", "piece", "size", "tail", "tokens", "used")
 
     def __init__(
         self, number: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, tail: bytes
     ) -> None:
         self.piece = piece
+        self.behind = ""
+        """A text that has ``piece`` and then this is cut behind the piece, too."""
         self.number = number
         """Identifies this node as the parent of the pieces that follow it."""
         self.tokens = tokens
@@ -118,7 +122,9 @@ class Node:
         """Full hash of the last block so far; None before the first is full."""
         self.tail = tail
         """Tokens behind the last full block, packed."""
-        self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * len(hashes) + len(tail)
+        self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * len(hashes) + len(tail) + len(piece)
+        self.used = False
+        """Since it was made, or last spared from eviction."""
 
 
 class Walk:
@@ -183,7 +189,7 @@ class Segments:
         the next piece may have. Raises PieceTooLong.
         """
         text, length, at_once = walk.text, len(walk.text), 1
-        known, again = self._nodes.get, self._nodes.get_again
+        nodes = self._nodes
         looked_up = 0
         while walk.at < length:
             if walk.hashes and not held(walk.hashes[-1]):
@@ -191,12 +197,12 @@ class Segments:
             looked_up += 1
             if looked_up > LOOKED_UP_MAX:
                 return self._segment_chars
-            node = again(walk.node.number, text, walk.at)
+            node = nodes.get_again(walk.node.number, text, walk.at)
             if node is not None:
                 walk.step(node, walk.at + len(node.piece))
                 continue
             end = self._end(text, walk.at)
-            node = known(walk.node.number, text[walk.at : end], self._behind(text, end))
+            node = nodes.get(walk.node.number, text[walk.at : end], self._behind(text, end))
             if node is not None:
                 walk.step(node, end)
                 continue
@@ -270,71 +276,74 @@ class Segments:
 
 
 class Nodes:
-    """LRU cache of tokenized pieces, bounded in bytes."""
+    """Cache of tokenized pieces, bounded in bytes. The oldest is evicted, unless it was used since it was made or last
+    spared: a use costs less so than in an order of uses.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
         self._made = 0
         self._nodes: OrderedDict[tuple[int, str], Node] = OrderedDict()
-        self._latest: dict[int, tuple[str, str]] = {}
-        """By parent, the piece that a text went on with last, and what was behind it."""
+        self._latest: dict[int, Node] = {}
+        """By parent, the node that a text went on with last."""
         self._lock = threading.Lock()
 
     def get(self, parent: int, piece: str, behind: str) -> Node | None:
-        """The cached node behind ``parent``, marked as most recently used; None on a miss. Any text that has ``piece``
-        and then ``behind`` there is cut behind the piece, too; empty: no other text need be.
+        """The cached node behind ``parent``; None on a miss. ``behind``: see ``Node``; empty if no other text need be
+        cut there.
         """
         with self._lock:
-            node = self._used(parent, piece)
+            node = self._nodes.get((parent, piece))
             if node is not None:
-                self._note(parent, node.piece, behind)
+                node.used = True
+                self._note(parent, node, behind)
             return node
 
     def get_again(self, parent: int, text: str, at: int) -> Node | None:
         """As ``get``, for the piece that a text went on with last, if this one goes on with it at ``at``: it is not
-        searched for its end, nor hashed. Most conversations go on with their own history. Takes no lock: another thread
-        may evict the node meanwhile, which is a miss.
+        searched for its end, nor hashed. Most conversations go on with their own history. Takes no lock: what another
+        thread changes meanwhile is right before and after.
         """
-        latest = self._latest.get(parent)
-        if latest is None:
+        node = self._latest.get(parent)
+        if node is None:
             return None
-        piece, behind = latest
-        if not (text.startswith(piece, at) and text.startswith(behind, at + len(piece))):
+        piece = node.piece
+        if not (text.startswith(piece, at) and text.startswith(node.behind, at + len(piece))):
             return None
-        return self._used(parent, piece)
-
-    def _used(self, parent: int, piece: str) -> Node | None:
-        key = parent, piece
-        node = self._nodes.get(key)
-        if node is not None:
-            try:
-                self._nodes.move_to_end(key)
-            except KeyError:  # evicted by the other thread, just now
-                return None
+        node.used = True
         return node
-
-    def _note(self, parent: int, piece: str, behind: str) -> None:
-        if behind:
-            self._latest[parent] = piece, behind
 
     def put(
         self, parent: int, piece: str, behind: str, tokens: int, hashes: list[int], digest: bytes | None, tail: bytes
     ) -> Node:
-        """Add a node, and evict the least recently used ones beyond the bound. ``behind``: see ``get``."""
+        """Add a node, unless the other thread has, and evict others beyond the bound. ``behind``: see ``get``."""
+        key = parent, piece
         with self._lock:
-            self._made += 1
-            node = Node(self._made, piece, tokens, hashes, digest, tail)
-            replaced = self._nodes.pop((parent, piece), None)
-            self._bytes -= replaced.size + len(piece) if replaced is not None else 0
-            self._nodes[parent, piece] = node
-            self._note(parent, piece, behind)
-            self._bytes += node.size + len(piece)
+            node = self._nodes.get(key)
+            if node is None:
+                self._made += 1
+                node = self._nodes[key] = Node(self._made, piece, tokens, hashes, digest, tail)
+                self._bytes += node.size
+            self._note(parent, node, behind)
             while self._bytes > self._bytes_max:
-                (before, text), oldest = self._nodes.popitem(last=False)
-                self._bytes -= oldest.size + len(text)
-                self._latest.pop(oldest.number, None)
-                latest = self._latest.get(before)
-                if latest is not None and latest[0] == text:
-                    del self._latest[before]
+                self._evict()
             return node
+
+    def _note(self, parent: int, node: Node, behind: str) -> None:
+        if behind:
+            node.behind = behind
+            self._latest[parent] = node
+
+    def _evict(self) -> None:
+        key, oldest = self._nodes.popitem(last=False)
+        for _ in range(SPARED_MAX):
+            if not oldest.used:
+                break
+            oldest.used = False
+            self._nodes[key] = oldest
+            key, oldest = self._nodes.popitem(last=False)
+        self._bytes -= oldest.size
+        self._latest.pop(oldest.number, None)
+        if self._latest.get(key[0]) is oldest:
+            del self._latest[key[0]]

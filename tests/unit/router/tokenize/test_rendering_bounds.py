@@ -109,7 +109,18 @@ def test_what_a_template_adds_is_added_from_the_left():
     assert rendered(source) == "a2bx" + "5" + "3"
 
 
-@pytest.mark.parametrize("source", ["{{ 'a' + missing + 'b' }}", "{{ 'a' + 1 + 'b' }}", "{{ motto + 'a' + motto }}"])
-def test_a_sum_that_python_or_the_bound_refuses_fails(source):
+def test_fields_that_a_message_lacks_are_undefined_as_in_jinja():
+    source = (
+        "{{ messages[0].none is defined }}{{ not messages[0].none }}{{ messages[0].none }}{{ messages[0].none ~ 'a' }}"
+    )
+
+    assert rendered(source) == "False" + "True" + "" + "a"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages[0].none.deeper }}", "{{ 'a' + missing + 'b' }}", "{{ 'a' + 1 + 'b' }}", "{{ motto + 'a' + motto }}"],
+)
+def test_a_sum_or_field_that_python_or_the_bound_refuses_fails(source):
     with pytest.raises(TemplateFailed):
         rendered(source)
