@@ -1,10 +1,11 @@
 """Cost of finding a prompt's blocks in the router: ``python -m bench.bench_tokenize [--rounds N]``.
 
 CPU of the whole process for one request, from the body's bytes to a placement among eight workers: body, template,
-tokens, hashes, lookup in the index, choice. A next turn is the conversation before with one more answer and question;
-a cold prompt is new to the router: no worker holds it, or workers hold all of it, as after a router's restart.
-Beside it, in the same run, the plain ``tokenizers`` library on the same text. Needs no network: the vocabulary of 64,000
-is trained once on the standard library's sources, the prose is Python's language reference.
+tokens, hashes, lookup in the index, choice. A next turn is the conversation before with one more answer and question,
+as a chat and, without messages and template, as a completion; a cold prompt is new to the router: no worker holds it,
+or workers hold all of it, as after a router's restart. Beside it, in the same run, the plain ``tokenizers`` library on
+the same text. Needs no network: the vocabulary of 64,000 is trained once on the standard library's sources, the prose
+is Python's language reference.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pydoc_data.topics import topics
 from statistics import median
 from typing import Any
 
-from shared.contracts.engine_paths import CHAT
+from shared.contracts.engine_paths import CHAT, COMPLETIONS
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -38,7 +39,7 @@ from services.router.placement.request_fields import read_request
 from services.router.service import tune_garbage_collection
 from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.prompt import Prompt
-from services.router.tokenize.tokenizer import PromptTokenizer
+from services.router.tokenize.tokenizer import PromptTokenizer, Unfinished
 from services.router.tokenize.turns import PromptWork, Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.ids import WorkerId
@@ -135,11 +136,6 @@ class Prose:
         messages.append({"role": "user", "content": self.text(question)})
 
 
-def body_of(messages: list[Message]) -> bytes:
-    """As a client sends it."""
-    return json.dumps({"model": "m", "messages": messages, "stream": True, "max_tokens": 300}).encode()
-
-
 @dataclass
 class Router:
     """The parts of a router that a prompt passes."""
@@ -168,14 +164,13 @@ class Router:
             told = KvSnapshot(worker_id=WorkerId(f"w{number}"), epoch=1, seq=1, hashes=pack_hashes(hashes))
             self.fleet.index.restore(told)
 
-    def route(self, body: bytes) -> Prompt:
+    def route(self, path: str, body: bytes) -> Prompt:
         """From bytes to workers."""
-        return self.loop.run_until_complete(self._route(body))
-
-    async def _route(self, body: bytes) -> Prompt:
-        facts: RequestFacts = read_request(CHAT, body)
+        facts: RequestFacts = read_request(path, body)
         held = self.fleet.index.held
-        prompt = await self.tokenizer.prompt(facts, held, work=Work(self.work, ""), loop_chars_max=LOOP_CHARS_MAX)
+        prompt = self.tokenizer.begin(facts, held, loop_chars_max=LOOP_CHARS_MAX)
+        if isinstance(prompt, Unfinished):
+            prompt = self.loop.run_until_complete(self.tokenizer.finish(prompt, held, Work(self.work, "")))
         assert prompt is not None
         request = PlacementRequest(
             model=facts.model, prompt_tokens=prompt.tokens, hashes=prompt.hashes, tokens_out=facts.tokens_out
@@ -207,29 +202,34 @@ class Bench:
     def ids(self, messages: list[Message]) -> list[int]:
         return self.plain.encode_batch_fast([self.text(messages)], add_special_tokens=False)[0].ids
 
+    def body(self, path: str, messages: list[Message]) -> bytes:
+        """As a client sends it."""
+        prompt: dict[str, Any] = {"messages": messages} if path == CHAT else {"prompt": self.text(messages)}
+        return json.dumps({"model": "m", **prompt, "stream": True, "max_tokens": 300}).encode()
+
     def text(self, messages: list[Message]) -> str:
         turns = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in messages]
         return "".join(turns) + "<|im_start|>assistant\n"
 
-    def next_turn(self, chars: int) -> tuple[float, float, int]:
+    def next_turn(self, chars: int, path: str = CHAT) -> tuple[float, float, int]:
         """The history is held by some workers and known to the router; the last question and the answer before it are
         new to both.
         """
         messages = self.prose.chat(chars)
         self.router.hold(self.hashes(messages))
-        self.router.route(body_of(messages))
+        self.router.route(path, self.body(path, messages))
         self.prose.go_on(messages)
-        return self._measured(messages)
+        return self._measured(messages, path)
 
     def cold(self, chars: int, *, held: bool) -> tuple[float, float, int]:
         messages = self.prose.chat(chars)
         self.router.hold(self.hashes(messages) if held else [])
         return self._measured(messages)
 
-    def _measured(self, messages: list[Message]) -> tuple[float, float, int]:
-        body, text = body_of(messages), self.text(messages)
+    def _measured(self, messages: list[Message], path: str = CHAT) -> tuple[float, float, int]:
+        body, text = self.body(path, messages), self.text(messages)
         routed: list[Prompt] = []
-        took_ms = cpu_ms(lambda: routed.append(self.router.route(body)))
+        took_ms = cpu_ms(lambda: routed.append(self.router.route(path, body)))
         plain_ms = cpu_ms(lambda: self.plain.encode(text, add_special_tokens=False).ids)
         expected = block_hashes(self.ids(messages), HashScheme(block_size=BLOCK_TOKENS))
         assert list(routed[0].hashes) == expected[: len(routed[0].hashes)]
@@ -271,6 +271,7 @@ def main() -> None:
         for count in TOKENS:
             chars = round(count * chars_per_token)
             bench.row("next turn", lambda chars=chars: bench.next_turn(chars))
+            bench.row("next turn, a completion", lambda chars=chars: bench.next_turn(chars, COMPLETIONS))
             bench.row("cold, held by no worker", lambda chars=chars: bench.cold(chars, held=False))
             bench.row("cold, all held", lambda chars=chars: bench.cold(chars, held=True))
         print(f"\nLoading the tokenizer: {loaded_s:.2f} s of CPU.")
