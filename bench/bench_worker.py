@@ -6,6 +6,8 @@ are on core 1 while the CPU of the server's process is measured, and on core 0 w
 its caches colder, and Baton has one process more there. CPU is user + system time minus the idle share. Beside each figure stands the time of
 constant work on the server's core, taken just before. Each round starts all processes anew, and the servers take turns in changing order. A run in
 which a request fails, or an answer has too few tokens, ends with status 1 and writes no figure.
+
+``--gpu``: both engines on one NVIDIA GPU, with the model of ``bench.bench_kv_gpu``. All processes have cores of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,22 +32,25 @@ import uvloop
 
 import shared.compiled
 from bench.bench_peers import calibrate, ratio, shown
-from bench.bench_router import OTHER_CORE, ROUTER_CORE, pin
+from bench.bench_router import OTHER_CORE, ROUTER_CORE
 from bench.kv_bench_page import commit, machine, table
 from bench.peer_checks import RunFailed
 from bench.worker_load import Answer, BusClient, Client, HttpClient, check, make_bodies, make_text
+from services.launcher.system.machine import nvidia_smi
 from shared.bus.nats_bus import connect_nats
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.worker_processes import READY_S_MAX, start_worker, wait_ready
 
 COMMAND = "make bench-worker"
-OUT = Path("docs/benchmarks/worker.md")
+OUT, GPU_OUT = Path("docs/benchmarks/worker.md"), Path("docs/benchmarks/worker-gpu.md")
 SERVER_CORE, ENGINE_CORE = ROUTER_CORE, OTHER_CORE
 ROUNDS_MIN = 5
 IDLE_S = 2.0
 STREAM_TOKENS = 128
 AT_ONCE = (1, 16, 64)
-SETTINGS = {"role": "both", "served_model_name": "baton-tiny", "cpu_cores": ENGINE_CORE}
+SETTINGS = {"role": "both", "served_model_name": "baton-tiny"}
+GPU_ARGS = "--load-format dummy --gpu-memory-utilization 0.2"
+"""Two engines share the GPU."""
 QUIET = {"BATON_LOG_LEVEL": "warning"}
 VLLM, BATON = "vLLM", "Baton"
 CPU_CLOCK = 2
@@ -55,6 +60,47 @@ CPU_CLOCK = 2
 def cpu_s(pid: int) -> float:
     """CPU seconds of a process since its start (``stat`` counts in steps of 10 ms)."""
     return time.clock_gettime((~pid << 3) | CPU_CLOCK)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where both servers run, and with which engine."""
+
+    settings: dict[str, str]
+    cores: dict[str, set[int]]
+    """Of the server's process and of EngineCore."""
+    others: set[int] = field(default_factory=set)
+    """Of nats-server and this process. Empty: those of one of the two, see above."""
+    engine: str = "`baton-tiny`, vLLM on a CPU"
+
+
+CPU = Place({**SETTINGS, "cpu_cores": ENGINE_CORE}, {core: {int(core)} for core in (SERVER_CORE, ENGINE_CORE)})
+
+
+def gpu_place(folder: Path, engine_args: str) -> Place:
+    """On a machine with 8 cores or more: 2 for the server's process, 4 for EngineCore and the rest for others."""
+    from bench.bench_kv_gpu import KV_BYTES, make_model  # Imports torch.
+
+    name = nvidia_smi("--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
+    cores = sorted(os.sched_getaffinity(0))
+    if not name or len(cores) < 8:
+        raise SystemExit("--gpu needs an NVIDIA GPU and 8 cores; without it engines run on a CPU.")
+    args = f"{GPU_ARGS} {engine_args}".strip()
+    engine = {
+        "model": str(make_model(folder)),
+        "max_model_len": "16384",
+        "kv_cache_bytes": str(KV_BYTES),
+        "engine_args": args,
+    }
+    own = {SERVER_CORE: set(cores[:2]), ENGINE_CORE: set(cores[2:6])}
+    said = f"a Llama of three billion parameters, vLLM on one {name} with `{args}`"
+    return Place({**SETTINGS, **engine}, own, set(cores[6:]), said)
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """Pin all threads of a process to these cores."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 @dataclass(frozen=True)
@@ -153,9 +199,9 @@ class Server:
         self._idle = (0.0, 0.0)
         """CPU seconds in a second of both processes while idle."""
 
-    def pin(self) -> None:
-        pin(self._pid, SERVER_CORE)
-        pin(self._engine, ENGINE_CORE)
+    def pin(self, place: Place) -> None:
+        pin(self._pid, place.cores[SERVER_CORE])
+        pin(self._engine, place.cores[ENGINE_CORE])
 
     def cpu_s(self) -> tuple[float, float]:
         return cpu_s(self._pid), cpu_s(self._engine)
@@ -184,25 +230,26 @@ class Fleet:
 
     servers: dict[str, Server]
     nats_pid: int
+    place: Place
 
-    def leave_alone(self, core: str) -> None:
-        """nats-server and this process run on the other core from now on."""
-        other = ENGINE_CORE if core == SERVER_CORE else SERVER_CORE
-        pin(self.nats_pid, other)
-        os.sched_setaffinity(0, {int(other)})
+    def leave_alone(self, cores: Collection[str]) -> None:
+        """nats-server and this process run elsewhere from now on."""
+        others = self.place.others or self.place.cores[ENGINE_CORE if SERVER_CORE in cores else SERVER_CORE]
+        pin(self.nats_pid, others)
+        os.sched_setaffinity(0, others)
 
 
 @asynccontextmanager
-async def both_running() -> AsyncIterator[Fleet]:
+async def both_running(place: Place) -> AsyncIterator[Fleet]:
     """vLLM's server and a worker, both idle."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nats = stack.enter_context(NatsServer(folder, has_buckets=True))
         port = free_port()
-        plain = start_plain(folder / "vllm.log", port)
+        plain = start_plain(folder / "vllm.log", port, place)
         stack.callback(plain.wait)
         stack.callback(plain.terminate)
-        worker = start_worker(nats.url, "w1", folder, environ=QUIET, **SETTINGS)
+        worker = start_worker(nats.url, "w1", folder, environ=QUIET, **place.settings)
         stack.callback(worker.kill)
         await wait_ready(nats.url, [worker])
         await listening(plain, port, folder / "vllm.log")
@@ -213,8 +260,8 @@ async def both_running() -> AsyncIterator[Fleet]:
         await over_bus.open()
         servers = {VLLM: Server(VLLM, plain.pid, HttpClient(port)), BATON: Server(BATON, worker.process.pid, over_bus)}
         for server in servers.values():
-            server.pin()
-        fleet = Fleet(servers, nats.pid)
+            server.pin(place)
+        fleet = Fleet(servers, nats.pid, place)
         cores = os.sched_getaffinity(0)
         try:
             yield fleet
@@ -222,8 +269,8 @@ async def both_running() -> AsyncIterator[Fleet]:
             os.sched_setaffinity(0, cores)  # the servers of the next round inherit it
 
 
-def start_plain(log: Path, port: int) -> subprocess.Popen[bytes]:
-    environ = {**os.environ, **QUIET, **{f"WORKER_{name.upper()}": value for name, value in SETTINGS.items()}}
+def start_plain(log: Path, port: int, place: Place) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, **QUIET, **{f"WORKER_{name.upper()}": value for name, value in place.settings.items()}}
     with log.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "bench.plain_vllm", f"--port={port}"], env=environ, stdout=out, stderr=out
@@ -256,34 +303,35 @@ Measured = dict[tuple[str, str], dict[str, Figures]]
 """By load and row, then by server."""
 
 
-async def measure(loads: Sequence[Load], rounds: int) -> Measured:
+async def measure(loads: Sequence[Load], rounds: int, place: Place) -> Measured:
     """Raises RunFailed."""
     measured: Measured = {}
     for number in range(rounds):
-        async with both_running() as fleet:
+        async with both_running(place) as fleet:
             for server in fleet.servers.values():
                 for load in WARM_UP:
                     await server.measure(load, f"warm-up {number}")
                 await server.measure_idle()
-            for place, load in enumerate(loads):
-                first, second = (VLLM, BATON) if (number + place) % 2 else (BATON, VLLM)
-                for alone, names in ((SERVER_CORE, (first, second)), (ENGINE_CORE, (second, first))):
+            for turn, load in enumerate(loads):
+                first, second = (VLLM, BATON) if (number + turn) % 2 else (BATON, VLLM)
+                runs = [((SERVER_CORE,), (first, second)), ((ENGINE_CORE,), (second, first))]
+                for alone, names in [((SERVER_CORE, ENGINE_CORE), (first, second))] if place.others else runs:
                     fleet.leave_alone(alone)
                     for name in names:
                         loop_ms = calibrate()
                         try:
-                            taken = await fleet.servers[name].measure(load, f"turn {number}.{alone}")
+                            taken = await fleet.servers[name].measure(load, f"turn {number}.{alone[0]}")
                         except RunFailed as failed:
                             raise RunFailed(f"{name}, {load.label}: {failed}") from failed
                         note(taken, name, alone, loop_ms, measured)
     return measured
 
 
-def note(taken: Taken, name: str, alone: str, loop_ms: float, measured: Measured) -> None:
-    """Add the figures for which this core must be left alone."""
+def note(taken: Taken, name: str, alone: Collection[str], loop_ms: float, measured: Measured) -> None:
+    """Add the figures for which these cores must be left alone."""
     said = []
     for row in rows_of(taken.load):
-        if row.alone == alone:
+        if row.alone in alone:
             figures = measured.setdefault((taken.load.label, row.label), {}).setdefault(name, Figures())
             figures.values.append(row.figure(taken))
             figures.loops_ms.append(loop_ms)
@@ -291,7 +339,18 @@ def note(taken: Taken, name: str, alone: str, loop_ms: float, measured: Measured
     print(f"{taken.load.label}: {name}: {', '.join(said)}", file=sys.stderr)
 
 
-def page(loads: Sequence[Load], measured: Measured, rounds: int, command: str) -> str:
+CORES = [
+    "process has one core and EngineCore the other. nats-server and the client are on EngineCore's while the CPU of the server's process is",
+    "measured, and on the server's while EngineCore's and times are: what runs beside a process makes its caches colder. The servers take",
+    "turns, one computes while the other is idle, and their idle shares are taken off.",
+]
+GPU_CORES = [
+    "process has two cores, EngineCore four, nats-server and the client the rest. The servers take turns, one computes while the other is idle,",
+    "and their idle shares are taken off.",
+]
+
+
+def page(loads: Sequence[Load], measured: Measured, rounds: int, command: str, place: Place) -> str:
     lines = []
     for load in loads:
         for row in rows_of(load):
@@ -307,12 +366,10 @@ def page(loads: Sequence[Load], measured: Measured, rounds: int, command: str) -
             f"`{command}`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on {machine()}; load average {os.getloadavg()[1]:.1f}",
             f"(5 minutes, the benchmark included), kernel {platform.release()}; the modules that Baton compiles were {form}.",
             "",
-            "`/v1/completions` with distinct prompts of 64 tokens, some behind text that both have seen, `baton-tiny`, vLLM on a CPU. Both servers run the same engine with the same",
+            f"`/v1/completions` with distinct prompts of 64 tokens, some behind text that both have seen, {place.engine}. Both servers run the same engine with the same",
             "arguments, in processes of their own. vLLM: its OpenAI server behind HTTP, access log off, without KV connector and KV events. Baton: a worker",
             "with its KV connector, KV events and load reports; its legs come over NATS, as a router sends them, and no router runs. The server's",
-            "process has one core and EngineCore the other. nats-server and the client are on EngineCore's while the CPU of the server's process is",
-            "measured, and on the server's while EngineCore's and times are: what runs beside a process makes its caches colder. The servers take",
-            "turns, one computes while the other is idle, and their idle shares are taken off.",
+            *(GPU_CORES if place.others else CORES),
             "",
             f"Medians of {rounds} rounds with the least and the greatest, and after @ the CPU milliseconds of constant work on the server's core before each",
             "run (median). Ratios are medians of the rounds' ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %).",
@@ -329,18 +386,26 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer requests, one round; its figures are not precise")
     parser.add_argument("--rounds", type=int, default=ROUNDS_MIN)
     parser.add_argument("--only", default="", help="only loads whose label contains this; writes no page")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--gpu", action="store_true", help="both engines on one NVIDIA GPU")
+    parser.add_argument(
+        "--engine-args", default="", help="with --gpu: more arguments of `vllm serve`, for both engines"
+    )
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     loads = [load for load in make_loads(arguments.quick) if arguments.only in load.label]
     rounds = 1 if arguments.quick else max(ROUNDS_MIN, arguments.rounds)
-    try:
-        measured = uvloop.run(measure(loads, rounds))
-    except RunFailed as failed:
-        sys.exit(f"no figures: {failed}")
-    text = page(loads, measured, rounds, f"{COMMAND} ARGS=--quick" if arguments.quick else COMMAND)
+    said = " ".join([*["--gpu"] * arguments.gpu, *["--quick"] * arguments.quick])
+    with tempfile.TemporaryDirectory() as folder:
+        place = gpu_place(Path(folder), arguments.engine_args) if arguments.gpu else CPU
+        try:
+            measured = uvloop.run(measure(loads, rounds, place))
+        except RunFailed as failed:
+            sys.exit(f"no figures: {failed}")
+    text = page(loads, measured, rounds, f'{COMMAND} ARGS="{said}"' if said else COMMAND, place)
     if not arguments.only:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text)
+        out = arguments.out or (GPU_OUT if arguments.gpu else OUT)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
     print(text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import tempfile
@@ -47,16 +46,35 @@ class BenchFleet:
         times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
         return float(sum(time.user + time.system for time in times))
 
+    def stepping_s(self) -> dict[str, float]:
+        """CPU seconds of each worker's main threads, which take an engine's steps. Others may poll for ever: those of
+        UCX with CUDA do.
+        """
+        used = {}
+        for worker_id, worker in self.workers.items():
+            root = psutil.Process(worker.process.pid)
+            mains = [
+                thread
+                for process in (root, *root.children(recursive=True))
+                for thread in process.threads()
+                if thread.id == process.pid
+            ]
+            used[worker_id] = float(sum(thread.user_time + thread.system_time for thread in mains))
+        return used
+
     async def until_idle(self) -> None:
         """Wait until no worker computes: vLLM's connector keeps a prefill engine stepping for a while after a
         handoff, which would disturb a measurement on the same core.
         """
-        async with asyncio.timeout(IDLE_S_MAX):
-            used_s = math.inf
-            while used_s > CHECK_S * IDLE_SHARE_MAX:
-                before = sum(map(self.cpu_s, self.workers))
-                await asyncio.sleep(CHECK_S)
-                used_s = sum(map(self.cpu_s, self.workers)) - before
+        deadline = time.monotonic() + IDLE_S_MAX
+        while True:
+            before = self.stepping_s()
+            await asyncio.sleep(CHECK_S)
+            used_s = {worker_id: used - before[worker_id] for worker_id, used in self.stepping_s().items()}
+            if sum(used_s.values()) <= CHECK_S * IDLE_SHARE_MAX:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not idle after {IDLE_S_MAX} s; CPU seconds in {CHECK_S} s: {used_s}")
 
     async def replace(self, worker_id: str, successor: str, **settings: str) -> None:
         """Stop one worker and start another in its place."""

@@ -1,7 +1,7 @@
 """vLLM's own OpenAI server over the engine that a worker would start: ``python -m bench.plain_vllm --port 8001``.
 
 It reads the worker's WORKER_* variables. Left out is what only Baton has: its KV connector and scheduler, KV events, and the details of each
-step. The executor is the worker's, so that the same processes are compared, and the threads of the engine are bound alike.
+step. The executor is the worker's, so that the same processes are compared, and the threads of a CPU engine are bound alike.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from services.worker.engines.vllm.arguments import arguments, bindings_of, engine_threads, parse_cores, prepare_import
-from services.worker.settings import Settings
+from services.worker.engines.vllm.arguments import arguments, prepare_import
+from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model import ensure_tiny_model
 from shared.runtime.settings import load, load_common
 
@@ -18,9 +18,9 @@ OPTIONS_OF_BATON = ("--kv-transfer-config", "--kv-events-config")
 FLAGS_OF_BATON = ("--enable-logging-iteration-details",)
 
 
-def plain_arguments(settings: Settings, model: str) -> list[str]:
+def plain_arguments(settings: Settings, model: str, *, on_cpu: bool = True) -> list[str]:
     """The worker's arguments for vLLM without what only Baton needs."""
-    typed, plain = iter(arguments(settings, model, on_cpu=True, events=("", ""), otlp_endpoint="")), []
+    typed, plain = iter(arguments(settings, model, on_cpu=on_cpu, events=("", ""), otlp_endpoint="")), []
     for word in typed:
         if word in OPTIONS_OF_BATON:
             next(typed)
@@ -34,7 +34,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     port = parser.parse_args().port
     settings = load(Settings, "WORKER_")
-    model = str(ensure_tiny_model(Path(load_common().cache_dir)))
+    is_tiny = settings.model == TINY_MODEL
+    model = str(ensure_tiny_model(Path(load_common().cache_dir))) if is_tiny else settings.model
     prepare_import(kv_host=settings.kv_host, model_is_local=True)
 
     import uvloop
@@ -42,16 +43,21 @@ def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from services.worker.engines.vllm.engine import _inspect_models_here
+    from services.worker.engines.vllm.engine import _inspect_models_here, _threads
 
+    on_cpu = current_platform.is_cpu()
     cli_env_setup()
-    _inspect_models_here()
+    if on_cpu:
+        _inspect_models_here()
     served = ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*plain_arguments(settings, model), *served])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        [*plain_arguments(settings, model, on_cpu=on_cpu), *served]
+    )
     validate_parsed_serve_args(args)
-    with engine_threads(bindings_of(parse_cores(settings.cpu_cores), 1)):
+    with _threads(settings):
         uvloop.run(run_server(args))
 
 
