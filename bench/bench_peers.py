@@ -144,8 +144,8 @@ class Contender:
         served = self.served() if self.served else []
         before, begun_at = self.system.cpu_s(), time.monotonic()
         result = load(self.port, **options)
-        cpu_s = self.system.cpu_s() - before - self.system.idle_cpu * (time.monotonic() - begun_at)
         check_answers(result, row.requests)
+        cpu_s = 0.0 if self.is_direct else self.system.worked_s(before, begun_at)
         if self.served is not None:
             result["repeated_legs"] = check_legs(served, self.served(), result["sent"])
         elif not self.is_direct:
