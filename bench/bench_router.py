@@ -172,10 +172,10 @@ def cost(system: System, **options: Any) -> dict[str, Any]:
     return result
 
 
-def pin(pid: int, core: str) -> None:
-    """Pin all threads of a process to one core."""
+def pin(pid: int, *cores: str | int) -> None:
+    """Pin all threads of a process to these cores."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {int(core)})
+        os.sched_setaffinity(int(thread.name), set(map(int, cores)))
 
 
 def floor(url: str, rate: int) -> dict[str, float]:

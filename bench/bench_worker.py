@@ -32,7 +32,7 @@ import uvloop
 
 import shared.compiled
 from bench.bench_peers import calibrate, ratio, shown
-from bench.bench_router import OTHER_CORE, ROUTER_CORE
+from bench.bench_router import OTHER_CORE, ROUTER_CORE, pin
 from bench.kv_bench_page import commit, machine, table
 from bench.peer_checks import RunFailed
 from bench.worker_load import Answer, BusClient, Client, HttpClient, check, make_bodies, make_text
@@ -95,12 +95,6 @@ def gpu_place(folder: Path, engine_args: str) -> Place:
     own = {SERVER_CORE: set(cores[:2]), ENGINE_CORE: set(cores[2:6])}
     said = f"a Llama of three billion parameters, vLLM on one {name} with `{args}`"
     return Place({**SETTINGS, **engine}, own, set(cores[6:]), said)
-
-
-def pin(pid: int, cores: set[int]) -> None:
-    """Pin all threads of a process to these cores."""
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
 
 
 @dataclass(frozen=True)
@@ -200,8 +194,8 @@ class Server:
         """CPU seconds in a second of both processes while idle."""
 
     def pin(self, place: Place) -> None:
-        pin(self._pid, place.cores[SERVER_CORE])
-        pin(self._engine, place.cores[ENGINE_CORE])
+        pin(self._pid, *place.cores[SERVER_CORE])
+        pin(self._engine, *place.cores[ENGINE_CORE])
 
     def cpu_s(self) -> tuple[float, float]:
         return cpu_s(self._pid), cpu_s(self._engine)
@@ -235,7 +229,7 @@ class Fleet:
     def leave_alone(self, cores: Collection[str]) -> None:
         """nats-server and this process run elsewhere from now on."""
         others = self.place.others or self.place.cores[ENGINE_CORE if SERVER_CORE in cores else SERVER_CORE]
-        pin(self.nats_pid, others)
+        pin(self.nats_pid, *others)
         os.sched_setaffinity(0, others)
 
 

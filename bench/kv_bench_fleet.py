@@ -40,27 +40,22 @@ class BenchFleet:
     def tap(self) -> Tap:
         return self.driver.tap
 
+    def processes(self, worker_id: str) -> list[psutil.Process]:
+        """The worker and its engine."""
+        root = psutil.Process(self.workers[worker_id].process.pid)
+        return [root, *root.children(recursive=True)]
+
     def cpu_s(self, worker_id: str) -> float:
         """CPU seconds of the worker and its engine."""
-        root = psutil.Process(self.workers[worker_id].process.pid)
-        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        times = [process.cpu_times() for process in self.processes(worker_id)]
         return float(sum(time.user + time.system for time in times))
 
-    def stepping_s(self) -> dict[str, float]:
-        """CPU seconds of each worker's main threads, which take an engine's steps. Others may poll for ever: those of
-        UCX with CUDA do.
+    def stepping_s(self, worker_id: str) -> float:
+        """CPU seconds of their main threads, which take an engine's steps. Others may poll for ever: one of UCX does,
+        with CUDA.
         """
-        used = {}
-        for worker_id, worker in self.workers.items():
-            root = psutil.Process(worker.process.pid)
-            mains = [
-                thread
-                for process in (root, *root.children(recursive=True))
-                for thread in process.threads()
-                if thread.id == process.pid
-            ]
-            used[worker_id] = float(sum(thread.user_time + thread.system_time for thread in mains))
-        return used
+        threads = [(process.pid, thread) for process in self.processes(worker_id) for thread in process.threads()]
+        return float(sum(thread.user_time + thread.system_time for pid, thread in threads if thread.id == pid))
 
     async def until_idle(self) -> None:
         """Wait until no worker computes: vLLM's connector keeps a prefill engine stepping for a while after a
@@ -68,9 +63,9 @@ class BenchFleet:
         """
         deadline = time.monotonic() + IDLE_S_MAX
         while True:
-            before = self.stepping_s()
+            before = {worker_id: self.stepping_s(worker_id) for worker_id in self.workers}
             await asyncio.sleep(CHECK_S)
-            used_s = {worker_id: used - before[worker_id] for worker_id, used in self.stepping_s().items()}
+            used_s = {worker_id: self.stepping_s(worker_id) - begun_s for worker_id, begun_s in before.items()}
             if sum(used_s.values()) <= CHECK_S * IDLE_SHARE_MAX:
                 return
             if time.monotonic() > deadline:
