@@ -194,10 +194,11 @@ class Worker:
 
     async def _open(self) -> None:
         """Every subscription is live before the registry shows the worker."""
-        bus, worker_id = self._service.bus, self._status.record.worker_id
+        bus, record = self._service.bus, self._status.record
+        worker_id = record.worker_id
         for open_handler in self._opens:
             await open_handler()
-        await bus.answer(KV_SNAPSHOT, self._cache.answer, worker_id=worker_id)
+        await bus.answer(KV_SNAPSHOT, self._cache.answer, worker_id=worker_id, epoch=str(record.epoch))
         await self._orders.open()
         await bus.subscribe(CANCEL_LEG, self._server.cancel, worker_id=worker_id)
         await bus.subscribe(START_LEG, self._server.start, worker_id=worker_id)

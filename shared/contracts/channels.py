@@ -184,7 +184,10 @@ CANCEL_LEG = Channel("leg.{worker_id}.cancel", CancelLeg, Delivery.COMMAND, ROUT
 FRAMES = Channel("frames.{router_id}.{worker_id}", FrameBatch, Delivery.COMMAND, WORKERS, ROUTERS, sent_by="worker_id")
 
 KV_EVENTS = Channel("kv.{worker_id}.events", KvEventBatch, Delivery.EVENT, WORKERS, ROUTERS)
-KV_SNAPSHOT = AskChannel("kv.{worker_id}.snapshot", AskKvSnapshot, Delivery.ASK, ROUTERS, WORKERS, answer=KvSnapshot)
+# Of one epoch: an older process of the same worker that still runs must not answer in the place of the newest.
+KV_SNAPSHOT = AskChannel(
+    "kv.{worker_id}.snapshot.{epoch}", AskKvSnapshot, Delivery.ASK, ROUTERS, WORKERS, answer=KvSnapshot
+)
 KV_HANDSHAKE = AskChannel(
     "kv.{worker_id}.handshake.{reader_id}",
     AskKvHandshake,

@@ -92,6 +92,7 @@ class AskKvSnapshot(Message, frozen=True, kw_only=True):
     """Router -> worker: requests a KvSnapshot."""
 
     worker_id: WorkerId
+    epoch: Epoch
 
 
 class KvSnapshot(Message, frozen=True, kw_only=True):

@@ -98,7 +98,9 @@ async def driver_of(world: World) -> AsyncIterator[Driver]:
 
 
 async def snapshot(driver: Driver) -> KvSnapshot:
-    return await driver.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=WorkerId("s1")), timeout_s=START_S_MAX)
+    store = WorkerId("s1")
+    ask = AskKvSnapshot(worker_id=store, epoch=driver.tap.loads[store].epoch)
+    return await driver.bus.ask(KV_SNAPSHOT, ask, timeout_s=START_S_MAX)
 
 
 async def until_saved(driver: Driver, blocks: int) -> KvSnapshot:

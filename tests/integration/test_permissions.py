@@ -111,7 +111,7 @@ async def test_a_router_receives_kv_events_and_a_large_snapshot(guarded, keys):
         await worker.publish(KV_EVENTS, kv_batch(1))
 
         assert await heard == kv_batch(1)
-        assert await router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=SOON_S) == snapshot
+        assert await router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1", epoch=1), timeout_s=SOON_S) == snapshot
 
 
 async def test_the_registry_and_leadership_can_be_kept_and_watched(guarded, keys):
@@ -184,7 +184,7 @@ async def test_a_collector_cannot_ask_a_worker(guarded, keys):
         await worker.answer(KV_SNAPSHOT, answer, worker_id="w1")
 
         with pytest.raises(AskTimedOut):
-            await collector.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=QUIET_S)
+            await collector.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1", epoch=1), timeout_s=QUIET_S)
 
 
 class Stranger:

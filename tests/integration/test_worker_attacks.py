@@ -246,5 +246,5 @@ async def test_a_reply_in_anothers_name_is_refused_by_the_asker(fleet, attacker)
     await attacker.listen(KV_SNAPSHOT.filter(worker_id=ATTACKER), lie)
 
     with pytest.raises(AskRefused) as refused:
-        await router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=ATTACKER), timeout_s=SOON_S)
+        await router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=ATTACKER, epoch=EPOCH), timeout_s=SOON_S)
     assert refused.value.failure.reason is Reason.BAD_MESSAGE

@@ -189,7 +189,9 @@ class Router:
                     return report
 
     async def snapshot(self, worker: WorkerProcess) -> KvSnapshot:
-        return await self.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=worker.worker_id), timeout_s=30.0)
+        assert worker.record is not None
+        ask = AskKvSnapshot(worker_id=worker.worker_id, epoch=worker.record.epoch)
+        return await self.bus.ask(KV_SNAPSHOT, ask, timeout_s=30.0)
 
     async def start(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, headers=None, **options):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()

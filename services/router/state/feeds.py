@@ -74,7 +74,7 @@ class KvFeed:
         self._bus = bus
         self._index = index
         self._wake = asyncio.Event()
-        self._asking: set[WorkerId] = set()
+        self._asking: set[tuple[WorkerId, Epoch]] = set()
         self._slots = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
         self._latest: KvEventBatch | None = None
         """Applied when the next one arrives, or before anything else: meanwhile its blocks' memory is fetched."""
@@ -94,9 +94,10 @@ class KvFeed:
                 await self._wake.wait()
                 self._wake.clear()
                 for worker_id in self._index.wanting():
-                    if worker_id not in self._asking:
-                        self._asking.add(worker_id)
-                        asking.create_task(self._ask_until_exact(worker_id), name=f"kv-snapshot {worker_id}")
+                    epoch = self._index.entries[worker_id].epoch
+                    if (worker_id, epoch) not in self._asking:
+                        self._asking.add((worker_id, epoch))
+                        asking.create_task(self._ask_until_exact(worker_id, epoch), name=f"kv-snapshot {worker_id}")
 
     def worker_joined(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Add a worker, or a new epoch of one."""
@@ -139,22 +140,27 @@ class KvFeed:
         if wanted:
             self._wake.set()
 
-    async def _ask_until_exact(self, worker_id: WorkerId) -> None:
+    async def _ask_until_exact(self, worker_id: WorkerId, epoch: Epoch) -> None:
         failures, gap_s = 0, SNAPSHOT_GAP_S
         try:
-            while worker_id in self._index.entries and self._index.state(worker_id) is not IndexState.EXACT:
-                if not await self._ask(worker_id):
+            while self._is_wanting(worker_id, epoch):
+                if not await self._ask(worker_id, epoch):
                     failures += 1
                     gap_s = min(2 * gap_s, SNAPSHOT_GAP_S_MAX)
-                    if failures == FAILURES_MAX:
+                    if failures == FAILURES_MAX and self._is_wanting(worker_id, epoch):
                         self._index.give_up(worker_id)
                     await asyncio.sleep(gap_s)
         finally:
-            self._asking.discard(worker_id)
+            self._asking.discard((worker_id, epoch))
 
-    async def _ask(self, worker_id: WorkerId) -> bool:
+    def _is_wanting(self, worker_id: WorkerId, epoch: Epoch) -> bool:
+        """Whether this epoch is the worker's newest, and its snapshot is needed."""
+        entry = self._index.entries.get(worker_id)
+        return entry is not None and entry.epoch == epoch and entry.state is not IndexState.EXACT
+
+    async def _ask(self, worker_id: WorkerId, epoch: Epoch) -> bool:
         try:
-            ask = AskKvSnapshot(worker_id=worker_id)
+            ask = AskKvSnapshot(worker_id=worker_id, epoch=epoch)
             async with self._slots:
                 self.snapshots += 1
                 snapshot = await self._bus.ask(KV_SNAPSHOT, ask, timeout_s=SNAPSHOT_S_MAX)

@@ -59,13 +59,13 @@ async def test_an_ask_whose_ids_differ_from_its_subject_is_refused(world):
         return KvSnapshot(worker_id=ask.worker_id, epoch=EPOCH, seq=1, hashes=b"")
 
     await responder.answer(KV_SNAPSHOT, answer, worker_id="w1")
-    forged = dataclasses.replace(KV_SNAPSHOT, subject="kv.w1.snapshot")
+    forged = dataclasses.replace(KV_SNAPSHOT, subject="kv.w1.snapshot.{epoch}")
 
     with pytest.raises(AskRefused) as refused:
-        await soon(asker.ask(forged, AskKvSnapshot(worker_id="w2"), timeout_s=SOON_S))
+        await soon(asker.ask(forged, AskKvSnapshot(worker_id="w2", epoch=EPOCH), timeout_s=SOON_S))
 
     assert refused.value.failure.reason is Reason.BAD_MESSAGE
-    assert "kv.w2.snapshot" in refused.value.failure.message
+    assert f"kv.w2.snapshot.{EPOCH}" in refused.value.failure.message
     assert responder.counts.bad_messages == 1
 
 

@@ -13,7 +13,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from tests.integration.bus.worlds import FRAME_BUDGET_BYTES, SOON_S, soon, until
 
-ASK = AskKvSnapshot(worker_id="w1")
+ASK = AskKvSnapshot(worker_id="w1", epoch=1)
 
 
 def snapshot(hashes: bytes = b"") -> KvSnapshot:
@@ -105,7 +105,7 @@ async def test_concurrent_asks_get_their_own_replies(world):
         return KvSnapshot(worker_id=ask.worker_id, epoch=1, seq=0, hashes=b"")
 
     await responder.answer(KV_SNAPSHOT, answer)
-    asks = [AskKvSnapshot(worker_id=f"w{i}") for i in range(10)]
+    asks = [AskKvSnapshot(worker_id=f"w{i}", epoch=1) for i in range(10)]
     answers = await asyncio.gather(*(asker.ask(KV_SNAPSHOT, ask, timeout_s=SOON_S) for ask in asks))
 
     assert [answer.worker_id for answer in answers] == [ask.worker_id for ask in asks]
@@ -115,7 +115,7 @@ async def test_an_ask_beyond_the_budget_is_refused_before_it_is_sent(world):
     asker = await world.bus()
 
     with pytest.raises(MessageTooLarge):
-        await asker.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w" * FRAME_BUDGET_BYTES), timeout_s=SOON_S)
+        await asker.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w" * FRAME_BUDGET_BYTES, epoch=1), timeout_s=SOON_S)
 
 
 async def test_an_answerer_that_raises_ends_its_bus(world):

@@ -135,7 +135,7 @@ async def test_an_id_that_cannot_be_in_a_subject_is_unreachable(world, name):
 
     await router.publish(START_LEG, start_leg("lost", worker_id=name), key="lost")
     with pytest.raises(NoResponders):
-        await soon(router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=name), timeout_s=60.0))
+        await soon(router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=name, epoch=1), timeout_s=60.0))
     await router.publish(START_LEG, start_leg("heard", worker_id="w1"))
 
     await until(lambda: heard and unreachable)

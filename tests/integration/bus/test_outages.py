@@ -58,7 +58,7 @@ async def test_subscriptions_and_answers_work_again_after_an_outage(world):
 
     await sender.publish(KV_EVENTS, kv_batch(1))
     await until(lambda: got == [1])
-    await sender.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=SOON_S)
+    await sender.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1", epoch=1), timeout_s=SOON_S)
 
 
 async def test_what_is_subscribed_during_an_outage_is_heard_after_it(world):
@@ -81,7 +81,7 @@ async def test_a_waiting_ask_fails_at_once_when_the_connection_breaks(world):
         await asyncio.Event().wait()
 
     await responder.answer(KV_SNAPSHOT, answer)
-    ask = asyncio.ensure_future(asker.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=60.0))
+    ask = asyncio.ensure_future(asker.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1", epoch=1), timeout_s=60.0))
     await soon(asked.wait())
 
     async with world.outage():

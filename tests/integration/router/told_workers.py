@@ -123,7 +123,8 @@ class ToldWorker:
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def begin(self) -> None:
-        await self.bus.answer(KV_SNAPSHOT, self.cache.answer, worker_id=self.worker_id)
+        ids = {"worker_id": self.worker_id, "epoch": str(self.epoch)}
+        await self.bus.answer(KV_SNAPSHOT, self.cache.answer, **ids)
         engine: Any = self.engine
         load = LoadPublisher(self.bus, self.worker_id, self.epoch, Role.BOTH, held=self.cache.held, engine=engine)
         registration = Registration(self.bus, record(self.worker_id, epoch=self.epoch))

@@ -128,7 +128,8 @@ class Witness:
         if worker_id not in index.entries or index.state(worker_id) is not IndexState.EXACT:
             return [f"{worker_id}: the witness's index is not exact"]
         try:
-            truth = await self._bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=worker_id), timeout_s=ASK_S_MAX)
+            ask = AskKvSnapshot(worker_id=worker_id, epoch=index.entries[worker_id].epoch)
+            truth = await self._bus.ask(KV_SNAPSHOT, ask, timeout_s=ASK_S_MAX)
         except BusError as error:
             return [f"{worker_id}: no snapshot, {error}"]
         slot = index.slot(worker_id)

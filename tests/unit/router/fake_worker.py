@@ -125,7 +125,7 @@ class FakeWorker:
             await self.bus.subscribe(CANCEL_LEG, self._on_cancel, **ids),
             await self.bus.answer(TOKENIZER, self._on_tokenizer, **ids),
             await self.bus.answer(RENDER, self._on_render, **ids),
-            await self.bus.answer(KV_SNAPSHOT, self._on_snapshot, **ids),
+            await self.bus.answer(KV_SNAPSHOT, self._on_snapshot, **ids, epoch=str(self.epoch)),
         ]
         await (await self.bus.key_value_store(WORKER_RECORDS)).put(self.record())
 

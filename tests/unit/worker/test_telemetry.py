@@ -166,7 +166,8 @@ async def test_kv_events_are_numbered_from_one_and_the_snapshot_follows():
             worker.engine.events.put_nowait([event])
 
         batches = await watching
-        snapshot = await worker.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=WORKER), timeout_s=WAIT_S_MAX)
+        ask = AskKvSnapshot(worker_id=WORKER, epoch=batches[0].epoch)
+        snapshot = await worker.bus.ask(KV_SNAPSHOT, ask, timeout_s=WAIT_S_MAX)
 
         assert [batch.seq for batch in batches] == list(range(1, len(batches) + 1))
         assert snapshot.seq == batches[-1].seq

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router.state.feeds import ASKS_AT_ONCE_MAX, KvFeed
+from services.router.state.feeds import ASKS_AT_ONCE_MAX, SNAPSHOT_GAP_S, SNAPSHOT_GAP_S_MAX, KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.bus.port import Envelope
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT
@@ -17,6 +17,7 @@ from shared.contracts.kv_events import (
     KvEventKind,
     KvSnapshot,
     pack_hashes,
+    unpack_hashes,
 )
 from tests.support.builders import kv_batch
 from tests.support.memory_bus import MemoryBus, MemoryHub
@@ -62,6 +63,51 @@ async def test_snapshots_are_requested_in_batches_and_silent_workers_block_none(
     assert {index.count(worker_id) for worker_id in index.entries} == {0, 1}
     assert index.state(WorkerId("w4")) is IndexState.EXACT
     following.cancel()
+
+
+@in_virtual_time
+async def test_an_older_process_of_a_worker_cannot_answer_for_the_newest():
+    hub, index = MemoryHub(), PrefixIndex()
+    older, newest = (KvSnapshot(worker_id=W1, epoch=Epoch(n), seq=n, hashes=pack_hashes([n])) for n in (1, 2))
+    for snapshot in (older, newest):
+        await answer_with(hub, snapshot)
+    feed = KvFeed(MemoryBus(hub), index)
+    following = asyncio.create_task(feed.follow())
+
+    feed.worker_joined(W1, Epoch(2))
+    await asyncio.sleep(SNAPSHOT_GAP_S / 2)
+
+    assert index.state(W1) is IndexState.EXACT
+    assert unpack_hashes(index.table.blocks(index.slot(W1), 0)) == (2,)
+    assert feed.snapshots == 1
+    following.cancel()
+
+
+@in_virtual_time
+async def test_a_new_epoch_is_asked_at_once_after_failures_of_the_earlier_one():
+    hub, index = MemoryHub(), PrefixIndex()
+    feed = KvFeed(MemoryBus(hub), index)
+    following = asyncio.create_task(feed.follow())
+    feed.worker_joined(W1, Epoch(1))
+    await asyncio.sleep(10 * SNAPSHOT_GAP_S_MAX)
+    assert index.state(W1) is IndexState.FALLBACK
+
+    await answer_with(hub, KvSnapshot(worker_id=W1, epoch=Epoch(2), seq=1, hashes=pack_hashes([2])))
+    feed.worker_joined(W1, Epoch(2))
+    await asyncio.sleep(SNAPSHOT_GAP_S / 2)
+
+    assert index.state(W1) is IndexState.EXACT
+    following.cancel()
+
+
+async def answer_with(hub: MemoryHub, snapshot: KvSnapshot) -> None:
+    """A process of the worker that answers with this one."""
+
+    async def answer(_ask: AskKvSnapshot, _envelope: Envelope) -> KvSnapshot:
+        return snapshot
+
+    ids = {"worker_id": snapshot.worker_id, "epoch": str(snapshot.epoch)}
+    await MemoryBus(hub).answer(KV_SNAPSHOT, answer, **ids)
 
 
 async def exact_feed() -> tuple[MemoryBus, KvFeed, PrefixIndex]:
