@@ -82,6 +82,15 @@ def test_an_inexact_prefix_fails_a_run_of_next_turns(wrong):
     check_decisions([DECISION, DECISION | wrong], 2, next_turns=False)
 
 
+def test_few_decisions_may_be_made_before_the_engines_word_of_the_turn_before():
+    late = DECISION | {"cached_tokens": DECISION["predicted_cached_tokens"] + 96}
+
+    check_decisions([DECISION, late], 2, next_turns=True)
+    check_decisions([DECISION] * 998 + [late] * 10, 1008, next_turns=True)
+    with pytest.raises(RunFailed):
+        check_decisions([DECISION, late, late], 3, next_turns=True)
+
+
 def test_next_turns_without_cached_history_fail_the_run():
     with pytest.raises(RunFailed):
         check_decisions([DECISION | {"cached_tokens": 0, "predicted_cached_tokens": 0}], 1, next_turns=True)
