@@ -8,10 +8,11 @@ import pytest
 
 from services.worker.legs.guard import refusal, refusal_of
 from shared.contracts.inference import LegKind
-from shared.contracts.request_body import DEPTH_MAX, FIELDS_MAX, STEP_BYTES, VALUES_MAX
+from shared.contracts.request_body import FIELD_BYTES_MIN, FIELDS_MAX, VALUES_MAX
 from tests.unit.worker.fakes import running_worker
 
-DEEP = b'{"x":' + b"[" * (DEPTH_MAX + 1) + b"]" * (DEPTH_MAX + 1) + b',"y":"' + b"y" * STEP_BYTES + b'"}'
+LARGE = FIELDS_MAX * FIELD_BYTES_MIN
+"""Bytes of a body that need not be examined."""
 HOSTILE = [
     b'{"chat_template_kwargs":{"eos_token":"x"}}',
     b'{"chat_template_kwargs":{"eos\\u005ftoken":"x"}}',
@@ -25,7 +26,6 @@ HOSTILE = [
     '{"chat_template_kwargs":{"eos_token":"∀"}}'.encode("utf-16"),
     '{"x":1}'.encode("utf-16-be"),
     '{"x":1}'.encode("utf-32-le"),
-    DEEP,
     b'{"x":[' + b"[]," * FIELDS_MAX + b"1]}",
     b'{"x":{' + b'"a":1,' * FIELDS_MAX + b'"b":1}}',
     b'{"x":[' + b"1," * (VALUES_MAX + 1) + b"1]}",
@@ -49,8 +49,10 @@ async def test_a_hostile_body_is_refused_with_a_reason(body):
         b'{"chat_template_kwargs":["eos_token"]}',
         b'{"chat_template_kwargs":{"enable_thinking":false,"add_bos_token":true,"documents":[{"eos_token":1}]}}',
         b'{"prompt":"chat_template_kwargs eos_token \\u005f"}',
-        b'{"prompt":"' + b"[{" * STEP_BYTES + b'"}',
-        b'{"prompt":"' + b'\\"[' * STEP_BYTES + b'\\\\"}',
+        b'{"x":' + b"[" * (LARGE // 2) + b"]" * (LARGE // 2 - 7) + b"}",
+        b'{"x":' + b"[" * 900 + b" " * LARGE + b"]" * 900 + b"}",
+        b'{"prompt":"' + b"[{" * LARGE + b'"}',
+        b'{"prompt":"' + b'\\"[' * LARGE + b'\\\\"}',
         b'{"prompt":[' + b"1," * (VALUES_MAX - 1) + b"1]}",
     ],
     ids=lambda body: str(body[:40]),
