@@ -25,6 +25,11 @@ from shared.deadline import keep_cancellation
 CONNECTED: Final = Client.CONNECTED
 UNSENT_BYTES_MAX: Final = 256 * 1024
 """Above this the flusher task sends, which waits for the socket."""
+READ_GAP_PAUSES_MAX: Final = 2
+READS_AT_ONCE_MAX: Final = 4
+"""Pauses begin after so many reads that came within ``READ_GAP_PAUSES_MAX`` pauses of one another: where few messages
+come, a pause would only wake the process once more for each.
+"""
 
 
 class NotEncrypted(nats.errors.Error):
@@ -37,9 +42,11 @@ class DirectClient(Client):
     """
 
     def __init__(self, read_pause_s: float = 0.0) -> None:
-        """``read_pause_s``: between two reads of the socket."""
+        """``read_pause_s``: between two reads of the socket while many messages come."""
         super().__init__()
         self._read_pause_s = read_pause_s
+        self._read_at = 0.0
+        self._reads_at_once = 0
         self._takes: dict[int, Take] = {}
         """Functions by subscription id."""
         self._messages: MessageReader | None = None
@@ -62,9 +69,14 @@ class DirectClient(Client):
 
     def _heard(self) -> None:
         self._pings_outstanding = 0  # A server that sends is alive, even if its PONG is queued behind many messages.
-        if self._read_pause_s and self._socket is not None:
+        if not self._read_pause_s or self._socket is None:
+            return
+        loop = asyncio.get_running_loop()
+        gap_s, self._read_at = loop.time() - self._read_at, loop.time()
+        self._reads_at_once = self._reads_at_once + 1 if gap_s < READ_GAP_PAUSES_MAX * self._read_pause_s else 0
+        if self._reads_at_once >= READS_AT_ONCE_MAX:
             self._socket.pause_reading()
-            asyncio.get_running_loop().call_later(self._read_pause_s, _read_on, self._socket)
+            loop.call_later(self._read_pause_s, _read_on, self._socket)
 
     async def _process_connect_init(self) -> None:
         """Abort the socket if the handshake fails: nats-py would wait for ever for it to close."""

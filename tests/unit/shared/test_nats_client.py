@@ -1,4 +1,6 @@
-"""What is published goes to the socket at once, or together with what is held back beside it."""
+"""What is published goes to the socket at once, or together with what is held back beside it. Reading pauses while much
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import asyncio
 
 import pytest
 
-from shared.bus.nats_client import CONNECTED, DirectClient
+from shared.bus.nats_client import CONNECTED, READS_AT_ONCE_MAX, DirectClient
+from tests.support.virtual_time import in_virtual_time
+
+PAUSE_S = 0.005
 
 
 class Socket(asyncio.Transport):
@@ -15,6 +20,8 @@ class Socket(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.writes: list[bytes] = []
+        self.pauses = 0
+        self.is_paused = False
 
     def is_closing(self) -> bool:
         return False
@@ -24,6 +31,13 @@ class Socket(asyncio.Transport):
 
     def write(self, data) -> None:
         self.writes.append(data)
+
+    def pause_reading(self) -> None:
+        self.pauses += 1
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
 
 
 @pytest.fixture
@@ -49,3 +63,19 @@ async def test_nothing_is_held_back_after_a_release(client):
     client.publish_now("a.b", b"one", "", None)
 
     assert client._socket.writes == [b"PUB a.b  3\r\none\r\n"]
+
+
+@in_virtual_time
+async def test_reading_pauses_while_many_messages_come_and_not_for_few():
+    client, socket = DirectClient(PAUSE_S), Socket()
+    client._socket = socket
+    for _ in range(10 * READS_AT_ONCE_MAX):
+        client._heard()
+        await asyncio.sleep(3 * PAUSE_S)
+    assert socket.pauses == 0
+
+    for _ in range(READS_AT_ONCE_MAX + 5):
+        client._heard()
+        await asyncio.sleep(1.1 * PAUSE_S)
+        assert not socket.is_paused
+    assert socket.pauses == 5
