@@ -253,3 +253,10 @@ void sets_add_to(const struct holder_sets *all, set_t set, uint64_t *bits)
     for (uint32_t i = 0; !one->words && i < one->count; i++)
         bits[members[i] / 64u] |= 1ull << members[i] % 64u;
 }
+
+void sets_fetch(const struct holder_set *one)
+{
+    size_t bytes = bytes_outside(one->count, one->words);
+    for (size_t at = 0; at < bytes; at += LINE_BYTES)
+        __builtin_prefetch((const char *)one->as.many + at);
+}

@@ -18,6 +18,7 @@ enum {
     LIVES_MAX = 65535,
     SET_INLINE_MAX = 4,   /* members stored in the set itself */
     STEPS_KEPT = 1 << 12, /* entries of the cache of `sets_step` results */
+    LINE_BYTES = 64,      /* of the processor's cache */
 };
 
 static const set_t NO_SET = UINT32_MAX; /* not the number of any set */
@@ -72,6 +73,8 @@ bool sets_has(const struct holder_sets *all, set_t set, life_t life);
 bool sets_beyond(const struct holder_sets *all, set_t set, const uint64_t *gone);
 /* Adds the members to the bit set `bits`, which covers all lives in use. */
 void sets_add_to(const struct holder_sets *all, set_t set, uint64_t *bits);
+/* Starts to prefetch the members that are not in the set itself. */
+void sets_fetch(const struct holder_set *one);
 void sets_free(struct holder_sets *all, set_t set);
 
 static inline void sets_keep(struct holder_sets *all, set_t set)

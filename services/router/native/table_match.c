@@ -52,17 +52,31 @@ static void walk_begin(struct walk *walk, struct block_table *table, const uint6
     walk_fetch(walk, first, 0);
 }
 
-/* Looks up a chunk while the next one is prefetched. */
+/* Looks up a chunk while the next one is prefetched, and starts to prefetch the sets that are found: first what describes
+ * them, then, when all are found, their members.
+ */
 static void walk_look_up(struct walk *walk)
 {
     uint64_t first = walk->chunk_end, end = chunk_after(walk, first);
+    const struct holder_set *fetched[TIERS * CHUNK];
+    uint32_t fetched_count = 0;
     walk_fetch(walk, end, !walk->turn);
     memset(walk->found, 0, (end - first) * sizeof *walk->found);
     for (int tier = 0; tier < TIERS; tier++) {
         struct block_map *map = &walk->table->maps[tier];
-        for (uint64_t i = first; map->block_count && i < end; i++)
-            walk->found[i - first].in[tier] = map_get_at(map, walk->homes[walk->turn][tier][i - first], walk->blocks[i]);
+        set_t last = 0;
+        for (uint64_t i = first; map->block_count && i < end; i++) {
+            set_t set = map_get_at(map, walk->homes[walk->turn][tier][i - first], walk->blocks[i]);
+            walk->found[i - first].in[tier] = set;
+            if (set && set != last) {
+                fetched[fetched_count++] = &walk->table->sets.sets[set];
+                __builtin_prefetch(&walk->table->sets.sets[set]);
+            }
+            last = set;
+        }
     }
+    for (uint32_t i = 0; i < fetched_count; i++)
+        sets_fetch(fetched[i]);
     walk->turn = !walk->turn;
     walk->chunk_at = first;
     walk->chunk_end = end;
