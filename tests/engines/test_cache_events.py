@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from functools import reduce
@@ -17,12 +18,14 @@ from services.router.tokenize.tokenizer import PromptTokenizer
 from shared.contracts.channels import TOKENIZER, TOKENS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_events import KvEventKind, unpack_hashes
+from shared.contracts.kv_events import KvEventKind, KvSnapshot, unpack_hashes
+from shared.contracts.load import LoadReport
 from tests.engines.test_handover import completion, prompt_of
 
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
+SETTLE_S_MAX = 60.0
 
 
 def short(value: object) -> bytes:
@@ -71,12 +74,21 @@ async def test_a_received_prompt_is_held_by_the_decode_worker_too(pair, router):
     assert set(expected) <= set(unpack_hashes(snapshot.hashes))
 
 
+async def as_of_one_batch(router, worker) -> tuple[LoadReport, KvSnapshot]:
+    """A load report and a snapshot after the same batch of KV events; the last ones come after the answer."""
+    async with asyncio.timeout(SETTLE_S_MAX):
+        while True:
+            snapshot = await router.snapshot(worker)
+            load = await router.load_where(worker, lambda load: load.digest is not None)
+            if load.digest.seq == snapshot.seq:
+                return load, snapshot
+
+
 async def test_digest_and_snapshot_agree_and_batches_have_no_gaps(pair, router):
     prefill, _decode = pair
     await router.leg(prefill, LegKind.AGGREGATED, completion(prompt_of(120, seed=23)))
 
-    snapshot = await router.snapshot(prefill)
-    load = await router.load_where(prefill, lambda load: load.digest is not None and load.digest.seq == snapshot.seq)
+    load, snapshot = await as_of_one_batch(router, prefill)
 
     held = unpack_hashes(snapshot.hashes)
     assert load.digest.count == len(held)
