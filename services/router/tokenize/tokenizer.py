@@ -22,7 +22,7 @@ from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, e
 from services.router.tokenize.chat_messages import Message, Part
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
 from services.router.tokenize.prompt import Prompt
-from services.router.tokenize.segments import PieceTooLong, Segments
+from services.router.tokenize.segments import PieceTooLong, Segments, Walk
 from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
@@ -81,11 +81,20 @@ class Text(NamedTuple):
     """With the tokenizer's special tokens."""
 
 
+class BegunText(NamedTuple):
+    """A text whose beginning is tokenized."""
+
+    text: Text
+    walk: Walk
+    chars: int
+    """See ``Segments.advance``; 0: no more of it is needed."""
+
+
 class Unfinished(NamedTuple):
     """A prompt whose tokenization takes too long for the event loop."""
 
     facts: RequestFacts
-    read: Text | list[int] | None
+    read: BegunText | list[int] | None
     """None: reading it takes too long already."""
     keys: HashKeys
     more: Sequence[int]
@@ -190,10 +199,11 @@ class PromptTokenizer:
         try:
             read = self._read_on_loop(facts.path, body, max(READ_ON_LOOP_BYTES, loop_chars_max))
             if isinstance(read, Text):
-                walk = self._segments.begin(read.text, special=read.special, keys=keys)
-                if not self._segments.advance(walk, held, loop_chars_max):
-                    return self._segments.prompt(walk, special=read.special, more=more)
-            elif read is not None and len(read) <= HASHED_AT_ONCE:
+                begun = self._begin_text(read, keys, held, loop_chars_max)
+                if begun.chars:
+                    return Unfinished(facts, begun, keys, more)
+                return self._segments.prompt(begun.walk, special=read.special, more=more)
+            if read is not None and len(read) <= HASHED_AT_ONCE:
                 tokens = [*read, *more]
                 hashes, _digest = extend_chain(None, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
                 return Prompt(len(tokens), hashes, exact=True)
@@ -206,21 +216,29 @@ class PromptTokenizer:
         facts, read, keys, more = begun
         body = facts.body
         assert body is not None
+
+        def read_and_begin() -> BegunText | list[int]:
+            found = self._read(facts.path, body, stopped=work.is_stopped)
+            return self._begin_text(found, keys, held, STEP_CHARS) if isinstance(found, Text) else found
+
         try:
             async with work.within(TOKENIZE_S_MAX):
                 if read is None:
-                    step = partial(self._read, facts.path, body, stopped=work.is_stopped)
-                    read = await work.run(step, slow=prompt_bytes(body) > READ_ON_LOOP_BYTES)
-                if isinstance(read, Text):
-                    work.hold(sys.getsizeof(read.text))
-                    return await self._prompt_of_text(read, keys, held, work, more)
+                    read = await work.run(read_and_begin, slow=prompt_bytes(body) > READ_ON_LOOP_BYTES)
+                if isinstance(read, BegunText):
+                    work.hold(sys.getsizeof(read.text.text))
+                    return await self._prompt_of_text(read, held, work, more)
                 return await self._prompt_of_tokens([*read, *more], keys, held, work)
         except (*NOT_EXACT, NoTurn, TimeoutError):
             return None
 
-    async def _prompt_of_text(self, text: Text, keys: HashKeys, held: Held, work: Work, more: Sequence[int]) -> Prompt:
+    def _begin_text(self, text: Text, keys: HashKeys, held: Held, chars_max: int) -> BegunText:
         walk = self._segments.begin(text.text, special=text.special, keys=keys)
-        advance, chars = self._segments.advance, STEP_CHARS
+        return BegunText(text, walk, self._segments.advance(walk, held, chars_max))
+
+    async def _prompt_of_text(self, begun: BegunText, held: Held, work: Work, more: Sequence[int]) -> Prompt:
+        text, walk, chars = begun
+        advance = self._segments.advance
         while chars:
             if chars > STEP_CHARS:
                 chars = await work.run(partial(advance, walk, held, chars), slow=True)
