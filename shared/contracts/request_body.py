@@ -16,7 +16,7 @@ import numpy as np
 FIELDS_MAX = 1 << 17
 """Objects, arrays and named fields together. Each costs a parser up to 200 bytes."""
 FIELD_BYTES_MIN = 2
-"""``[]``. A parser reads at most its limit of nested ones, some hundreds, before it misses the ends of the others."""
+"""``[]``. One that is not closed takes a byte less, but of those a parser reads some hundreds at most."""
 VALUES_MAX = 1 << 20
 """Values that follow another one. A prompt of token ids has one for each token."""
 STEP_BYTES = 1 << 16
