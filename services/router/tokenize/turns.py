@@ -28,7 +28,7 @@ Again = Callable[[T], bool]
 
 
 class NoTurn(Exception):
-    """Too many prompts wait, or the client has left."""
+    """Too many prompts wait, the client has left, or the router ends."""
 
 
 def once(_result: object) -> bool:
@@ -45,6 +45,17 @@ class Turns:
         """By tenant, the next one first."""
         self._count = 0
         self._running = False
+        self._is_closed = False
+
+    def close(self) -> None:
+        """No further step begins; those that wait end with NoTurn."""
+        self._is_closed = True
+        for steps in self._waiting.values():
+            for _step, done in steps:
+                if not done.done():
+                    done.set_exception(NoTurn())
+        self._waiting.clear()
+        self._count = 0
 
     async def run(self, tenant: str, step: Callable[[], T], again: Again[T] = once) -> T:
         """The step's last result. It is run again while ``again`` says so and no other step waits: to return to the
@@ -53,7 +64,7 @@ class Turns:
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         steps = self._waiting.get(tenant)
-        if self._count >= WAITING_MAX or len(steps or ()) >= TENANT_WAITING_MAX:
+        if self._is_closed or self._count >= WAITING_MAX or len(steps or ()) >= TENANT_WAITING_MAX:
             raise NoTurn
         if steps is None:
             steps = self._waiting[tenant] = deque()
@@ -110,6 +121,8 @@ class PromptWork:
 
     def close(self) -> None:
         """Stop the threads after their present step."""
+        for turns in (self.quick, self.slow):
+            turns.close()
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
 

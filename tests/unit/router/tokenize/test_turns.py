@@ -120,6 +120,22 @@ async def test_a_step_whose_request_is_over_does_not_begin():
     await asyncio.gather(first, third)
 
 
+async def test_no_step_begins_once_the_router_ends():
+    quick, slow = ThreadPoolExecutor(1), ByHand()
+    work = PromptWork(quick, slow)
+    first, waiting = (asyncio.create_task(Work(work, "t").run(lambda: 1, slow=True)) for _ in range(2))
+    await asyncio.sleep(0)
+
+    work.close()
+    await slow.run_one()
+
+    assert await first == 1
+    for late in (waiting, Work(work, "t").run(lambda: 2), Work(work, "u").run(lambda: 3, slow=True)):
+        with pytest.raises(NoTurn):
+            await late
+    assert slow.given == []
+
+
 async def test_the_steps_that_wait_are_bounded_for_each_tenant_and_in_all():
     turns = Turns(ByHand())
     waiting = []
