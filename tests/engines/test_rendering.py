@@ -242,7 +242,8 @@ HOSTILE = [
     (chat(image("http://127.0.0.1:1/x.png")), "BATON_MEDIA_DOMAINS"),
     (chat(image(RED), model="another"), "404"),
     (b"{", "400"),
-    (b"[" * 100_000, "nest"),
+    (b"[" * 100_000, "400"),
+    (b"[" * 300_000, "objects, arrays and fields"),
     (b" " * (RENDERED_BODY_BYTES_MAX + 1), "larger"),
 ]
 
