@@ -16,7 +16,7 @@ import numpy as np
 FIELDS_MAX = 1 << 17
 """Objects, arrays and named fields together. Each costs a parser up to 200 bytes."""
 FIELD_BYTES_MIN = 2
-"""``[]``. One that is not closed takes a byte less, but of those a parser reads some hundreds at most."""
+"""``[]``. One that is not closed takes a byte less, but of those a parser reads about a thousand at most."""
 VALUES_MAX = 1 << 20
 """Values that follow another one. A prompt of token ids has one for each token."""
 STEP_BYTES = 1 << 16
@@ -38,6 +38,7 @@ SPECIAL_NAME_END = "_token"
 FLAG_PREFIX = "add_"
 
 BRACKET_BIT = ord("[") ^ ord("{")
+"""The only one in which they differ."""
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 """Python's parser, unlike the standard, accepts UTF-16 and UTF-32, in which quotes cannot be told by single bytes."""
 
