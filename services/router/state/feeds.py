@@ -278,9 +278,10 @@ class FleetFeed:
                 self._on_record(entry)
 
     async def sweep(self) -> None:
-        """Drop vanished workers until cancelled."""
+        """Drop vanished workers, and old measurements, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            self._speeds.sweep()
             for record in self._fleet.cluster.sweep(self._clock.now(), self._fleet.policy.silent_s_max):
                 self._fleet.index.drop(record.worker_id)
                 self._speeds.gone(record.worker_id)

@@ -40,6 +40,8 @@ PEERS_SHARE: Final = 8
 TRANSIT_S_MIN: Final = 1e-5
 """Clock differences can make a transit negative."""
 MEDIAN_STEP_MIN: Final = 0.05
+UNUSED_SWEEPS_MAX: Final = 10
+"""What a worker has shown of its transit counts until so many sweeps have found no new leg."""
 
 
 Basis = tuple[EngineSpeed | None, EngineSpeed | None, UnitCosts, int]
@@ -67,6 +69,11 @@ class RunningMedian:
             self.seconds = min(self.seconds * factor, seconds)
         else:
             self.seconds = max(self.seconds / factor, seconds)
+
+    def forget(self, seconds: float) -> None:
+        """Start again, from this."""
+        self._samples = 0
+        self.seconds = seconds
 
 
 class SpeedOf:
@@ -115,6 +122,11 @@ class SpeedOf:
         if self._peers is not None:
             self._peers.transit_took(seconds)
 
+    def forget_transit(self) -> None:
+        """Assume the transit of its peers again."""
+        if self._peers is not None:
+            self._transit.forget(self._peers.transit_s)
+
     @property
     def transit_s(self) -> float:
         """The best estimate of the transit, which each leg changes."""
@@ -150,6 +162,8 @@ class Life:
     received_s = 0.0
     written: WorkerSpeed | None = None
     """What the cluster view has."""
+    unused_sweeps = 0
+    """Since a leg has shown its transit."""
 
     def __init__(self, epoch: Epoch, fingerprint: str, speed: SpeedOf) -> None:
         self.epoch = epoch
@@ -213,7 +227,18 @@ class WorkerSpeeds:
         was_measured = report.prefill_s > 0.0 or (report.kv is not None and report.kv.first_token_received)
         if first_token_s is not None and first_token_s > 0.0 and was_measured:
             life.speed.transit_took(first_token_s - report.queue_s - report.prefill_s)
+            life.unused_sweeps = 0
         self._write(worker_id, life)
+
+    def sweep(self) -> None:
+        """Forget the transits of workers that have got no leg for long. One that is thought to be slow gets none and
+        cannot show that it is fast again: a slow moment must not keep it idle for ever.
+        """
+        for worker_id, life in self._workers.items():
+            life.unused_sweeps += 1
+            if life.unused_sweeps > UNUSED_SWEEPS_MAX:
+                life.speed.forget_transit()
+                self._cluster.set_transit(worker_id, life.speed.transit_s)
 
     def all(self) -> dict[WorkerId, WorkerSpeed]:
         """Of every worker, as it is assumed now."""

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_speed import WorkerSpeed
-from services.router.state.worker_speeds import RunningMedian, SpeedOf, WorkerSpeeds
+from services.router.state.worker_speeds import UNUSED_SWEEPS_MAX, RunningMedian, SpeedOf, WorkerSpeeds
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvExchangeState, KvRead, KvTransferReport
@@ -260,6 +260,25 @@ def test_the_running_median_does_not_overshoot_a_sample():
     median.learn(0.003)
 
     assert median.seconds == 0.003
+
+
+def test_a_slow_moment_of_an_unused_worker_is_forgotten():
+    fleet = Fleet("w1", "w2")
+    served = LegReport(queue_s=0.0, prefill_s=0.001)
+    for _ in range(9):
+        fleet.leg(served, 0.9)
+    slow = fleet.of("w1").transit_s
+    for _ in range(200):  # Legs go elsewhere now.
+        fleet.speeds.leg_ended(W2, FIRST, served, 0.004)
+    for _ in range(UNUSED_SWEEPS_MAX):
+        fleet.speeds.sweep()
+
+    assert slow == fleet.of("w1").transit_s > 5 * fleet.of("w2").transit_s
+
+    fleet.speeds.leg_ended(W2, FIRST, served, 0.004)
+    fleet.speeds.sweep()
+
+    assert fleet.of("w1").transit_s == pytest.approx(fleet.of("w2").transit_s, rel=0.1)
 
 
 @in_world()
