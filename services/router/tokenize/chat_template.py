@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
@@ -20,6 +20,15 @@ import jinja2.parser
 import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from services.router.tokenize.message_loop import (
+    FILTERS,
+    PROGRESS_KEY,
+    Messages,
+    NeedsWhole,
+    Progress,
+    filtered,
+    follow_loops,
+)
 from shared.contracts.request_body import TextTooLong, joined
 
 ROUNDS_MAX = 1 << 16
@@ -30,6 +39,8 @@ SIZED = (str, list, tuple)
 INDENT_MAX = 64
 FILTERS_WITHOUT_BOUND = ("center", "filesizeformat", "format", "pprint", "urlize", "wordwrap", "xmlattr")
 """Their results may be any times as long as what they get. Templates of chats do without them."""
+RANDOM = "random"
+"""A filter: what it gives the router is not what it gives the engine."""
 METHODS_WITHOUT_BOUND = frozenset(("expandtabs", "format_map", "translate"))
 WIDE_FORMAT = re.compile(r"\d{5}|\*")
 POWER_MAX = 64
@@ -68,12 +79,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
         )
         self._chars_max = chars_max
+        self.follows_messages = False
+        """Whether the template has a loop that can be followed; see ``message_loop``."""
         self.filters["tojson"] = _to_json
-        for name in FILTERS_WITHOUT_BOUND:
+        for name in (*FILTERS_WITHOUT_BOUND, RANDOM):
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters |= {"replace": self._replaced, "join": self._join, "indent": _indented}
-        self.filters |= {COUNTED: _counted, BOUNDED: self._bounded, SUM: self._sum}
+        self.filters |= {COUNTED: _counted, BOUNDED: self._bounded, SUM: self._sum, **FILTERS}
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
 
     def concat(self, pieces: Iterable[str]) -> str:
@@ -81,9 +94,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return joined(pieces, self._chars_max)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Has loops counted and concatenations measured."""
-        tree: jinja2.nodes.Template = Bounding().visit(super()._parse(source, name, filename))
-        return tree
+        """Has loops followed and counted, and concatenations measured."""
+        tree = super()._parse(source, name, filename)
+        self.follows_messages = follow_loops(tree)
+        bounded: jinja2.nodes.Template = Bounding().visit(tree)
+        return bounded
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a method or a function."""
@@ -171,7 +186,7 @@ class Bounding(jinja2.visitor.NodeTransformer):
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:  # noqa: N802
         """``{% for %}``."""
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, COUNTED)
+        node.iter = filtered(node.iter, COUNTED)
         return node
 
     def visit_Add(self, node: jinja2.nodes.Add) -> jinja2.nodes.Node:  # noqa: N802
@@ -181,12 +196,12 @@ class Bounding(jinja2.visitor.NodeTransformer):
         if isinstance(left, jinja2.nodes.Filter) and left.name == SUM:
             left.args.append(node.right)
             return left
-        return _filtered(left, SUM, node.right)
+        return filtered(left, SUM, node.right)
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802
         """``a ~ b``."""
         self.generic_visit(node)
-        return _filtered(node, BOUNDED)
+        return filtered(node, BOUNDED)
 
     def visit_Const(self, node: jinja2.nodes.Const) -> jinja2.nodes.Node:  # noqa: N802
         """A number or a text."""
@@ -239,16 +254,44 @@ def _counted(context: jinja2.runtime.Context, items: Any) -> Counted:
     return Counted(items, context.parent[ROUNDS_KEY])
 
 
-def _filtered(node: Any, name: str, *args: jinja2.nodes.Expr) -> jinja2.nodes.Filter:
-    return jinja2.nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+class Known(Protocol):
+    """The beginning of a chat whose text is known."""
+
+    @property
+    def messages(self) -> int:
+        """How many these are, at least one."""
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The first of them."""
+
+    @property
+    def chars(self) -> int:
+        """Of text."""
+
+    @property
+    def times(self) -> list[str]:
+        """See ``Rendered``."""
+
+
+class Rendered(NamedTuple):
+    """The text of a chat, or of its last messages."""
+
+    text: str
+    lasting: int | None
+    """So many of its first characters are the same whatever messages follow; None: that is not known."""
+    times: list[str]
+    """Readings of the time on which the text depends."""
 
 
 class ChatTemplate:
     """One compiled template. Raises TemplateFailed when it does not compile."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, chars_max: int) -> None:
+        self._sandbox = Sandbox(chars_max)
+        self._chars_max = chars_max
         try:
-            self._template = Sandbox(chars_max).from_string(source)
+            self._template = self._sandbox.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateFailed(str(error)) from error
         self._special_tokens = dict(special_tokens)
@@ -260,12 +303,54 @@ class ChatTemplate:
         *,
         rounds_max: int = ROUNDS_MAX,
         stopped: Callable[[], bool] = lambda: False,
-    ) -> str:
+    ) -> Rendered:
         """The prompt's text. ``stopped`` is asked in each round of a loop. Raises TemplateFailed, TooManyRounds."""
+        if self._sandbox.follows_messages:
+            progress = Progress()
+            seen = Messages(list(messages), progress)
+            try:
+                text = self._rendered(seen, variables, progress, self._chars_max, Rounds(rounds_max, stopped))
+            except (NeedsWhole, TemplateFailed):  # It may do more with a list than with ``Messages``.
+                pass
+            else:
+                return Rendered(text, progress.ended_at, progress.times)
+        text = self._rendered(messages, variables, Progress(), self._chars_max, Rounds(rounds_max, stopped))
+        return Rendered(text, None, [])
+
+    def render_on(
+        self,
+        known: Known,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        rounds_max: int = ROUNDS_MAX,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Rendered:
+        """The text behind the lasting characters of a shorter chat, which ``messages`` follow. Raises NeedsWhole where
+        these cannot be rendered alone, TemplateFailed, TooManyRounds.
+        """
+        progress = Progress(known.messages)
+        seen = Messages([known.first, *[None] * (known.messages - 1), *messages], progress)
+        chars_max = self._chars_max - known.chars
+        text = self._rendered(seen, variables, progress, chars_max, Rounds(rounds_max, stopped))
+        begun_at, ended_at = progress.begun_at, progress.ended_at
+        if begun_at is None or progress.times != known.times:
+            raise NeedsWhole
+        return Rendered(text[begun_at:], None if ended_at is None else ended_at - begun_at, progress.times)
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        progress: Progress,
+        chars_max: int,
+        rounds: Rounds,
+    ) -> str:
         given = {"tools": None, "documents": None, **variables, **self._special_tokens, "messages": messages}
         try:
-            return self._template.render({**given, ROUNDS_KEY: Rounds(rounds_max, stopped)})
-        except TooManyRounds:
+            context = self._template.new_context({**given, ROUNDS_KEY: rounds, PROGRESS_KEY: progress})
+            return joined(progress.note(self._template.root_render_func(context)), chars_max)
+        except (TooManyRounds, NeedsWhole):
             raise
         except Exception as error:  # A template is a program of the model's author: it may raise anything.
             raise TemplateFailed(str(error)) from error
@@ -297,5 +382,8 @@ def _to_json(
     )
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # noqa: DTZ005 -- the engine gives templates the local time, too
+@jinja2.pass_context
+def _strftime_now(context: jinja2.runtime.Context, pattern: str) -> str:
+    progress: Progress = context.parent[PROGRESS_KEY]
+    now = datetime.now()  # noqa: DTZ005 -- the engine gives templates the local time, too
+    return progress.read_time(now.strftime(pattern))
