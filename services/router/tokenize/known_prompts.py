@@ -55,8 +55,8 @@ class KnownPrompt(NamedTuple):
 
 
 def without_end(raw: bytes) -> bytes:
-    """A JSON array, up to the end of its last element."""
-    return raw[:-1].rstrip(SPACE)
+    """The JSON of a string or an array, up to the end of its text or of its last element."""
+    return raw[:-1] if raw.endswith(b'"') else raw[:-1].rstrip(SPACE)
 
 
 def text_behind(known: KnownPrompt, raw: bytes) -> bytes:

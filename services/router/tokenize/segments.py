@@ -166,6 +166,11 @@ class Walk:
         if end <= self.cuts_last_until:
             self.place = node, end, len(self.hashes)
 
+    @property
+    def tokenized_share(self) -> float:
+        """Of the whole text's characters."""
+        return (self.before + self.at) / max(1, self.before + len(self.text))
+
     def lasting_place(self) -> Place | None:
         """Where the walks of these prompts may begin."""
         if self.place is None:

@@ -51,6 +51,8 @@ COMPARED_ON_LOOP_BYTES: Final = 256 * 1024
 """Of a prompt, to find what is known of it."""
 KNOWN_BYTES_MIN: Final = 2048
 """Shorter prompts are read from their beginning."""
+TOKENIZED_SHARE_MIN: Final = 0.5
+"""Of a prompt that is remembered."""
 KNOWN_SHARE: Final = 0.5
 """Of the cache's bytes; so much more is for known prompts."""
 ROUNDS_ON_LOOP: Final = 512
@@ -285,10 +287,16 @@ class PromptTokenizer:
         return walk
 
     def _prompt_of_walk(self, begun: BegunText, more: Sequence[int]) -> Prompt:
-        """Of a complete walk. Remembers it for the next turn."""
+        """Of a complete walk. Remembers it for the next turn, unless no worker held most of it: many such prompts never
+        have one, and most of its cost would be to tokenize this one.
+        """
         text, walk, new = begun.text, begun.walk, begun.text.beginning
-        if new is not None and (place := walk.lasting_place()) is not None:
-            known = KnownPrompt(new.raw, new.messages, new.first, new.times, place)
+        if (
+            new is not None
+            and walk.tokenized_share >= TOKENIZED_SHARE_MIN
+            and (place := walk.lasting_place()) is not None
+        ):
+            known = KnownPrompt(without_end(new.raw), new.messages, new.first, new.times, place)
             self._known.put(new.kind, known, new.known)
         return self._segments.prompt(walk, special=text.special, more=more)
 
@@ -389,7 +397,7 @@ class PromptTokenizer:
         text = TEXT.decode(new)
         if len(raw) < KNOWN_BYTES_MIN:
             return Text(text, special)
-        beginning = Beginning(kind, known, raw[:-1], 0, {}, [], len(text))
+        beginning = Beginning(kind, known, raw, 0, {}, [], len(text))
         return Text(text, special, known.place if known is not None else None, beginning)
 
     def _find(self, kind: Kind, raw: bytes) -> KnownPrompt | None:
@@ -413,7 +421,7 @@ def _text_of_chat(
         return Text(rendered.text, special, place)
     before, first = (known.messages, known.first) if known is not None else (0, messages[0])
     count = before + len(messages)
-    beginning = Beginning(kind, known, without_end(raw), count, first, rendered.times, rendered.lasting)
+    beginning = Beginning(kind, known, raw, count, first, rendered.times, rendered.lasting)
     return Text(rendered.text, special, place, beginning)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.router.placement.request_facts import RequestFacts
 from services.router.placement.request_fields import read_request
 from services.router.tokenize.chat_template import ChatTemplate, Rendered, TemplateFailed
 from services.router.tokenize.known_prompts import KnownPrompt
 from services.router.tokenize.message_loop import NeedsWhole
+from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.segments import Node, Place
 from services.router.tokenize.tokenizer import KNOWN_BYTES_MIN, PromptTokenizer, Unfinished
 from services.router.tokenize.turns import PromptWork, Work
@@ -285,18 +288,35 @@ class Held:
         return self._left >= 0
 
 
-async def test_a_next_turn_is_read_from_its_last_messages_on():
-    remembering, _ = tokenizers("llama_3", "default system", 1 << 22)
+def long_chats(*lengths: int) -> list[RequestFacts]:
+    """Requests of one conversation, which the event loop would not read."""
     chat = [{"role": ("user", "assistant")[at % 2], "content": f"{at} " + "some words " * 9} for at in range(901)]
-    bodies = [read_request(CHAT, body_of(chat[:end], {}, False)) for end in (897, 899, 901)]
-    found = [remembering.begin(facts, lambda _block: True, loop_chars_max=1 << 20) for facts in bodies]
+    return [read_request(CHAT, body_of(chat[:length], {}, False)) for length in lengths]
 
-    assert [type(one) for one in found] == [Unfinished] * 3  # The event loop reads no chat of this length.
 
+async def finished(tokenizer: PromptTokenizer, facts: RequestFacts, held: Callable[[int], bool]) -> Prompt | None:
+    begun = tokenizer.begin(facts, held, loop_chars_max=1 << 20)
+    assert isinstance(begun, Unfinished)
     with ThreadPoolExecutor(1) as threads:
-        work = Work(PromptWork(threads, threads), "")
-        first = await remembering.finish(found[0], lambda _block: True, work)
-    later = [remembering.begin(facts, lambda _block: True, loop_chars_max=1 << 20) for facts in bodies[1:]]
+        return await tokenizer.finish(begun, held, Work(PromptWork(threads, threads), ""))
 
-    assert first == remembering.whole_prompt(bodies[0])
-    assert later == [remembering.whole_prompt(facts) for facts in bodies[1:]]
+
+async def test_a_next_turn_is_read_from_its_new_part_on():
+    remembering, _ = tokenizers("llama_3", "default system", 1 << 22)
+    first, *later = long_chats(897, 899, 901)
+    for facts in later:
+        assert isinstance(remembering.begin(facts, lambda _block: True, loop_chars_max=1 << 20), Unfinished)
+
+    prompt = await finished(remembering, first, lambda _block: True)
+    prompts = [remembering.begin(facts, lambda _block: True, loop_chars_max=1 << 20) for facts in later]
+
+    assert prompt == remembering.whole_prompt(first)
+    assert prompts == [remembering.whole_prompt(facts) for facts in later]
+
+
+async def test_a_prompt_that_no_worker_holds_is_not_remembered():
+    remembering, _ = tokenizers("llama_3", "default system", 1 << 23)
+    first, later = long_chats(897, 899)
+    await finished(remembering, first, lambda _block: False)
+
+    assert await finished(remembering, later, lambda _block: True) == remembering.whole_prompt(later)
