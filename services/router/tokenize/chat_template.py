@@ -22,9 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.router.tokenize.message_loop import (
     FILTERS,
+    MISSING,
     PROGRESS_KEY,
+    Loops,
     Messages,
     NeedsWhole,
+    Passed,
     Progress,
     filtered,
     follow_loops,
@@ -45,6 +48,10 @@ METHODS_WITHOUT_BOUND = frozenset(("expandtabs", "format_map", "translate"))
 WIDE_FORMAT = re.compile(r"\d{5}|\*")
 POWER_MAX = 64
 """Of the base and of the exponent."""
+HEAD = 2
+"""Messages at which a template may look before its loop: the system's and the first one."""
+FRUITLESS_MAX = 16
+"""Of a template that has needed whole chats so often in succession, only every so many-th chat may be gone on with."""
 ROUNDS_KEY = " rounds"
 """Of the counter in a template's context; no template can spell it."""
 
@@ -79,8 +86,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
         )
         self._chars_max = chars_max
-        self.follows_messages = False
-        """Whether the template has a loop that can be followed; see ``message_loop``."""
+        self.loops: Loops = ()
+        """Of the template; see ``message_loop``."""
         self.filters["tojson"] = _to_json
         for name in (*FILTERS_WITHOUT_BOUND, RANDOM):
             del self.filters[name]
@@ -96,7 +103,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         """Has loops followed and counted, and concatenations measured."""
         tree = super()._parse(source, name, filename)
-        self.follows_messages = follow_loops(tree)
+        self.loops = follow_loops(tree)
         bounded: jinja2.nodes.Template = Bounding().visit(tree)
         return bounded
 
@@ -259,29 +266,29 @@ class Known(Protocol):
 
     @property
     def messages(self) -> int:
-        """How many these are, at least one."""
+        """How many these are."""
 
     @property
-    def first(self) -> dict[str, Any]:
-        """The first of them."""
+    def head(self) -> list[dict[str, Any]]:
+        """The first ``HEAD`` of them."""
 
     @property
     def chars(self) -> int:
         """Of text."""
 
     @property
-    def times(self) -> list[str]:
-        """See ``Rendered``."""
+    def passed(self) -> Passed:
+        """What the text depended on."""
 
 
 class Rendered(NamedTuple):
     """The text of a chat, or of its last messages."""
 
     text: str
-    lasting: int | None
-    """So many of its first characters are the same whatever messages follow; None: that is not known."""
-    times: list[str]
-    """Readings of the time on which the text depends."""
+    lasting: int = 0
+    """So many of its first characters are the same whatever messages follow, in so far as ``passed`` is."""
+    passed: Passed | None = None
+    """None: that is not known."""
 
 
 class ChatTemplate:
@@ -295,6 +302,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateFailed(str(error)) from error
         self._special_tokens = dict(special_tokens)
+        self._fruitless = 0
+        """Attempts to go on with a chat since one succeeded."""
 
     def render(
         self,
@@ -305,17 +314,17 @@ class ChatTemplate:
         stopped: Callable[[], bool] = lambda: False,
     ) -> Rendered:
         """The prompt's text. ``stopped`` is asked in each round of a loop. Raises TemplateFailed, TooManyRounds."""
-        if self._sandbox.follows_messages:
-            progress = Progress()
+        if self._sandbox.loops and self._may_bear_fruit():
+            progress = Progress(self._sandbox.loops)
             seen = Messages(list(messages), progress)
             try:
                 text = self._rendered(seen, variables, progress, self._chars_max, Rounds(rounds_max, stopped))
             except (NeedsWhole, TemplateFailed):  # It may do more with a list than with ``Messages``.
                 pass
             else:
-                return Rendered(text, progress.ended_at, progress.times)
-        text = self._rendered(messages, variables, Progress(), self._chars_max, Rounds(rounds_max, stopped))
-        return Rendered(text, None, [])
+                return _noted(text, progress)
+        progress = Progress(())
+        return Rendered(self._rendered(messages, variables, progress, self._chars_max, Rounds(rounds_max, stopped)))
 
     def render_on(
         self,
@@ -329,14 +338,23 @@ class ChatTemplate:
         """The text behind the lasting characters of a shorter chat, which ``messages`` follow. Raises NeedsWhole where
         these cannot be rendered alone, TemplateFailed, TooManyRounds.
         """
-        progress = Progress(known.messages)
-        seen = Messages([known.first, *[None] * (known.messages - 1), *messages], progress)
+        progress = Progress(self._sandbox.loops, known.messages, known.passed)
+        missing = [MISSING] * (known.messages - len(known.head))
+        seen = Messages([*known.head, *missing, *messages], progress)
+        self._fruitless += 1
         chars_max = self._chars_max - known.chars
         text = self._rendered(seen, variables, progress, chars_max, Rounds(rounds_max, stopped))
-        begun_at, ended_at = progress.begun_at, progress.ended_at
-        if begun_at is None or progress.times != known.times:
+        begun_at = progress.begun_at
+        if begun_at is None or text[:begun_at] != known.passed.before:
             raise NeedsWhole
-        return Rendered(text[begun_at:], None if ended_at is None else ended_at - begun_at, progress.times)
+        self._fruitless = 0
+        return _noted(text, progress, begun_at)
+
+    def _may_bear_fruit(self) -> bool:
+        if self._fruitless < FRUITLESS_MAX:
+            return True
+        self._fruitless += 1
+        return self._fruitless % FRUITLESS_MAX == 0
 
     def _rendered(
         self,
@@ -354,6 +372,14 @@ class ChatTemplate:
             raise
         except Exception as error:  # A template is a program of the model's author: it may raise anything.
             raise TemplateFailed(str(error)) from error
+
+
+def _noted(text: str, progress: Progress, left_out: int = 0) -> Rendered:
+    """``left_out``: characters of the text before the messages."""
+    if progress.ended_at is None or progress.begun_at is None:
+        return Rendered(text[left_out:])
+    passed = Passed(text[: progress.begun_at], progress.variables, progress.comparisons)
+    return Rendered(text[left_out:], progress.ended_at - left_out, passed)
 
 
 def _raise(message: str) -> NoReturn:
@@ -385,5 +411,5 @@ def _to_json(
 @jinja2.pass_context
 def _strftime_now(context: jinja2.runtime.Context, pattern: str) -> str:
     progress: Progress = context.parent[PROGRESS_KEY]
-    now = datetime.now()  # noqa: DTZ005 -- the engine gives templates the local time, too
-    return progress.read_time(now.strftime(pattern))
+    progress.look()
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 -- the engine gives templates the local time, too

@@ -13,10 +13,13 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from typing import Any, Final, NamedTuple
 
+from services.router.tokenize.message_loop import Passed
 from services.router.tokenize.segments import Place
 
-PROMPT_BYTES_COUNTED: Final = 1000
+PROMPT_BYTES_COUNTED: Final = 2000
 """Memory of a prompt without its JSON, hashes and texts."""
+NOTHING_PASSED: Final = Passed("", {}, {})
+"""Of a prompt that is a text."""
 HASH_BYTES_COUNTED: Final = 8
 """The numbers themselves are those of the tokenized pieces."""
 EARLIER_TRIED: Final = 4
@@ -34,10 +37,9 @@ class KnownPrompt(NamedTuple):
     """Its JSON up to the end of the last message, or of the text."""
     messages: int
     """0: it is a text."""
-    first: dict[str, Any]
-    """Of these messages."""
-    times: list[str]
-    """See ``Rendered``."""
+    head: list[dict[str, Any]]
+    """See ``Known``, and the next."""
+    passed: Passed
     place: Place
 
     @property
@@ -48,9 +50,7 @@ class KnownPrompt(NamedTuple):
     @property
     def size(self) -> int:
         """In bytes."""
-        content = self.first.get("content")
-        first = sys.getsizeof(content) if isinstance(content, str) else 2 * len(self.raw)
-        texts = len(self.raw) + sys.getsizeof(self.place.rest) + first
+        texts = len(self.raw) + sys.getsizeof(self.place.rest) + 2 * sys.getsizeof(self.passed.before)
         return PROMPT_BYTES_COUNTED + texts + HASH_BYTES_COUNTED * len(self.place.hashes)
 
 

@@ -20,8 +20,16 @@ from services.router.placement.request_facts import Body, RequestFacts
 from services.router.placement.request_fields import TOO_LONG, given
 from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
 from services.router.tokenize.chat_messages import Message, Part
-from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, Rendered, TemplateFailed, TooManyRounds
+from services.router.tokenize.chat_template import (
+    HEAD,
+    ROUNDS_MAX,
+    ChatTemplate,
+    Rendered,
+    TemplateFailed,
+    TooManyRounds,
+)
 from services.router.tokenize.known_prompts import (
+    NOTHING_PASSED,
     Kind,
     KnownPrompt,
     KnownPrompts,
@@ -29,7 +37,7 @@ from services.router.tokenize.known_prompts import (
     text_behind,
     without_end,
 )
-from services.router.tokenize.message_loop import NeedsWhole
+from services.router.tokenize.message_loop import NeedsWhole, Passed
 from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.segments import PieceTooLong, Place, Segments, Walk, root_of
 from services.router.tokenize.turns import NoTurn, Work
@@ -103,8 +111,8 @@ class Beginning(NamedTuple):
     """What was known of it before."""
     raw: bytes
     messages: int
-    first: dict[str, Any]
-    times: list[str]
+    head: list[dict[str, Any]]
+    passed: Passed
     lasting: int
 
 
@@ -296,7 +304,7 @@ class PromptTokenizer:
             and walk.tokenized_share >= TOKENIZED_SHARE_MIN
             and (place := walk.lasting_place()) is not None
         ):
-            known = KnownPrompt(without_end(new.raw), new.messages, new.first, new.times, place)
+            known = KnownPrompt(without_end(new.raw), new.messages, new.head, new.passed, place)
             self._known.put(new.kind, known, new.known)
         return self._segments.prompt(walk, special=text.special, more=more)
 
@@ -397,7 +405,7 @@ class PromptTokenizer:
         text = TEXT.decode(new)
         if len(raw) < KNOWN_BYTES_MIN:
             return Text(text, special)
-        beginning = Beginning(kind, known, raw, 0, {}, [], len(text))
+        beginning = Beginning(kind, known, raw, 0, [], NOTHING_PASSED, len(text))
         return Text(text, special, known.place if known is not None else None, beginning)
 
     def _find(self, kind: Kind, raw: bytes) -> KnownPrompt | None:
@@ -417,11 +425,11 @@ def _text_of_chat(
 ) -> Text:
     """``messages``, and their text, are those behind what was known."""
     place = known.place if known is not None else None
-    if rendered.lasting is None or len(raw) < KNOWN_BYTES_MIN or not (messages or known):
+    if rendered.passed is None or len(raw) < KNOWN_BYTES_MIN:
         return Text(rendered.text, special, place)
-    before, first = (known.messages, known.first) if known is not None else (0, messages[0])
-    count = before + len(messages)
-    beginning = Beginning(kind, known, raw, count, first, rendered.times, rendered.lasting)
+    before, head = (known.messages, known.head) if known is not None else (0, [])
+    count, head = before + len(messages), [*head, *messages[: HEAD - len(head)]]
+    beginning = Beginning(kind, known, raw, count, head, rendered.passed, rendered.lasting)
     return Text(rendered.text, special, place, beginning)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from functools import cache
 
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from services.router.placement.request_facts import RequestFacts
 from services.router.placement.request_fields import read_request
-from services.router.tokenize.chat_template import ChatTemplate, Rendered, TemplateFailed
+from services.router.tokenize.chat_template import FRUITLESS_MAX, HEAD, ChatTemplate, Rendered, TemplateFailed
 from services.router.tokenize.known_prompts import KnownPrompt
-from services.router.tokenize.message_loop import NeedsWhole
+from services.router.tokenize.message_loop import NeedsWhole, Passed
 from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.segments import Node, Place
 from services.router.tokenize.tokenizer import KNOWN_BYTES_MIN, PromptTokenizer, Unfinished
@@ -57,6 +58,20 @@ FOLLOWED = {
         "{% for message in turns %}{% if loop.index0 % 2 == 0 %}<|im_start|>even{% else %}<|im_start|>odd{% endif %}"
         "{{ (prefix if loop.first else '') + message.content }}{% endfor %}"
     ),
+    "last question": (
+        "{% set ns = namespace(open=true, last=messages|length - 1) %}{% for message in messages[::-1] %}"
+        "{% set index = (messages|length - 1) - loop.index0 %}{% if ns.open and message.role == 'user' %}"
+        "{% set ns.open = false %}{% set ns.last = index %}{% endif %}{% endfor %}"
+        "{% if messages|length > 1 and messages[1].role == 'system' %}{{ messages[1].content }}{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message.role }}{% if loop.index0 > ns.last %}<think>{% endif %}"
+        "{{ message.content }}{% endfor %}"
+    ),
+    "counts pictures": (
+        "{% set count = namespace(n=0) %}{% macro said(content) %}{% if content is string %}{{ content }}"
+        "{% else %}{% set count.n = count.n + 1 %}{{ count.n }}{% endif %}{% endmacro %}"
+        "{% for message in messages %}{{ said(message.content) }}{{ loop.previtem.role if message.role == 'tool' }}"
+        "<|im_end|>{% endfor %}"
+    ),
     "a macro, an inner loop": (
         "{% macro said(message) %}<|im_start|>{{ message.role }}{{ messages[0].content|length }}{% endmacro %}"
         "{% for message in messages %}{{ said(message) }}{% set all = message.content %}"
@@ -76,6 +91,8 @@ SOMETIMES = {
     "far tail": CHATML.replace("<|im_end|>", "{% if 'peek' in message.content and messages[4:] %}more{% endif %}"),
 }
 NEVER = {
+    "a local namespace": "{% set ns = namespace(last=1) %}"
+    + CHATML.replace("<|im_end|>", "{% set ns = namespace(last=messages|length) %}{{ loop.index0 < ns.last }}"),
     "last": CHATML.replace("<|im_end|>", "{% if loop.last %}!{% endif %}"),
     "rev": CHATML.replace("<|im_end|>", "{{ loop.revindex }}"),
     "previous": CHATML.replace("<|im_end|>", "{{ loop.previtem.role if not loop.first }}"),
@@ -88,12 +105,6 @@ NEVER = {
     ),
     "joiner": "{% set sep = joiner(',') %}" + CHATML.replace("<|im_end|>", "{{ sep() }}"),
     "cycler": "{% set c = cycler('a', 'b') %}" + CHATML.replace("<|im_end|>", "{{ c.next() }}"),
-    "counted before": "{{ messages|length }}" + CHATML,
-    "last user": (
-        "{% set ns = namespace(last=0) %}{% for m in messages[::-1] %}{% set index = messages|length - 1 - loop.index0 %}"
-        "{% if m.role == 'user' and ns.last == 0 %}{% set ns.last = index %}{% endif %}{% endfor %}"
-        + CHATML.replace("<|im_end|>", "{{ loop.index0 > ns.last }}")
-    ),
     "two loops": CHATML + CHATML,
     "in a set": "{% set all %}" + CHATML + "{% endset %}{{ all|trim }}",
     "filtered": CHATML.replace("in messages", "in messages if message.role == 'user'"),
@@ -104,7 +115,31 @@ NEVER = {
     "sorted": "{% for message in messages|sort(attribute='content') %}{{ message.content }}{% endfor %}",
     "backwards": "{% for message in messages|reverse %}{{ message.content }}{% endfor %}",
 }
-TEMPLATES = FOLLOWED | SOMETIMES | NEVER
+COUNT = "{% set n = messages|length %}"
+BEFORE = {
+    "writes a count": "{{ messages|length }}" + CHATML,
+    "counts before": COUNT + CHATML.replace("<|im_end|>", "{{ n }}"),
+    "counts in a branch": "{% if messages %}" + COUNT + "{% endif %}" + CHATML.replace("<|im_end|>", "{{ n }}"),
+    "counts in a list": "{% set n = [{'n': [messages|length]}] %}" + CHATML.replace("<|im_end|>", "{{ n }}"),
+    "counts in a macro": COUNT
+    + "{% macro said() %}{{ n }}{% endmacro %}"
+    + CHATML.replace("<|im_end|>", "{{ said() }}"),
+    "counts half": "{% set n = messages|length / 2 %}" + CHATML.replace("<|im_end|>", "{{ n }}"),
+    "keeps the last": "{% set last = messages[-1] %}" + CHATML.replace("<|im_end|>", "{{ last.content }}"),
+    "copies": "{% set all = messages|list %}" + CHATML.replace("<|im_end|>", "{{ all[-1].content }}"),
+    "also writes the number": "{% set ns = namespace(last=messages|length) %}"
+    + CHATML.replace(
+        "<|im_end|>", "{{ loop.index0 > ns.last }}{% if 'peek' in message.content %}{{ ns.last }}{% endif %}"
+    ),
+    "compares with near numbers": "{% set ns = namespace(last=messages|length - 3) %}"
+    + CHATML.replace("<|im_end|>", "{{ loop.index >= ns.last }}"),
+    "compares with halves": "{% set ns = namespace(last=messages|length / 2) %}"
+    + CHATML.replace("<|im_end|>", "{{ loop.index >= ns.last }}"),
+    "compares with a copy": "{% set ns = namespace(last=messages|length - 3) %}{% set copy = ns %}"
+    + CHATML.replace("<|im_end|>", "{{ loop.index >= copy.last }}{{ ns.last }}"),
+    "reads all roles": "{% for message in messages[0:99] %}{{ message.role }}{% endfor %}" + CHATML,
+}
+TEMPLATES = FOLLOWED | SOMETIMES | BEFORE | NEVER
 TEXTS = st.one_of(
     st.sampled_from(
         ["", "peek", "Hello there, it's me.", "<|im_start|>", " spaces ", "ü漢🙂", "a\n\nb", "the end " * 40]
@@ -124,16 +159,19 @@ PLAIN = "{% set unused = joiner %}"
 """A template with this is rendered with a plain list of messages, as the engine does it."""
 
 
+def made(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>"}, chars_max=1_000_000)
+
+
 @cache
 def templates(name: str) -> tuple[ChatTemplate, ChatTemplate]:
     """As it is, and plain."""
-    sources = TEMPLATES[name], PLAIN + TEMPLATES[name]
-    found, plain = (ChatTemplate(source, {"bos_token": "<s>"}, chars_max=1_000_000) for source in sources)
-    return found, plain
+    return made(TEMPLATES[name]), made(PLAIN + TEMPLATES[name])
 
 
-def known_prompt(messages: list[dict[str, str]], text: str, times: list[str]) -> KnownPrompt:
-    return KnownPrompt(b"", len(messages), messages[0], times, Place(Node(1, "", 0, [], None, b""), [], 0, text))
+def known_prompt(messages: list[dict[str, str]], begun: Rendered) -> KnownPrompt:
+    place = Place(Node(1, "", 0, [], None, b""), [], 0, begun.text[: begun.lasting])
+    return KnownPrompt(b"", len(messages), messages[:HEAD], begun.passed, place)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -146,17 +184,17 @@ def test_text_rendered_on_is_that_of_the_whole(name, chat, data):
     wholes = [check_alike(template, plain, messages, variables) for messages in (chat, chat[:count])]
     if None in wholes:
         return
-    (whole, lasting, _), begun = wholes
-    if begun.lasting is None:
+    (whole, lasting, passed), begun = wholes
+    if begun.passed is None:
         return
     known = begun.text[: begun.lasting]
-    assert whole.startswith(known)
     try:
-        rest = template.render_on(known_prompt(chat[:count], known, begun.times), chat[count:], variables)
+        rest = template.render_on(known_prompt(chat[:count], begun), chat[count:], variables)
     except NeedsWhole:
         return
     assert known + rest.text == whole
-    assert rest.lasting is None or rest.lasting + len(known) == lasting
+    if rest.passed is not None and passed is not None:
+        assert (rest.lasting + len(known), rest.passed) == (lasting, passed)
 
 
 def check_alike(template: ChatTemplate, plain: ChatTemplate, messages: list, variables: dict) -> Rendered | None:
@@ -171,36 +209,67 @@ def check_alike(template: ChatTemplate, plain: ChatTemplate, messages: list, var
     return found
 
 
+def text_chat(text: str, messages: int) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": f"{text} {at}"} for at in range(messages)]
+
+
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_common_templates_are_followed(name):
-    chat = [{"role": ("user", "assistant")[at % 2], "content": f"text {at}"} for at in range(7)]
-    template, _plain = templates(name)
+    chat, template = text_chat("text", 7), made(TEMPLATES[name])
     first = template.render(chat[:3], {})
 
-    assert first.lasting
-    assert template.render_on(known_prompt(chat[:3], first.text[: first.lasting], []), chat[3:5], {}).lasting
+    assert template.render_on(known_prompt(chat[:3], first), chat[3:5], {}).lasting
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_what_further_messages_may_change_is_not_followed(name):
-    chat = [{"role": ("user", "assistant")[at % 2], "content": f"peek {at}"} for at in range(7)]
-    template, plain = templates(name)
-    text, lasting, _times = template.render(chat[:3], {})
+def test_rounds_that_need_others_make_the_text_unknown(name):
+    template = made(TEMPLATES[name])
 
-    # Behind the loop anything may be done with the messages: that changes nothing of the text before.
-    assert not lasting or plain.render(chat, {}).text.startswith(text[:lasting])
-    assert not lasting or name in ("printed", "as JSON", "compared", "added to")
+    assert template.render(text_chat("peek", 3), {}).passed is None
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_differs_before_the_loop_makes_the_text_unknown(name):
+    chat, template = text_chat("peek", 7), made(TEMPLATES[name])
+    first = template.render(chat[:3], {})
+
+    if first.passed is not None:
+        with pytest.raises(NeedsWhole):
+            template.render_on(known_prompt(chat[:3], first), chat[3:], {})
 
 
 def test_a_text_with_another_time_is_rendered_anew():
-    chat = [{"role": "user", "content": "x"}] * 3
-    template = ChatTemplate("{{ strftime_now('%Y') }}" + CHATML, {}, chars_max=1000)
-    begun = template.render(chat[:2], {})
-    known = known_prompt(chat[:2], begun.text[: begun.lasting], ["1999"])
+    chat = text_chat("text", 3)
+    for source in "{{ strftime_now('%Y') }}", "{% set year = strftime_now('%Y') %}":
+        template = ChatTemplate(source + CHATML, {}, chars_max=1000)
+        first = template.render(chat[:2], {})
+        before, variables, comparisons = first.passed
+        year = datetime.now(UTC).strftime("%Y")
+        earlier = {name: (str, value[1].replace(year, "1999")) for name, value in variables.items()}
+        passed = Passed(before.replace(year, "1999"), earlier, comparisons)
 
-    assert len(begun.times) == 1
-    with pytest.raises(NeedsWhole):
-        template.render_on(known, chat[2:], {})
+        assert template.render_on(known_prompt(chat[:2], first), chat[2:], {}).lasting
+        with pytest.raises(NeedsWhole):
+            template.render_on(known_prompt(chat[:2], first._replace(passed=passed)), chat[2:], {})
+
+
+def test_a_time_in_the_loop_makes_the_text_unknown():
+    template = ChatTemplate(CHATML.replace("<|im_end|>", "{{ strftime_now('%Y') }}"), {}, chars_max=1000)
+
+    assert template.render(text_chat("text", 2), {}).passed is None
+
+
+def test_a_template_that_needs_whole_chats_is_seldom_followed_until_it_does_not():
+    template, chat = made(FOLLOWED["system taken out"]), text_chat("text", 5)
+    known = known_prompt(chat[:3], template.render(chat[:3], {}))
+    for _ in range(FRUITLESS_MAX):
+        with pytest.raises(NeedsWhole):
+            template.render_on(known, [], {})  # It reads the last message.
+    followed = [template.render(chat, {}).passed is not None for _ in range(2 * FRUITLESS_MAX)]
+    template.render_on(known, chat[3:], {})
+
+    assert sum(followed) == 2
+    assert template.render(chat, {}).passed is not None
 
 
 @cache
@@ -228,7 +297,7 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("source", ["chatml", "bare", "default system", "peeks", "last"])
+@pytest.mark.parametrize("source", ["chatml", "bare", "last question", "peeks", "last"])
 @pytest.mark.parametrize("name", ["llama_3", "llama_2", "unigram"])
 @settings(deadline=None, max_examples=examples(40))
 @given(CHATS, st.lists(st.integers(1, 12), min_size=2, max_size=6), FIELDS, st.booleans(), st.data())
