@@ -268,7 +268,9 @@ def frozen(value: Any) -> Any:
         raise NeedsWhole
     if isinstance(value, Messages):
         return value._frozen()
-    if isinstance(value, jinja2.runtime.Macro | jinja2.runtime.Undefined):
+    if isinstance(value, jinja2.runtime.Macro):
+        return value._func.__code__
+    if isinstance(value, jinja2.runtime.Undefined):
         return type(value)
     if isinstance(value, list | tuple) and len(value) <= FROZEN_MAX:
         return type(value), [frozen(one) for one in value]

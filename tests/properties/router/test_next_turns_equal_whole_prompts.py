@@ -124,6 +124,8 @@ BEFORE = {
     "counts in a macro": COUNT
     + "{% macro said() %}{{ n }}{% endmacro %}"
     + CHATML.replace("<|im_end|>", "{{ said() }}"),
+    "chooses a macro": "{% if messages|length > 3 %}{% macro said() %}A{% endmacro %}{% else %}{% macro said() %}B"
+    "{% endmacro %}{% endif %}" + CHATML.replace("<|im_end|>", "{{ said() }}"),
     "counts half": "{% set n = messages|length / 2 %}" + CHATML.replace("<|im_end|>", "{{ n }}"),
     "keeps the last": "{% set last = messages[-1] %}" + CHATML.replace("<|im_end|>", "{{ last.content }}"),
     "copies": "{% set all = messages|list %}" + CHATML.replace("<|im_end|>", "{{ all[-1].content }}"),
