@@ -24,10 +24,10 @@ from services.router.tokenize.message_loop import (
     FILTERS,
     MISSING,
     PROGRESS_KEY,
+    Dependencies,
     Loops,
     Messages,
     NeedsWhole,
-    Passed,
     Progress,
     filtered,
     follow_loops,
@@ -50,8 +50,8 @@ POWER_MAX = 64
 """Of the base and of the exponent."""
 HEAD = 2
 """Messages at which a template may look before its loop: the system's and the first one."""
-FRUITLESS_MAX = 16
-"""Of a template that has needed whole chats so often in succession, only every so many-th chat may be gone on with."""
+FAILURES_MAX = 16
+"""After so many failures in succession to render a continuation, only every so many-th chat may have one."""
 ROUNDS_KEY = " rounds"
 """Of the counter in a template's context; no template can spell it."""
 
@@ -261,7 +261,7 @@ def _counted(context: jinja2.runtime.Context, items: Any) -> Counted:
     return Counted(items, context.parent[ROUNDS_KEY])
 
 
-class Known(Protocol):
+class KnownChat(Protocol):
     """The beginning of a chat whose text is known."""
 
     @property
@@ -277,7 +277,7 @@ class Known(Protocol):
         """Of text."""
 
     @property
-    def passed(self) -> Passed:
+    def dependencies(self) -> Dependencies:
         """What the text depended on."""
 
 
@@ -286,8 +286,8 @@ class Rendered(NamedTuple):
 
     text: str
     lasting: int = 0
-    """So many of its first characters are the same whatever messages follow, in so far as ``passed`` is."""
-    passed: Passed | None = None
+    """So many of its first characters are the same whatever messages follow, where ``dependencies`` are met."""
+    dependencies: Dependencies | None = None
     """None: that is not known."""
 
 
@@ -302,8 +302,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateFailed(str(error)) from error
         self._special_tokens = dict(special_tokens)
-        self._fruitless = 0
-        """Attempts to go on with a chat since one succeeded."""
+        self._failures = 0
+        """To render a continuation, since one was rendered."""
 
     def render(
         self,
@@ -314,7 +314,7 @@ class ChatTemplate:
         stopped: Callable[[], bool] = lambda: False,
     ) -> Rendered:
         """The prompt's text. ``stopped`` is asked in each round of a loop. Raises TemplateFailed, TooManyRounds."""
-        if self._sandbox.loops and self._may_bear_fruit():
+        if self._sandbox.loops and self._may_be_continued():
             progress = Progress(self._sandbox.loops)
             seen = Messages(list(messages), progress)
             try:
@@ -326,9 +326,9 @@ class ChatTemplate:
         progress = Progress(())
         return Rendered(self._rendered(messages, variables, progress, self._chars_max, Rounds(rounds_max, stopped)))
 
-    def render_on(
+    def render_continuation(
         self,
-        known: Known,
+        known: KnownChat,
         messages: list[dict[str, Any]],
         variables: Mapping[str, Any],
         *,
@@ -338,23 +338,23 @@ class ChatTemplate:
         """The text behind the lasting characters of a shorter chat, which ``messages`` follow. Raises NeedsWhole where
         these cannot be rendered alone, TemplateFailed, TooManyRounds.
         """
-        progress = Progress(self._sandbox.loops, known.messages, known.passed)
+        progress = Progress(self._sandbox.loops, known.messages, known.dependencies)
         missing = [MISSING] * (known.messages - len(known.head))
         seen = Messages([*known.head, *missing, *messages], progress)
-        self._fruitless += 1
+        self._failures += 1
         chars_max = self._chars_max - known.chars
         text = self._rendered(seen, variables, progress, chars_max, Rounds(rounds_max, stopped))
         begun_at = progress.begun_at
-        if begun_at is None or text[:begun_at] != known.passed.before:
+        if begun_at is None or text[:begun_at] != known.dependencies.before:
             raise NeedsWhole
-        self._fruitless = 0
+        self._failures = 0
         return _noted(text, progress, begun_at)
 
-    def _may_bear_fruit(self) -> bool:
-        if self._fruitless < FRUITLESS_MAX:
+    def _may_be_continued(self) -> bool:
+        if self._failures < FAILURES_MAX:
             return True
-        self._fruitless += 1
-        return self._fruitless % FRUITLESS_MAX == 0
+        self._failures += 1
+        return self._failures % FAILURES_MAX == 0
 
     def _rendered(
         self,
@@ -378,8 +378,8 @@ def _noted(text: str, progress: Progress, left_out: int = 0) -> Rendered:
     """``left_out``: characters of the text before the messages."""
     if progress.ended_at is None or progress.begun_at is None:
         return Rendered(text[left_out:])
-    passed = Passed(text[: progress.begun_at], progress.variables, progress.comparisons)
-    return Rendered(text[left_out:], progress.ended_at - left_out, passed)
+    dependencies = Dependencies(text[: progress.begun_at], progress.variables, progress.comparisons)
+    return Rendered(text[left_out:], progress.ended_at - left_out, dependencies)
 
 
 def _raise(message: str) -> NoReturn:

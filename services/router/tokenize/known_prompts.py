@@ -13,12 +13,12 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from typing import Any, Final, NamedTuple
 
-from services.router.tokenize.message_loop import Passed
+from services.router.tokenize.message_loop import Dependencies
 from services.router.tokenize.segments import Place
 
 PROMPT_BYTES_COUNTED: Final = 2000
 """Memory of a prompt without its JSON, hashes and texts."""
-NOTHING_PASSED: Final = Passed("", {}, {})
+NO_DEPENDENCIES: Final = Dependencies("", {}, {})
 """Of a prompt that is a text."""
 HASH_BYTES_COUNTED: Final = 8
 """The numbers themselves are those of the tokenized pieces."""
@@ -38,8 +38,8 @@ class KnownPrompt(NamedTuple):
     messages: int
     """0: it is a text."""
     head: list[dict[str, Any]]
-    """See ``Known``, and the next."""
-    passed: Passed
+    """See ``KnownChat``, and the next."""
+    dependencies: Dependencies
     place: Place
 
     @property
@@ -50,7 +50,8 @@ class KnownPrompt(NamedTuple):
     @property
     def size(self) -> int:
         """In bytes."""
-        texts = len(self.raw) + sys.getsizeof(self.place.rest) + 2 * sys.getsizeof(self.passed.before)
+        texts = len(self.raw) + sys.getsizeof(self.place.rest) + 2 * sys.getsizeof(self.dependencies.before)
+        texts += sum(sys.getsizeof(message["content"]) for message in self.head)
         return PROMPT_BYTES_COUNTED + texts + HASH_BYTES_COUNTED * len(self.place.hashes)
 
 

@@ -59,7 +59,7 @@ class NeedsWhole(Exception):
     """The template needs messages that this rendering leaves out."""
 
 
-class Passed(NamedTuple):
+class Dependencies(NamedTuple):
     """What the text of the known messages depended on, beside them."""
 
     before: str
@@ -89,14 +89,14 @@ MISSING: Final = Missing()
 
 
 class Progress:
-    """Of one rendering. ``left_out``: so many messages are not rendered, of which ``passed`` is known."""
+    """Of one rendering. ``left_out``: so many messages, with these dependencies, are not rendered."""
 
     __slots__ = (
+        "_known",
         "_left_out",
         "_looked",
         "_loops",
         "_may_differ",
-        "_passed",
         "begun_at",
         "chars",
         "comparisons",
@@ -105,11 +105,11 @@ class Progress:
         "variables",
     )
 
-    def __init__(self, loops: Loops, left_out: int = 0, passed: Passed | None = None) -> None:
+    def __init__(self, loops: Loops, left_out: int = 0, dependencies: Dependencies | None = None) -> None:
         self._loops = loops
         self._may_differ: frozenset[Variable] = frozenset()
         self._left_out = left_out
-        self._passed = passed
+        self._known = dependencies
         self._looked = False
         """A round has read what further messages may change, or set something for later rounds."""
         self.skipped = 0
@@ -154,9 +154,9 @@ class Progress:
         self.begun_at = self.chars
         self._looked = False
         self._may_differ = self._loops[loop]
-        self.comparisons = dict(self._passed.comparisons) if self._passed is not None else {}
+        self.comparisons = dict(self._known.comparisons) if self._known is not None else {}
         self.variables = {name: self._frozen(name, value) for name, value in variables.items()}
-        if self._passed is not None and not self._is_as_before(self._passed, variables):
+        if self._known is not None and not self._is_as_before(self._known, variables):
             raise NeedsWhole
         self.skipped = max(0, self._left_out - first)
         return self.skipped
@@ -172,10 +172,10 @@ class Progress:
         kept = {key: one for key, one in attributes(value).items() if (name, key) not in self._may_differ}
         return jinja2.utils.Namespace, frozen(kept)
 
-    def _is_as_before(self, passed: Passed, variables: Mapping[str, Any]) -> bool:
-        if self.variables != passed.variables:
+    def _is_as_before(self, dependencies: Dependencies, variables: Mapping[str, Any]) -> bool:
+        if self.variables != dependencies.variables:
             return False
-        for (variable, how, result), numbers in passed.comparisons.items():
+        for (variable, how, result), numbers in dependencies.comparisons.items():
             if variable in self._may_differ:
                 name, key = variable
                 namespace = variables.get(name)

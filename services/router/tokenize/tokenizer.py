@@ -29,7 +29,7 @@ from services.router.tokenize.chat_template import (
     TooManyRounds,
 )
 from services.router.tokenize.known_prompts import (
-    NOTHING_PASSED,
+    NO_DEPENDENCIES,
     Kind,
     KnownPrompt,
     KnownPrompts,
@@ -37,7 +37,7 @@ from services.router.tokenize.known_prompts import (
     text_behind,
     without_end,
 )
-from services.router.tokenize.message_loop import NeedsWhole, Passed
+from services.router.tokenize.message_loop import Dependencies, NeedsWhole
 from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.segments import PieceTooLong, Place, Segments, Walk, root_of
 from services.router.tokenize.turns import NoTurn, Work
@@ -112,7 +112,7 @@ class Beginning(NamedTuple):
     raw: bytes
     messages: int
     head: list[dict[str, Any]]
-    passed: Passed
+    dependencies: Dependencies
     lasting: int
 
 
@@ -304,7 +304,7 @@ class PromptTokenizer:
             and walk.tokenized_share >= TOKENIZED_SHARE_MIN
             and (place := walk.lasting_place()) is not None
         ):
-            known = KnownPrompt(without_end(new.raw), new.messages, new.head, new.passed, place)
+            known = KnownPrompt(without_end(new.raw), new.messages, new.head, new.dependencies, place)
             self._known.put(new.kind, known, new.known)
         return self._segments.prompt(walk, special=text.special, more=more)
 
@@ -380,7 +380,9 @@ class PromptTokenizer:
         if known is not None and len(raw) - len(known.raw) <= bytes_max:
             messages = self._messages(messages_behind(known, raw))
             try:
-                rendered = self._template.render_on(known, messages, variables, rounds_max=rounds_max, stopped=stopped)
+                rendered = self._template.render_continuation(
+                    known, messages, variables, rounds_max=rounds_max, stopped=stopped
+                )
             except (NeedsWhole, TemplateFailed):
                 pass
             else:
@@ -405,7 +407,7 @@ class PromptTokenizer:
         text = TEXT.decode(new)
         if len(raw) < KNOWN_BYTES_MIN:
             return Text(text, special)
-        beginning = Beginning(kind, known, raw, 0, [], NOTHING_PASSED, len(text))
+        beginning = Beginning(kind, known, raw, 0, [], NO_DEPENDENCIES, len(text))
         return Text(text, special, known.place if known is not None else None, beginning)
 
     def _find(self, kind: Kind, raw: bytes) -> KnownPrompt | None:
@@ -425,11 +427,11 @@ def _text_of_chat(
 ) -> Text:
     """``messages``, and their text, are those behind what was known."""
     place = known.place if known is not None else None
-    if rendered.passed is None or len(raw) < KNOWN_BYTES_MIN:
+    if rendered.dependencies is None or len(raw) < KNOWN_BYTES_MIN:
         return Text(rendered.text, special, place)
     before, head = (known.messages, known.head) if known is not None else (0, [])
     count, head = before + len(messages), [*head, *messages[: HEAD - len(head)]]
-    beginning = Beginning(kind, known, raw, count, head, rendered.passed, rendered.lasting)
+    beginning = Beginning(kind, known, raw, count, head, rendered.dependencies, rendered.lasting)
     return Text(rendered.text, special, place, beginning)
 
 

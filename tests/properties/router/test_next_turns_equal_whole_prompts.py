@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from services.router.placement.request_facts import RequestFacts
 from services.router.placement.request_fields import read_request
-from services.router.tokenize.chat_template import FRUITLESS_MAX, HEAD, ChatTemplate, Rendered, TemplateFailed
+from services.router.tokenize.chat_template import FAILURES_MAX, HEAD, ChatTemplate, Rendered, TemplateFailed
 from services.router.tokenize.known_prompts import KnownPrompt
-from services.router.tokenize.message_loop import NeedsWhole, Passed
+from services.router.tokenize.message_loop import Dependencies, NeedsWhole
 from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.segments import Node, Place
 from services.router.tokenize.tokenizer import KNOWN_BYTES_MIN, PromptTokenizer, Unfinished
@@ -173,7 +173,7 @@ def templates(name: str) -> tuple[ChatTemplate, ChatTemplate]:
 
 def known_prompt(messages: list[dict[str, str]], begun: Rendered) -> KnownPrompt:
     place = Place(Node(1, "", 0, [], None, b""), [], 0, begun.text[: begun.lasting])
-    return KnownPrompt(b"", len(messages), messages[:HEAD], begun.passed, place)
+    return KnownPrompt(b"", len(messages), messages[:HEAD], begun.dependencies, place)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -186,17 +186,17 @@ def test_text_rendered_on_is_that_of_the_whole(name, chat, data):
     wholes = [check_alike(template, plain, messages, variables) for messages in (chat, chat[:count])]
     if None in wholes:
         return
-    (whole, lasting, passed), begun = wholes
-    if begun.passed is None:
+    (whole, lasting, dependencies), begun = wholes
+    if begun.dependencies is None:
         return
     known = begun.text[: begun.lasting]
     try:
-        rest = template.render_on(known_prompt(chat[:count], begun), chat[count:], variables)
+        rest = template.render_continuation(known_prompt(chat[:count], begun), chat[count:], variables)
     except NeedsWhole:
         return
     assert known + rest.text == whole
-    if rest.passed is not None and passed is not None:
-        assert (rest.lasting + len(known), rest.passed) == (lasting, passed)
+    if rest.dependencies is not None and dependencies is not None:
+        assert (rest.lasting + len(known), rest.dependencies) == (lasting, dependencies)
 
 
 def check_alike(template: ChatTemplate, plain: ChatTemplate, messages: list, variables: dict) -> Rendered | None:
@@ -220,14 +220,14 @@ def test_common_templates_are_followed(name):
     chat, template = text_chat("text", 7), made(TEMPLATES[name])
     first = template.render(chat[:3], {})
 
-    assert template.render_on(known_prompt(chat[:3], first), chat[3:5], {}).lasting
+    assert template.render_continuation(known_prompt(chat[:3], first), chat[3:5], {}).lasting
 
 
 @pytest.mark.parametrize("name", NEVER)
 def test_rounds_that_need_others_make_the_text_unknown(name):
     template = made(TEMPLATES[name])
 
-    assert template.render(text_chat("peek", 3), {}).passed is None
+    assert template.render(text_chat("peek", 3), {}).dependencies is None
 
 
 @pytest.mark.parametrize("name", BEFORE)
@@ -235,9 +235,9 @@ def test_what_differs_before_the_loop_makes_the_text_unknown(name):
     chat, template = text_chat("peek", 7), made(TEMPLATES[name])
     first = template.render(chat[:3], {})
 
-    if first.passed is not None:
+    if first.dependencies is not None:
         with pytest.raises(NeedsWhole):
-            template.render_on(known_prompt(chat[:3], first), chat[3:], {})
+            template.render_continuation(known_prompt(chat[:3], first), chat[3:], {})
 
 
 def test_a_text_with_another_time_is_rendered_anew():
@@ -245,33 +245,35 @@ def test_a_text_with_another_time_is_rendered_anew():
     for source in "{{ strftime_now('%Y') }}", "{% set year = strftime_now('%Y') %}":
         template = ChatTemplate(source + CHATML, {}, chars_max=1000)
         first = template.render(chat[:2], {})
-        before, variables, comparisons = first.passed
+        before, variables, comparisons = first.dependencies
         year = datetime.now(UTC).strftime("%Y")
         earlier = {name: (str, value[1].replace(year, "1999")) for name, value in variables.items()}
-        passed = Passed(before.replace(year, "1999"), earlier, comparisons)
+        dependencies = Dependencies(before.replace(year, "1999"), earlier, comparisons)
 
-        assert template.render_on(known_prompt(chat[:2], first), chat[2:], {}).lasting
+        assert template.render_continuation(known_prompt(chat[:2], first), chat[2:], {}).lasting
         with pytest.raises(NeedsWhole):
-            template.render_on(known_prompt(chat[:2], first._replace(passed=passed)), chat[2:], {})
+            template.render_continuation(
+                known_prompt(chat[:2], first._replace(dependencies=dependencies)), chat[2:], {}
+            )
 
 
 def test_a_time_in_the_loop_makes_the_text_unknown():
     template = ChatTemplate(CHATML.replace("<|im_end|>", "{{ strftime_now('%Y') }}"), {}, chars_max=1000)
 
-    assert template.render(text_chat("text", 2), {}).passed is None
+    assert template.render(text_chat("text", 2), {}).dependencies is None
 
 
 def test_a_template_that_needs_whole_chats_is_seldom_followed_until_it_does_not():
     template, chat = made(FOLLOWED["system taken out"]), text_chat("text", 5)
     known = known_prompt(chat[:3], template.render(chat[:3], {}))
-    for _ in range(FRUITLESS_MAX):
+    for _ in range(FAILURES_MAX):
         with pytest.raises(NeedsWhole):
-            template.render_on(known, [], {})  # It reads the last message.
-    followed = [template.render(chat, {}).passed is not None for _ in range(2 * FRUITLESS_MAX)]
-    template.render_on(known, chat[3:], {})
+            template.render_continuation(known, [], {})  # It reads the last message.
+    followed = [template.render(chat, {}).dependencies is not None for _ in range(2 * FAILURES_MAX)]
+    template.render_continuation(known, chat[3:], {})
 
     assert sum(followed) == 2
-    assert template.render(chat, {}).passed is not None
+    assert template.render(chat, {}).dependencies is not None
 
 
 @cache

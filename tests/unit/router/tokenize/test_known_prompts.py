@@ -8,7 +8,7 @@ import pytest
 
 from services.router.tokenize.known_prompts import (
     EARLIER_TRIED,
-    NOTHING_PASSED,
+    NO_DEPENDENCIES,
     KnownPrompt,
     KnownPrompts,
     messages_behind,
@@ -21,7 +21,7 @@ NODE = Node(1, "", 0, [], None, b"")
 
 
 def chat(raw: bytes) -> KnownPrompt:
-    return KnownPrompt(raw, 0, [], NOTHING_PASSED, Place(NODE, [], 0, ""))
+    return KnownPrompt(raw, 0, [], NO_DEPENDENCIES, Place(NODE, [], 0, ""))
 
 
 def raw_of(*texts: str) -> bytes:
