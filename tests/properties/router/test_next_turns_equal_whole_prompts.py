@@ -177,7 +177,7 @@ def known_prompt(messages: list[dict[str, str]], begun: Rendered) -> KnownPrompt
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=examples(60))
+@settings(deadline=None, max_examples=examples(25))
 @given(CHATS, st.data())
 def test_text_rendered_on_is_that_of_the_whole(name, chat, data):
     template, plain = templates(name)
@@ -303,7 +303,7 @@ FIELDS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("source", ["chatml", "bare", "last question", "peeks", "last"])
 @pytest.mark.parametrize("name", ["llama_3", "llama_2", "unigram"])
-@settings(deadline=None, max_examples=examples(40))
+@settings(deadline=None, max_examples=examples(20))
 @given(CHATS, st.lists(st.integers(1, 12), min_size=2, max_size=6), FIELDS, st.booleans(), st.data())
 def test_prompts_of_next_turns_are_those_of_the_whole(name, source, chat, turns, usual, spaces, data):
     remembering, forgetting = tokenizers(name, source, 1 << data.draw(st.sampled_from([13, 20])))
@@ -320,7 +320,7 @@ def test_prompts_of_next_turns_are_those_of_the_whole(name, source, chat, turns,
 
 
 @pytest.mark.parametrize("name", ["llama_3", "llama_2", "unigram"])
-@settings(deadline=None, max_examples=examples(40))
+@settings(deadline=None, max_examples=examples(20))
 @given(
     st.lists(TEXTS, min_size=1, max_size=8),
     st.lists(st.integers(0, 8), min_size=2, max_size=6),
