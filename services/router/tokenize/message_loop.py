@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
-import jinja2.ext
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.utils

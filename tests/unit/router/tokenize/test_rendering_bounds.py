@@ -63,6 +63,11 @@ def test_what_a_template_makes_is_bounded(source):
         tracemalloc.stop()
 
 
+def test_a_template_that_draws_lots_does_not_compile():
+    with pytest.raises(TemplateFailed, match="random"):  # The engine's would draw others.
+        ChatTemplate("{{ messages | random }}", {}, chars_max=CHARS_MAX)
+
+
 @pytest.mark.parametrize("number", ["1000000000", "1e12"])
 def test_a_template_with_huge_numbers_does_not_compile(number):
     with pytest.raises(TemplateFailed, match="numbers go up to"):
