@@ -51,6 +51,8 @@ memory that the other pins, and would then wait until both leases expire.
 """
 GROUPS = [0]
 """Supported models have one KV cache group."""
+NO_LEASES = 0, 0, 0.0
+"""``Holder.lease_state`` of most steps."""
 
 
 class Pool(Protocol):
@@ -206,6 +208,8 @@ class Holder:
         """Call after each step and each call of the worker: end expired leases and grant newly computed blocks of
         followed prompts.
         """
+        if not self._leases:
+            return []
         now = self._now()
         self._free(self._leases.expire(now))
         if not self._leases.followed:
@@ -250,6 +254,8 @@ class Holder:
     def lease_state(self) -> tuple[int, int, float]:
         """Leases, pinned blocks and ``next_expiry_s`` of ``counts``."""
         leases = self._leases
+        if not leases:
+            return NO_LEASES
         next_expiry_s = leases.next_expiry()
         return len(leases), leases.pinned_blocks, 0.0 if next_expiry_s == math.inf else next_expiry_s
 

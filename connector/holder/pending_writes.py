@@ -81,7 +81,7 @@ class PendingWrites:
         self._computed = next(iter(self._open.values())) - 1 if self._open else self._scheduled
 
     def _known_scheduled(self, known: KnownRequests, tokens: Mapping[str, int]) -> None:
-        resumed = known.resumed_req_ids
+        resumed, size = known.resumed_req_ids, self.block_size
         for request_id, blocks, computed in zip(
             known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
         ):
@@ -90,12 +90,11 @@ class PendingWrites:
                     self._tables[request_id] = list(blocks[0])
                 else:
                     self._tables[request_id].extend(blocks[0])
-            self._fill(request_id, computed, tokens)
+            if computed % size + tokens[request_id] >= size:
+                self._fill(request_id, computed, tokens)
 
     def _fill(self, request_id: str, computed: int, tokens: Mapping[str, int]) -> None:
         first, end = computed // self.block_size, (computed + tokens[request_id]) // self.block_size
-        if first == end:
-            return
         table = self._tables[request_id]
         assert end <= len(table), f"{request_id} fills block {end} of {len(table)}"
         for block_id in table[first:end]:

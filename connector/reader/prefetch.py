@@ -94,7 +94,7 @@ class Prefetcher:
         self._reader = reader
         self._now = now
         self._allocator: BlockAllocator
-        self._under_way: list[Prefetch] = []
+        self.under_way: list[Prefetch] = []
         self._again: list[StartFetch] = []
         """Orders to start anew: the fetch that they waited for has failed."""
 
@@ -104,12 +104,12 @@ class Prefetcher:
 
     @property
     def idle(self) -> bool:
-        return not self._under_way
+        return not self.under_way
 
     @property
     def reads_under_way(self) -> int:
         """Number of reads that are not over."""
-        return sum(prefetch.fetch.reads_under_way for prefetch in self._under_way)
+        return sum(prefetch.fetch.reads_under_way for prefetch in self.under_way)
 
     def start(self, order: StartFetch) -> None:
         """Begin a fetch. Its result is appended to ``ended``, at once if there is nothing to do."""
@@ -132,38 +132,38 @@ class Prefetcher:
             for source in order.fetch.sources
         ]
         fetch = Fetch(self._reader.plan(hashes, len(held), sources, LegOrder(wait_s_max=seconds)), now)
-        self._under_way.append(Prefetch(order, fetch, hashes, held, now, now + seconds))
+        self.under_way.append(Prefetch(order, fetch, hashes, held, now, now + seconds))
         self.advance()
 
     def advance(self) -> None:
         """Called in every step and after each event."""
-        for prefetch in list(self._under_way):
+        for prefetch in list(self.under_way):
             self._advance(prefetch, self._now())
             if prefetch.fetch.over and (prefetch.fetch.begun or prefetch.fetch.stopped):
-                self._under_way.remove(prefetch)
+                self.under_way.remove(prefetch)
                 self._finish(prefetch)
         again, self._again = self._again, []
         for order in again:
             self.start(order)
 
     def on_grant(self, grant: KvGrant) -> None:
-        for prefetch in self._under_way:
+        for prefetch in self.under_way:
             if prefetch.fetch.has_request(grant.ask_id):
                 prefetch.fetch.on_grant(grant, self._now())
 
     def on_part(self, part: ReadPart) -> None:
-        for prefetch in self._under_way:
+        for prefetch in self.under_way:
             if prefetch.fetch.is_reading(part.read_id):
                 prefetch.fetch.on_part(part, self._now())
 
     def on_peer(self) -> None:
         """A peer was connected."""
-        for prefetch in self._under_way:
+        for prefetch in self.under_way:
             prefetch.fetch.on_peer(self._now())
 
     def on_peer_gone(self, key: PeerKey) -> None:
         """The worker with this epoch is gone."""
-        for prefetch in self._under_way:
+        for prefetch in self.under_way:
             prefetch.fetch.on_peer_gone(key, self._now())
 
     def _advance(self, prefetch: Prefetch, now: float) -> None:
@@ -210,20 +210,20 @@ class Prefetcher:
 
     def _room(self) -> int:
         """Further blocks that fetches may pin."""
-        pinned = sum(prefetch.pinned for prefetch in self._under_way)
+        pinned = sum(prefetch.pinned for prefetch in self.under_way)
         return max(0, self._allocator.fetch_blocks_max - pinned)
 
     def _refusal(self, held: int) -> str:
         """Why no further fetch with so many cached blocks may begin; empty: it may."""
-        if len(self._under_way) >= FETCHES_MAX:
+        if len(self.under_way) >= FETCHES_MAX:
             return "too many fetches at a time: try again later"
         return "fetches pin too many blocks: try again later" if held > self._room() else ""
 
     def _joins(self, waiting: Waiting) -> bool:
         """Whether the order waits for a fetch under way, which fetches its blocks anyway."""
-        if sum(len(prefetch.waiting) for prefetch in self._under_way) >= WAITING_MAX:
+        if sum(len(prefetch.waiting) for prefetch in self.under_way) >= WAITING_MAX:
             return False
-        for prefetch in self._under_way:
+        for prefetch in self.under_way:
             if not prefetch.fetch.stopped and prefetch.includes(waiting.hashes):
                 prefetch.waiting.append(waiting)
                 return True

@@ -166,13 +166,13 @@ class Reader:
         self._limits = limits
         self._reply_to = reply_to
         self._now = now
+        self.fetching: dict[str, RequestState] = {}
+        """By id, the requests with a fetch: most have none, and every step looks at these."""
+        self.unfinished: list[Fetch] = []
+        """Abandoned fetches whose reads are not over."""
         self._requests: dict[str, RequestState] = {}
-        self._fetching: dict[str, RequestState] = {}
-        """Those with a fetch: most have none, and every step looks at these."""
         self._by_goal: dict[bytes, Fetch] = {}
         """Attached fetches by the hash of their last block, which names the whole prompt."""
-        self._unfinished: list[Fetch] = []
-        """Abandoned fetches whose reads are not over."""
 
     def matched(self, request: EngineRequest, order: LegOrder, local_tokens: int) -> int | None:
         """Tokens after ``local_tokens`` that can be fetched. None: not known yet, or another request fetches the same
@@ -269,7 +269,7 @@ class Reader:
         """Requests whose fetch has ended, and those of their blocks that hold nothing."""
         ended: set[str] = set()
         empty: set[int] = set()
-        for state in list(self._fetching.values()):
+        for state in list(self.fetching.values()):
             fetch = state.fetch
             if not state.loading or fetch is None or not fetch.over:
                 continue
@@ -282,8 +282,8 @@ class Reader:
             state.counts.fetched = fetch.arrived * self._block_tokens
             state.loading = False
             self._drop(state)
-        if self._unfinished:
-            self._unfinished = [fetch for fetch in self._unfinished if not fetch.over]
+        if self.unfinished:
+            self.unfinished = [fetch for fetch in self.unfinished if not fetch.over]
         return ended, empty
 
     def arrived_so_far(self) -> tuple[str, int] | None:
@@ -292,9 +292,9 @@ class Reader:
         None if others have a fetch too: blocks that enter the prefix cache shorten what those miss, and each time they
         would plan again.
         """
-        if len(self._fetching) != 1:
+        if len(self.fetching) != 1:
             return None
-        (state,) = self._fetching.values()
+        (state,) = self.fetching.values()
         if not state.loading or state.aborted or state.fetch is None or not state.fetch.arrived:
             return None
         return state.request_id, (state.fetch.plan.start + state.fetch.arrived) * self._block_tokens
@@ -307,7 +307,7 @@ class Reader:
 
     def on_grant(self, grant: KvGrant) -> None:
         """Hand a grant to its fetch. A grant without one needs no action: its lease has been released."""
-        for state in self._fetching.values():
+        for state in self.fetching.values():
             if state.fetch is not None and state.fetch.has_request(grant.ask_id):
                 state.fetch.on_grant(grant, self._now())
                 if grant.final and any(source.follow for source in state.order.sources):
@@ -337,7 +337,7 @@ class Reader:
     @property
     def idle(self) -> bool:
         """Nothing is requested or being read."""
-        return not self._unfinished and not self._fetching
+        return not self.unfinished and not self.fetching
 
     @property
     def reads_under_way(self) -> int:
@@ -347,7 +347,7 @@ class Reader:
     @property
     def has_only_wanted_reads(self) -> bool:
         """No read of an ended request is under way."""
-        return not self._unfinished and not any(state.aborted for state in self._fetching.values())
+        return not self.unfinished and not any(state.aborted for state in self.fetching.values())
 
     def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> FetchPlan:
         """A plan for the blocks from ``start`` to the end of ``hashes``."""
@@ -399,7 +399,7 @@ class Reader:
             if self._peers.clock_ahead_s(_holder(take)) is None:
                 self.unknown_peers.add(_holder(take))
         state.fetch = self._by_goal[hashes[-1]] = Fetch(plan, self._now())
-        self._fetching[state.request_id] = state
+        self.fetching[state.request_id] = state
         state.has_used_offer = state.has_used_offer or any(request.is_offer for request in state.fetch.requests)
         return state.fetch
 
@@ -423,17 +423,17 @@ class Reader:
         fetch, state.fetch = state.fetch, None
         if fetch is None:
             return
-        del self._fetching[state.request_id]
+        del self.fetching[state.request_id]
         if self._by_goal.get(fetch.plan.hashes[-1]) is fetch:
             del self._by_goal[fetch.plan.hashes[-1]]
         fetch.stop()
         state.counts.reads.extend(fetch.reads())
         if not fetch.over:
-            self._unfinished.append(fetch)
+            self.unfinished.append(fetch)
 
     def _fetches(self) -> list[Fetch]:
-        waiting = [state.fetch for state in self._fetching.values() if state.fetch is not None]
-        return [*waiting, *self._unfinished]
+        waiting = [state.fetch for state in self.fetching.values() if state.fetch is not None]
+        return [*waiting, *self.unfinished]
 
 
 def _holder(offer: KvOffer) -> PeerKey:

@@ -63,7 +63,7 @@ class SpeedTests:
         self._numbers = numbers
         self._now = now
         self._allocator: BlockAllocator
-        self._under_way: list[_Test] = []
+        self.under_way: list[_Test] = []
 
     def bind(self, allocator: BlockAllocator) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
@@ -72,7 +72,7 @@ class SpeedTests:
     @property
     def reads_under_way(self) -> int:
         """Number of reads that are not over."""
-        return len(self._under_way)
+        return len(self.under_way)
 
     def start(self, order: MeasureRead, peer: PeerMemory | None, device: str) -> None:
         """Begin to measure. The result is appended to ``ended``, at once if nothing can be read. ``device``: of this
@@ -80,26 +80,26 @@ class SpeedTests:
         """
         if peer is None or not peer.blocks:
             self._refuse(order, "not connected")
-        elif len(self._under_way) >= TESTS_MAX:
+        elif len(self.under_way) >= TESTS_MAX:
             self._refuse(order, "too many measurements at a time: try again later")
         elif blocks := self._allocator.allocate(1):
             memory = KvMemory.CUDA if device == peer.device == "cuda" else KvMemory.CPU
             ends_at = self._now() + TEST_S_MAX
             test = _Test(order, (order.worker_id, order.epoch), peer.blocks, memory, ends_at, blocks)
-            self._under_way.append(test)
+            self.under_way.append(test)
             self._read(test)
         else:
             self._refuse(order, "no memory is free")
 
     def on_time(self) -> None:
         """Give up what is overdue."""
-        for test in self._under_way:
+        for test in self.under_way:
             if self._now() >= test.ends_at:
                 self._give_up(test, f"not read within {TEST_S_MAX:g} s")
 
     def on_part(self, part: ReadPart) -> bool:
         """A part of a read has ended. Returns whether the read is a measurement."""
-        test = next((one for one in self._under_way if one.read_id == part.read_id), None)
+        test = next((one for one in self.under_way if one.read_id == part.read_id), None)
         if test is None:
             return False
         test.left -= part.count
@@ -111,7 +111,7 @@ class SpeedTests:
 
     def on_peer_gone(self, key: PeerKey) -> None:
         """The worker with this epoch is gone."""
-        for test in self._under_way:
+        for test in self.under_way:
             if test.peer == key:
                 self._give_up(test, "the worker is gone")
 
@@ -151,7 +151,7 @@ class SpeedTests:
             self._outbox.cancel.append(test.read_id)
 
     def _finish(self, test: _Test) -> None:
-        self._under_way.remove(test)
+        self.under_way.remove(test)
         self._allocator.free(test.blocks)
         failure = "" if test.bytes_per_s else test.failure or "too few blocks are free"
         self.ended.append(

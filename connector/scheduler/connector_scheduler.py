@@ -70,6 +70,10 @@ class StepOrders(KVConnectorMetadata):
     """How long the worker role waits at the end of the step for a result."""
 
 
+NO_ORDERS = StepOrders()
+"""Of most steps; nobody changes it."""
+
+
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
     """Worker role to scheduler role, after a step with results; one ``Results`` per rank."""
@@ -186,6 +190,8 @@ class ConnectorScheduler:
         A step that computes nothing waits briefly for a read to end if the worker role cannot wake the engine, so
         that the request continues soon.
         """
+        if self._core.is_idle:
+            return NO_ORDERS
         self._give_orders()
         self.push_notifications()
         orders, self._core.orders = self._core.orders, Orders()
@@ -246,11 +252,19 @@ class ConnectorScheduler:
         the scheduler will take back blocks that did not arrive.
         """
         self._core.grant()
-        self._give_orders()
+        if not self._core.is_idle:
+            self._give_orders()
         self.push_notifications()
+
+    @property
+    def is_idle(self) -> bool:
+        """The next part of a step has nothing to do for the exchange, except to end leases on time."""
+        return self._core.is_idle and not self._ended
 
     def wait_if_idle(self) -> None:
         """Call before a step: wait if the step could only check for grants or ended reads."""
+        if self._core.is_idle:
+            return
         with self.calls.lock:
             wait_s = self._idle_s()
         if wait_s:

@@ -1,6 +1,7 @@
-"""vLLM's schedulers with six additions: reads may end between steps, the worker's calls are answered while a step is
+"""vLLM's schedulers with seven additions: reads may end between steps, the worker's calls are answered while a step is
 computed, requests below the cache threshold are refused, transfer reports are sent with the first token, an answer
-begins with the prefill leg's token (see ``first_token``), and LoRA adapters are hashed by their content.
+begins with the prefill leg's token (see ``first_token``), no step is made only to forget ended requests, and LoRA
+adapters are hashed by their content.
 
 vLLM hashes an adapter's name and path into every block of its requests. Paths differ between machines, and one path may
 have other files on another machine, whose KV must not be exchanged. So the front end puts a digest of the files in the
@@ -46,6 +47,18 @@ class BatonScheduling:
     """Mixed in before one of vLLM's schedulers. Methods that use blocks hold the lock of ``CallsDuringSteps``."""
 
     connector: Any
+    _ended_with_output = 0
+    """Of ``finished_req_ids``, how many the last output has counted as ended."""
+
+    def has_finished_requests(self) -> bool:
+        """Whether ended requests need a step. vLLM makes one, without tokens, for the model runner to forget them, in
+        which a new request would wait; the next step with tokens tells it as well. But a request that ended in no step
+        needs one, whose output tells the front end that it does not run any more.
+        """
+        if len(self.finished_req_ids) > self._ended_with_output:  # type: ignore[attr-defined]
+            return True
+        running, waiting = self.get_request_counts()  # type: ignore[attr-defined]
+        return len(self.requests) > running + waiting  # type: ignore[attr-defined]
 
     def add_request(self, request: Request) -> None:
         """A new request: schedule it without waiting."""
@@ -80,7 +93,7 @@ class BatonScheduling:
         side.wait_if_idle()
         scheduled = self._schedule(*args, **kwargs)
         for _time in range(TRIES_MAX):
-            if says_anything(scheduled) or not side.wait_for_more():
+            if scheduled.total_num_scheduled_tokens or says_anything(scheduled) or not side.wait_for_more():
                 break
             side.holder.computed(scheduled)
             scheduled = self._schedule(*args, **kwargs)
@@ -91,14 +104,19 @@ class BatonScheduling:
         with side.calls.lock:
             side.calls.end()
             side.idle_wait.begin_step()
-            self.begin_answers()
-            if arrived := side.take_arrived():
-                self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
-            self._cache_arrived(side.reader)
+            if side.reader.first_tokens:
+                self.begin_answers()
+            if not side.is_idle:
+                if arrived := side.take_arrived():
+                    self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
+                self._cache_arrived(side.reader)
             scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            self.begin_answers()
+            self._ended_with_output = 0
+            if side.reader.first_tokens:
+                self.begin_answers()
             side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
-            make_loadable(scheduled)
+            if scheduled.scheduled_new_reqs:
+                make_loadable(scheduled)
             side.calls.begin()
         return scheduled
 
@@ -107,8 +125,6 @@ class BatonScheduling:
         with the lock held, and not while vLLM schedules.
         """
         side = self.connector.connector_scheduler
-        if not side.reader.first_tokens:
-            return
         for request_id, first in side.reader.take_first_tokens().items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if request is None or not side.can_send or not self._may_begin(request, first):
@@ -167,7 +183,9 @@ class BatonScheduling:
         side.holder.computed(scheduler_output)
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
-        ended, empty = side.take_report(worker_meta if isinstance(worker_meta, StepReport) else None)
+        ended, empty = set[str](), set[int]()
+        if worker_meta is not None or not side.is_idle:
+            ended, empty = side.take_report(worker_meta if isinstance(worker_meta, StepReport) else None)
         if not empty and side.holder.has_followed:
             self._note_first_tokens(scheduler_output, model_runner_output)
             side.finish_step()
@@ -176,9 +194,11 @@ class BatonScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        self._ended_with_output = len(self.finished_req_ids)  # type: ignore[attr-defined]
         if side.reader.admitted:
             self._send_transfer_reports(outputs, side.reader)
-        self._refuse(outputs)
+        if side.reader.refused:
+            self._refuse(outputs)
         side.finish_step()
         return outputs
 
@@ -208,8 +228,6 @@ class BatonScheduling:
     def _refuse(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """End the requests of which too little is cached, without a token."""
         reader = self.connector.connector_scheduler.reader
-        if not reader.refused:
-            return
         refused, reader.refused = reader.refused, []
         reports = {request_id: params_of(reader.transfer_report(request_id)) for request_id in refused}
         for request in self.finish_requests(refused, RequestStatus.FINISHED_ABORTED):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.holder.holder import GROUPS, Holder, HolderSettings, Pool
+from connector.holder.holder import GROUPS, NO_LEASES, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
 from connector.layout.tensors import why_not
 from connector.messages import (
@@ -108,7 +108,7 @@ class ExchangeStats:
         """
         reported, now = self._reported, holder.lease_state
         if reported is None:
-            return bool(now[0])
+            return now is not NO_LEASES
         if now != (reported.leases, reported.pinned_blocks, reported.next_expiry_s):
             return True
         return bool(reported.reads) and not reads()
@@ -286,17 +286,44 @@ class ExchangeCore:
     @property
     def works_without_request(self) -> bool:
         """Whether it fetches or measures for no request: the engine must step without one."""
-        return not self.prefetcher.idle or self._speed_tests.reads_under_way > 0
+        return bool(self.prefetcher.under_way or self._speed_tests.under_way)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is fetched, measured or connected, and there is nothing to order or to say, except of leases.
+
+        Each step of an engine asks several times, so this calls nothing.
+        """
+        reader, prefetcher, tests = self.reader, self.prefetcher, self._speed_tests
+        outbox, orders, replies = reader.outbox, self.orders, self._replies
+        return not (
+            reader.fetching
+            or reader.unfinished
+            or reader.unknown_peers
+            or outbox.lease_requests
+            or outbox.releases
+            or outbox.reads
+            or outbox.cancel
+            or orders.connect
+            or orders.forget
+            or orders.reads
+            or orders.cancel
+            or replies.grants
+            or replies.connected
+            or replies.chains
+            or self.connecting
+            or prefetcher.under_way
+            or prefetcher.ended
+            or tests.under_way
+            or tests.ended
+        )
 
     @property
     def has_notifications(self) -> bool:
         """Whether ``notifications`` would say something new."""
-        outbox, reader = self.reader.outbox, self.reader
-        has_messages = outbox.lease_requests or outbox.releases or self._replies
-        has_ended = self.prefetcher.ended or self._speed_tests.ended
-        return bool(
-            has_messages or has_ended or reader.unknown_peers or self._stats.changed(self.holder, lambda: self.reads)
-        )
+        outbox, ended = self.reader.outbox, self.prefetcher.ended or self._speed_tests.ended
+        has_messages = outbox.lease_requests or outbox.releases or self._replies or ended or self.reader.unknown_peers
+        return bool(has_messages) or self._stats.changed(self.holder, lambda: self.reads)
 
     def notifications(self, *, describe: bool = False) -> EngineNotification:
         """Everything new for the worker, once; with the handshake if ``describe``."""
