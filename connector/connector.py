@@ -38,6 +38,7 @@ from connector.layout.engine_layout import (
 from connector.layout.tensors import UnsupportedLayout
 from connector.messages import Orders, Results, read_settings
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
+from connector.scheduler.event_publisher import register_publisher
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
@@ -100,6 +101,7 @@ class BatonConnector(KVConnectorBase_V1):
             shape = EngineShape(self._block_tokens, kv_heads_of(vllm_config), ranks)
             self.connector_scheduler = ConnectorScheduler(settings, shape)
             EngineCore.kv_exchange = kv_exchange
+            register_publisher()
         else:
             self._worker = ConnectorWorker(vllm_config, kv_cache_config, resolve_name(settings.agent))
 

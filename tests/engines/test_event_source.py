@@ -1,4 +1,4 @@
-"""The reader of vLLM's KV events against vLLM's own publisher: no event is missed, or the loss is reported."""
+"""The reader of vLLM's KV events against Baton's publisher and vLLM's: no event is missed, or the loss is reported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.engines.vllm.arguments import OWN_EVENT_PUBLISHER
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, unpack_hashes
 
 pytestmark = pytest.mark.vllm
@@ -22,21 +23,23 @@ def full(block: int) -> bytes:
 
 
 class Publisher:
-    """vLLM's publisher, with block numbers for events."""
+    """A publisher, with block numbers for events."""
 
-    def __init__(self, source, buffer_steps: int) -> None:
+    def __init__(self, name: str, source, buffer_steps: int) -> None:
         from vllm.config.kv_events import KVEventsConfig
         from vllm.distributed.kv_events import EventPublisherFactory
 
-        self.inner = EventPublisherFactory.create(
-            KVEventsConfig(
-                enable_kv_cache_events=True,
-                publisher="zmq",
-                endpoint=source.endpoint,
-                replay_endpoint=source.replay_endpoint,
-                buffer_steps=buffer_steps,
-            )
+        from connector.scheduler.event_publisher import register_publisher
+
+        register_publisher()
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            endpoint=source.endpoint,
+            replay_endpoint=source.replay_endpoint,
+            buffer_steps=buffer_steps,
         )
+        config.publisher = name
+        self.inner = EventPublisherFactory.create(config)
 
     def stored(self, block: int, medium: str = "GPU", locality: str | None = None) -> None:
         from vllm.distributed.kv_events import BlockStored, KVEventBatch
@@ -54,14 +57,19 @@ class Publisher:
         self.inner.publish(KVEventBatch(ts=time.time(), events=[event]))
 
 
+@pytest.fixture(params=["zmq", OWN_EVENT_PUBLISHER], ids=["vLLM's publisher", "Baton's publisher"])
+def publisher_name(request) -> str:
+    return request.param
+
+
 @contextmanager
-def source_and_publisher(run_dir: Path, missed: int, buffer_steps: int) -> Iterator:
+def source_and_publisher(run_dir: Path, name: str, missed: int, buffer_steps: int) -> Iterator:
     """A source that begins to listen when ``missed`` batches have been published."""
     from services.worker.engines.vllm.kv_events import KvEventSource
 
     source = KvEventSource(run_dir)
     source._socket.disconnect(source.endpoint)
-    publisher = Publisher(source, buffer_steps)
+    publisher = Publisher(name, source, buffer_steps)
     for block in range(missed):
         publisher.stored(block)
     while publisher.inner._event_queue.unfinished_tasks:
@@ -89,15 +97,15 @@ async def events_after(source, publisher, count: int = 1) -> list[KvEvent]:
     return events
 
 
-async def test_events_before_the_subscription_are_replayed(tmp_path):
-    with source_and_publisher(tmp_path, missed=3, buffer_steps=100) as (source, publisher):
+async def test_events_before_the_subscription_are_replayed(tmp_path, publisher_name):
+    with source_and_publisher(tmp_path, publisher_name, missed=3, buffer_steps=100) as (source, publisher):
         events = await events_after(source, publisher)
 
     assert [unpack_hashes(event.hashes)[0] for event in events][:4] == [0, 1, 2, 1000]
 
 
-async def test_events_name_the_tier_and_shared_store_blocks_are_ignored(tmp_path):
-    with source_and_publisher(tmp_path, missed=0, buffer_steps=100) as (source, publisher):
+async def test_events_name_the_tier_and_shared_store_blocks_are_ignored(tmp_path, publisher_name):
+    with source_and_publisher(tmp_path, publisher_name, missed=0, buffer_steps=100) as (source, publisher):
         publisher.stored(1, "CPU")
         publisher.stored(2, "STORAGE")
         publisher.stored(3, "STORAGE", "REMOTE")
@@ -110,9 +118,38 @@ async def test_events_name_the_tier_and_shared_store_blocks_are_ignored(tmp_path
     ]
 
 
-async def test_what_can_no_longer_be_replayed_clears_everything(tmp_path):
-    with source_and_publisher(tmp_path, missed=5, buffer_steps=2) as (source, publisher):
+async def test_what_can_no_longer_be_replayed_clears_everything(tmp_path, publisher_name):
+    with source_and_publisher(tmp_path, publisher_name, missed=5, buffer_steps=2) as (source, publisher):
         events = await events_after(source, publisher)
 
     assert events[0].kind is KvEventKind.CLEARED
     assert unpack_hashes(events[-1].hashes) == (1000,)
+
+
+async def test_events_that_are_published_during_a_replay_are_not_lost(tmp_path, publisher_name):
+    missed, last = 2000, 4000
+    with source_and_publisher(tmp_path, publisher_name, missed=missed, buffer_steps=10_000) as (source, publisher):
+        batches, blocks = source.batches(), list[int]()
+        publishing = asyncio.get_running_loop().run_in_executor(
+            None, lambda: [publisher.stored(block) for block in range(missed, last)]
+        )
+        async with asyncio.timeout(WAIT_S_MAX):
+            while not blocks or blocks[-1] < last:
+                following = asyncio.ensure_future(anext(batches))
+                while not following.done():
+                    await asyncio.wait([following, publishing], timeout=0.1)
+                    if publishing.done():
+                        publisher.stored(last)  # until one comes: the connection may have been made after all others
+                blocks += [unpack_hashes(event.hashes)[0] for event in following.result()]
+        await batches.aclose()
+
+    assert blocks[: last + 1] == list(range(last + 1))
+
+
+def test_an_ended_publisher_takes_no_events_and_leaves_no_thread(tmp_path):
+    with source_and_publisher(tmp_path, OWN_EVENT_PUBLISHER, missed=1, buffer_steps=2) as (_source, publisher):
+        publisher.inner.shutdown()
+
+        assert not publisher.inner._thread.is_alive()
+        with pytest.raises(RuntimeError, match="closed"):
+            publisher.stored(2)

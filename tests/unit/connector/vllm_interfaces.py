@@ -26,7 +26,10 @@ INTERFACES = {
     f"{KV}/kv_connector/v1/nixl/connector.py": "NixlPullConnector.__init__",
     f"{KV}/kv_connector/v1/nixl/metadata.py": "NIXL_CONNECTOR_VERSION",
     "vllm/distributed/kv_events.py": (
-        "BlockStored BlockRemoved AllBlocksCleared KVEventBatch MEDIUM_CPU MEDIUM_GPU MEDIUM_STORAGE ZmqEventPublisher"
+        "BlockStored BlockRemoved AllBlocksCleared EventBatch KVEventBatch MEDIUM_CPU MEDIUM_GPU MEDIUM_STORAGE "
+        "EventPublisherFactory EventPublisherFactory.register_publisher EventPublisherFactory.create ZmqEventPublisher "
+        "ZmqEventPublisher.__init__ ZmqEventPublisher.publish ZmqEventPublisher._publisher_thread "
+        "ZmqEventPublisher._service_replay ZmqEventPublisher.shutdown"
     ),
     "vllm/config/vllm.py": "VllmConfig",
     "vllm/config/model.py": "ModelConfig",

@@ -29,6 +29,8 @@ OWN_SCHEDULERS = {
     True: "connector.scheduler.engine_scheduler.BatonAsyncScheduler",
 }
 """By whether vLLM schedules asynchronously; a scheduler of the wrong kind computes wrong tokens."""
+OWN_EVENT_PUBLISHER = "baton"
+"""``connector.scheduler.event_publisher.NAME``, in place of vLLM's."""
 
 
 NO_MEDIA_HOST = "none; send data: URLs, or ask the operator (BATON_MEDIA_DOMAINS)"
@@ -171,6 +173,8 @@ def configure_connector(
     if config.kv_transfer_config.kv_connector != OWN_CONNECTOR:
         return
     config.scheduler_config.scheduler_cls = OWN_SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    if config.kv_events_config.publisher == "zmq":
+        config.kv_events_config.publisher = OWN_EVENT_PUBLISHER
     config.kv_transfer_config.kv_connector_extra_config.update(
         worker_id=identity.worker_id,
         epoch=identity.epoch,

@@ -16,6 +16,7 @@ from connector.layout.engine_layout import UnsupportedEngine
 from connector.messages import read_settings
 from services.worker.engines.port import Identity
 from services.worker.engines.vllm.arguments import (
+    OWN_EVENT_PUBLISHER,
     arguments,
     bindings_of,
     configure_connector,
@@ -94,6 +95,7 @@ def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
             kv_connector=transfer(settings)["kv_connector"], kv_connector_extra_config={}
         ),
         scheduler_config=SimpleNamespace(async_scheduling=async_scheduling, scheduler_cls=None),
+        kv_events_config=SimpleNamespace(publisher="zmq"),
         parallel_config=SimpleNamespace(data_parallel_size=1),
         lora_config=None,
         device_config=SimpleNamespace(device_type="cuda"),
@@ -116,8 +118,10 @@ def on_cpu(kv_type: str = "auto", *, use_mla: bool = False, **text: Any) -> Simp
     return config
 
 
-def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
-    config = resolved(settings, async_scheduling=async_scheduling)
+def introduced(
+    settings: Settings, *, async_scheduling: bool = False, config: SimpleNamespace | None = None
+) -> SimpleNamespace:
+    config = config or resolved(settings, async_scheduling=async_scheduling)
     identity, refusal_file = Identity(WorkerId("w1"), Epoch(7)), Path("/run/refused")
     configure_connector(
         config,
@@ -151,10 +155,19 @@ def test_the_scheduler_is_async_if_vllm_decided_so(ahead, name):
     )
 
 
-def test_vllms_own_connector_gets_vllms_own_scheduler():
+@pytest.mark.parametrize(("asked", "publisher"), [("zmq", OWN_EVENT_PUBLISHER), ("null", "null")])
+def test_kv_events_are_published_by_batons_publisher_if_at_all(asked, publisher):
+    config = resolved(Settings(), async_scheduling=False)
+    config.kv_events_config.publisher = asked
+
+    assert introduced(Settings(), config=config).kv_events_config.publisher == publisher
+
+
+def test_vllms_own_connector_gets_vllms_own_scheduler_and_publisher():
     config = introduced(Settings(connector="upstream"))
 
     assert config.scheduler_config.scheduler_cls is None
+    assert config.kv_events_config.publisher == "zmq"
     assert config.kv_transfer_config.kv_connector_extra_config == {}
 
 

@@ -1,0 +1,74 @@
+"""vLLM's publisher of KV events, without its thread for each batch.
+
+vLLM hands each step's events to a thread, whose wake-up takes several times what it does: it packs and queues a few
+hundred bytes, and competes with the thread that schedules for the interpreter and the core. Here that thread does it
+itself; ZMQ's own thread writes them to the socket. The thread of vLLM's publisher only answers requests for a replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import EventBatch, EventPublisherFactory, ZmqEventPublisher
+from zmq.constants import Flag
+
+NAME = "baton"
+"""Of the publisher, in vLLM's configuration."""
+REPLAY_POLL_MS = 1000
+"""How soon the thread notices that it must end."""
+
+log = logging.getLogger("baton.connector")
+
+
+class StepEventPublisher(ZmqEventPublisher):
+    """Same endpoints and messages as vLLM's."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._lock = threading.Lock()
+        """Held where the events for replays are used."""
+        super().__init__(*args, **options)
+
+    def publish(self, events: EventBatch) -> None:
+        """Send a step's events. What ZMQ does not take, the reader finds missing and asks for.
+
+        Raises RuntimeError after ``shutdown``.
+        """
+        if not self._running:
+            raise RuntimeError("the publisher of KV events is closed")
+        if events.data_parallel_rank is None:
+            events.data_parallel_rank = self._data_parallel_rank
+        payload = self._encode(events)
+        with self._lock:
+            number = next(self._seq_gen)
+            self._buffer.append((number, payload))
+        try:
+            self._pub.send_multipart((self._topic_bytes, number.to_bytes(8, "big"), payload), Flag.NOBLOCK)
+        except zmq.error.ZMQError as error:
+            log.warning("KV events %d were not sent: %s", number, error)
+
+    def shutdown(self) -> None:
+        """Close the sockets."""
+        self._running = False
+        self._thread.join(timeout=self.SHUTDOWN_TIMEOUT + REPLAY_POLL_MS / 1e3)
+        for socket in (self._pub, self._replay):
+            if socket is not None:
+                socket.close(linger=0)
+
+    def _publisher_thread(self) -> None:
+        while self._running and self._replay is not None:
+            try:
+                if self._replay.poll(REPLAY_POLL_MS):
+                    with self._lock:
+                        self._service_replay()
+            except zmq.error.ZMQError as error:
+                log.warning("a replay of KV events failed: %s", error)
+
+
+def register_publisher() -> None:
+    """Make vLLM know the publisher by its name, in this process. Does nothing the second time."""
+    if NAME not in EventPublisherFactory._registry:
+        EventPublisherFactory.register_publisher(NAME, StepEventPublisher)
