@@ -87,8 +87,9 @@ compose-test: setup-dev ## Containers with simulated engines: up, requests, lose
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts; PEERS=1: beside sglang-router and vllm-router
 	@$(PYTHON) -m $(if $(PEERS),bench.bench_peers,bench.bench_router) $(ARGS)
 
-bench-worker: setup-dev ## What a worker adds to vLLM's own server, on the same engine: CPU, time to first token and between tokens; ten minutes
+bench-worker: setup-dev ## What a worker adds to vLLM's own server, on the same engine: CPU, time to first token and between tokens; and what a step of its scheduler costs; ten minutes
 	@$(PYTHON) -m bench.bench_worker $(ARGS)
+	@$(PYTHON) -m bench.bench_connector_step
 
 bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; a quarter of an hour; GPU=1: handoffs on one or two NVIDIA GPUs
 	@$(PYTHON) -m $(if $(GPU),bench.bench_kv_gpu,bench.bench_kv) $(ARGS)
