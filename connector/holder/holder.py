@@ -114,6 +114,10 @@ class Holder:
         self._pending_writes = PendingWrites(len(pool.blocks), block_size)
 
     @property
+    def has_leases(self) -> bool:
+        return bool(self._leases)
+
+    @property
     def has_followed(self) -> bool:
         """Whether any step may make blocks ready that ``advance`` can grant."""
         return bool(self._leases.followed)

@@ -251,9 +251,11 @@ class ConnectorScheduler:
         """Call after the scheduler has processed a step's output; also before, for readers that follow a prompt, unless
         the scheduler will take back blocks that did not arrive.
         """
-        self._core.grant()
-        if not self._core.is_idle:
-            self._give_orders()
+        core = self._core
+        if core.is_idle and core.lends_nothing:
+            return
+        core.grant()
+        self._give_orders()
         self.push_notifications()
 
     @property

@@ -50,6 +50,11 @@ class BatonScheduling:
     _ended_with_output = 0
     """Of ``finished_req_ids``, how many the last output has counted as ended."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.connector, BatonConnector):
+            raise TypeError("this scheduler is for the Baton connector: set kv_connector to BatonConnector")
+
     def has_finished_requests(self) -> bool:
         """Whether ended requests need a step. vLLM makes one, without tokens, for the model runner to forget them, in
         which a new request would wait; the next step with tokens tells it as well. But a request that ended in no step
@@ -169,8 +174,6 @@ class BatonScheduling:
         """Name the requests whose blocks have arrived before vLLM processes the step, so that the next step schedules
         them. The worker role's own ``finished_recving`` would be one step later.
         """
-        if not isinstance(self.connector, BatonConnector):
-            raise TypeError("this scheduler is for the Baton connector: set kv_connector to BatonConnector")
         with self.connector.connector_scheduler.calls.lock:
             self.connector.connector_scheduler.calls.end()
             return self._update_from_output(scheduler_output, model_runner_output)

@@ -57,6 +57,8 @@ class ExchangeStats:
         self._recomputed_tokens = 0
         self._first_tokens = 0
         self._reported: KvExchangeState | None = None
+        self.has_reported_any = False
+        """The last report names leases or reads."""
 
     def part(self, part: ReadPart) -> None:
         """Count a part of a read that has ended."""
@@ -99,6 +101,7 @@ class ExchangeStats:
             recomputed_tokens_total=self._recomputed_tokens,
             first_tokens_received_total=self._first_tokens,
         )
+        self.has_reported_any = bool(counts.leases or reads)
         return self._reported
 
     def changed(self, holder: Holder, reads: Callable[[], int]) -> bool:
@@ -317,6 +320,11 @@ class ExchangeCore:
             or tests.under_way
             or tests.ended
         )
+
+    @property
+    def lends_nothing(self) -> bool:
+        """Nothing is leased, and the worker knows it."""
+        return not (self.holder.has_leases or self._stats.has_reported_any)
 
     @property
     def has_notifications(self) -> bool:
