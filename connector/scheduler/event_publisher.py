@@ -17,8 +17,8 @@ from zmq.constants import Flag
 
 NAME = "baton"
 """Of the publisher, in vLLM's configuration."""
-REPLAY_POLL_MS = 1000
-"""How soon the thread notices that it must end."""
+REPLAY_POLL_MS = 100
+"""How soon the thread notices that it must end; vLLM's looks as often."""
 
 log = logging.getLogger("baton.connector")
 
@@ -53,7 +53,7 @@ class StepEventPublisher(ZmqEventPublisher):
     def shutdown(self) -> None:
         """Close the sockets."""
         self._running = False
-        self._thread.join(timeout=self.SHUTDOWN_TIMEOUT + REPLAY_POLL_MS / 1e3)
+        self._thread.join(timeout=self.SHUTDOWN_TIMEOUT)
         for socket in (self._pub, self._replay):
             if socket is not None:
                 socket.close(linger=0)
