@@ -29,7 +29,7 @@ class StepEventPublisher(ZmqEventPublisher):
     def __init__(self, *args: object, **options: object) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
-        """Held where the events for replays are used."""
+        """Held where the events that are kept for replays are read or changed."""
         super().__init__(*args, **options)
 
     def publish(self, events: EventBatch) -> None:
@@ -62,10 +62,23 @@ class StepEventPublisher(ZmqEventPublisher):
         while self._running and self._replay is not None:
             try:
                 if self._replay.poll(REPLAY_POLL_MS):
-                    with self._lock:
-                        self._service_replay()
+                    self._service_replay()
             except zmq.error.ZMQError as error:
                 log.warning("a replay of KV events failed: %s", error)
+
+    def _service_replay(self) -> None:
+        """As vLLM's, which sends while it reads what is kept: the thread that schedules must not wait for that."""
+        request = self._replay.recv_multipart()
+        if len(request) != 3:
+            log.warning("a request for KV events has %d parts instead of 3", len(request))
+            return
+        client, empty, first = request
+        with self._lock:
+            kept = list(self._buffer)
+        for number, payload in kept:
+            if number >= int.from_bytes(first, "big"):
+                self._replay.send_multipart((client, empty, self._topic_bytes, number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((client, empty, b"", self.END_SEQ, b""))
 
 
 def register_publisher() -> None:
