@@ -369,10 +369,7 @@ class Holder:
 
     def _cached_tokens_of(self, followed: FollowedPrompt) -> int:
         leg_id, cached = self._prompts.get(followed.hashes[-1], (NO_LEG, 0))
-        if followed.leg_id not in (leg_id, NO_LEG):
-            # The ask came before the leg was scheduled: what could be granted was cached.
-            return followed.granted * self._pending_writes.block_size
-        return cached
+        return cached if followed.leg_id in (leg_id, NO_LEG) else -1
 
 
 def _hashes_of(request: LeaseKv) -> list[bytes] | None:

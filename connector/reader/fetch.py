@@ -207,6 +207,10 @@ class Fetch:
     def has_request(self, lease_id: str) -> bool:
         return any(request.lease_id == lease_id for request in self.requests)
 
+    def granted_end(self, lease_id: str) -> int:
+        """Index in the prompt after the last block that this request was granted; 0: none was."""
+        return next((request.granted_end for request in self.requests if request.lease_id == lease_id), 0)
+
     def is_reading(self, read_id: int) -> bool:
         """Whether this fetch has the read under way."""
         return read_id in self._reads

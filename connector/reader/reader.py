@@ -311,7 +311,9 @@ class Reader:
             if state.fetch is not None and state.fetch.has_request(grant.ask_id):
                 state.fetch.on_grant(grant, self._now())
                 if grant.final and any(source.follow for source in state.order.sources):
-                    state.counts.prefill_cached_tokens = grant.prefill_cached_tokens
+                    # What was granted before its prompt was computed was cached, and so was what precedes it.
+                    end = state.fetch.granted_end(grant.ask_id) if grant.prefill_cached_tokens < 0 else 0
+                    state.counts.prefill_cached_tokens = max(grant.prefill_cached_tokens, end * self._block_tokens)
                     state.first_token = grant.first_token
                     self._show_first_token(state)
                 return

@@ -133,7 +133,9 @@ class KvGrant(Message, frozen=True, kw_only=True):
     reason: NoGrant | None = None
     """Set when fewer blocks than requested were granted in total."""
     prefill_cached_tokens: int = 0
-    """Prompt tokens that the holder found in its own cache before it computed the followed prompt."""
+    """Prompt tokens that the holder found in its own cache before it computed the followed prompt. -1: it had not begun
+    to, so all that it granted was cached.
+    """
     first_token: FirstToken | None = None
     """With the last grant of a followed prompt, if the leg that computes it has ended."""
 

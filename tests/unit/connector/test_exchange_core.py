@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from operator import attrgetter
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from connector.holder.holder import HolderSettings
-from connector.messages import Connected, EngineCall, Peer, PeerGone
-from connector.reader.fetch import FetchLimits
-from connector.scheduler.exchange_core import ExchangeCore, GrantWays
+from connector.messages import Connected, EngineCall, Orders, Peer, PeerGone
+from connector.reader.fetch import FetchLimits, Outbox
+from connector.scheduler.exchange_core import ExchangeCore, GrantWays, PendingReplies
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
@@ -85,6 +87,26 @@ def test_the_handshake_is_sent_on_demand_with_the_current_clock(engine):
     assert engine.exchange.notifications(describe=True).handshake.clock_s == 7.5
 
 
+WORK = [
+    *(f"orders.{one.name}" for one in fields(Orders)),
+    *(f"reader.outbox.{one.name}" for one in fields(Outbox)),
+    *(f"_replies.{one.name}" for one in fields(PendingReplies) if one.name != "answered"),  # sent with the next message
+    *("reader.fetching", "reader.unfinished", "reader.unknown_peers", "connecting"),
+    *("prefetcher.under_way", "prefetcher.ended", "_speed_tests.under_way", "_speed_tests.ended"),
+]
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_an_exchange_with_work_of_any_kind_is_not_idle(engine, work):
+    assert engine.exchange.is_idle
+    path, _, name = f"exchange.{work}".rpartition(".")
+    owner = attrgetter(path)(engine)
+
+    setattr(owner, name, type(getattr(owner, name))({"one": "piece"}))
+
+    assert not engine.exchange.is_idle
+
+
 class Socket:
     """Of a reader's engine on the same machine."""
 
@@ -120,6 +142,21 @@ class HoldingEngine:
 def holder():
     pytest.importorskip("vllm")
     return HoldingEngine()
+
+
+def test_an_engine_lends_something_until_its_worker_knows_that_it_is_over(holder):
+    hashes = chain(2)
+    holder.holding.hold(hashes)
+    assert holder.exchange.lends_nothing
+
+    holder.ask(hashes)
+    (grant,) = holder.on_the_bus()
+    assert not holder.exchange.lends_nothing
+
+    holder.exchange.handle(EngineCall(releases=[release(lease_id=grant.lease_id)]))
+    assert not holder.exchange.lends_nothing
+    assert holder.exchange.notifications().state.leases == 0
+    assert holder.exchange.lends_nothing
 
 
 ASKED = {"reply_to": "/run/kv-grants-r", "follow_s": 5.0}

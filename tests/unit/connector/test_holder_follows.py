@@ -217,13 +217,13 @@ def test_a_late_follower_also_learns_the_cached_tokens(holding, named):
     assert (grant.final, grant.prefill_cached_tokens) == (True, BLOCK_TOKENS)
 
 
-def test_what_is_granted_before_its_leg_is_scheduled_was_cached(holding):
+def test_what_is_granted_before_its_leg_is_scheduled_says_so(holding):
     holding.holder.note_prompt(chain(3)[-1], 0, "an earlier leg with this prompt")
     holding.hold(chain(3))
 
     grant = holding.holder.lease(lease_request(chain(3), follow_s=30.0, leg_id="leg"))
 
-    assert (grant.final, grant.prefill_cached_tokens) == (True, 3 * BLOCK_TOKENS)
+    assert (grant.final, grant.prefill_cached_tokens) == (True, -1)
 
 
 def test_followers_are_notified_when_the_engine_ends(holding):

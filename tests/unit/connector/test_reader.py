@@ -58,7 +58,7 @@ class Bench:
         )
         self.peers.know(Peer(handshake=handshake, clock_ahead_s=0.0))
 
-    def grant(self, blocks, reason=None):
+    def grant(self, blocks, reason=None, **fields):
         request = self.reader.outbox.lease_requests[-1]
         names = [request.hashes[at : at + 32] for at in range(0, len(request.hashes), 32)]
         self.reader.on_grant(
@@ -72,6 +72,7 @@ class Bench:
                 last_hash=names[len(blocks) - 1] if blocks else b"",
                 until_s=50.0,
                 reason=reason,
+                **fields,
             )
         )
 
@@ -168,6 +169,19 @@ def test_a_preempted_request_requests_its_blocks_by_hash(bench):
 def test_fewer_tokens_than_the_minimum_are_not_fetched(bench):
     assert bench.reader.matched(Request(tokens=40), READ_BACK, 0) == 0
     assert bench.reader.outbox.lease_requests == []
+
+
+@pytest.mark.parametrize(
+    ("named", "reported"), [(-1, 3 * 32), (0, 0), (32, 32)], ids=["before it was computed", "computed", "partly cached"]
+)
+def test_the_prefill_workers_cached_tokens_are_those_of_the_whole_prompt(bench, named, reported):
+    follows = LegOrder(sources=[KvSource(worker_id="p", epoch=1, follow=True, leg_id="leg")])
+    request = Request()
+
+    assert bench.reader.matched(request, follows, 2 * 32) == 32  # It asks for the third block only.
+    bench.grant([7], prefill_cached_tokens=named)
+
+    assert bench.reader.transfer_report("r").prefill_cached_tokens == reported
 
 
 @pytest.mark.parametrize(("granted", "refused"), [([7, 8, 9], False), ([7], True)])
