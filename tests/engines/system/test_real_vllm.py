@@ -551,6 +551,11 @@ def long_message(system: System) -> Stream:
     raise AssertionError("every message ends soon")
 
 
+def has_begun(streams: list[Stream], running: list[Future[Stream]]) -> bool:
+    """Whether each has had some events; or one has ended, which may be after fewer: a busy worker joins tokens."""
+    return all(len(stream.events) > SOME for stream in streams) or any(one.done() for one in running)
+
+
 def midway(
     uncut: list[Stream], engine: psutil.Process, system: System, threads: ThreadPoolExecutor
 ) -> tuple[list[Stream], list[Future[Stream]]]:
@@ -562,7 +567,7 @@ def midway(
         for path in (MESSAGES, RESPONSES, "/v1/chat/completions", "/v1/completions"):
             begun = [stream for stream in streams if stream.path == path]
             running += [threads.submit(stream.run, system) for stream in begun]
-            until(lambda begun=begun: all(len(stream.events) > SOME for stream in begun), "each has had some", 60.0)
+            until(lambda begun=begun, running=running: has_begun(begun, running), "each has had some", 60.0)
         freeze(engine.pid)
         if all(len(now.text()) < 0.8 * len(then.text()) for now, then in zip(streams, uncut, strict=True)):
             return streams, running
