@@ -43,43 +43,18 @@ from connector.scheduler.engine_scheduler import BatonScheduler
 from services.worker.engines.vllm.arguments import OWN_EVENT_PUBLISHER
 from shared.contracts.ids import LegId
 from shared.contracts.kv_exchange import LegOrder
-from shared.contracts.workers import Fingerprint
+from tests.unit.connector.real_scheduler import BLOCK_TOKENS, CONNECTOR, MODEL
 
 COMMAND = "make bench-worker"
 OUT = Path("docs/benchmarks/connector-step.md")
-BLOCK_TOKENS, BLOCKS = 16, 4096
+BLOCKS = 4096
 PROMPT_TOKENS = 64
 CACHE_BYTES = 8 << 20
 LEASES = 16
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
-FINGERPRINT = Fingerprint(
-    model="m", revision="r", dtype="float32", block_size=BLOCK_TOKENS, kv_layout="l", connector="c", engine_version="v"
-)
-TRANSFER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-NIXL = {**TRANSFER, "kv_connector": "NixlConnector"}
-BATON = {
-    **TRANSFER,
-    "kv_connector": "BatonConnector",
-    "kv_connector_module_path": "connector.connector",
-    "kv_connector_extra_config": {
-        "worker_id": "w",
-        "epoch": 1,
-        "lease_s": 3600.0,
-        "lease_s_max": 3600.0,
-        "fingerprint": msgspec.structs.asdict(FINGERPRINT),
-    },
-}
+NIXL = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector": "NixlConnector"}
+LONG = {"lease_s": 3600.0, "lease_s_max": 3600.0}
+OWN: Any = CONNECTOR
+BATON = {**OWN, "kv_connector_extra_config": {**OWN["kv_connector_extra_config"], **LONG}}
 PLAIN = "vLLM"
 KINDS: dict[str, tuple[bool, dict[str, Any] | None]] = {
     PLAIN: (False, None),

@@ -1,8 +1,9 @@
 """vLLM's publisher of KV events, without its thread for each batch.
 
-vLLM hands each step's events to a thread, whose wake-up takes several times what it does: it packs and queues a few
-hundred bytes, and competes with the thread that schedules for the interpreter and the core. Here that thread does it
-itself; ZMQ's own thread writes them to the socket. The thread of vLLM's publisher only answers requests for a replay.
+vLLM hands each step's events to a thread, which competes with the thread that schedules for the interpreter and the
+core only to pack and queue a few hundred bytes: 0.1 ms of CPU for an answer of one token. Here the thread that
+schedules does it; ZMQ's own thread writes to the socket. The thread of vLLM's publisher only answers requests for a
+replay.
 """
 
 from __future__ import annotations
