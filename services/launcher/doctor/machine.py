@@ -96,6 +96,7 @@ LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 LOCAL_VERSION = re.compile(r"\+.*")
 SHM = Path("/dev/shm")  # noqa: S108  # Only its size is read.
 SERVICE = re.compile(r"^services\.(router|orchestrator|collector|worker)$")
+DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (
     (8000, "the OpenAI API", "--port"),
     (8001, "metrics", "--collector-port"),
@@ -261,9 +262,15 @@ def disk(what: str, folder: Path) -> Disk:
 def ports() -> list[Port]:
     """The default ports of `baton up`."""
     return [
-        Port(number=number, purpose=purpose, option=option, is_free=free, holder="" if free else machine.holder(number))
+        Port(
+            number=number,
+            purpose=purpose,
+            option=option,
+            is_free=free,
+            holder="" if free else machine.holder(DEFAULT_HOST, number),
+        )
         for number, purpose, option in DEFAULT_PORTS
-        for free in [machine.is_free("127.0.0.1", number)]
+        for free in [machine.is_free(DEFAULT_HOST, number)]
     ]
 
 

@@ -150,7 +150,8 @@ def find_model(model: str) -> str:
 def taken_ports(ports: tuple[RequiredPort, ...]) -> list[str]:
     """One sentence for each port that is in use."""
     return [
-        f"Port {port.port} for {port.purpose} is in use{holder(port.port)}: choose another with {port.option}."
+        f"Port {port.port} for {port.purpose} is in use{holder(port.host, port.port)}: "
+        f"choose another with {port.option}."
         for port in ports
         if not is_free(port.host, port.port)
     ]
@@ -191,14 +192,32 @@ def free_ports(host: str, above: int, count: int) -> tuple[int, ...]:
     return found
 
 
-def holder(port: int) -> str:
-    """`` by pid N (COMMAND)``, or empty: only root sees the processes of other users."""
+def holder(host: str, port: int) -> str:
+    """`` by pid N (COMMAND)`` of the process that keeps others from listening there, or empty.
+
+    One that listens on another address of this machine does not. Only root sees the processes of other users.
+    """
     try:
-        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-        for connection in listening:
-            if connection.pid and connection.laddr and connection.laddr.port == port:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN or not connection.pid or not connection.laddr:
+                continue
+            if connection.laddr.port == port and _overlaps(connection.laddr.ip, host):
                 command = " ".join(psutil.Process(connection.pid).cmdline())
                 return f" by pid {connection.pid} ({textwrap.shorten(command, COMMAND_CHARS_MAX)})"
     except psutil.Error:
         pass
     return ""
+
+
+def _overlaps(listening: str, host: str) -> bool:
+    """Whether a server at the address ``listening`` keeps another from ``host`` on the same port."""
+    any_address = {"0.0.0.0", "::"}
+    return listening in any_address or host in any_address or listening == _address(host)
+
+
+def _address(host: str) -> str:
+    """``host`` as an IP address; unchanged if it has none."""
+    try:
+        return host if ":" in host else socket.gethostbyname(host)
+    except OSError:
+        return host
