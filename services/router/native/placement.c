@@ -1,34 +1,7 @@
-#include "placement.h"
-
 #include <math.h>
 #include <stdlib.h>
 
-#define N(what) fleet->numbers[row * NUMBERS + (what)]
-
-static bool flag(const struct fleet *fleet, enum flag what, size_t row)
-{
-    return fleet->flags[(size_t)what * fleet->stride + row];
-}
-
-static double least(double one, double other, bool arrays)
-{
-    if (arrays && (isnan(one) || isnan(other)))
-        return isnan(one) ? one : other;
-    return other < one ? other : one;
-}
-
-static double most(double one, double other, bool arrays)
-{
-    if (arrays && (isnan(one) || isnan(other)))
-        return isnan(one) ? one : other;
-    return other > one ? other : one;
-}
-
-static int64_t block_size_of(const struct fleet *fleet, size_t row)
-{
-    double size = N(BLOCK_SIZE);
-    return size >= 1.0 ? (int64_t)fmin(size, 0x1p53) : 1;
-}
+#include "cost.h"
 
 /* ---- holders: kv_sources.py */
 
@@ -78,56 +51,16 @@ static size_t first_of(const struct holders *holders, int64_t group)
     return low;
 }
 
-/* What the last row had: most rows have the same block size and are of the same group, and a division takes as long as
- * ten other operations.
- */
-struct last {
-    double size; /* not a number: none */
-    int64_t block_size, usable; /* blocks of the prompt that need not be computed */
-    bool has_group;
-    int64_t group;
-    struct holder best, second; /* of the group; no blocks where there is none */
-};
-
-static void take_block_size(struct last *last, const struct fleet *fleet, const struct question *question, size_t row)
+int64_t most_blocks(const struct holders *holders, int64_t group)
 {
-    if (N(BLOCK_SIZE) == last->size)
-        return;
-    last->size = N(BLOCK_SIZE);
-    last->block_size = block_size_of(fleet, row);
-    last->usable = question->tokens > 0 ? (question->tokens - 1) / last->block_size : 0;
-}
-
-static void take_group(struct last *last, const struct holders *holders, int64_t group)
-{
-    if (last->has_group && last->group == group)
-        return;
-    struct holder none = {group, 0, -1};
     size_t i = first_of(holders, group);
-    last->has_group = true;
-    last->group = group;
-    last->best = i < holders->count && holders->ranked[i].group == group ? holders->ranked[i] : none;
-    last->second = i + 1 < holders->count && holders->ranked[i + 1].group == group ? holders->ranked[i + 1] : none;
-}
-
-static int64_t held_by(const struct last *last, const struct holders *holders, size_t row)
-{
-    if (holders->blocks == NULL)
-        return 0;
-    return (holders->blocks[row] < last->usable ? holders->blocks[row] : last->usable) * last->block_size;
-}
-
-static int64_t reachable_by(const struct last *last, const struct question *question, size_t row, int64_t held)
-{
-    int64_t blocks = last->best.row != (int64_t)row ? last->best.blocks : last->second.blocks;
-    int64_t reach = (blocks < last->usable ? blocks : last->usable) * last->block_size;
-    return reach - held >= question->fetch_tokens_min ? reach : held;
+    return i < holders->count && holders->ranked[i].group == group ? holders->ranked[i].blocks : 0;
 }
 
 int find_sources(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                  const struct candidate *candidate, size_t row, struct holder found[SOURCES_MAX])
 {
-    int64_t block_size = block_size_of(fleet, row), first = candidate->cached / block_size;
+    int64_t block_size = block_size_of(N(BLOCK_SIZE)), first = candidate->cached / block_size;
     int64_t last = (candidate->cached + candidate->fetched) / block_size;
     size_t begin = first_of(holders, candidate->group);
     int count = 0;
@@ -143,18 +76,7 @@ int find_sources(const struct fleet *fleet, const struct question *question, con
     return count;
 }
 
-/* ---- the cost model: cost.py */
-
-struct batch {
-    double between_s, step_s, itl_s, full_step_s, more_s, excess_s, disturbed, queue_s;
-};
-
-/* By how much the request slows each step of a batch. */
-static double more_s(const struct fleet *fleet, const struct question *question, size_t row)
-{
-    double tokens = (double)(question->tokens + (question->tokens_out >> 1));
-    return N(DECODE_REQUEST_S) + N(DECODE_CONTEXT_TOKEN_S) * tokens;
-}
+/* ---- numbers of all candidates: cost.py */
 
 double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free)
 {
@@ -166,12 +88,6 @@ double uncrowded_itl_s(const struct fleet *fleet, const struct question *questio
         least_s = alone_s < least_s ? alone_s : least_s;
     }
     return UNCROWDED * (least_s + 0.0);
-}
-
-static double mean_token_s(const struct fleet *fleet, size_t row)
-{
-    double each_s = N(PREFILL_TOKEN_S) + N(PREFILL_PAIR_S) * N(PAIRS_PER_TOKEN);
-    return each_s + N(PREFILL_STEP_S) / N(STEP_TOKENS);
 }
 
 double eviction_price(const struct fleet *fleet, const struct question *question, const uint8_t *is_free)
@@ -189,89 +105,6 @@ double eviction_price(const struct fleet *fleet, const struct question *question
         return 0.0;
     double reused = used / stored;
     return (reused < 1.0 ? reused : 1.0) / (1.0 - busy / count);
-}
-
-static double work_s(const struct fleet *fleet, size_t row, double computed, double cached)
-{
-    double pairs = computed * (cached + 0.5 * computed);
-    return N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * computed + N(PREFILL_PAIR_S) * pairs;
-}
-
-static double waiting_s(const struct fleet *fleet, const struct question *question, size_t row, double token_s,
-                        double step_s)
-{
-    double reported_s = (N(WAITING_TOKENS) - N(SENT_TOKENS)) * token_s;
-    double elapsed_s = question->now - N(HEARD_AT);
-    double left_s = most(reported_s - elapsed_s, 0.0, question->arrays) + N(SENT_TOKENS) * token_s;
-    return most(left_s, 0.5 * step_s, question->arrays);
-}
-
-__attribute__((always_inline)) static inline struct batch estimate_batch(const struct fleet *fleet, const struct question *question, size_t row)
-{
-    struct batch batch;
-    double token_s = mean_token_s(fleet, row);
-    double decoding = N(DECODING);
-    batch.more_s = more_s(fleet, question, row);
-    double step_s = N(DECODE_STEP_S) + N(DECODE_REQUEST_S) * decoding + N(DECODE_CONTEXT_TOKEN_S) * N(CONTEXT_TOKENS);
-    batch.full_step_s = step_s + batch.more_s;
-    batch.itl_s = batch.full_step_s / (1.0 - least(N(PROMPTS_PER_S) * token_s, BUSY_MAX, question->arrays));
-    batch.excess_s = most(batch.full_step_s - question->itl_free_s, 0.0, question->arrays);
-    batch.disturbed = batch.full_step_s > question->itl_free_s ? decoding * N(ANSWERS) : 0.0;
-    batch.step_s = decoding > 0.0 ? step_s : 0.0;
-    batch.between_s = batch.step_s / N(STEP_TOKENS);
-    batch.queue_s = waiting_s(fleet, question, row, token_s + batch.between_s, batch.step_s);
-    return batch;
-}
-
-static void estimate_prefill(struct candidate *to, const struct fleet *fleet, const struct question *question,
-                             size_t row, int64_t reachable, const struct batch *batch)
-{
-    int64_t held = to->cached, missing = reachable - held;
-    double own_s = work_s(fleet, row, (double)(question->tokens - held), (double)held);
-    if (missing > 0) {
-        double reading_s = N(TRANSFER_BASE_S) + N(TRANSFER_TOKEN_S) * (double)missing;
-        double rest_s = work_s(fleet, row, (double)(question->tokens - reachable), (double)reachable);
-        if (reading_s + rest_s < own_s) {
-            own_s = rest_s;
-            to->fetched = missing;
-            to->fetch_s = reading_s;
-        }
-    }
-    to->computed = question->tokens - held - to->fetched;
-    to->queue_s = batch->queue_s;
-    to->prefill_s = own_s + (double)to->computed * batch->between_s;
-    double again_s = question->eviction_price * N(PREFILL_TOKEN_S) * (double)(question->tokens - held);
-    to->others_s = own_s * batch->disturbed + again_s;
-}
-
-static void estimate_decode(struct candidate *to, const struct fleet *fleet, const struct question *question,
-                            size_t row, const struct batch *batch)
-{
-    double missing = (double)(question->tokens - to->cached), out = (double)question->tokens_out;
-    double exposed = question->streams ? least(missing, N(STEP_TOKENS), question->arrays) : missing;
-    to->handoff_s = N(TRANSFER_BASE_S) + N(TRANSFER_TOKEN_S) * exposed;
-    to->decode_queue_s = batch->queue_s;
-    to->decode_s = out * batch->itl_s;
-    to->kv_wait_s = N(FREE_TOKENS) < (double)(question->tokens + question->tokens_out) ? to->decode_s : 0.0;
-    to->within_s = to->decode_s - out * batch->excess_s;
-    to->itl_s = batch->itl_s;
-    to->step_s = batch->full_step_s;
-    to->first_s = N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * TAIL_TOKENS + batch->step_s;
-    to->decode_others_s = out * batch->more_s * batch->disturbed;
-}
-
-static double ttft_s(const struct candidate *candidate)
-{
-    return candidate->queue_s + candidate->fetch_s + candidate->prefill_s;
-}
-
-static void estimate_cost(struct candidate *to, const struct fleet *fleet, size_t row)
-{
-    double prefill_s = ttft_s(to) + to->others_s + N(TRANSIT_S);
-    double rest_s = to->kv_wait_s + to->decode_s - to->within_s + to->decode_others_s;
-    to->cost_s[PREFILL] = prefill_s;
-    to->cost_s[DECODE] = to->handoff_s + to->decode_queue_s + to->first_s + N(TRANSIT_S) + rest_s;
-    to->cost_s[WHOLE] = prefill_s + rest_s;
 }
 
 /* ---- candidates: evaluation.py and placer.py */
@@ -294,34 +127,41 @@ static bool may_serve_alone(const struct candidate *candidate, const struct flee
            (double)candidate->computed <= N(STEP_TOKENS);
 }
 
-/* Inlined, so that the shortlist computes and stores only what it needs. */
-__attribute__((always_inline)) static inline struct candidate
-estimate(const struct fleet *fleet, const struct question *question, const struct holders *holders, struct last *last,
-         size_t row)
-{
-    struct candidate candidate = {.group = fleet->groups[row]};
-    struct batch batch = estimate_batch(fleet, question, row);
-    take_block_size(last, fleet, question, row);
-    int64_t held = candidate.cached = held_by(last, holders, row), reachable = held;
-    if (flag(fleet, EXCHANGES_KV, row)) {
-        take_group(last, holders, candidate.group);
-        reachable = reachable_by(last, question, row, held);
-    }
-    estimate_prefill(&candidate, fleet, question, row, reachable, &batch);
-    estimate_decode(&candidate, fleet, question, row, &batch);
-    estimate_cost(&candidate, fleet, row);
-    return candidate;
-}
-
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row)
 {
-    struct last last = {.size = NAN};
-    struct candidate candidate = estimate(fleet, question, holders, &last, row);
-    candidate.legs = N(LEGS);
-    candidate.last_chosen = N(LAST_CHOSEN);
-    candidate.transit_s = N(TRANSIT_S);
-    candidate.bits = (flag(fleet, PREFILLS, row) ? PREFILLS_BIT : 0) | (flag(fleet, DECODES, row) ? DECODES_BIT : 0);
+    int64_t block_size = block_size_of(N(BLOCK_SIZE));
+    struct prefix prefix = {
+        .held = (double)holders->blocks[row],
+        .elsewhere = flag(fleet, EXCHANGES_KV, row) ? (double)most_blocks(holders, fleet->groups[row]) : 0.0,
+        .usable = usable_blocks(question, block_size),
+        .block_size = (double)block_size,
+    };
+    struct estimate of = estimate(fleet, question, row, prefix);
+    struct candidate candidate = {
+        .group = fleet->groups[row],
+        .bits = (flag(fleet, PREFILLS, row) ? PREFILLS_BIT : 0) | (flag(fleet, DECODES, row) ? DECODES_BIT : 0),
+        .cached = (int64_t)of.cached,
+        .fetched = (int64_t)of.fetched,
+        .computed = (int64_t)of.computed,
+        .queue_s = of.queue_s,
+        .fetch_s = of.fetch_s,
+        .prefill_s = of.prefill_s,
+        .others_s = of.others_s,
+        .handoff_s = of.handoff_s,
+        .decode_queue_s = of.decode_queue_s,
+        .kv_wait_s = of.kv_wait_s,
+        .decode_s = of.decode_s,
+        .within_s = of.within_s,
+        .itl_s = of.itl_s,
+        .step_s = of.step_s,
+        .first_s = of.first_s,
+        .decode_others_s = of.decode_others_s,
+        .cost_s = {of.cost_s[PREFILL], of.cost_s[DECODE], of.cost_s[WHOLE]},
+        .legs = N(LEGS),
+        .last_chosen = N(LAST_CHOSEN),
+        .transit_s = N(TRANSIT_S),
+    };
     if (candidate.bits & DECODES_BIT && may_serve_alone(&candidate, fleet, question, row))
         candidate.bits |= ALONE_BIT;
     return candidate;
@@ -329,7 +169,7 @@ struct candidate evaluate(const struct fleet *fleet, const struct question *ques
 
 static bool is_late(const struct candidate *candidate, const struct question *question)
 {
-    return ttft_s(candidate) > question->ttft_target_s;
+    return ttft_s(candidate->queue_s, candidate->fetch_s, candidate->prefill_s) > question->ttft_target_s;
 }
 
 static bool is_slow(const struct candidate *candidate, const struct question *question)
@@ -340,107 +180,6 @@ static bool is_slow(const struct candidate *candidate, const struct question *qu
 static bool meets(const struct candidate *candidate, const struct question *question, enum part part)
 {
     return !(part != DECODE && is_late(candidate, question)) && !(part != PREFILL && is_slow(candidate, question));
-}
-
-/* ---- the shortlist: shortlist.py */
-
-/* The costs of a row for the shortlist: one that misses a target comes after all that meet them. */
-static void shortlist_costs(const struct candidate *candidate, const struct question *question, double cost_s[3])
-{
-    double late_s = is_late(candidate, question) ? NEVER_S : 0.0, slow_s = is_slow(candidate, question) ? NEVER_S : 0.0;
-    cost_s[PREFILL] = candidate->cost_s[PREFILL] + late_s;
-    cost_s[DECODE] = candidate->cost_s[DECODE] + slow_s;
-    cost_s[WHOLE] = candidate->cost_s[WHOLE] + late_s + slow_s;
-}
-
-/* The cheapest rows so far, in order; among equals the first. */
-struct few {
-    int count;
-    size_t rows[SHORTLISTED];
-    double costs_s[SHORTLISTED];
-};
-
-/* Costs that are not numbers come last, as numpy sorts them. */
-static bool is_cheaper(double one_s, double other_s)
-{
-    return one_s < other_s || (isnan(other_s) && !isnan(one_s));
-}
-
-static void few_add(struct few *few, size_t row, double cost_s)
-{
-    int at = few->count;
-    if (at == SHORTLISTED && !is_cheaper(cost_s, few->costs_s[SHORTLISTED - 1]))
-        return;
-    if (at == SHORTLISTED)
-        at--;
-    else
-        few->count++;
-    for (; at > 0 && is_cheaper(cost_s, few->costs_s[at - 1]); at--) {
-        few->rows[at] = few->rows[at - 1];
-        few->costs_s[at] = few->costs_s[at - 1];
-    }
-    few->rows[at] = row;
-    few->costs_s[at] = cost_s;
-}
-
-/* Lists of one group: for prefill, for decode, for both on a worker that decodes, and for both on any. */
-enum { LISTS = 4 };
-
-static size_t append(const struct few lists[LISTS], size_t *chosen, size_t count)
-{
-    size_t begin = count;
-    for (int list = 0; list < LISTS; list++)
-        for (int i = 0; i < lists[list].count; i++) {
-            size_t at = begin;
-            while (at < count && chosen[at] != lists[list].rows[i])
-                at++;
-            if (at == count)
-                chosen[count++] = lists[list].rows[i];
-        }
-    return count;
-}
-
-size_t shortlist(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                 const uint8_t *is_free, size_t *chosen)
-{
-    struct last last = {.size = NAN};
-    bool is_left = true; /* whether a group may be left */
-    int64_t group = INT64_MIN;
-    size_t count = 0;
-    while (is_left) {
-        /* The groups in ascending order; mostly there is one, whose rows are then all visited once. */
-        int64_t next = INT64_MAX, this_one = INT64_MAX;
-        for (size_t row = 0; row < fleet->count; row++)
-            if (is_free[row] && fleet->groups[row] >= group) {
-                int64_t of_row = fleet->groups[row];
-                if (of_row < this_one) {
-                    next = this_one;
-                    this_one = of_row;
-                } else if (of_row > this_one && of_row < next)
-                    next = of_row;
-            }
-        if (this_one == INT64_MAX)
-            break;
-        struct few lists[LISTS] = {{0}};
-        for (size_t row = 0; row < fleet->count; row++) {
-            if (!is_free[row] || fleet->groups[row] != this_one)
-                continue;
-            double cost_s[3];
-            struct candidate candidate = estimate(fleet, question, holders, &last, row);
-            shortlist_costs(&candidate, question, cost_s);
-            if (flag(fleet, PREFILLS, row))
-                few_add(&lists[0], row, cost_s[PREFILL]);
-            if (flag(fleet, DECODES, row)) {
-                few_add(&lists[1], row, cost_s[DECODE]);
-                few_add(&lists[2], row, cost_s[WHOLE]);
-            }
-            few_add(&lists[3], row, cost_s[WHOLE]);
-        }
-        count = append(lists, chosen, count);
-        group = next;
-        is_left = next != INT64_MAX;
-    }
-    return count;
 }
 
 /* ---- the choice: evaluation.py and placer.py */

@@ -32,7 +32,7 @@ enum {
 #define NEVER_S 1e9 /* as in shortlist.py */
 #define HIT_SHARE_OF_DECODE_FIRST 0.5 /* as in placer.py */
 
-/* The fleet table: `numbers[row * NUMBERS + what]`, `flags[what * stride + row]`. */
+/* The fleet table: `numbers[what * stride + row]`, `flags[what * stride + row]`. */
 struct fleet {
     const double *numbers;
     const uint8_t *flags;
@@ -63,7 +63,7 @@ struct holder {
 struct holders {
     struct holder *ranked;
     size_t count;
-    const int64_t *blocks; /* of each row: blocks of the prompt from its start */
+    const int32_t *blocks; /* of each row: blocks of the prompt from its start */
 };
 
 enum { PREFILLS_BIT = 1, DECODES_BIT = 2, ALONE_BIT = 4 };
@@ -89,15 +89,19 @@ struct choice {
 };
 
 void holders_rank(struct holders *holders);
+/* Blocks that a holder of the group has, at most. */
+int64_t most_blocks(const struct holders *holders, int64_t group);
 /* Without a target: the decode step that costs nothing. */
 double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
 /* What a token costs that another one evicts, in tokens computed again. */
 double eviction_price(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row);
-/* The cheapest free rows of each group for each part, into `chosen`, which has room for all; returns how many. */
+/* The cheapest free rows of each group for each part, into `chosen`, which has room for all; returns how many.
+ * `costs_s`: scratch memory for three times as many costs as there are rows.
+ */
 size_t shortlist(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                 const uint8_t *is_free, size_t *chosen);
+                 const uint8_t *is_free, size_t *chosen, double *costs_s);
 struct choice choose(const struct candidate *candidates, int count, const struct question *question);
 /* The rows to ask for KV that the candidate on `row` should fetch, with the block to stop before; returns how many. */
 int find_sources(const struct fleet *fleet, const struct question *question, const struct holders *holders,

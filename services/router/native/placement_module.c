@@ -17,7 +17,8 @@ typedef struct {
     size_t rows;
     /* Scratch memory, each for all rows. */
     uint8_t *awake, *fit;
-    int64_t *blocks;
+    int32_t *blocks;
+    double *costs_s; /* three times */
     struct holder *ranked;
     size_t *chosen;
     struct candidate *candidates;
@@ -124,13 +125,12 @@ static bool read_depths(Placing *self, PyObject *depths, PyObject *slots, const 
     }
     PyBuffer_Release(&slot);
     PyBuffer_Release(&depth);
-    holders->blocks = self->blocks;
     const struct fleet *fleet = &self->fleet;
     for (size_t row = 0; row < fleet->count && !question->unsplittable; row++) {
         bool is_store = !fleet->flags[SERVES * fleet->stride + row];
         bool may_be_asked = fleet->flags[EXCHANGES_KV * fleet->stride + row] &&
                             (self->fit[row] || (is_store && self->awake[row]));
-        double tokens = (double)self->blocks[row] * fleet->numbers[row * NUMBERS + BLOCK_SIZE];
+        double tokens = (double)self->blocks[row] * fleet->numbers[BLOCK_SIZE * fleet->stride + row];
         if (may_be_asked && tokens >= (double)question->fetch_tokens_min)
             self->ranked[holders->count++] = (struct holder){fleet->groups[row], self->blocks[row], (int64_t)row};
     }
@@ -162,7 +162,8 @@ static bool read_request(Placing *self, PyObject *const *args, struct question *
     question->itl_free_s = question->itl_target_s;
     if (!(question->itl_target_s < INFINITY))
         question->itl_free_s = uncrowded_itl_s(&self->fleet, question, self->free.buf);
-    *holders = (struct holders){.ranked = self->ranked};
+    *holders = (struct holders){.ranked = self->ranked, .blocks = self->blocks};
+    memset(self->blocks, 0, self->fleet.count * sizeof *self->blocks);
     if (args[10] != Py_None && !read_depths(self, args[10], args[11], question, holders)) {
         PyBuffer_Release(groups);
         return false;
@@ -191,8 +192,10 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
     }
     struct fleet *fleet = &self->fleet;
     fleet->count = (size_t)count;
+    const double *heard_at = fleet->numbers + HEARD_AT * fleet->stride;
+    const double *legs = fleet->numbers + LEGS * fleet->stride, *legs_max = fleet->numbers + LEGS_MAX * fleet->stride;
     for (size_t row = 0; row < fleet->count; row++)
-        self->awake[row] = fleet->flags[READY * fleet->stride + row] && fleet->numbers[row * NUMBERS + HEARD_AT] >= heard_min;
+        self->awake[row] = fleet->flags[READY * fleet->stride + row] && heard_at[row] >= heard_min;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[2]); i++) {
         size_t row;
         if (!read_row(PyTuple_GET_ITEM(args[2], i), fleet->count, &row)) {
@@ -205,8 +208,7 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
     long free_count = 0, fit_count = 0;
     for (size_t row = 0; row < fleet->count; row++) {
         self->fit[row] = self->awake[row] && fleet->flags[SERVES * fleet->stride + row] && ((uint8_t *)mask.buf)[row];
-        const double *of_row = fleet->numbers + row * NUMBERS;
-        is_free[row] = self->fit[row] && of_row[LEGS] < of_row[LEGS_MAX];
+        is_free[row] = self->fit[row] && legs[row] < legs_max[row];
         fit_count += self->fit[row];
         free_count += is_free[row];
     }
@@ -295,7 +297,7 @@ static PyObject *choose_among(Placing *self, PyObject *const *args, Py_ssize_t g
     if (!read_request(self, args, &question, &holders, &groups))
         return NULL;
     const struct fleet *fleet = &self->fleet;
-    int count = (int)(is_shortlisted ? shortlist(fleet, &question, &holders, self->free.buf, self->chosen) : free_rows(self));
+    int count = (int)(is_shortlisted ? shortlist(fleet, &question, &holders, self->free.buf, self->chosen, self->costs_s) : free_rows(self));
     for (int i = 0; i < count; i++)
         self->candidates[i] = evaluate(fleet, &question, &holders, self->chosen[i]);
     struct choice choice = choose(self->candidates, count, &question);
@@ -371,9 +373,8 @@ static bool open_arrays(Placing *self, PyObject *args)
         !open_array(groups, &self->groups, "lq", 1, 0) || !open_array(is_free, &self->free, "?", 1, PyBUF_WRITABLE))
         return false;
     self->rows = length_of(&self->groups);
-    const Py_buffer *all[] = {&self->flags, &self->free};
-    bool is_right = self->flags.shape[0] == FLAGS && length_of(&self->numbers) == NUMBERS &&
-                    (size_t)self->numbers.shape[0] == self->rows;
+    const Py_buffer *all[] = {&self->numbers, &self->flags, &self->free};
+    bool is_right = self->flags.shape[0] == FLAGS && self->numbers.shape[0] == NUMBERS;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         is_right = is_right && length_of(all[i]) == self->rows;
     if (!is_right)
@@ -386,10 +387,11 @@ static bool take_memory(Placing *self)
     self->awake = PyMem_Calloc(self->rows, sizeof *self->awake);
     self->fit = PyMem_Calloc(self->rows, sizeof *self->fit);
     self->blocks = PyMem_Calloc(self->rows, sizeof *self->blocks);
+    self->costs_s = PyMem_Calloc(self->rows, 3 * sizeof *self->costs_s);
     self->ranked = PyMem_Calloc(self->rows, sizeof *self->ranked);
     self->chosen = PyMem_Calloc(self->rows, sizeof *self->chosen);
     self->candidates = PyMem_Calloc(self->rows, sizeof *self->candidates);
-    if (self->awake && self->fit && self->blocks && self->ranked && self->chosen && self->candidates)
+    if (self->awake && self->fit && self->blocks && self->costs_s && self->ranked && self->chosen && self->candidates)
         return true;
     PyErr_NoMemory();
     return false;
@@ -411,7 +413,7 @@ static void placing_dealloc(Placing *self)
     Py_buffer *arrays[] = {&self->numbers, &self->flags, &self->groups, &self->free};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
         PyBuffer_Release(arrays[i]);
-    void *memory[] = {self->awake, self->fit, self->blocks, self->ranked, self->chosen, self->candidates};
+    void *memory[] = {self->awake, self->fit, self->blocks, self->costs_s, self->ranked, self->chosen, self->candidates};
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
         PyMem_Free(memory[i]);
     type->tp_free(self);
@@ -451,13 +453,13 @@ typedef struct {
 
 static PyObject *columns_read(Columns *self, PyObject *given)
 {
-    size_t row, count = length_of(&self->numbers);
-    if (!read_row(given, (size_t)self->numbers.shape[0], &row))
+    size_t row, rows = length_of(&self->numbers), count = (size_t)self->numbers.shape[0];
+    if (!read_row(given, rows, &row))
         return NULL;
-    const double *from = (double *)self->numbers.buf + row * count;
+    const double *from = (double *)self->numbers.buf + row;
     PyObject *values = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; values && i < count; i++) {
-        PyObject *value = PyFloat_FromDouble(from[i]);
+        PyObject *value = PyFloat_FromDouble(from[i * rows]);
         if (value == NULL)
             Py_CLEAR(values);
         else
@@ -468,15 +470,15 @@ static PyObject *columns_read(Columns *self, PyObject *given)
 
 static PyObject *columns_write(Columns *self, PyObject *const *args, Py_ssize_t given)
 {
-    size_t row, first, count = length_of(&self->numbers);
+    size_t row, first, rows = length_of(&self->numbers), count = (size_t)self->numbers.shape[0];
     if (given < 2)
         return PyErr_Format(PyExc_TypeError, "takes at least 2 arguments, got %zd", given);
-    if (!read_row(args[0], (size_t)self->numbers.shape[0], &row) || !read_row(args[1], count, &first))
+    if (!read_row(args[0], rows, &row) || !read_row(args[1], count, &first))
         return NULL;
     if ((size_t)given - 2 > count - first)
         return PyErr_Format(PyExc_ValueError, "there are no %zd numbers from %zu on", given - 2, first);
-    double *to = (double *)self->numbers.buf + row * count + first;
-    for (Py_ssize_t i = 2; i < given; i++, to++) {
+    double *to = (double *)self->numbers.buf + first * rows + row;
+    for (Py_ssize_t i = 2; i < given; i++, to += rows) {
         double value;
         if (!read_double(args[i], &value))
             return NULL;

@@ -120,7 +120,7 @@ class CompiledSelection:
         table = self._cluster.table
         self._numbers = table.numbers
         self._free = np.zeros(len(table.groups), dtype=np.bool_)
-        self._native = _placement.NativePlacement(table.numbers.T, table.flags, table.groups, self._free)
+        self._native = _placement.NativePlacement(table.numbers, table.flags, table.groups, self._free)
 
     def _find_free(self, request: PlacementRequest, now: float) -> int:
         """How many workers are free, -1 when none could serve the request, full or not."""

@@ -55,7 +55,8 @@ class Holders:
         be worth it.
         """
         block_size = view.record.hashing.block_size
-        most = next((one.blocks for one in self._ranked.get(group, ()) if one.row != view.row), 0)
+        ranked = self._ranked.get(group)
+        most = ranked[0].blocks if ranked else 0  # Where that is the worker itself, it has nothing to fetch.
         reach = min(most, max(0, prompt_tokens - 1) // block_size) * block_size
         return reach if reach - held >= self.tokens_min else held
 
@@ -76,7 +77,6 @@ class Holders:
         reach = np.zeros(len(groups), dtype=np.int64)
         for group, ranked in self._ranked.items():
             reach[groups == group] = ranked[0].blocks
-            reach[ranked[0].row] = ranked[1].blocks if len(ranked) > 1 else 0
         reach = np.minimum(reach, most) * sizes
         return held, np.where(exchange & (reach - held >= self.tokens_min), reach, held)
 

@@ -1,4 +1,4 @@
-"""The numbers that placement computes with: one row for each worker, so that numpy evaluates a thousand at once."""
+"""The numbers that placement computes with, in columns, so that a thousand workers are evaluated at once."""
 
 from __future__ import annotations
 
@@ -87,15 +87,15 @@ class Columns(Protocol):
 class PythonColumns:
     """In ten times the time of the form in C."""
 
-    def __init__(self, by_row: Floats) -> None:
-        self._by_row = by_row
+    def __init__(self, numbers: Floats) -> None:
+        self._numbers = numbers
 
     def read(self, row: int, /) -> list[float]:
-        values: list[float] = self._by_row[row].tolist()
+        values: list[float] = self._numbers[:, row].tolist()
         return values
 
     def write(self, row: int, first: int, /, *values: float) -> None:
-        self._by_row[row, first : first + len(values)] = values
+        self._numbers[first : first + len(values), row] = values
 
 
 make_columns: Callable[[Floats], Columns] = PythonColumns
@@ -109,12 +109,11 @@ else:
 
 class FleetTable:
     """``numbers[what, row]``, ``flags[what, row]`` and ``groups[row]``: rows of equal group may exchange KV. Rows are
-    reused; ``count`` is the highest that was ever in use, plus one. The numbers of a row are together in memory:
-    reports come row by row, and the form in C reads all numbers of a row.
+    reused; ``count`` is the highest that was ever in use, plus one.
     """
 
     def __init__(self) -> None:
-        self.numbers: Floats = np.zeros((ROWS_AT_FIRST, NUMBERS)).T
+        self.numbers: Floats = np.zeros((NUMBERS, ROWS_AT_FIRST))
         self.numbers[DIVISORS] = 1.0
         self.flags: Bools = np.zeros((FLAGS, ROWS_AT_FIRST), dtype=np.bool_)
         self.groups: Ints = np.full(ROWS_AT_FIRST, -1, dtype=np.int64)
@@ -122,7 +121,7 @@ class FleetTable:
         self.moves = 0
         """Counts every time that a row was taken or given back."""
         self._free: list[int] = []
-        self._columns = make_columns(self.numbers.T)
+        self._columns = make_columns(self.numbers)
 
     def take(self) -> int:
         """A row of zeros."""
@@ -183,7 +182,7 @@ class FleetTable:
 
     def _grow(self) -> None:
         rows, before = 2 * len(self.groups), len(self.groups)
-        numbers: Floats = np.zeros((rows, NUMBERS)).T
+        numbers: Floats = np.zeros((NUMBERS, rows))
         numbers[:, :before] = self.numbers
         numbers[DIVISORS, before:] = 1.0
         self.numbers = numbers
@@ -192,4 +191,4 @@ class FleetTable:
             new = np.full((*old.shape[:-1], rows), empty, dtype=old.dtype)
             new[..., : old.shape[-1]] = old
             setattr(self, name, new)
-        self._columns = make_columns(numbers.T)
+        self._columns = make_columns(numbers)

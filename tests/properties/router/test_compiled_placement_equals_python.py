@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
 import numpy as np
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from services.router.placement.compiled import IS_COMPILED
 from services.router.placement.placement import Placement, PlacementPolicy
 from services.router.placement.placer import CostPlacer
+from services.router.placement.request_facts import Mode
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state import fleet_table as t
 from services.router.state.worker_view import Sent
+from shared.contracts.workers import Role
 from tests.properties.router.test_placements_keep_their_rules import MEMBERS, NOW, PROMPT, REQUESTS, Member, build
-from tests.support.examples import examples
+from tests.support.examples import SEEDS, examples, seeded
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="not built here")
 
@@ -127,5 +130,37 @@ def test_both_forms_say_the_same(members, writes, requests, policy):
     written = [*writes[0], *writes[1]]
     compiled = outcomes(members, written, requests, policy, compiled=True)
     python = outcomes(members, written, requests, policy, compiled=False)
+
+    assert list(compiled) == list(python)
+
+
+@seeded(150)
+@given(SEEDS)
+def test_both_forms_say_the_same_of_large_fleets(seed):
+    """Each worker has numbers of its own, so that few are among the cheapest, and many are passed over."""
+    chance = random.Random(seed)
+
+    def some_fleet():
+        kinds = [
+            Member(chance.choice(list(Role)), kv_layout=chance.choice(["NHD", "NHD", "HND"]), held=chance.randint(0, 4))
+            for _ in range(chance.randint(1, 8))
+        ]
+        return [chance.choice(kinds) for _ in range(chance.choice([14, 16, 17, 32, 33, 64, 100]))]
+
+    def some_number():
+        usual = chance.choice([1e-3, 1.0, 5000.0]) * chance.random()
+        return usual if chance.random() < 0.99 else chance.choice([math.nan, math.inf, -math.inf, 0.0])
+
+    def some_request():
+        targets = Targets(ttft_s=chance.choice([0.01, 1.0, math.inf]), itl_s=chance.choice([0.01, 1.0, math.inf]))
+        tokens, out, mode = chance.randint(0, 200), chance.randint(0, 500), chance.choice(list(Mode))
+        return msgspec.structs.replace(PROMPT, prompt_tokens=tokens, tokens_out=out, mode=mode, targets=targets)
+
+    members, requests = some_fleet(), [some_request() for _ in range(3)]
+    writes = [(row, number, some_number()) for row in range(len(members)) for number in MEASURED]
+    policy = PlacementPolicy(weighed_max=chance.choice([2, 12]), fetch_tokens_min=chance.choice([0, 16, 40]))
+
+    compiled = outcomes(members, writes, requests, policy, compiled=True)
+    python = outcomes(members, writes, requests, policy, compiled=False)
 
     assert list(compiled) == list(python)

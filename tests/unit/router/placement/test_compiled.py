@@ -131,7 +131,7 @@ def test_placements_leave_no_references_behind():
 
 
 def test_a_replaced_table_is_released():
-    arrays = [np.zeros((4, t.NUMBERS)), np.zeros((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64)]
+    arrays = [np.zeros((t.NUMBERS, 4)), np.zeros((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64)]
     before = [sys.getrefcount(one) for one in arrays]
     for _ in range(ROUNDS):
         native(*arrays)
@@ -141,7 +141,7 @@ def test_a_replaced_table_is_released():
 
 def native(numbers=None, flags=None, groups=None, free=None):
     given = (numbers, flags, groups, free)
-    fitting = (np.ones((4, t.NUMBERS)), np.ones((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64), np.zeros(4, np.bool_))
+    fitting = (np.ones((t.NUMBERS, 4)), np.ones((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64), np.zeros(4, np.bool_))
     return compiled._placement.NativePlacement(
         *(one if one is not None else fit for one, fit in zip(given, fitting, strict=True))
     )
@@ -154,10 +154,10 @@ FIXED.flags.writeable = False
 @pytest.mark.parametrize(
     "arrays",
     [
-        {"numbers": np.ones((4, t.NUMBERS - 1))},
-        {"numbers": np.ones((5, t.NUMBERS))},
-        {"numbers": np.ones((4, t.NUMBERS), np.int64)},
-        {"numbers": np.ones((t.NUMBERS, 4)).T},
+        {"numbers": np.ones((t.NUMBERS - 1, 4))},
+        {"numbers": np.ones((t.NUMBERS, 5))},
+        {"numbers": np.ones((t.NUMBERS, 4), np.int64)},
+        {"numbers": np.ones((4, t.NUMBERS)).T},
         {"numbers": np.ones(t.NUMBERS * 4)},
         {"flags": np.ones((t.FLAGS + 1, 4), np.bool_)},
         {"flags": np.ones((t.FLAGS, 4), np.uint8)},
@@ -226,9 +226,9 @@ def test_choose_refuses_what_does_not_fit_the_table(changed):
 
 
 def test_hostile_sizes_are_bounded():
-    numbers, free = np.ones((4, t.NUMBERS)), np.zeros(4, np.bool_)
-    numbers[:, t.LEGS] = 0.0
-    numbers[:, t.BLOCK_SIZE] = [0.0, -1.0, np.nan, 1e300]
+    numbers, free = np.ones((t.NUMBERS, 4)), np.zeros(4, np.bool_)
+    numbers[t.LEGS] = 0.0
+    numbers[t.BLOCK_SIZE] = [0.0, -1.0, np.nan, 1e300]
     placing = native(numbers, free=free)
     assert placing.fit(4, MASK, (), 0.0) == 4
     slots = np.array([-1, 7, -(2**62), 2**62], np.int64)
