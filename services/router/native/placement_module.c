@@ -173,6 +173,26 @@ static bool read_request(Placing *self, PyObject *const *args, struct question *
 
 /* ---- methods */
 
+/* Without branches, so that many rows are compared at once. */
+static void find_awake(const struct fleet *fleet, double heard_min, uint8_t *restrict awake)
+{
+    const uint8_t *ready = fleet->flags + READY * fleet->stride;
+    const double *heard_at = fleet->numbers + HEARD_AT * fleet->stride;
+    for (size_t row = 0; row < fleet->count; row++)
+        awake[row] = ready[row] & (heard_at[row] >= heard_min);
+}
+
+static void find_free(const struct fleet *fleet, const uint8_t *restrict awake, const uint8_t *restrict mask,
+                      uint8_t *restrict fit, uint8_t *restrict is_free)
+{
+    const uint8_t *serves = fleet->flags + SERVES * fleet->stride;
+    const double *legs = fleet->numbers + LEGS * fleet->stride, *legs_max = fleet->numbers + LEGS_MAX * fleet->stride;
+    for (size_t row = 0; row < fleet->count; row++) {
+        fit[row] = awake[row] & serves[row] & mask[row];
+        is_free[row] = fit[row] & (legs[row] < legs_max[row]);
+    }
+}
+
 static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
 {
     int64_t count;
@@ -192,10 +212,7 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
     }
     struct fleet *fleet = &self->fleet;
     fleet->count = (size_t)count;
-    const double *heard_at = fleet->numbers + HEARD_AT * fleet->stride;
-    const double *legs = fleet->numbers + LEGS * fleet->stride, *legs_max = fleet->numbers + LEGS_MAX * fleet->stride;
-    for (size_t row = 0; row < fleet->count; row++)
-        self->awake[row] = fleet->flags[READY * fleet->stride + row] && heard_at[row] >= heard_min;
+    find_awake(fleet, heard_min, self->awake);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[2]); i++) {
         size_t row;
         if (!read_row(PyTuple_GET_ITEM(args[2], i), fleet->count, &row)) {
@@ -204,13 +221,11 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
         }
         self->awake[row] = false;
     }
-    uint8_t *is_free = self->free.buf;
+    find_free(fleet, self->awake, mask.buf, self->fit, self->free.buf);
     long free_count = 0, fit_count = 0;
     for (size_t row = 0; row < fleet->count; row++) {
-        self->fit[row] = self->awake[row] && fleet->flags[SERVES * fleet->stride + row] && ((uint8_t *)mask.buf)[row];
-        is_free[row] = self->fit[row] && legs[row] < legs_max[row];
         fit_count += self->fit[row];
-        free_count += is_free[row];
+        free_count += ((uint8_t *)self->free.buf)[row];
     }
     PyBuffer_Release(&mask);
     return PyLong_FromLong(fit_count ? free_count : -1);
