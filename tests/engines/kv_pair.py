@@ -199,22 +199,24 @@ def report_of(frames: Sequence[Frame]) -> tuple[LegReport, KvTransferReport]:
 async def start_two_that_do_not_fit(
     driver: Driver, first: list[int], second: list[int], **options: Any
 ) -> tuple[PulledLeg, PulledLeg]:
-    """Start two decode legs; when they have grown by a block or two, the second one is preempted."""
+    """Start two decode legs; when they have grown by a block or two, the second one is preempted. They start together: if
+    the first had grown already, the second would wait instead.
+    """
     offers = [await driver.offered(PREFILL, prompt) for prompt in (first, second)]
-    legs = []
-    for prompt, offer, tokens, more in ((first, offers[0], 600, {}), (second, offers[1], 60, options)):
-        fields = {"stream": True, "max_tokens": tokens}
-        legs.append(
-            await driver.start(
+    legs = await asyncio.gather(
+        *(
+            driver.start(
                 DECODE,
                 LegKind.DECODE,
                 prompt,
                 kv_transfer=packed(offer),
                 kv_sources=[driver.source(PREFILL)],
-                fields=fields,
+                fields={"stream": True, "max_tokens": tokens},
                 **more,
             )
+            for prompt, offer, tokens, more in ((first, offers[0], 600, {}), (second, offers[1], 60, options))
         )
+    )
     return legs[0], legs[1]
 
 
