@@ -93,12 +93,6 @@ INLINED double ttft_s(double queue_s, double fetch_s, double prefill_s)
     return queue_s + fetch_s + prefill_s;
 }
 
-/* Of the prompt, that need not be computed. */
-INLINED double usable_blocks(const struct question *question, int64_t block_size)
-{
-    return question->tokens > 0 ? (double)((question->tokens - 1) / block_size) : 0.0;
-}
-
 /* What a worker would do of a request. Numbers of tokens are integers. */
 struct estimate {
     double cached, fetched, computed;
@@ -108,11 +102,23 @@ struct estimate {
 };
 
 /* Blocks of the prompt from its start, of so many tokens. `elsewhere`: most that any worker holds of whom this one can
- * fetch; itself, perhaps, of whom it then fetches nothing.
+ * fetch; itself, perhaps, of whom it then fetches nothing. `usable`: those that need not be computed.
  */
 struct prefix {
     double held, elsewhere, usable, block_size;
 };
+
+INLINED struct prefix prefix_of(const struct fleet *fleet, const struct question *question,
+                                const struct holders *holders, size_t row)
+{
+    int64_t block_size = block_size_of(N(BLOCK_SIZE));
+    return (struct prefix){
+        .held = (double)holders->blocks[row],
+        .elsewhere = flag(fleet, EXCHANGES_KV, row) ? (double)most_blocks(holders, fleet->groups[row]) : 0.0,
+        .usable = question->tokens > 0 ? (double)((question->tokens - 1) / block_size) : 0.0,
+        .block_size = (double)block_size,
+    };
+}
 
 INLINED void estimate_prefill(struct estimate *to, const struct fleet *fleet, const struct question *question,
                               size_t row, struct prefix prefix, const struct batch *batch)

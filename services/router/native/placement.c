@@ -130,14 +130,7 @@ static bool may_serve_alone(const struct candidate *candidate, const struct flee
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row)
 {
-    int64_t block_size = block_size_of(N(BLOCK_SIZE));
-    struct prefix prefix = {
-        .held = (double)holders->blocks[row],
-        .elsewhere = flag(fleet, EXCHANGES_KV, row) ? (double)most_blocks(holders, fleet->groups[row]) : 0.0,
-        .usable = usable_blocks(question, block_size),
-        .block_size = (double)block_size,
-    };
-    struct estimate of = estimate(fleet, question, row, prefix);
+    struct estimate of = estimate(fleet, question, row, prefix_of(fleet, question, holders, row));
     struct candidate candidate = {
         .group = fleet->groups[row],
         .bits = (flag(fleet, PREFILLS, row) ? PREFILLS_BIT : 0) | (flag(fleet, DECODES, row) ? DECODES_BIT : 0),

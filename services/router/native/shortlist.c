@@ -4,7 +4,7 @@
 #include "cost.h"
 
 /* Rows are estimated by the instructions that a machine has for several numbers at once. */
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #define FOR_EACH_MACHINE __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_MACHINE
@@ -15,7 +15,7 @@ enum { PASSED_OVER = 16 }; /* rows that are passed over together, if none of the
 /* Rows behind each other that have the same group and block size, and may all fetch KV, or none. */
 struct run {
     size_t first, end;
-    double elsewhere, usable, block_size; /* as in `struct prefix` */
+    struct prefix prefix; /* of the first row; the others differ in `held` */
 };
 
 static bool is_alike(const struct fleet *fleet, size_t row, size_t other)
@@ -28,15 +28,7 @@ static bool is_alike(const struct fleet *fleet, size_t row, size_t other)
 static struct run run_from(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                            size_t first)
 {
-    size_t row = first;
-    int64_t block_size = block_size_of(N(BLOCK_SIZE));
-    struct run run = {
-        .first = first,
-        .end = first + 1,
-        .elsewhere = flag(fleet, EXCHANGES_KV, row) ? (double)most_blocks(holders, fleet->groups[row]) : 0.0,
-        .usable = usable_blocks(question, block_size),
-        .block_size = (double)block_size,
-    };
+    struct run run = {first, first + 1, prefix_of(fleet, question, holders, first)};
     while (run.end < fleet->count && is_alike(fleet, first, run.end))
         run.end++;
     return run;
@@ -53,8 +45,8 @@ FOR_EACH_MACHINE static void estimate_run(const struct fleet *table, const struc
     struct run run = *rows;
     question.arrays = true;
     for (size_t row = run.first; row < run.end; row++) {
-        struct prefix prefix = {(double)blocks[row], run.elsewhere, run.usable, run.block_size};
-        struct estimate of = estimate(fleet, &question, row, prefix);
+        run.prefix.held = (double)blocks[row];
+        struct estimate of = estimate(fleet, &question, row, run.prefix);
         double late_s = ttft_s(of.queue_s, of.fetch_s, of.prefill_s) > question.ttft_target_s ? NEVER_S : 0.0;
         double slow_s = of.step_s > question.itl_target_s ? NEVER_S : 0.0;
         prefill_s[row] = of.cost_s[PREFILL] + late_s;
