@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import reduce
 from operator import xor
 
+import msgspec
+
 from services.worker.engines.port import Engine, EngineDead
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus, BusDown, Envelope
@@ -214,7 +216,7 @@ class LoadPublisher:
         load = self._engine.load()
         if load.steps is not None:
             self._learner.observe(load.steps)
-        numbers = {name: getattr(load, name) for name in load.__slots__}
+        numbers = msgspec.structs.asdict(load)
         exchange = None if self._exchange is None else self._exchange.state
         if exchange is not None:
             numbers["received_bytes_total"] = exchange.read_bytes_total

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import UUID
 
+import msgspec
+
 from connector.messages import EngineCall, EngineNotification
 from services.worker.settings import Settings
 from shared.contracts.failures import Failure
@@ -200,8 +202,7 @@ class EngineFacts:
     """For operators."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state now and totals since its start; see ``LoadReport`` for units."""
 
     running: int = 0
@@ -220,8 +221,8 @@ class EngineLoad:
     decode_s_per_token: float = 0.0
     steps: StepTotals | None = None
     store: StoreState | None = None
-    adapters_running: list[str] = field(default_factory=list)
-    adapters_waiting: list[str] = field(default_factory=list)
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

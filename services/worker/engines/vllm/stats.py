@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -208,12 +208,11 @@ class EngineMeter(StatLoggerBase):
 
     def load(self) -> EngineLoad:
         queues = {} if self._queues is None else _queues(self._queues, self.kv_blocks)
-        totals = asdict(self._totals)
+        totals = msgspec.structs.asdict(self._totals)
         return EngineLoad(waiting_tokens=self.waiting_tokens, steps=self.steps.totals(), **queues, **totals)
 
 
-@dataclass(slots=True)
-class _Totals:
+class _Totals(msgspec.Struct):
     """Since the engine's start, and moving averages. The names are those of ``EngineLoad``."""
 
     prompt_tokens_total: int = 0
