@@ -71,11 +71,19 @@ async def test_reading_pauses_while_many_messages_come_and_not_for_few():
     client._socket = socket
     for _ in range(10 * READS_AT_ONCE_MAX):
         client._heard()
-        await asyncio.sleep(3 * PAUSE_S)
+        await asyncio.sleep(0.9 * PAUSE_S)  # A pause would join two of these.
     assert socket.pauses == 0
 
-    for _ in range(READS_AT_ONCE_MAX + 5):
+    for _ in range(READS_AT_ONCE_MAX + 1):
+        await asyncio.sleep(0.1 * PAUSE_S)
         client._heard()
+    for _ in range(5):
+        assert socket.is_paused
         await asyncio.sleep(1.1 * PAUSE_S)
         assert not socket.is_paused
-    assert socket.pauses == 5
+        client._heard()
+    assert socket.pauses == 6
+
+    await asyncio.sleep(1.9 * PAUSE_S)
+    client._heard()
+    assert not socket.is_paused
