@@ -16,7 +16,7 @@ import msgspec
 import nats.errors
 
 from shared.bus.jetstream import BucketStream
-from shared.bus.nats_client import ConnectionErrors, DirectClient, Sender, without_password
+from shared.bus.nats_client import CONNECTED, ConnectionErrors, DirectClient, Sender, without_password
 from shared.bus.nats_credentials import OPEN, Access, credentials
 from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.nats_subscription import REFUSED_HEADER, Inbox, LiveSubscription, Take, is_reply_subject, subject_filter
@@ -160,7 +160,7 @@ class NatsBus(Connection):
 
     @property
     def connected(self) -> bool:
-        return self._nc.is_connected and not self._closing
+        return self._nc._status == CONNECTED and not self._closing
 
     async def publish(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""

@@ -360,7 +360,8 @@ class EdgeProtocol(HttpToolsProtocol):
             self._say_last()
             return
         self.server_state.total_requests += 1
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if not self.pipeline:
             self.edge.idle.rests(self)
             return

@@ -80,7 +80,7 @@ class RequestPolicy:
             message = f"`{TENANT_HEADER}` must be up to 128 letters, digits, underscores and hyphens."
             return Fault(param=TENANT_HEADER, message=message)
         name = class_of(facts, request_headers)
-        if not self.slos.knows(name):
+        if name and name not in self.slos.classes:
             known = ", ".join(self.slos.classes) or "none"
             param = "baton.class" if options.class_name is not None else CLASS_HEADER
             return Fault(param=param, message=f"The class `{name[:64]}` does not exist; there are: {known}.")
@@ -108,10 +108,13 @@ class RequestPolicy:
         slos = self.slos
         priority = options.priority
         if priority is None:
-            priority = priority_of(request_headers.key, name, slos.priority(facts.model, name))
-        targets = slos.targets(facts.model, name, ttft_s=options.ttft_s, itl_s=options.itl_s)
+            by_rule = slos.priority(facts.model, name) if slos is not NO_SLOS else 0
+            priority = priority_of(request_headers.key, name, by_rule)
+        targets = NO_TARGETS
         if request_headers.is_batch:
-            priority, targets = PRIORITY_MAX, NO_TARGETS
+            priority = PRIORITY_MAX
+        elif slos is not NO_SLOS or options.ttft_s is not None or options.itl_s is not None:
+            targets = slos.targets(facts.model, name, ttft_s=options.ttft_s, itl_s=options.itl_s)
         return PlacementRequest(
             model=facts.model,
             mode=requested_mode(facts, request_headers.mode),
@@ -126,7 +129,7 @@ class RequestPolicy:
             targets=targets,
             tenant=request_headers.tenant,
             priority=priority,
-            revisions=self.shares.order(facts) if options.forced is None else (),
+            revisions=self.shares.order(facts) if self.shares.models and options.forced is None else (),
         )
 
     def _may_force(self, key: Key) -> bool:

@@ -45,14 +45,8 @@ class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     models: dict[str, SloRule] = {}
     classes: dict[str, SloRule] = {}
 
-    def knows(self, name: str) -> bool:
-        """Whether the class exists; no class (empty) always does."""
-        return not name or name in self.classes
-
     def targets(self, model: str, name: str, *, ttft_s: float | None, itl_s: float | None) -> Targets:
         """For a request of this model and class; ``ttft_s`` and ``itl_s`` are its own and override them."""
-        if self is NO_SLOS and ttft_s is None and itl_s is None:
-            return NO_TARGETS
         rules = self._by_precedence(model, name)
         return Targets(
             ttft_s=_target(ttft_s, [one.ttft_s for one in rules]), itl_s=_target(itl_s, [one.itl_s for one in rules])
@@ -60,8 +54,6 @@ class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def priority(self, model: str, name: str) -> int:
         """Lower is more urgent; 0 by default."""
-        if self is NO_SLOS:
-            return 0
         for rule in self._by_precedence(model, name):
             if rule.priority is not msgspec.UNSET:
                 return rule.priority

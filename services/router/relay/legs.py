@@ -415,7 +415,7 @@ class AnswerLeg(RunningLeg):
         """For the client to read."""
         self._held = False
         """By the coalescer; not at its end."""
-        self._gaps = runner.gaps.of[placement.mode.value].noted
+        self._gaps = runner.gaps.of[placement.mode].noted
         self._data = b""
         """The newest data of the stream."""
         self._written_at = self._first_at = 0.0

@@ -51,7 +51,7 @@ def finished_request(context: RequestContext, now: float) -> RequestFinished:
         tenant=decision.tenant if decision is not None else context.http_request.head.client.key.tenant,
         model=context.facts.model,
         path=context.facts.path,
-        mode=mode.value,
+        mode=mode,
         status=context.status,
         reason=context.reason,
         attempts=context.attempts,
