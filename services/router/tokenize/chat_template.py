@@ -301,8 +301,9 @@ class ChatTemplate:
             self._template = self._sandbox.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateFailed(str(error)) from error
-        # Each rendering copies these twice, which takes longer from the chain of maps that jinja2 makes.
+        # Each rendering copies these, which takes longer from the chain of maps that jinja2 makes.
         self._template.globals = dict(self._template.globals)
+        self._globals = {**self._template.globals, "tools": None, "documents": None}
         self._special_tokens = dict(special_tokens)
         self._failures = 0
         """To render a continuation, since one was rendered."""
@@ -366,9 +367,10 @@ class ChatTemplate:
         chars_max: int,
         rounds: Rounds,
     ) -> str:
-        given = {"tools": None, "documents": None, **variables, **self._special_tokens, "messages": messages}
+        given = {**self._globals, **variables, **self._special_tokens, "messages": messages}
+        given |= {ROUNDS_KEY: rounds, PROGRESS_KEY: progress}
         try:
-            context = self._template.new_context({**given, ROUNDS_KEY: rounds, PROGRESS_KEY: progress})
+            context = self._template.new_context(given, shared=True)
             return joined(progress.note(self._template.root_render_func(context)), chars_max)
         except (TooManyRounds, NeedsWhole):
             raise

@@ -13,6 +13,8 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from services.router.tokenize.message_loop import Dependencies
 from services.router.tokenize.segments import Place
 
@@ -25,6 +27,7 @@ HASH_BYTES_COUNTED: Final = 8
 EARLIER_TRIED: Final = 4
 """Prompts with the same beginning that are compared: branches of a conversation stand between it and another branch."""
 SPACE: Final = b" \t\n\r"
+QUOTE: Final = ord('"')
 
 Kind = tuple[str, bytes]
 """What the text and its hashes depend on beside the messages: the tokenizer's root, and the template's variables."""
@@ -55,20 +58,24 @@ class KnownPrompt(NamedTuple):
         return PROMPT_BYTES_COUNTED + texts + HASH_BYTES_COUNTED * len(self.place.hashes)
 
 
-def without_end(raw: bytes) -> bytes:
+def without_end(json: msgspec.Raw | bytes) -> bytes:
     """The JSON of a string or an array, up to the end of its text or of its last element."""
-    return raw[:-1] if raw.endswith(b'"') else raw[:-1].rstrip(SPACE)
+    view = memoryview(json)
+    if not view:
+        return b""
+    raw = bytes(view[:-1])
+    return raw if view[-1] == QUOTE else raw.rstrip(SPACE)
 
 
 def text_behind(known: KnownPrompt, raw: bytes) -> bytes:
-    """The text that ``raw`` has behind the known one, as a string."""
-    return b'"' + raw[len(known.raw) :]
+    """The text that ``raw`` has behind the known one, as a string. ``raw``, here and below, is ``without_end``."""
+    return b'"%b"' % raw[len(known.raw) :]
 
 
 def messages_behind(known: KnownPrompt, raw: bytes) -> bytes:
     """The messages that ``raw`` has behind those that are known, as an array."""
     left = raw[len(known.raw) :].lstrip(SPACE)
-    return b"[" + left.removeprefix(b",")
+    return b"[%b]" % left.removeprefix(b",")
 
 
 class KnownPrompts:

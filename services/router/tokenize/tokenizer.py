@@ -304,7 +304,7 @@ class PromptTokenizer:
             and walk.tokenized_share >= TOKENIZED_SHARE_MIN
             and (place := walk.lasting_place()) is not None
         ):
-            known = KnownPrompt(without_end(new.raw), new.messages, new.head, new.dependencies, place)
+            known = KnownPrompt(new.raw, new.messages, new.head, new.dependencies, place)
             self._known.put(new.kind, known, new.known)
         return self._segments.prompt(walk, special=text.special, more=more)
 
@@ -374,7 +374,7 @@ class PromptTokenizer:
             return self._read_completion(body, keys, bytes_max)
         if path != CHAT or self._template is None or not is_plain_chat(body):
             raise NotExact
-        raw, special = bytes(body.messages), body.add_special_tokens is True
+        raw, special = without_end(body.messages), body.add_special_tokens is True
         kind, variables = (root_of(special, keys), variables_of(body)), _template_variables(body)
         known = self._find(kind, raw)
         if known is not None and len(raw) - len(known.raw) <= bytes_max:
@@ -389,21 +389,23 @@ class PromptTokenizer:
                 return _text_of_chat(rendered, messages, raw, kind, special, known)
         if len(raw) > bytes_max:
             raise TooLong
-        messages = self._messages(raw)
+        messages = self._messages(body.messages)
         rendered = self._template.render(messages, variables, rounds_max=rounds_max, stopped=stopped)
         return _text_of_chat(rendered, messages, raw, kind, special)
 
     def _read_completion(self, body: Body, keys: HashKeys, bytes_max: int) -> Text | list[int]:
-        raw = bytes(body.prompt).lstrip()
+        raw = without_end(body.prompt).lstrip()
         is_text = raw.startswith(b'"')
         special = self._adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens is True
         kind = root_of(special, keys), b""
         known = self._find(kind, raw) if is_text else None
-        new = raw if known is None else text_behind(known, raw)
+        new: msgspec.Raw | bytes = body.prompt
+        if known is not None:
+            new = text_behind(known, raw)
         if len(new) > bytes_max:
             raise TooLong
         if not is_text:
-            return TOKEN_IDS.decode(raw)
+            return TOKEN_IDS.decode(body.prompt)
         text = TEXT.decode(new)
         if len(raw) < KNOWN_BYTES_MIN:
             return Text(text, special)
@@ -413,7 +415,7 @@ class PromptTokenizer:
     def _find(self, kind: Kind, raw: bytes) -> KnownPrompt | None:
         return self._known.find(kind, raw) if len(raw) >= KNOWN_BYTES_MIN else None
 
-    def _messages(self, raw: bytes) -> list[dict[str, Any]]:
+    def _messages(self, raw: msgspec.Raw | bytes) -> list[dict[str, Any]]:
         return conversation(MESSAGES.decode(raw), as_parts=self._as_parts)
 
 

@@ -28,10 +28,14 @@ def raw_of(*texts: str) -> bytes:
     return b"[%b]" % b", ".join(b'{"role": "user", "content": "%b"}' % text.encode() for text in texts)
 
 
+def begun(*texts: str) -> bytes:
+    return without_end(raw_of(*texts))
+
+
 def remembered(*raws: bytes, bytes_max: int = 1 << 20) -> KnownPrompts:
     chats = KnownPrompts(bytes_max)
     for raw in raws:
-        chats.put(KIND, chat(without_end(raw)), None)
+        chats.put(KIND, chat(raw), None)
     return chats
 
 
@@ -39,52 +43,52 @@ def remembered(*raws: bytes, bytes_max: int = 1 << 20) -> KnownPrompts:
 @pytest.mark.parametrize("space", [b"", b" \n\t"])
 def test_the_messages_behind_a_known_chat_are_an_array(texts, space):
     known = chat(without_end(raw_of("a").replace(b"]", b" \n]")))
-    raw = raw_of(*texts).replace(b", {", space + b", {").replace(b"]", space + b"]")
+    raw = without_end(raw_of(*texts).replace(b", {", space + b", {").replace(b"]", space + b"]"))
 
     assert json.loads(messages_behind(known, raw)) == json.loads(raw_of(*texts[1:]))
 
 
 def test_a_longer_chat_is_found_only_where_its_messages_begin_alike():
-    chats = remembered(raw_of("a", "b"))
+    chats = remembered(begun("a", "b"))
 
     for found in ("a", "b"), ("a", "b", "c"):
-        assert chats.find(KIND, raw_of(*found)).raw == without_end(raw_of("a", "b"))
+        assert chats.find(KIND, begun(*found)).raw == begun("a", "b")
     for other in ("a",), ("a", "bb"), ("b", "b", "c"), ():
-        assert chats.find(KIND, raw_of(*other)) is None
-    assert chats.find(("1-", b""), raw_of("a", "b")) is None
+        assert chats.find(KIND, begun(*other)) is None
+    assert chats.find(("1-", b""), begun("a", "b")) is None
 
 
 def test_of_branches_the_longest_is_found():
     branches = [("a",), ("a", "b"), *(("a", "b", f"b{number}") for number in range(EARLIER_TRIED - 2))]
-    chats = remembered(*(raw_of(*texts) for texts in branches))
+    chats = remembered(*(begun(*texts) for texts in branches))
 
     for texts in branches:
-        assert chats.find(KIND, raw_of(*texts, "z")).raw == without_end(raw_of(*texts))
-    assert chats.find(KIND, raw_of("a", "b", "c")).raw == without_end(raw_of("a", "b"))
+        assert chats.find(KIND, begun(*texts, "z")).raw == begun(*texts)
+    assert chats.find(KIND, begun("a", "b", "c")).raw == begun("a", "b")
 
 
 def test_a_next_turn_takes_the_place_of_the_turn_before():
-    chats = remembered(raw_of("a"))
-    known = chats.find(KIND, raw_of("a", "b"))
-    chats.put(KIND, chat(without_end(raw_of("a", "b"))), known)
-    chats.put(KIND, chat(without_end(raw_of("a", "b"))), known)  # The same request again, begun at the same time.
+    chats = remembered(begun("a"))
+    known = chats.find(KIND, begun("a", "b"))
+    chats.put(KIND, chat(begun("a", "b")), known)
+    chats.put(KIND, chat(begun("a", "b")), known)  # The same request again, begun at the same time.
 
-    assert chats.find(KIND, raw_of("a", "c")) is None
-    assert chats.find(KIND, raw_of("a", "b", "c"))
+    assert chats.find(KIND, begun("a", "c")) is None
+    assert chats.find(KIND, begun("a", "b", "c"))
 
 
 def test_the_chat_that_was_not_used_for_longest_is_forgotten():
-    one = chat(without_end(raw_of("1"))).size
-    chats = remembered(raw_of("1"), raw_of("2"), bytes_max=2 * one)
-    assert chats.find(KIND, raw_of("1"))
-    chats.put(KIND, chat(without_end(raw_of("3"))), None)
+    one = chat(begun("1")).size
+    chats = remembered(begun("1"), begun("2"), bytes_max=2 * one)
+    assert chats.find(KIND, begun("1"))
+    chats.put(KIND, chat(begun("3")), None)
 
-    assert [bool(chats.find(KIND, raw_of(text))) for text in "123"] == [True, False, True]
+    assert [bool(chats.find(KIND, begun(text))) for text in "123"] == [True, False, True]
 
 
 def test_a_chat_larger_than_the_memory_is_not_kept():
-    chats = remembered(raw_of("x" * 5000), bytes_max=4000)
+    chats = remembered(begun("x" * 5000), bytes_max=4000)
 
-    assert chats.find(KIND, raw_of("x" * 5000)) is None
-    chats.put(KIND, chat(without_end(raw_of("a"))), None)
-    assert chats.find(KIND, raw_of("a"))
+    assert chats.find(KIND, begun("x" * 5000)) is None
+    chats.put(KIND, chat(begun("a")), None)
+    assert chats.find(KIND, begun("a"))
