@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from services.router.tokenize.known_prompts import (
@@ -12,6 +13,7 @@ from services.router.tokenize.known_prompts import (
     KnownPrompt,
     KnownPrompts,
     messages_behind,
+    text_behind,
     without_end,
 )
 from services.router.tokenize.segments import Node, Place
@@ -37,6 +39,18 @@ def remembered(*raws: bytes, bytes_max: int = 1 << 20) -> KnownPrompts:
     for raw in raws:
         chats.put(KIND, chat(raw), None)
     return chats
+
+
+@pytest.mark.parametrize(("whole", "begun"), [('"a "', '"a '), ('""', '"'), ("[{} \n]", "[{}"), ("[]", "["), ("", "")])
+def test_the_end_of_a_text_or_an_array_is_left_out(whole, begun):
+    assert without_end(msgspec.Raw(whole.encode())) == begun.encode()
+
+
+def test_the_text_behind_a_known_text_is_a_text():
+    known = chat(without_end(b'"one"'))
+
+    assert text_behind(known, without_end(b'"one two"')) == b'" two"'
+    assert text_behind(known, without_end(b'"one"')) == b'""'
 
 
 @pytest.mark.parametrize("texts", [["a"], ["a", "b"], ["a", "b", "c", "d"]])
