@@ -30,7 +30,11 @@ SPACE: Final = b" \t\n\r"
 QUOTE: Final = ord('"')
 
 Kind = tuple[str, bytes]
-"""What the text and its hashes depend on beside the messages: the tokenizer's root, and the template's variables."""
+"""What the text and its hashes depend on beside the messages: the tokenizer's root, and the template's variables, or
+``OF_TEXT``.
+"""
+OF_TEXT: Final = b"text"
+"""No variables are written so: what is sent as messages never goes on with a known text."""
 
 
 class KnownPrompt(NamedTuple):

@@ -30,6 +30,7 @@ from services.router.tokenize.chat_template import (
 )
 from services.router.tokenize.known_prompts import (
     NO_DEPENDENCIES,
+    OF_TEXT,
     Kind,
     KnownPrompt,
     KnownPrompts,
@@ -397,7 +398,7 @@ class PromptTokenizer:
         raw = without_end(body.prompt).lstrip()
         is_text = raw.startswith(b'"')
         special = self._adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens is True
-        kind = root_of(special, keys), b""
+        kind = root_of(special, keys), OF_TEXT
         known = self._find(kind, raw) if is_text else None
         new: msgspec.Raw | bytes = body.prompt
         if known is not None:

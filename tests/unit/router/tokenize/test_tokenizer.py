@@ -126,6 +126,16 @@ def test_prompts_only_the_engine_can_render_are_not_hashed(prompts, fields):
     assert prompt_of(prompts, CHAT, **fields) is None
 
 
+def test_messages_that_repeat_a_known_text_are_not_a_chat(tokenizer_json):
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    asset = TokenizerAsset(worker_id="w1", epoch=1, tokenizer_json=tokenizer_json.encode(), chat_template=template)
+    prompts = PromptTokenizer(asset, SCHEME, cache_bytes_max=CACHE_BYTES_MAX)
+    text = "word " * 1000
+    assert prompt_of(prompts, COMPLETIONS, prompt=text, add_special_tokens=False) is not None
+
+    assert prompt_of(prompts, CHAT, messages=text) is None
+
+
 @pytest.mark.parametrize("prompt", [[-1], [1 << 70], {"a": 1}, [1.5]])
 def test_invalid_prompts_are_left_to_the_engine(prompts, prompt):
     assert prompt_of(prompts, COMPLETIONS, prompt=prompt * 20 if isinstance(prompt, list) else prompt) is None
