@@ -1,4 +1,6 @@
-"""An event loop whose time jumps to the next timer when nothing else is to do: a minute passes in milliseconds."""
+"""An event loop whose time jumps to the next timer when nothing else is to do: a minute passes in milliseconds. It stands
+still while a thread works for the loop.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +9,28 @@ import functools
 import inspect
 import selectors
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 THREADS_S_MAX = 30.0
-"""With no timer set, only a thread can wake the loop: so long it may take, in real time."""
+"""So long a thread may take, in real time, before timers fire or, with no timer set, the test fails."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
     now = 0.0
+    threads = 0
+    """Calls in threads that have not ended."""
 
     def select(self, timeout: float | None = None) -> list[Any]:
         ready = super().select(0)
+        if not ready and (timeout is None or (timeout and self.threads)):
+            ready = super().select(THREADS_S_MAX)
         if not ready:
             if timeout is None:
-                ready = super().select(THREADS_S_MAX)
-                if not ready:
-                    raise RuntimeError("everybody waits for something that cannot come")
-            else:
-                self.now += timeout
+                raise RuntimeError("everybody waits for something that cannot come")
+            self.now += timeout
         return ready
 
 
@@ -39,6 +43,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        running = super().run_in_executor(executor, func, *args)
+        if executor is None or isinstance(executor, ThreadPoolExecutor):  # not a test's own, which may never end
+            self._jumping.threads += 1
+            running.add_done_callback(self._thread_ended)
+        return running
+
+    def _thread_ended(self, _running: asyncio.Future[Any]) -> None:
+        self._jumping.threads -= 1
 
 
 class LoopClock:
