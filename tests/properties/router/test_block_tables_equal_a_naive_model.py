@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +129,33 @@ def test_a_table_that_was_emptied_holds_nothing(make):
 
     assert [table.count(row) for row in range(len(chains))] == [0] * len(chains)
     assert table.size() == 0
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="memory of Python's table is Python's")
+def test_a_large_table_has_no_memory_but_for_its_blocks():
+    chance, table = np.random.default_rng(1), block_table()
+    kept, gone = (chance.integers(1, 2**63, size=size, dtype=np.uint64) for size in (100_000, 1_900_000))
+    pieces = [part.astype(">u8").tobytes() for part in np.array_split(gone, 100)]
+    table.store(0, 0, kept.astype(">u8").tobytes())
+    before, used_before = resident_bytes(), table.bytes_used()
+    used, unused = [], []
+    for change in (table.store, table.remove):
+        for piece in pieces:
+            change(1, 0, piece)
+            used.append(table.bytes_used() - used_before)
+            unused.append(resident_bytes() - before - used[-1])
+
+    assert max(unused) < 0.85 * max(used)  # While it grows: each shard is copied by itself.
+    assert resident_bytes() - before < 0.25 * max(used)
+    assert (table.count(0), table.count(1), table.size()) == (len(kept), 0, len(kept))
+    assert table.xor(0) == int(np.bitwise_xor.reduce(kept))
+    assert all(map(table.held, kept[::1000].tolist()))
+    assert not any(map(table.held, gone[::1000].tolist()))
+
+
+def resident_bytes() -> int:
+    """RSS of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("make", TABLES)
