@@ -96,11 +96,21 @@ def set_block_size(cluster, tokens):
         cluster.table.numbers[t.BLOCK_SIZE, view.row] = tokens
 
 
+def set_step_tokens(cluster, row, tokens):
+    """Of one worker: this number is a copy of the record's, too."""
+    for view in cluster.workers.values():
+        if view.row == row:
+            view.renew(msgspec.structs.replace(view.record, step_tokens_max=int(tokens)))
+    cluster.table.numbers[t.STEP_TOKENS, row] = tokens
+
+
 def outcomes(members, writes, requests, policy, *, compiled):
     cluster, index = build(members)
     for row, number, value in writes:
         if number == t.BLOCK_SIZE:
             set_block_size(cluster, value)
+        elif number == t.STEP_TOKENS:
+            set_step_tokens(cluster, row % len(cluster.table.groups), value)
         else:
             cluster.table.numbers[number, row % len(cluster.table.groups)] = value
     placer = CostPlacer(cluster, index, policy, compiled=compiled)
@@ -125,6 +135,12 @@ def outcomes(members, writes, requests, policy, *, compiled):
 @example([Member()] * 13, ([(row, t.HEARD_AT, 1e9) for row in range(13)], []), [PROMPT], PlacementPolicy())
 @example([Member(), Member(held=4), Member(held=3)], ([], []), [PROMPT], PlacementPolicy(fetch_tokens_min=1))
 @example([Member()] * 3 + [Member(held=1)], ([], [(0, t.BLOCK_SIZE, 1.0)]), [PROMPT], PlacementPolicy())
+@example(
+    [Member(role=Role.PREFILL, held=1), Member(role=Role.DECODE)],
+    ([], [(1, t.STEP_TOKENS, 1.0)]),
+    [msgspec.structs.replace(PROMPT, mode=Mode.AUTO, prompt_tokens=34, hashes=(1,), may_decode_first=True)],
+    PlacementPolicy(fetch_tokens_min=0),
+)
 @example([Member(held=1), Member(held=4)], ([(0, t.PREFILL_TOKEN_S, 1.0)], []), [PROMPT] * 3, PlacementPolicy())
 def test_both_forms_say_the_same(members, writes, requests, policy):
     written = [*writes[0], *writes[1]]
