@@ -11,14 +11,15 @@ uint64_t *room_for(Table *self, Py_ssize_t count)
     return self->scratch;
 }
 
-/* PyLong_AsUnsignedLongLong, several times as fast for most hashes, which CPython 3.11 stores in three digits. */
+/* PyLong_AsUnsignedLongLong, several times as fast for most hashes, which CPython 3.11 stores in two or three digits. */
 static uint64_t number_of(PyObject *from)
 {
 #if PY_VERSION_HEX < 0x030C0000 && PYLONG_BITS_IN_DIGIT == 30
-    if (PyLong_CheckExact(from) && Py_SIZE(from) == 3) {
+    if (PyLong_CheckExact(from) && (Py_SIZE(from) == 3 || Py_SIZE(from) == 2)) {
         const digit *digits = ((PyLongObject *)from)->ob_digit;
-        if (digits[2] < 16)
-            return (uint64_t)digits[2] << 60 | (uint64_t)digits[1] << 30 | digits[0];
+        uint64_t upper = Py_SIZE(from) == 3 ? digits[2] : 0;
+        if (upper < 16)
+            return upper << 60 | (uint64_t)digits[1] << 30 | digits[0];
     }
 #endif
     return PyLong_AsUnsignedLongLong(from);

@@ -12,7 +12,6 @@ enum {
     TIERS = 3,
     ROWS_MAX = 32768, /* half of the lives; the other half may be dead and not swept yet */
     TIER_ROTATION_BITS = 21,
-    NO_LIFE = LIVES_MAX,
     AHEAD = 12, /* distance in look-ups at which memory is prefetched */
     EXPECTED_MAX = 64, /* blocks whose memory is prefetched for a later call; more would not stay in the cache */
     CHUNK = 32, /* look-ups between two checks whether any row still holds the chain */

@@ -22,6 +22,24 @@ static uint64_t hash_of(life_t life)
     return mixed ^ mixed >> 31;
 }
 
+/* The life with that hash, if it has one: `hash_of` step by step backwards. */
+static uint64_t life_with(uint64_t hash)
+{
+    uint64_t mixed = (hash ^ hash >> 31 ^ hash >> 62) * 0x319642B2D24D8EC3u;
+    mixed = (mixed ^ mixed >> 27 ^ mixed >> 54) * 0x96DE1B173F119089u;
+    mixed = (mixed ^ mixed >> 30 ^ mixed >> 60) * 0xF1DE83E19937733Du;
+    return mixed - 1;
+}
+
+life_t sets_difference(const struct holder_sets *all, set_t set, set_t other)
+{
+    const struct holder_set *one = &all->sets[set], *two = &all->sets[other];
+    if (one->count + 1 != two->count && two->count + 1 != one->count)
+        return NO_LIFE;
+    uint64_t life = life_with(one->hash ^ two->hash);
+    return life < LIVES_MAX ? (life_t)life : NO_LIFE;
+}
+
 void sets_open(struct holder_sets *all)
 {
     memset(all, 0, sizeof *all);

@@ -16,6 +16,7 @@ typedef uint32_t set_t;
 
 enum {
     LIVES_MAX = 65535,
+    NO_LIFE = LIVES_MAX,
     SET_INLINE_MAX = 4,   /* members stored in the set itself */
     STEPS_KEPT = 1 << 12, /* entries of the cache of `sets_step` results */
     LINE_BYTES = 64,      /* of the processor's cache */
@@ -68,6 +69,10 @@ uint64_t sets_bytes(const struct holder_sets *all);
 set_t sets_step(struct holder_sets *all, set_t set, life_t life, enum step step);
 /* `set` without the lives in `gone` (a bit set of `words` words). */
 set_t sets_without(struct holder_sets *all, set_t set, const uint64_t *gone, uint32_t words);
+/* The life that only one of the sets has, if there is no other; else NO_LIFE. Sets are compared by their 64-bit hashes, as
+ * blocks are: the members need not be read.
+ */
+life_t sets_difference(const struct holder_sets *all, set_t set, set_t other);
 bool sets_has(const struct holder_sets *all, set_t set, life_t life);
 /* Whether some member is not in `gone`. */
 bool sets_beyond(const struct holder_sets *all, set_t set, const uint64_t *gone);

@@ -22,6 +22,7 @@ struct walk {
     struct line *homes[2][TIERS][CHUNK]; /* home lines of this chunk and of the next one; `turn` selects this one's */
     int turn;
     uint64_t bits[LIVES_MAX / 64 + 1];
+    life_t changed; /* the only life that came or went with the last block, or NO_LIFE */
 };
 
 static uint64_t chunk_after(const struct walk *walk, uint64_t first)
@@ -53,18 +54,20 @@ static void walk_begin(struct walk *walk, struct block_table *table, const uint6
 }
 
 /* Looks up a chunk while the next one is prefetched, and starts to prefetch the sets that are found: first what describes
- * them, then, when all are found, their members.
+ * them, then, when all are found, the members of those that differ by several from the one before.
  */
 static void walk_look_up(struct walk *walk)
 {
     uint64_t first = walk->chunk_end, end = chunk_after(walk, first);
-    const struct holder_set *fetched[TIERS * CHUNK];
+    const struct holder_set *fetched[TIERS * CHUNK], *before = NULL;
     uint32_t fetched_count = 0;
+    int tiers_found = 0;
     walk_fetch(walk, end, !walk->turn);
     memset(walk->found, 0, (end - first) * sizeof *walk->found);
     for (int tier = 0; tier < TIERS; tier++) {
         struct block_map *map = &walk->table->maps[tier];
         set_t last = 0;
+        uint32_t others_count = fetched_count;
         for (uint64_t i = first; map->block_count && i < end; i++) {
             set_t set = map_get_at(map, walk->homes[walk->turn][tier][i - first], walk->blocks[i]);
             walk->found[i - first].in[tier] = set;
@@ -74,12 +77,33 @@ static void walk_look_up(struct walk *walk)
             }
             last = set;
         }
+        tiers_found += fetched_count > others_count;
     }
-    for (uint32_t i = 0; i < fetched_count; i++)
-        sets_fetch(fetched[i]);
+    for (uint32_t i = 0; i < fetched_count; before = fetched[i++])
+        if (tiers_found > 1 || before == NULL || before->count > fetched[i]->count + 1 || fetched[i]->count > before->count + 1)
+            sets_fetch(fetched[i]);
     walk->turn = !walk->turn;
     walk->chunk_at = first;
     walk->chunk_end = end;
+}
+
+/* Changes `walk->bits` where one life alone came or went; returns it, or NO_LIFE. */
+static life_t step_by_one(struct walk *walk, const struct holders *last, const struct holders *now)
+{
+    int tier = -1; /* the only one that holds these blocks */
+    for (int each = 0; each < TIERS; each++)
+        if (last->in[each] | now->in[each]) {
+            if (tier >= 0)
+                return NO_LIFE;
+            tier = each;
+        }
+    if (tier < 0 || last->in[tier] == NO_SET)
+        return NO_LIFE;
+    life_t life = sets_difference(&walk->table->sets, last->in[tier], now->in[tier]);
+    if (life >= walk->table->life_count)
+        return NO_LIFE;
+    walk->bits[life / 64] ^= 1ull << life % 64;
+    return life;
 }
 
 /* Advances to the next block whose holders differ from those of the block before, and writes its holders to
@@ -96,6 +120,9 @@ static uint64_t walk_on(struct walk *walk)
         const struct holders *now = &walk->found[walk->at - walk->chunk_at];
         if (same(now, &last))
             continue;
+        walk->changed = step_by_one(walk, &last, now);
+        if (walk->changed != NO_LIFE)
+            return walk->at++;
         memset(walk->bits, 0, table_words(walk->table) * sizeof *walk->bits);
         for (int tier = 0; tier < TIERS; tier++)
             if (now->in[tier])
@@ -105,14 +132,17 @@ static uint64_t walk_on(struct walk *walk)
     return walk->end;
 }
 
-static void tell(const struct block_table *table, uint64_t left, uint32_t word, int32_t depth, int32_t *out,
-                 uint32_t rows)
+/* Writes `depth` for the rows of these lives of one word; returns their number. */
+static uint32_t tell(const struct block_table *table, uint64_t lives, uint32_t word, size_t depth, int32_t *out,
+                     uint32_t rows)
 {
-    for (; left; left &= left - 1) {
-        uint32_t row = table->row_of[word * 64 + (uint32_t)__builtin_ctzll(left)];
+    uint32_t told = 0;
+    for (; lives; lives &= lives - 1, told++) {
+        uint32_t row = table->row_of[word * 64 + (uint32_t)__builtin_ctzll(lives)];
         if (row < rows)
-            out[row] = depth;
+            out[row] = (int32_t)depth;
     }
+    return told;
 }
 
 void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows)
@@ -124,21 +154,21 @@ void table_depths(struct block_table *table, const uint64_t *blocks, size_t coun
     walk_begin(&walk, table, blocks, 0, count);
     if (walk_on(&walk) != 0 || !count)
         return;
-    uint64_t any = 0;
-    for (uint32_t word = 0; word < words; word++)
-        any |= in[word] = walk.bits[word] & ~table->dead[word];
-    while (any) {
-        uint64_t at = walk_on(&walk);
-        if (at == count)
-            break;
-        any = 0;
-        for (uint32_t word = 0; word < words; word++) {
-            tell(table, in[word] & ~walk.bits[word], word, (int32_t)at, out, rows);
-            any |= in[word] &= walk.bits[word];
+    uint32_t left = 0;
+    for (uint32_t word = 0; word < words; word++) {
+        in[word] = walk.bits[word] & ~table->dead[word];
+        left += (uint32_t)__builtin_popcountll(in[word]);
+    }
+    for (size_t at; left && (at = walk_on(&walk)) < count;) {
+        bool is_one = walk.changed != NO_LIFE;
+        uint32_t first = is_one ? walk.changed / 64u : 0, end = is_one ? first + 1 : words;
+        for (uint32_t word = first; word < end; word++) {
+            left -= tell(table, in[word] & ~walk.bits[word], word, at, out, rows);
+            in[word] &= walk.bits[word];
         }
     }
-    for (uint32_t word = 0; any && word < words; word++)
-        tell(table, in[word], word, (int32_t)count, out, rows);
+    for (uint32_t word = 0; left && word < words; word++)
+        tell(table, in[word], word, count, out, rows);
 }
 
 /* The lives of the allowed rows, as bits. */
