@@ -39,6 +39,21 @@ INLINED int64_t block_size_of(double size)
     return size >= 1.0 ? (int64_t)fmin(size, 0x1p53) : 1;
 }
 
+/* The least of those of `count` numbers that are numbers, `count` a multiple of 8. */
+INLINED double least_of(const double *numbers, size_t count)
+{
+    enum { LANES = 8 };
+    double least[LANES];
+    for (int lane = 0; lane < LANES; lane++)
+        least[lane] = INFINITY;
+    for (size_t i = 0; i < count; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            least[lane] = numbers[i + (size_t)lane] < least[lane] ? numbers[i + (size_t)lane] : least[lane];
+    for (int lane = 1; lane < LANES; lane++)
+        least[0] = least[lane] < least[0] ? least[lane] : least[0];
+    return least[0];
+}
+
 struct batch {
     double between_s, step_s, itl_s, full_step_s, more_s, excess_s, disturbed, queue_s;
 };

@@ -78,33 +78,57 @@ int find_sources(const struct fleet *fleet, const struct question *question, con
 
 /* ---- numbers of all candidates: cost.py */
 
-double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free)
+static size_t end_from(const struct fleet *fleet, size_t first)
 {
-    double least_s = INFINITY;
-    for (size_t row = 0; row < fleet->count; row++) {
-        if (!is_free[row] || !flag(fleet, DECODES, row))
-            continue;
-        double alone_s = N(DECODE_STEP_S) + more_s(fleet, question, row);
-        least_s = alone_s < least_s ? alone_s : least_s;
+    return first + TOGETHER < fleet->count ? first + TOGETHER : fleet->count;
+}
+
+FOR_EACH_MACHINE double uncrowded_itl_s(const struct fleet *fleet, const struct question *question,
+                                        const uint8_t *is_free)
+{
+    const uint8_t *decodes = fleet->flags + DECODES * fleet->stride;
+    double alone_s[TOGETHER], least_s = INFINITY;
+    for (size_t first = 0, end; first < fleet->count; first = end) {
+        end = end_from(fleet, first);
+        for (size_t row = first; row < end; row++) {
+            double of_row_s = N(DECODE_STEP_S) + more_s(fleet, question, row);
+            alone_s[row - first] = is_free[row] & decodes[row] ? of_row_s : INFINITY;
+        }
+        for (size_t i = end - first; i < TOGETHER; i++)
+            alone_s[i] = INFINITY;
+        double of_rows_s = least_of(alone_s, TOGETHER);
+        least_s = of_rows_s < least_s ? of_rows_s : least_s;
     }
     return UNCROWDED * (least_s + 0.0);
 }
 
-double eviction_price(const struct fleet *fleet, const struct question *question, const uint8_t *is_free)
+FOR_EACH_MACHINE double eviction_price(const struct fleet *fleet, const uint8_t *is_free)
 {
-    double stored = 0.0, used = 0.0, busy = 0.0, count = 0.0;
-    for (size_t row = 0; row < fleet->count; row++) {
-        if (!is_free[row] || !flag(fleet, PREFILLS, row))
-            continue;
-        stored += N(STORED_TOKENS);
-        used += N(USED_TOKENS);
-        busy += least(N(PROMPTS_PER_S) * mean_token_s(fleet, row), BUSY_MAX, question->arrays);
-        count += 1.0;
+    const uint8_t *prefills = fleet->flags + PREFILLS * fleet->stride;
+    double stored = 0.0, used = 0.0, busy = 0.0;
+    size_t count = 0;
+    for (size_t first = 0, end; first < fleet->count; first = end) {
+        double stored_by[TOGETHER], used_of[TOGETHER], busy_for[TOGETHER];
+        end = end_from(fleet, first);
+        for (size_t row = first; row < end; row++) {
+            bool is_in = is_free[row] & prefills[row];
+            double share = least(N(PROMPTS_PER_S) * mean_token_s(fleet, row), BUSY_MAX, true);
+            stored_by[row - first] = is_in ? N(STORED_TOKENS) : 0.0;
+            used_of[row - first] = is_in ? N(USED_TOKENS) : 0.0;
+            busy_for[row - first] = is_in ? share : 0.0;
+            count += is_in;
+        }
+        /* One after the other, as Python does: the order changes the last bits. Zeros change nothing. */
+        for (size_t i = 0; i < end - first; i++) {
+            stored += stored_by[i];
+            used += used_of[i];
+            busy += busy_for[i];
+        }
     }
     if (!(used > 0.0 && stored > 0.0))
         return 0.0;
     double reused = used / stored;
-    return (reused < 1.0 ? reused : 1.0) / (1.0 - busy / count);
+    return (reused < 1.0 ? reused : 1.0) / (1.0 - busy / (double)count);
 }
 
 /* ---- candidates: evaluation.py and placer.py */

@@ -10,6 +10,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Rows are computed with the instructions that a machine has for several numbers at once. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define FOR_EACH_MACHINE __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_MACHINE
+#endif
+
 /* Columns of `numbers` and rows of `flags`, as in fleet_table.py; a test compares the names. */
 #define NUMBER_NAMES(X)                                                                                              \
     X(LEGS_MAX) X(LAST_CHOSEN) X(BLOCK_SIZE) X(STEP_TOKENS) X(ANSWERS) X(HEARD_AT) X(PROMPTS_PER_S) X(STORED_TOKENS)   \
@@ -26,6 +33,7 @@ enum {
     SOURCES_MAX = 2,
     TAIL_TOKENS = 16, /* as in cost.py */
     SHORTLISTED = 4,  /* as in shortlist.py */
+    TOGETHER = 64,    /* rows that are computed before they are compared or added */
 };
 #define BUSY_MAX 0.9
 #define UNCROWDED 5.0
@@ -94,7 +102,7 @@ int64_t most_blocks(const struct holders *holders, int64_t group);
 /* Without a target: the decode step that costs nothing. */
 double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
 /* What a token costs that another one evicts, in tokens computed again. */
-double eviction_price(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
+double eviction_price(const struct fleet *fleet, const uint8_t *is_free);
 struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                           size_t row);
 /* The cheapest free rows of each group for each part, into `chosen`, which has room for all; returns how many.

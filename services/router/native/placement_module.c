@@ -16,7 +16,7 @@ typedef struct {
     struct fleet fleet;
     size_t rows;
     /* Scratch memory, each for all rows. */
-    uint8_t *awake, *fit;
+    uint8_t *awake, *fit, *sources; /* sources: rows that may be asked for KV */
     int32_t *blocks;
     double *costs_s; /* three times */
     struct holder *ranked;
@@ -105,6 +105,17 @@ static bool read_question(PyObject *const *args, struct question *question)
     return true;
 }
 
+/* Rows that have enough blocks and may be asked for them. Without branches, which nobody could predict. */
+static void find_holders(const Placing *self, double tokens_min, struct holders *holders)
+{
+    const struct fleet *fleet = &self->fleet;
+    const double *block_sizes = fleet->numbers + BLOCK_SIZE * fleet->stride;
+    for (size_t row = 0; row < fleet->count; row++) {
+        holders->ranked[holders->count] = (struct holder){fleet->groups[row], self->blocks[row], (int64_t)row};
+        holders->count += self->sources[row] & ((double)self->blocks[row] * block_sizes[row] >= tokens_min);
+    }
+}
+
 /* Blocks of the prompt on each row, from `depths` by the index's slots, and the rows that may be asked for them. */
 static bool read_depths(Placing *self, PyObject *depths, PyObject *slots, const struct question *question,
                         struct holders *holders)
@@ -120,20 +131,14 @@ static bool read_depths(Placing *self, PyObject *depths, PyObject *slots, const 
     const int64_t *slot_of = slot.buf;
     size_t depth_count = length_of(&depth), slot_count = length_of(&slot);
     for (size_t row = 0; row < self->fleet.count; row++) {
-        bool is_known = row < slot_count && slot_of[row] >= 0 && (size_t)slot_of[row] < depth_count;
-        self->blocks[row] = is_known ? depth_of[slot_of[row]] : 0;
+        /* A worker that the index does not know has a negative slot. */
+        size_t slot_of_row = row < slot_count ? (size_t)slot_of[row] : SIZE_MAX;
+        self->blocks[row] = slot_of_row < depth_count ? depth_of[slot_of_row] : 0;
     }
     PyBuffer_Release(&slot);
     PyBuffer_Release(&depth);
-    const struct fleet *fleet = &self->fleet;
-    for (size_t row = 0; row < fleet->count && !question->unsplittable; row++) {
-        bool is_store = !fleet->flags[SERVES * fleet->stride + row];
-        bool may_be_asked = fleet->flags[EXCHANGES_KV * fleet->stride + row] &&
-                            (self->fit[row] || (is_store && self->awake[row]));
-        double tokens = (double)self->blocks[row] * fleet->numbers[BLOCK_SIZE * fleet->stride + row];
-        if (may_be_asked && tokens >= (double)question->fetch_tokens_min)
-            self->ranked[holders->count++] = (struct holder){fleet->groups[row], self->blocks[row], (int64_t)row};
-    }
+    if (!question->unsplittable)
+        find_holders(self, (double)question->fetch_tokens_min, holders);
     holders_rank(holders);
     return true;
 }
@@ -158,13 +163,14 @@ static bool read_request(Placing *self, PyObject *const *args, struct question *
         }
         self->fleet.groups = groups->buf;
     }
-    question->eviction_price = eviction_price(&self->fleet, question, self->free.buf);
+    question->eviction_price = eviction_price(&self->fleet, self->free.buf);
     question->itl_free_s = question->itl_target_s;
     if (!(question->itl_target_s < INFINITY))
         question->itl_free_s = uncrowded_itl_s(&self->fleet, question, self->free.buf);
     *holders = (struct holders){.ranked = self->ranked, .blocks = self->blocks};
-    memset(self->blocks, 0, self->fleet.count * sizeof *self->blocks);
-    if (args[10] != Py_None && !read_depths(self, args[10], args[11], question, holders)) {
+    if (args[10] == Py_None)
+        memset(self->blocks, 0, self->fleet.count * sizeof *self->blocks);
+    else if (!read_depths(self, args[10], args[11], question, holders)) {
         PyBuffer_Release(groups);
         return false;
     }
@@ -174,7 +180,7 @@ static bool read_request(Placing *self, PyObject *const *args, struct question *
 /* ---- methods */
 
 /* Without branches, so that many rows are compared at once. */
-static void find_awake(const struct fleet *fleet, double heard_min, uint8_t *restrict awake)
+FOR_EACH_MACHINE static void find_awake(const struct fleet *fleet, double heard_min, uint8_t *restrict awake)
 {
     const uint8_t *ready = fleet->flags + READY * fleet->stride;
     const double *heard_at = fleet->numbers + HEARD_AT * fleet->stride;
@@ -182,15 +188,27 @@ static void find_awake(const struct fleet *fleet, double heard_min, uint8_t *res
         awake[row] = ready[row] & (heard_at[row] >= heard_min);
 }
 
-static void find_free(const struct fleet *fleet, const uint8_t *restrict awake, const uint8_t *restrict mask,
-                      uint8_t *restrict fit, uint8_t *restrict is_free)
+FOR_EACH_MACHINE static void find_free(Placing *self, const uint8_t *restrict mask)
 {
+    const struct fleet *fleet = &self->fleet;
     const uint8_t *serves = fleet->flags + SERVES * fleet->stride;
+    const uint8_t *exchanges = fleet->flags + EXCHANGES_KV * fleet->stride;
     const double *legs = fleet->numbers + LEGS * fleet->stride, *legs_max = fleet->numbers + LEGS_MAX * fleet->stride;
+    uint8_t *restrict fit = self->fit, *restrict is_free = self->free.buf, *restrict sources = self->sources;
+    const uint8_t *restrict awake = self->awake;
     for (size_t row = 0; row < fleet->count; row++) {
         fit[row] = awake[row] & serves[row] & mask[row];
+        sources[row] = exchanges[row] & (fit[row] | (awake[row] & !serves[row]));
         is_free[row] = fit[row] & (legs[row] < legs_max[row]);
     }
+}
+
+FOR_EACH_MACHINE static long count_of(const uint8_t *rows, size_t count)
+{
+    long found = 0;
+    for (size_t row = 0; row < count; row++)
+        found += rows[row];
+    return found;
 }
 
 static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
@@ -221,14 +239,10 @@ static PyObject *fit(Placing *self, PyObject *const *args, Py_ssize_t given)
         }
         self->awake[row] = false;
     }
-    find_free(fleet, self->awake, mask.buf, self->fit, self->free.buf);
-    long free_count = 0, fit_count = 0;
-    for (size_t row = 0; row < fleet->count; row++) {
-        fit_count += self->fit[row];
-        free_count += ((uint8_t *)self->free.buf)[row];
-    }
+    find_free(self, mask.buf);
     PyBuffer_Release(&mask);
-    return PyLong_FromLong(fit_count ? free_count : -1);
+    long fit_count = count_of(self->fit, fleet->count);
+    return PyLong_FromLong(fit_count ? count_of(self->free.buf, fleet->count) : -1);
 }
 
 /* All free rows into `self->chosen`; returns how many. */
@@ -401,15 +415,17 @@ static bool take_memory(Placing *self)
 {
     self->awake = PyMem_Calloc(self->rows, sizeof *self->awake);
     self->fit = PyMem_Calloc(self->rows, sizeof *self->fit);
+    self->sources = PyMem_Calloc(self->rows, sizeof *self->sources);
     self->blocks = PyMem_Calloc(self->rows, sizeof *self->blocks);
     self->costs_s = PyMem_Calloc(self->rows, 3 * sizeof *self->costs_s);
     self->ranked = PyMem_Calloc(self->rows, sizeof *self->ranked);
     self->chosen = PyMem_Calloc(self->rows, sizeof *self->chosen);
     self->candidates = PyMem_Calloc(self->rows, sizeof *self->candidates);
-    if (self->awake && self->fit && self->blocks && self->costs_s && self->ranked && self->chosen && self->candidates)
-        return true;
-    PyErr_NoMemory();
-    return false;
+    bool is_taken = self->awake && self->fit && self->sources && self->blocks && self->costs_s && self->ranked &&
+                    self->chosen && self->candidates;
+    if (!is_taken)
+        PyErr_NoMemory();
+    return is_taken;
 }
 
 static PyObject *placing_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
@@ -428,7 +444,8 @@ static void placing_dealloc(Placing *self)
     Py_buffer *arrays[] = {&self->numbers, &self->flags, &self->groups, &self->free};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
         PyBuffer_Release(arrays[i]);
-    void *memory[] = {self->awake, self->fit, self->blocks, self->costs_s, self->ranked, self->chosen, self->candidates};
+    void *memory[] = {self->awake,   self->fit,    self->sources, self->blocks,
+                      self->costs_s, self->ranked, self->chosen,  self->candidates};
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
         PyMem_Free(memory[i]);
     type->tp_free(self);

@@ -3,13 +3,6 @@
 
 #include "cost.h"
 
-/* Rows are estimated by the instructions that a machine has for several numbers at once. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
-#define FOR_EACH_MACHINE __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_MACHINE
-#endif
-
 enum { PASSED_OVER = 16 }; /* rows that are passed over together, if none of them is cheap */
 
 /* Rows behind each other that have the same group and block size, and may all fetch KV, or none. */
@@ -18,20 +11,29 @@ struct run {
     struct prefix prefix; /* of the first row; the others differ in `held` */
 };
 
-static bool is_alike(const struct fleet *fleet, size_t row, size_t other)
+/* Whether the rows from `first` to before `end` may be in the run of a row. */
+FOR_EACH_MACHINE static bool are_alike(const struct fleet *fleet, size_t of_row, size_t first, size_t end)
 {
     const double *block_sizes = fleet->numbers + BLOCK_SIZE * fleet->stride;
-    return block_sizes[row] == block_sizes[other] && fleet->groups[row] == fleet->groups[other] &&
-           flag(fleet, EXCHANGES_KV, row) == flag(fleet, EXCHANGES_KV, other);
+    const uint8_t *exchanges = fleet->flags + EXCHANGES_KV * fleet->stride;
+    int64_t others = 0;
+    uint8_t others_exchange = 0;
+    for (size_t row = first; row < end; row++)
+        others += (block_sizes[row] != block_sizes[of_row]) | (fleet->groups[row] != fleet->groups[of_row]);
+    for (size_t row = first; row < end; row++)
+        others_exchange |= exchanges[row] ^ exchanges[of_row];
+    return !others && !others_exchange;
 }
 
 static struct run run_from(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                            size_t first)
 {
-    struct run run = {first, first + 1, prefix_of(fleet, question, holders, first)};
-    while (run.end < fleet->count && is_alike(fleet, first, run.end))
-        run.end++;
-    return run;
+    size_t end = first + 1;
+    while (end + TOGETHER < fleet->count && are_alike(fleet, first, end, end + TOGETHER))
+        end += TOGETHER;
+    while (end < fleet->count && are_alike(fleet, first, end, end + 1))
+        end++;
+    return (struct run){first, end, prefix_of(fleet, question, holders, first)};
 }
 
 /* The costs of a run's rows, of which those that miss a target come after all that meet them. */
@@ -55,19 +57,9 @@ FOR_EACH_MACHINE static void estimate_run(const struct fleet *table, const struc
     }
 }
 
-/* The least of `PASSED_OVER` costs that are numbers. */
-FOR_EACH_MACHINE static double least_of(const double *costs_s)
+FOR_EACH_MACHINE static double least_of_some(const double *costs_s)
 {
-    enum { LANES = 8 };
-    double least_s[LANES];
-    for (int lane = 0; lane < LANES; lane++)
-        least_s[lane] = costs_s[lane] < INFINITY ? costs_s[lane] : INFINITY;
-    for (int i = LANES; i < PASSED_OVER; i += LANES)
-        for (int lane = 0; lane < LANES; lane++)
-            least_s[lane] = costs_s[i + lane] < least_s[lane] ? costs_s[i + lane] : least_s[lane];
-    for (int lane = 1; lane < LANES; lane++)
-        least_s[0] = least_s[lane] < least_s[0] ? least_s[lane] : least_s[0];
-    return least_s[0];
+    return least_of(costs_s, PASSED_OVER);
 }
 
 /* The cheapest rows so far, in order; among equals the first. */
@@ -118,60 +110,64 @@ static size_t append(const struct few *few, size_t *chosen, size_t begin, size_t
     return count;
 }
 
+/* The smallest group of a free row that is at least `least`; INT64_MAX: there is none. */
+static int64_t group_from(const struct fleet *fleet, const uint8_t *is_free, int64_t least)
+{
+    int64_t found = INT64_MAX;
+    for (size_t row = 0; row < fleet->count; row++) {
+        int64_t group = is_free[row] ? fleet->groups[row] : INT64_MAX;
+        found = group >= least && group < found ? group : found;
+    }
+    return found;
+}
+
+/* The cheapest free rows of a group. */
+static struct lists list_group(const struct fleet *fleet, const uint8_t *is_free, int64_t group,
+                               const double *prefill_s, const double *decode_s, const double *whole_s)
+{
+    struct lists lists = {0};
+    for (size_t row = 0; row < fleet->count; row++) {
+        if (row % PASSED_OVER == 0 && row + PASSED_OVER <= fleet->count) {
+            double least_s = least_of_some(whole_s + row);
+            if (!few_takes(&lists.prefill, least_of_some(prefill_s + row)) &&
+                !few_takes(&lists.decode, least_of_some(decode_s + row)) &&
+                !few_takes(&lists.decodes_whole, least_s) && !few_takes(&lists.whole, least_s)) {
+                row += PASSED_OVER - 1;
+                continue;
+            }
+        }
+        if (!is_free[row] || fleet->groups[row] != group)
+            continue;
+        if (flag(fleet, PREFILLS, row))
+            few_add(&lists.prefill, row, prefill_s[row]);
+        if (flag(fleet, DECODES, row)) {
+            few_add(&lists.decode, row, decode_s[row]);
+            few_add(&lists.decodes_whole, row, whole_s[row]);
+        }
+        few_add(&lists.whole, row, whole_s[row]);
+    }
+    return lists;
+}
+
 size_t shortlist(const struct fleet *fleet, const struct question *question, const struct holders *holders,
                  const uint8_t *is_free, size_t *chosen, double *costs_s)
 {
     double *prefill_s = costs_s, *decode_s = prefill_s + fleet->count, *whole_s = decode_s + fleet->count;
-    for (size_t row = 0; row < fleet->count;) {
-        struct run run = run_from(fleet, question, holders, row);
+    struct run run = {0};
+    for (size_t row = 0; row < fleet->count; row = run.end) {
+        run = run_from(fleet, question, holders, row);
         estimate_run(fleet, question, holders->blocks, &run, prefill_s, decode_s, whole_s);
-        row = run.end;
     }
-    bool is_left = true; /* whether a group may be left */
-    int64_t group = INT64_MIN;
     size_t count = 0;
-    while (is_left) {
-        /* The groups in ascending order; mostly there is one, whose rows are then all visited once. */
-        int64_t next = INT64_MAX, this_one = INT64_MAX;
-        for (size_t row = 0; row < fleet->count; row++)
-            if (is_free[row] && fleet->groups[row] >= group) {
-                int64_t of_row = fleet->groups[row];
-                if (of_row < this_one) {
-                    next = this_one;
-                    this_one = of_row;
-                } else if (of_row > this_one && of_row < next)
-                    next = of_row;
-            }
-        if (this_one == INT64_MAX)
-            break;
-        struct lists lists = {0};
-        for (size_t row = 0; row < fleet->count; row++) {
-            if (row % PASSED_OVER == 0 && row + PASSED_OVER <= fleet->count) {
-                double least_s = least_of(whole_s + row);
-                if (!few_takes(&lists.prefill, least_of(prefill_s + row)) &&
-                    !few_takes(&lists.decode, least_of(decode_s + row)) &&
-                    !few_takes(&lists.decodes_whole, least_s) && !few_takes(&lists.whole, least_s)) {
-                    row += PASSED_OVER - 1;
-                    continue;
-                }
-            }
-            if (!is_free[row] || fleet->groups[row] != this_one)
-                continue;
-            if (flag(fleet, PREFILLS, row))
-                few_add(&lists.prefill, row, prefill_s[row]);
-            if (flag(fleet, DECODES, row)) {
-                few_add(&lists.decode, row, decode_s[row]);
-                few_add(&lists.decodes_whole, row, whole_s[row]);
-            }
-            few_add(&lists.whole, row, whole_s[row]);
-        }
+    bool is_one_run = run.first == 0 && run.end; /* Mostly; then there is one group, too. */
+    int64_t group = is_one_run ? fleet->groups[0] : group_from(fleet, is_free, INT64_MIN);
+    for (; group < INT64_MAX; group = is_one_run ? INT64_MAX : group_from(fleet, is_free, group + 1)) {
+        struct lists lists = list_group(fleet, is_free, group, prefill_s, decode_s, whole_s);
         size_t begin = count;
         count = append(&lists.prefill, chosen, begin, count);
         count = append(&lists.decode, chosen, begin, count);
         count = append(&lists.decodes_whole, chosen, begin, count);
         count = append(&lists.whole, chosen, begin, count);
-        group = next;
-        is_left = next != INT64_MAX;
     }
     return count;
 }
