@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.bench_scale import Served, relative
+from bench.bench_scale import TRIES, Served, Size, System, relative
+from bench.peer_checks import RunFailed
 from bench.scale_fleet import PlayedWorker, xor_of
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.workers import Role
@@ -35,3 +36,40 @@ def test_a_played_worker_sends_digests_of_what_it_holds():
     assert not index.check(worker.worker_id, 1, digest)
     assert index.count(worker.worker_id) == digest.count
     assert digest.xor == xor_of(worker.snapshot().hashes)
+
+
+class PlayedFleet:
+    """Counts as if it had sent, in each second in turn, so many reports."""
+
+    def __init__(self, *reports: int) -> None:
+        self._reports = list(reports)
+        self._counts = dict.fromkeys(("at", "reports", "batches", "blocks", "removed", "records"), 0)
+        self._is_asked_before = True
+
+    def ask(self, what: str, **_given: object) -> dict[str, int]:
+        if what == "counts":
+            if not self._is_asked_before:
+                self._counts["at"] += 1
+                self._counts["reports"] += self._reports.pop(0)
+            self._is_asked_before = not self._is_asked_before
+        return dict(self._counts)
+
+
+def fleet_of_ten(*reports: int) -> System:
+    system = System(Size(), "both", 10)
+    system.fleet = PlayedFleet(*reports)
+    return system
+
+
+def test_what_was_measured_while_the_fleet_sent_too_little_is_measured_again():
+    measured = iter(("while it was slow", "while it was not"))
+
+    said, rates = fleet_of_ten(90, 100).while_sending((10.0, 0.0), 0.0, lambda: next(measured))
+
+    assert said == "while it was not"
+    assert rates["reports"] == 100
+
+
+def test_a_fleet_that_never_sends_enough_gives_no_figure():
+    with pytest.raises(RunFailed, match="90 reports a second were sent, fewer than 97, 3 times"):
+        fleet_of_ten(*[90] * TRIES).while_sending((10.0, 0.0), 0.0, lambda: None)
