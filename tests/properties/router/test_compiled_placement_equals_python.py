@@ -98,9 +98,9 @@ def set_block_size(cluster, tokens):
 
 def set_step_tokens(cluster, row, tokens):
     """Of one worker: this number is a copy of the record's, too."""
-    for view in cluster.workers.values():
-        if view.row == row:
-            view.renew(msgspec.structs.replace(view.record, step_tokens_max=int(tokens)))
+    view = cluster.views[row] if row < cluster.table.count else None
+    if view is not None:
+        view.renew(msgspec.structs.replace(view.record, step_tokens_max=int(tokens)))
     cluster.table.numbers[t.STEP_TOKENS, row] = tokens
 
 
@@ -161,7 +161,8 @@ def test_both_forms_say_the_same_of_large_fleets(seed):
             Member(chance.choice(list(Role)), kv_layout=chance.choice(["NHD", "NHD", "HND"]), held=chance.randint(0, 4))
             for _ in range(chance.randint(1, 8))
         ]
-        return [chance.choice(kinds) for _ in range(chance.choice([14, 16, 17, 32, 33, 64, 100]))]
+        fleet = [chance.choice(kinds) for _ in range(chance.choice([14, 16, 17, 32, 33, 64, 65, 100, 150]))]
+        return fleet if chance.random() < 0.5 else sorted(fleet, key=kinds.index)  # Alike workers side by side.
 
     def some_number():
         usual = chance.choice([1e-3, 1.0, 5000.0]) * chance.random()
