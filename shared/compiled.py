@@ -38,7 +38,7 @@ MODULES = tuple(
         "services.router.auth": "authenticator client rate_limit",
         "services.router.batches": "line_server",
         "services.router.http": "edge errors request",
-        "services.router.placement": "assembly compiled decision decision_service kv_sources placer policy"
+        "services.router.placement": "assembly compiled cost decision decision_service kv_sources placer policy"
         " request_fields sequences shortlist",
         "services.router.relay": "accounting charging legs migration relay request_context request_tasks retry"
         " start_leg write_coalescer",

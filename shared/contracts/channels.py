@@ -133,7 +133,7 @@ class Channel(Generic[M]):
             raise ValueError(f"{self.subject} has no placeholder {self.sent_by}")
         object.__setattr__(self, "parts", names)
         object.__setattr__(self, "sender_parts", sender)
-        object.__setattr__(self, "address", _addresser(self.subject, names))
+        object.__setattr__(self, "address", PLACEHOLDER.sub(r"{0.\1}", self.subject).format)
         object.__setattr__(self, "ids", attrgetter(*names) if names else lambda _message: ())
 
     def filter(self, **ids: str) -> str:
@@ -163,14 +163,6 @@ class AskChannel(Channel[M], Generic[M, A]):
         names = [name for name in self.parts if name in fields]
         ids = attrgetter(*names) if names else lambda _message: ()
         object.__setattr__(self, "names_alike", lambda message, answer: ids(message) == ids(answer))
-
-
-def _addresser(subject: str, names: tuple[str, ...]) -> Callable[[M], str]:
-    if not names:
-        return lambda _message: subject
-    template = PLACEHOLDER.sub("%s", subject.replace("%", "%%"))
-    values = attrgetter(*names)
-    return lambda message: template % values(message)
 
 
 ROUTERS = (Party.ROUTER,)

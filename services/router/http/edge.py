@@ -20,7 +20,7 @@ from services.router.relay.relay import BUG, Relay
 from services.router.responses.responses import Responses
 from services.router.settings import Settings, is_local
 from services.router.telemetry.request_log import RequestLog
-from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
+from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, RESPONSES, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.http.edge import AsgiApp, HttpEdge
 from shared.http.edge_limits import EdgeLimits
@@ -158,7 +158,7 @@ class Edge(HttpEdge[HttpRequest]):
                 http_request.refuse(http_request.refusal)
 
     def begin(self, http_request: HttpRequest) -> None:
-        if self._responses.takes(http_request):
+        if http_request.head.path == RESPONSES and self._responses.takes(http_request):
             task = asyncio.get_running_loop().create_task(self.serve(http_request), name="serve-response")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

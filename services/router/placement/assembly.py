@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from services.router.placement.kv_sources import SOURCES_MAX, source_of
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
@@ -33,21 +33,34 @@ may have been evicted meanwhile.
 """
 
 
-class Selected(NamedTuple):
+class Selected:
     """The workers for a request."""
 
-    decode: Candidate
-    """Serves the decode leg, or the whole request when there is no prefill worker."""
-    prefill: Candidate | None
-    alone: bool
-    """Whether ``decode``, without a prefill worker, is one that may serve the request alone."""
-    why: str
-    considered: int
-    candidates: Iterable[PartCandidates]
-    sources: list[KvSource]
-    """For the worker that computes the prompt."""
-    further: list[KvSource]
-    """Sources of the blocks after those of ``sources``, although not of the ones before."""
+    __slots__ = ("alone", "candidates", "considered", "decode", "further", "prefill", "sources", "why")
+
+    def __init__(  # noqa: PLR0913, PLR0917  # as many as a placement is made of
+        self,
+        decode: Candidate,
+        prefill: Candidate | None,
+        alone: bool,
+        why: str,
+        considered: int,
+        candidates: Iterable[PartCandidates],
+        sources: list[KvSource],
+        further: list[KvSource],
+    ) -> None:
+        self.decode = decode
+        """Serves the decode leg, or the whole request when there is no prefill worker."""
+        self.prefill = prefill
+        self.alone = alone
+        """Whether ``decode``, without a prefill worker, is one that may serve the request alone."""
+        self.why = why
+        self.considered = considered
+        self.candidates = candidates
+        self.sources = sources
+        """For the worker that computes the prompt."""
+        self.further = further
+        """Sources of the blocks after those of ``sources``, although not of the ones before."""
 
 
 def further_sources(

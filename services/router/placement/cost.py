@@ -201,7 +201,8 @@ def estimate_prefill(
     fetches where that is predicted to end sooner. Tokens that it does not hold yet evict as many others, computed or
     fetched.
     """
-    own_s, fetched, fetch_s = work_s(n, prompt.tokens - held, held), held - held, 0.0
+    own_s, fetched = work_s(n, prompt.tokens - held, held), held - held
+    fetch_s: Value = 0.0
     if reachable is not held:
         missing = reachable - held
         reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_TOKEN_S] * missing

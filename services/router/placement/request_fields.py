@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -25,6 +25,9 @@ from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.engine_paths import CHAT, CHAT_BATCH, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES, SERVER_TOOLS
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import body_fault, first_reserved, reserved_in, reserved_message
+
+if TYPE_CHECKING:
+    from services.router.state.cluster_view import ClusterView
 
 AUTO: Final = Mode.AUTO
 AGGREGATED: Final = Mode.AGGREGATED
@@ -48,6 +51,9 @@ _body = msgspec.json.Decoder(Body)
 _tools = msgspec.json.Decoder(list[Tool])
 _raw_body = msgspec.json.Decoder(RawBody)
 RAW_FIELDS: Final = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
+
+
+NAME_ONE: Final = Fault(param="model", message="There are several models here: name one. /v1/models lists them.")
 
 
 def read_request(path: str, body: bytes, media_hosts: frozenset[str] = frozenset()) -> RequestFacts:
@@ -269,3 +275,13 @@ OPTION_RULES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "resumes_max": (lambda value: type(value) is int and value >= 0, "an integer, 0 or more"),
 }
 """The fields of a ``baton`` object: whether a value is valid, and a description of valid values."""
+
+
+def with_primary_name(facts: RequestFacts, cluster: ClusterView) -> RequestFacts:
+    """The request under its model's primary name. With a fault if it names none, and there are several."""
+    if facts.model:
+        primary = cluster.primary_name(facts.model)
+        return facts if primary == facts.model else msgspec.structs.replace(facts, model=primary, alias=facts.model)
+    if facts.body is not None and facts.fault is None and len(cluster.models()) > 1:
+        return msgspec.structs.replace(facts, fault=NAME_ONE)
+    return facts

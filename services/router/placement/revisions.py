@@ -10,16 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from services.router.placement.request_facts import Fault, RequestFacts
+from services.router.placement.request_facts import RequestFacts
 from services.router.placement.request_fields import given
 from shared.contracts.engine_paths import CHAT
-
-if TYPE_CHECKING:
-    from services.router.state.cluster_view import ClusterView
 
 SHARE_MAX = 1e6
 REVISIONS_MAX = 16
@@ -32,7 +29,6 @@ BEGINNING_BYTES = 256
 ABBREVIATED_MIN = 7
 """The shortest abbreviation of a commit or digest."""
 HEXADECIMAL = frozenset("0123456789abcdef")
-NAME_ONE = Fault(param="model", message="There are several models here: name one. /v1/models lists them.")
 
 
 class Turn(msgspec.Struct):
@@ -144,13 +140,3 @@ def _draw(beginning: bytes, revision: str) -> float:
     """
     digest = hashlib.blake2b(beginning, digest_size=8, key=hashlib.sha256(revision.encode()).digest()).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / (1 << 64))
-
-
-def with_primary_name(facts: RequestFacts, cluster: ClusterView) -> RequestFacts:
-    """The request under its model's primary name. With a fault if it names none, and there are several."""
-    if facts.model:
-        primary = cluster.primary_name(facts.model)
-        return facts if primary == facts.model else msgspec.structs.replace(facts, model=primary, alias=facts.model)
-    if facts.body is not None and facts.fault is None and len(cluster.models()) > 1:
-        return msgspec.structs.replace(facts, fault=NAME_ONE)
-    return facts

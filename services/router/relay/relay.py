@@ -20,8 +20,7 @@ from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_facts import Mode, RequestFacts
-from services.router.placement.request_fields import default_or_requested
-from services.router.placement.revisions import with_primary_name
+from services.router.placement.request_fields import default_or_requested, with_primary_name
 from services.router.relay.accounting import Accounting
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.legs import EngineRefused, LegRunner, NotAnswered

@@ -232,7 +232,7 @@ class Suspects:
 
     def refusal(self, context: RequestContext) -> Failure | None:
         """Why the request is refused; None when it is not. Costs nothing while no request is remembered."""
-        if not self._quarantine:
+        if not self._quarantine.entries:
             return None
         context.digest = self._digest(context)
         left_s = self._quarantine.refused_s(context.digest, self._now())
@@ -271,7 +271,7 @@ class Suspects:
 
     def cleared(self, context: RequestContext) -> None:
         """The request has ended well."""
-        if context.digest and self._quarantine:
+        if context.digest:
             self._quarantine.succeeded(context.digest)
 
     def _digest(self, context: RequestContext) -> bytes:

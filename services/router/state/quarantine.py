@@ -40,15 +40,12 @@ class Quarantine:
     def __init__(self, first_s: float) -> None:
         """``first_s``: the first quarantine of a request; 0: none is ever refused."""
         self._first_s = min(first_s, QUARANTINE_S_MAX)
-        self._entries: dict[bytes, QuarantinedRequest] = {}
-
-    def __len__(self) -> int:
+        self.entries: dict[bytes, QuarantinedRequest] = {}
         """Requests that are remembered, refused or not."""
-        return len(self._entries)
 
     def add(self, digest: bytes, now: float) -> float:
         """An engine died of this request, or may have; returns for how many seconds it is refused."""
-        known = self._entries.pop(digest, None)
+        known = self.entries.pop(digest, None)
         deaths = known.deaths + 1 if known is not None and now < known.until + REMEMBERED_S else 1
         for_s = min(QUARANTINE_S_MAX, self._first_s * AGAIN_FACTOR ** (deaths - 1))
         self._keep(digest, QuarantinedRequest(now + for_s, deaths))
@@ -56,23 +53,23 @@ class Quarantine:
 
     def heard(self, digest: bytes, for_s: float, now: float) -> None:
         """Another router has quarantined it."""
-        known = self._entries.pop(digest, None) or QuarantinedRequest(0.0, 1)
+        known = self.entries.pop(digest, None) or QuarantinedRequest(0.0, 1)
         known.until = max(known.until, now + min(max(0.0, for_s), QUARANTINE_S_MAX))
         self._keep(digest, known)
 
     def refused_s(self, digest: bytes, now: float) -> float:
         """For how many seconds more the request is refused; 0 when it is not."""
-        known = self._entries.get(digest)
+        known = self.entries.get(digest)
         return max(0.0, known.until - now) if known is not None and self._first_s else 0.0
 
     def succeeded(self, digest: bytes) -> None:
         """An engine has served the request to its end."""
-        self._entries.pop(digest, None)
+        self.entries.pop(digest, None)
 
     def _keep(self, digest: bytes, entry: QuarantinedRequest) -> None:
-        self._entries[digest] = entry
-        if len(self._entries) > QUARANTINED_MAX:
-            del self._entries[next(iter(self._entries))]
+        self.entries[digest] = entry
+        if len(self.entries) > QUARANTINED_MAX:
+            del self.entries[next(iter(self.entries))]
 
 
 def digest_of(path: str, body: bytes) -> bytes:

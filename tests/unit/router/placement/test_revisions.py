@@ -15,8 +15,8 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.placement.placer import CostPlacer, Fleet
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts
-from services.router.placement.request_fields import read_request
-from services.router.placement.revisions import ANY, means, read_shares, with_primary_name
+from services.router.placement.request_fields import read_request, with_primary_name
+from services.router.placement.revisions import ANY, means, read_shares
 from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex

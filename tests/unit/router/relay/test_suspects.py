@@ -142,7 +142,7 @@ async def test_a_request_that_an_engine_serves_after_its_quarantine_is_cleared(w
         worker.script = serve_leg
 
     assert (await world.ask(prompt(prompt="poison"))).status == 200
-    assert len(world.router.quarantine) == 0
+    assert len(world.router.quarantine.entries) == 0
 
 
 @in_virtual_time
@@ -157,7 +157,7 @@ async def test_other_routers_refuse_it_too():
         await world.answered()
 
         assert sum(world.legs()) == 1
-        assert [len(router.quarantine) for router in world.routers] == [1, 1, 1]
+        assert [len(router.quarantine.entries) for router in world.routers] == [1, 1, 1]
 
 
 def test_the_operator_sees_it(caplog):
@@ -201,4 +201,4 @@ def test_the_table_is_bounded():
     for number in range(3 * QUARANTINED_MAX):
         quarantine.add(number.to_bytes(4), 0.0)
 
-    assert len(quarantine) == QUARANTINED_MAX
+    assert len(quarantine.entries) == QUARANTINED_MAX
