@@ -158,6 +158,7 @@ class Edge(HttpEdge[HttpRequest]):
                 http_request.refuse(http_request.refusal)
 
     def begin(self, http_request: HttpRequest) -> None:
+        # ``takes`` compares the path, too, but is Python's: only this path pays for the call.
         if http_request.head.path == RESPONSES and self._responses.takes(http_request):
             task = asyncio.get_running_loop().create_task(self.serve(http_request), name="serve-response")
             self._tasks.add(task)
