@@ -114,6 +114,13 @@ def filled_in(own: EngineSpeed | None, like: EngineSpeed | None) -> EngineSpeed 
     return replace(own, **{name: getattr(like, name) for name in missing}) if missing else own
 
 
+def settled_only(speed: EngineSpeed) -> EngineSpeed:
+    """Without a phase that rests on few samples: a slow moment may have spoiled them."""
+    phases = (speed.prefill_samples, speed.decode_samples)
+    prefill, decode = (samples if samples >= YOUNG_SAMPLES else 0.0 for samples in phases)
+    return replace(speed, prefill_samples=prefill, decode_samples=decode)
+
+
 def combined(speeds: Sequence[EngineSpeed]) -> EngineSpeed | None:
     """One estimate for engines that are alike: of each phase the geometric mean, weighted by samples."""
     if not speeds:

@@ -19,7 +19,7 @@ from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
 from shared.contracts.load import EngineSpeed, WorkerLoad
 from shared.contracts.workers import WorkerRecord
-from shared.engine_speed.learner import filled_in, is_valid
+from shared.engine_speed.learner import filled_in, is_valid, settled_only
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
 from shared.engine_speed.unit_costs import SECONDS_MAX, SECONDS_MIN, Prior, UnitCosts
 
@@ -41,7 +41,7 @@ TRANSIT_S_MIN: Final = 1e-5
 """Clock differences can make a transit negative."""
 MEDIAN_STEP_MIN: Final = 0.05
 UNUSED_SWEEPS_MAX: Final = 10
-"""What a worker has shown of its transit counts until so many sweeps have found no new leg."""
+"""What legs have shown of a worker counts until so many sweeps have found no new one."""
 
 
 Basis = tuple[EngineSpeed | None, EngineSpeed | None, UnitCosts, int]
@@ -79,11 +79,13 @@ class RunningMedian:
 class SpeedOf:
     """The speed of one life of a worker, or what its ``peers`` share: all workers of a fingerprint."""
 
-    __slots__ = ("_basis", "_estimate", "_peers", "_reads", "_transfers", "_transit", "engine")
+    __slots__ = ("_basis", "_estimate", "_peers", "_published", "_reads", "_transfers", "_transit", "engine")
 
     def __init__(self, peers: SpeedOf | None = None) -> None:
         self.engine: EngineSpeed | None = None
-        """As the worker published it last; of peers: as any of them did."""
+        """As the worker published it last; of peers: as any of them did. Phases that are forgotten have no samples."""
+        self._published: EngineSpeed | None = None
+        """Also what is forgotten: it is no news when it comes again."""
         self._peers = peers
         self._reads = 0
         self._transfers = UnitCosts(TRANSFER_PRIOR)
@@ -94,9 +96,9 @@ class SpeedOf:
 
     def published(self, engine: EngineSpeed) -> bool:
         """The worker has reported its engine's speed; returns whether it is news."""
-        if engine == self.engine or not is_valid(engine):
+        if engine == self._published or not is_valid(engine):
             return False
-        self.engine = engine
+        self.engine = self._published = engine
         if self._peers is not None:
             self._peers.engine = filled_in(engine, self._peers.engine)
         return True
@@ -122,10 +124,15 @@ class SpeedOf:
         if self._peers is not None:
             self._peers.transit_took(seconds)
 
-    def forget_transit(self) -> None:
-        """Assume the transit of its peers again."""
-        if self._peers is not None:
-            self._transit.forget(self._peers.transit_s)
+    def forget(self) -> None:
+        """Assume the transit of its peers again, and of the rest what only a few samples have shown of this worker."""
+        if self._peers is None:
+            return
+        self._transit.forget(self._peers.transit_s)
+        if self._transfers.samples < SETTLED_READS:
+            self._transfers = UnitCosts(TRANSFER_PRIOR)
+        if self.engine is not None:
+            self.engine = settled_only(self.engine)
 
     @property
     def transit_s(self) -> float:
@@ -231,14 +238,17 @@ class WorkerSpeeds:
         self._write(worker_id, life)
 
     def sweep(self) -> None:
-        """Forget the transits of workers that have got no leg for long. One that is thought to be slow gets none and
-        cannot show that it is fast again: a slow moment must not keep it idle for ever.
+        """Assume of workers that have got no leg for long what their peers have shown. One that is thought to be
+        slow gets none and cannot show that it is fast again: a slow moment must not keep it idle for ever.
         """
+        left = 1 + len(self._workers) // UNUSED_SWEEPS_MAX  # All of a large fleet at once would stop the event loop.
         for worker_id, life in self._workers.items():
             life.unused_sweeps += 1
-            if life.unused_sweeps > UNUSED_SWEEPS_MAX:
-                life.speed.forget_transit()
-                self._cluster.set_transit(worker_id, life.speed.transit_s)
+            if life.unused_sweeps > UNUSED_SWEEPS_MAX and left:
+                left -= 1
+                life.unused_sweeps = 0
+                life.speed.forget()
+                self._write(worker_id, life)
 
     def all(self) -> dict[WorkerId, WorkerSpeed]:
         """Of every worker, as it is assumed now."""

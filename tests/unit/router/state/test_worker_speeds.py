@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvExchangeState, KvRead, KvTransferReport
 from shared.contracts.load import EngineSpeed
-from shared.engine_speed.steps import DEFAULT_STEP_TIMES
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
 from tests.support.fleet_builders import load, record
 from tests.support.system import Metrics
 from tests.unit.router.fake_worker import DONE, SSE
@@ -279,6 +280,60 @@ def test_a_slow_moment_of_an_unused_worker_is_forgotten():
     fleet.speeds.sweep()
 
     assert fleet.of("w1").transit_s == pytest.approx(fleet.of("w2").transit_s, rel=0.1)
+
+
+def test_what_few_samples_of_a_slow_moment_showed_keeps_no_worker_idle():
+    fleet = Fleet("w1", "w2")
+    few = msgspec.structs.replace(MEASURED, prefill_step_s=0.2, decode_step_s=0.1, decode_samples=2.0)
+    fleet.report("w1", speed=few)
+    fleet.report("w2", speed=MEASURED)  # It goes on to work.
+    for _ in range(20):
+        quick = transfer_report(requested_at=5.0, granted_at=5.0, read_at=5.0, ended_at=5.01, read_s=0.01)
+        fleet.speeds.leg_ended(W2, FIRST, quick, None)
+    fleet.leg(transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=6.5, read_s=1.3))
+    slow = fleet.of("w1")
+    for _ in range(UNUSED_SWEEPS_MAX):
+        fleet.speeds.sweep()
+
+    assert fleet.report("w1", speed=few) == slow
+
+    fleet.speeds.sweep()
+    fleet.speeds.sweep()
+
+    again = fleet.report("w1", speed=few)  # The same is no news.
+    assert StepTimeModel.of(again) == StepTimeModel.of(MEASURED) == StepTimeModel.of(fleet.of("w2"))
+    assert again.transfer_base_s < slow.transfer_base_s
+
+    slower = fleet.report("w1", speed=msgspec.structs.replace(few, decode_step_s=0.11))
+    assert slower.decode_step_s == 0.11
+
+
+def test_a_worker_that_has_long_been_slow_is_not_taken_for_a_fast_one():
+    fleet = Fleet("w1", "w2")
+    fleet.report("w2", speed=MEASURED)
+    many = msgspec.structs.replace(MEASURED, decode_step_s=0.1, prefill_samples=900.0, decode_samples=900.0)
+    slow = fleet.report("w1", speed=many)
+    for _ in range(3 * UNUSED_SWEEPS_MAX):
+        fleet.speeds.sweep()
+
+    assert fleet.of("w1").decode_step_s == slow.decode_step_s == 0.1
+
+
+def test_a_large_fleet_is_not_forgotten_all_at_once():
+    names = [f"w{number}" for number in range(10 * UNUSED_SWEEPS_MAX)]
+    fleet = Fleet(*names, "w-busy")
+    few = msgspec.structs.replace(MEASURED, decode_step_s=0.1, decode_samples=2.0)
+    for name in names:
+        fleet.report(name, speed=few)
+    fleet.report("w-busy", speed=MEASURED)
+    slow = []
+    for _ in range(2 * UNUSED_SWEEPS_MAX + 2):
+        fleet.speeds.sweep()
+        slow.append(sum(fleet.of(name).decode_step_s == 0.1 for name in names))
+
+    steps = [before - after for before, after in pairwise([len(names), *slow])]
+    assert slow[-1] == 0
+    assert max(steps) <= len(names) // UNUSED_SWEEPS_MAX + 1
 
 
 @in_world()
