@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -48,6 +49,11 @@ process. The first match counts. The engines make two groups, because one would 
 KILLS_ENGINES = "test_loss_and_drain.py"
 ENGINES_S_MAX = 900.0
 """For a test that starts engines: on a busy machine they alone take seven minutes."""
+
+
+def pytest_configure() -> None:
+    """SIGTERM ends the tests as Ctrl-C does: fixtures stop the processes that they started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

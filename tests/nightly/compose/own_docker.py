@@ -25,7 +25,7 @@ COMPOSE_RELEASE = "trixie"
 """The first Debian with version 2 of compose. Its package has one program, which runs on older releases, too."""
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
-PROGRAMS = ("dockerd", "docker", "iptables", "debootstrap", "unshare")
+PROGRAMS = ("dockerd", "docker", "iptables", "debootstrap", "setpriv", "unshare")
 PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,libpython3-dev,busybox"
 """With the header files that the image of Python has, too, and the busybox of NATS's image."""
 INSTALL_S_MAX = 900
@@ -120,14 +120,16 @@ def own_docker(environment: Mapping[str, str], images: Mapping[str, str]) -> Ite
 
 @contextlib.contextmanager
 def daemon(folder: Path, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """dockerd, in a mount namespace of its own: its mounts end with it."""
+    """dockerd, in a mount namespace of its own: its mounts end with it. It stops, with its containers, when the tests are
+    killed.
+    """
     options = [f"--{name}={folder / name}" for name in ("data-root", "exec-root", "pidfile")]
     options += ["--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false", "--bridge=none"]
     host = f"unix://{folder / 'socket'}"
     groups = cgroups()
     with Path(folder, "log").open("w") as log:
         dockerd = subprocess.Popen(
-            ["unshare", "--mount", "dockerd", "--host", host, *options],
+            ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "dockerd", "--host", host, *options],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
