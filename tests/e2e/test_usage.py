@@ -94,7 +94,7 @@ def test_a_budget_holds_at_all_routers_and_after_their_restart(simulated: System
         for _ in range(2):
             answer = one.post("/v1/completions", json=BODY, headers=headers)
             assert answer.status_code == 200, answer.text
-        # A request counts as running until its prefill leg has reported, and then by an estimate of its prompt.
+        # Until its prefill leg has reported, a request counts as running, by an estimate of its prompt.
         refused = until(lambda: refuses(one), "the router has counted what it has answered")
         assert refused.json()["error"]["code"] == "insufficient_quota"
         until(lambda: refuses(other), "the other router has read what the first has served")
