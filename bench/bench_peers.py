@@ -2,6 +2,7 @@
 
 All routers are up at once, alone on core 0, each over simulated engines of its own on core 1: the same engine, in a Baton worker or
 behind uvicorn. The same load client on core 1 sends each the same number of the same requests, in turns, in an order that rotates.
+Baton's nats-server is on core 1, too, and for latencies also on core 0: there it does not take time of the engines' core.
 CPU is user + system time of the router's process minus its idle share. Beside each figure stands the time of constant work on core 0,
 taken just before. Each round starts all processes anew, in another order: two processes of one router can differ by a tenth for as long
 as they live. A run in which a request fails, an answer is short, or a router does not do what the row says, ends with status 1
@@ -36,6 +37,7 @@ from bench.bench_router import (
     SHORT_BYTES,
     System,
     load,
+    pin,
     running,
     wait_for,
 )
@@ -74,6 +76,12 @@ class Row:
     requests: int = 0
     turns: bool = False
     """Next turns of conversations; each run begins with their first ones, which do not count."""
+    nats_core: str = OTHER_CORE
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """Rows of which this is the same are figures of one run."""
+        return json.dumps(self.options), self.nats_core
 
 
 def cpu_us(result: dict[str, Any], cpu_s: float) -> float:
@@ -108,7 +116,10 @@ def make_rows(quick: bool) -> list[Row]:
         many = {"connections": streams, "requests": count, "stream": True, "max_tokens": STREAM_TOKENS}
         rows.append(Row(label, 1, many, "s/100k events", cpu_s_of_events, count))
     paced = {"connections": 64, "rate": RATE, "seconds": 3.0 * size, "max_tokens": 1, "warm_up": 0.5}
-    rows += [Row(f"latency at {RATE} requests/s, {part}", 1, paced, "ms", latency(part)) for part in ("p50", "p99")]
+    for where, core in (("", ROUTER_CORE), (", nats-server with the engines", OTHER_CORE)):
+        for part in ("p50", "p99"):
+            label = f"latency at {RATE} requests/s, {part}{where}"
+            rows.append(Row(label, 1, paced, "ms", latency(part), nats_core=core))
     turns = {
         "connections": 8,
         "conversations": conversations,
@@ -135,6 +146,8 @@ class Contender:
     def measure(self, row: Row, seed: int) -> tuple[float, dict[str, Any]]:
         """CPU seconds of the router, and the client's result. Raises RunFailed."""
         options = {"prompt_bytes": SHORT_BYTES, "max_tokens": 16, "seed": seed, **row.options}
+        if self.system.nats_pid:
+            pin(self.system.nats_pid, row.nats_core)
         if self.then_port:
             options["then_port"] = self.then_port
         if row.turns:
@@ -257,7 +270,7 @@ Measured = dict[str, dict[str, Figures]]
 
 def measure(rows: Sequence[Row], contenders: Sequence[Contender], number: int, measured: Measured) -> None:
     """One round of all rows of one fleet, the routers in this order. Raises RunFailed."""
-    runs = {json.dumps(row.options): [same for same in rows if same.options == row.options] for row in rows}
+    runs = {row.run: [same for same in rows if same.run == row.run] for row in rows}
     for of_run in runs.values():
         for contender in contenders:
             if contender.is_direct and of_run[0].unit != "ms":
@@ -306,10 +319,7 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> str:
 
 def repeated_in(rows: Sequence[Row], measured: Measured, names: Sequence[str]) -> str:
     """Which routers sent legs again, and how many."""
-    counts = {
-        name: sum({json.dumps(row.options): measured[row.label][name].repeated_legs for row in rows}.values())
-        for name in names
-    }
+    counts = {name: sum({row.run: measured[row.label][name].repeated_legs for row in rows}.values()) for name in names}
     said = [f"{name} {count}" for name, count in counts.items() if count]
     return f"Legs that a router sent again by itself, in all rounds: {', '.join(said) or 'none'}."
 

@@ -64,6 +64,8 @@ class System:
         self._logs: dict[int, Path] = {}
         self.port = free_port()
         self.router_pid = 0
+        self.nats_pid = 0
+        """0: no NATS is used."""
         self.idle_cpu = 0.0
         """CPU seconds per second of an idle router."""
 
@@ -191,6 +193,7 @@ def running(pairs: int, checkout: Path = CHECKOUT, router: Sequence[str] = ROUTE
     with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch), has_buckets=True) as nats:
         pin(nats.pid, OTHER_CORE)
         system = System(Path(scratch), nats.url, checkout)
+        system.nats_pid = nats.pid
         try:
             system.start_fleet(pairs, router)
             yield system

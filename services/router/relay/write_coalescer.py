@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-WRITES_PER_S: Final = 10_000
+BUSY_EVENTS_PER_S: Final = 10_000
 """Of all streams. A router with fewer events writes each at once."""
+WRITES_PER_S: Final = 5_000
+"""Of all streams of a router with more."""
 PERIOD_S_MAX: Final = 0.1
 WINDOW_S: Final = 0.05
 """Over which events are counted."""
@@ -16,8 +18,8 @@ RESUMED_AT_ONCE: Final = 64
 
 
 class WriteCoalescer:
-    """Joins the events of many streams into about ``WRITES_PER_S`` writes while more events than that arrive. A socket
-    write costs more than everything else the router does for an event; most of that is waking the client.
+    """Joins the events of many streams into about ``WRITES_PER_S`` writes while more than ``BUSY_EVENTS_PER_S`` arrive.
+    A socket write costs more than everything else the router does for an event; most of that is waking the client.
 
     A stream that has written waits until the moment when all waiting streams write: at most as many seconds as there
     are streams for ``WRITES_PER_S``, and at most ``PERIOD_S_MAX``. A stream with fewer events than that never waits.
@@ -45,7 +47,7 @@ class WriteCoalescer:
         self._events += events
         took_s = now - self._counted_from
         if took_s >= WINDOW_S:
-            is_busy = self._events > took_s * WRITES_PER_S
+            is_busy = self._events > took_s * BUSY_EVENTS_PER_S
             self._period_s = min(PERIOD_S_MAX, self._streams / WRITES_PER_S) if is_busy else 0.0
             self._events = 0
             self._counted_from = now

@@ -6,7 +6,14 @@ import asyncio
 
 import pytest
 
-from services.router.relay.write_coalescer import PERIOD_S_MAX, RESUMED_AT_ONCE, WINDOW_S, WRITES_PER_S, WriteCoalescer
+from services.router.relay.write_coalescer import (
+    BUSY_EVENTS_PER_S,
+    PERIOD_S_MAX,
+    RESUMED_AT_ONCE,
+    WINDOW_S,
+    WRITES_PER_S,
+    WriteCoalescer,
+)
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.support.virtual_time import in_virtual_time
@@ -14,7 +21,7 @@ from tests.unit.router.fake_worker import DONE, EVENTS, SSE, FakeWorker
 from tests.unit.router.world import World, in_world, parse
 
 
-def busy(streams: int, events_per_s: float = 2 * WRITES_PER_S) -> tuple[WriteCoalescer, float]:
+def busy(streams: int, events_per_s: float = 1.1 * BUSY_EVENTS_PER_S) -> tuple[WriteCoalescer, float]:
     """After one window of so many events, and its period then."""
     coalescer = WriteCoalescer()
     for _ in range(streams):
@@ -26,7 +33,7 @@ def busy(streams: int, events_per_s: float = 2 * WRITES_PER_S) -> tuple[WriteCoa
 
 @in_virtual_time
 async def test_streams_write_at_once_while_few_events_come():
-    assert busy(1000, 0.9 * WRITES_PER_S)[1] == 0.0
+    assert busy(1000, 0.9 * BUSY_EVENTS_PER_S)[1] == 0.0
 
 
 @in_virtual_time
@@ -54,7 +61,7 @@ async def test_streams_that_ended_do_not_make_others_wait_longer():
         coalescer.leave()
 
     later = asyncio.get_running_loop().time() + 2 * WINDOW_S
-    assert coalescer.period_s(later, WRITES_PER_S) == pytest.approx(50 / WRITES_PER_S)
+    assert coalescer.period_s(later, BUSY_EVENTS_PER_S) == pytest.approx(50 / WRITES_PER_S)
 
 
 @in_virtual_time
