@@ -77,6 +77,7 @@ class Row:
     turns: bool = False
     """Next turns of conversations; each run begins with their first ones, which do not count."""
     nats_core: str = OTHER_CORE
+    """Where Baton's nats-server runs."""
 
     @property
     def run(self) -> tuple[str, str]:
