@@ -229,7 +229,7 @@ UNSTORED_S_MAX: Final = 60.0
 """An operator is told when usage is not stored for so long, where budgets need it or it is lost."""
 CLOSE_S_MAX: Final = 2.0
 """For the last reports of a router that stops."""
-DAY_MS: Final = 86_400_000
+DAY_S: Final = 86_400
 CLIENT_GONE: Final = 499
 CLIENT_ERROR: Final = 400
 
@@ -274,12 +274,13 @@ class UsageLog:
         """A request has ended and has used so many prompt and completion tokens. ``decoding``: the decode worker's
         numbers at that time.
         """
-        key = context.http_request.head.client.key
-        place = (self._day(), key.tenant, key.label, self._model(context)[:NAME_CHARS_MAX])
+        client = context.http_request.head.client
+        key = client.key
+        place = (self._day(), key.tenant, client.label, self._model(context)[:NAME_CHARS_MAX])
         self.unstored.add(place, self._used(context, finished, used, decoding), key.monthly_tokens)
 
     def _day(self) -> str:
-        number = self._clock.wall_ms() // DAY_MS
+        number = int(self._clock.wall_s() // DAY_S)
         if number != self._today[0]:
             self._today = (number, day_of(number))
         return self._today[1]
@@ -343,7 +344,7 @@ def bounded(count: int, count_max: int) -> int:
 
 def day_of(number: int) -> str:
     """The date so many days after 1970 began, in UTC."""
-    return datetime.fromtimestamp(number * DAY_MS / 1000, UTC).date().isoformat()
+    return datetime.fromtimestamp(number * DAY_S, UTC).date().isoformat()
 
 
 def _computed(context: RequestContext) -> bool:
@@ -390,8 +391,8 @@ class Budgets:
         if not key.monthly_tokens:
             return None
         self._catch_up()
-        today = datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC)
-        spender = Spender(f"{today:%Y-%m}", key.tenant, key.label)
+        today = datetime.fromtimestamp(self._clock.wall_s(), UTC)
+        spender = Spender(f"{today:%Y-%m}", key.tenant, client.label)
         used = self._spent.get(spender, 0) + self._unstored.tokens_of(spender) + client.charged_tokens
         return over_budget(key, used, today) if used >= key.monthly_tokens else None
 
@@ -432,7 +433,7 @@ class Budgets:
                 self._spent[spender] = left
 
     def _month(self) -> str:
-        return f"{datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC):%Y-%m}"
+        return f"{datetime.fromtimestamp(self._clock.wall_s(), UTC):%Y-%m}"
 
 
 def over_budget(key: Key, used: int, today: datetime) -> HttpError:

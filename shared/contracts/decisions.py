@@ -44,9 +44,8 @@ class TtftParts(Message, frozen=True, kw_only=True):
     """The rest: bus, relay and process scheduling."""
 
     def total_s(self) -> float:
-        before_s = self.admission_s + self.tokenize_s + self.place_s + self.failed_s
-        computed_s = before_s + self.queue_s + self.fetch_s + self.prefill_s
-        return computed_s + self.handoff_s + self.decode_queue_s + self.first_token_s + self.transit_s
+        total_s: float = sum(msgspec.structs.astuple(self))
+        return total_s
 
 
 class CandidateRecord(Message, frozen=True, kw_only=True):

@@ -17,6 +17,8 @@ FIELDS_MAX = 1 << 17
 """Objects, arrays and named fields together. Each costs a parser up to 200 bytes."""
 FIELD_BYTES_MIN = 2
 """``[]``. One that is not closed takes a byte less, but of those a parser reads about a thousand at most."""
+HARMLESS_BYTES_MAX = FIELDS_MAX * FIELD_BYTES_MIN
+"""No shorter body can have too many fields."""
 VALUES_MAX = 1 << 20
 """Values that follow another one. A prompt of token ids has one for each token."""
 STEP_BYTES = 1 << 16
@@ -119,7 +121,7 @@ def body_fault(body: bytes) -> str:
     """
     if b"\x00" in body[:4] or body[:2] in BYTE_ORDER_MARKS:
         return "is not encoded in UTF-8"
-    if len(body) <= FIELDS_MAX * FIELD_BYTES_MIN or _has_little_structure(body):
+    if len(body) <= HARMLESS_BYTES_MAX or _has_little_structure(body):
         return ""
     meter = BodyMeter()
     for begin in range(0, len(body), STEP_BYTES):

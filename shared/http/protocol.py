@@ -32,7 +32,9 @@ from typing import Any, Final
 import httptools
 from httptools import HttpRequestParser
 from mypy_extensions import mypyc_attr
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from shared.http.edge import DirectRequest, HttpEdge
 from shared.http.errors import Header, HttpError, error_body
@@ -121,30 +123,60 @@ neither chunk extensions nor trailers, so that a client could otherwise send the
 class EdgeProtocol(HttpToolsProtocol):
     """One client connection."""
 
+    __slots__ = (
+        "body_bytes",
+        "counted",
+        "cycle",
+        "edge",
+        "flow",
+        "held",
+        "http_request",
+        "in_head",
+        "last_text",
+        "pipeline",
+        "request_bytes",
+        "server_state",
+        "serving",
+        "started",
+        "transport",
+    )
+    """What a request reads. Its base's objects have a dictionary, which takes several times as long."""
+
     app: Any
     """The edge, which ``make_server`` passes to uvicorn as the ASGI app."""
     cycle: Any
     """The newest request: uvicorn's cycle, or a PipelinedRequest."""
-    http_request: DirectRequest | None = None
-    """The newest request if it is served without ASGI; its body may still be arriving."""
-    serving: DirectRequest | None = None
-    """The direct request whose response is written; later ones of the connection wait in ``pipeline``."""
-    started: Any = None
-    """The newest cycle that is or was served; those after it wait in ``pipeline``."""
-    in_head = False
-    request_bytes = 0
-    body_bytes = 0
-    """Bytes of the present request so far, at most (one read may also hold others); and its body's share of them."""
-    counted = False
-    """False when the connection was refused: there were too many."""
-    held = False
-    """The next request waits until the client has read the responses. Without this a client that pipelines requests and
-    does not read would fill the server's memory with responses.
-    """
-    last_text: bytes | None = None
-    """Set when the input was invalid: it is ignored from then on. The text is written after the responses to earlier
-    requests, then the connection closes.
-    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.edge: HttpEdge[Any] = self.app
+        self.http_request: DirectRequest | None = None
+        """The newest request if it is served without ASGI; its body may still be arriving."""
+        self.serving: DirectRequest | None = None
+        """The direct request whose response is written; later ones of the connection wait in ``pipeline``."""
+        self.started: Any = None
+        """The newest cycle that is or was served; those after it wait in ``pipeline``."""
+        self.in_head = False
+        self.request_bytes = 0
+        self.body_bytes = 0
+        """Bytes of the present request so far, at most (one read may also hold others); and its body's share of them.
+        """
+        self.counted = False
+        """False when the connection was refused: there were too many."""
+        self.held = False
+        """The next request waits until the client has read the responses. Without this a client that pipelines requests
+        and does not read would fill the server's memory with responses.
+        """
+        self.last_text: bytes | None = None
+        """Set when the input was invalid: it is ignored from then on. The text is written after the responses to
+        earlier requests, then the connection closes.
+        """
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
@@ -174,7 +206,6 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection; refuse one too many."""
-        self.edge: HttpEdge[Any] = self.app
         super().connection_made(transport)
         if self.edge.connections.enter(self, self.client[0] if self.client else UNNAMED):
             self.counted = True

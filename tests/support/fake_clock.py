@@ -16,6 +16,9 @@ class FakeClock:
     def wall_ms(self) -> int:
         return self._wall_ms
 
+    def wall_s(self) -> float:
+        return self._wall_ms / 1000
+
     def advance(self, seconds: float) -> None:
         """Let ``seconds`` pass on both clocks."""
         self._now += seconds

@@ -64,6 +64,9 @@ class LoopClock:
     def wall_ms(self) -> int:
         return round(self.now() * 1000)
 
+    def wall_s(self) -> float:
+        return self.now()
+
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:

@@ -16,6 +16,8 @@ import math
 from heapq import heapify, heappop, heappush
 from typing import Final
 
+from msgspec.structs import astuple
+
 from services.router.admission.fair_share import cost_of
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import (
@@ -308,7 +310,8 @@ def _own_s(entry: QueueEntry, result: Placement | Rejection) -> float:
     if isinstance(result, Rejection):
         return entry.work_s
     predicted = result.predicted
-    return max(entry.work_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
+    total_s: float = sum(astuple(predicted))
+    return max(entry.work_s, total_s - predicted.queue_s - predicted.decode_queue_s)
 
 
 def queue_name(request: PlacementRequest) -> str:

@@ -114,7 +114,8 @@ class Authenticator:
             client = before.get(digest) or ApiClient(key, secret, RateLimit(key, self._now()))
             if not same_limits(client.key, key):
                 client.rate_limit = RateLimit(key, self._now())
-            client.key, client.secret, client.is_revoked = key, secret, not key.may(Permission.INFER)
+            client.key, client.label, client.secret = key, key.label, secret
+            client.is_revoked = not key.may(Permission.INFER)
             self._clients[digest] = client
         for digest, client in before.items():
             client.is_revoked |= digest not in self._clients

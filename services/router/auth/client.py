@@ -20,10 +20,11 @@ QUESTIONS_PER_MINUTE: Final = 240
 class ApiClient:
     """All requests with one key, from its first appearance in the key file until it is revoked."""
 
-    __slots__ = ("charged_tokens", "is_revoked", "key", "questions", "rate_limit", "secret")
+    __slots__ = ("charged_tokens", "is_revoked", "key", "label", "questions", "rate_limit", "secret")
 
     def __init__(self, key: Key, secret: bytes, rate_limit: RateLimit) -> None:
         self.key = key
+        self.label = key.label
         self.secret = secret
         """The secret of the tenants' cache salts; empty where no key is needed."""
         self.rate_limit = rate_limit

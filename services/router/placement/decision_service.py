@@ -74,7 +74,7 @@ class DecisionService:
             context.http_request.head.request_id,
             request,
             result,
-            at_unix_s=self._clock.wall_ms() / 1000,
+            at_unix_s=self._clock.wall_s(),
             attempt=context.attempts + 1,
             exact=context.prompt is not None and context.prompt.exact,
             why_inexact=context.prompt.why if context.prompt is not None else "",

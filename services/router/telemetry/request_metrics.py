@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry
 
 from services.router.placement.placement import Placement
@@ -105,7 +106,8 @@ class RequestMetrics:
             return
         since_s = finished.ttft_s - parts.admission_s - parts.tokenize_s - parts.place_s - parts.failed_s
         if since_s > 0.0:
-            self._predicted[finished.mode].observe(placement.predicted.total_s() / since_s)
+            predicted_s: float = sum(astuple(placement.predicted))
+            self._predicted[finished.mode].observe(predicted_s / since_s)
 
     def _count_tokens(self, finished: RequestFinished) -> None:
         self._prompt_tokens.value += max(0, finished.prompt_tokens)
