@@ -34,7 +34,7 @@ class LegGone(Exception):
 
 
 class LegFrames:
-    """Sends the frames of one leg: HEAD, then DATA, then exactly one ``end`` or ``fail``. No call waits."""
+    """Sends the frames of one leg: ``head``, then ``data``, then exactly one ``end`` or ``fail``. No call waits."""
 
     __slots__ = ("_on_gone", "_sender", "_seq", "ended", "gone", "leg_id", "router_id")
 
@@ -76,14 +76,34 @@ class LegFrames:
                 joined=joined,
                 cached_tokens=cached_tokens,
             )
-            size = FRAME_OVERHEAD_BYTES + len(data) + TOKEN_ID_BYTES * (len(token_ids) + len(joined or ()))
-            self._sender.queue(self.router_id, frame, size)
+            self._sender.queue(self.router_id, frame, FRAME_OVERHEAD_BYTES + data_bytes(frame))
 
     def end(self, report: LegReport) -> None:
-        """The leg is complete."""
+        """The leg is complete. Its END frame takes the place of those before it that have not left: a response that is
+        sent whole is one frame.
+        """
         if not self.ended:
-            frame = Frame(leg_id=self.leg_id, seq=self._next(), kind=FrameKind.END, report=report)
-            self._finish(frame, 2 * FRAME_OVERHEAD_BYTES + len(report.kv_transfer))
+            data, head = self._take_back(FrameKind.DATA), self._take_back(FrameKind.HEAD)
+            frame = Frame(
+                leg_id=self.leg_id,
+                seq=self._next(),
+                kind=FrameKind.END,
+                data=data.data if data is not None else b"",
+                token_ids=data.token_ids if data is not None else [],
+                status=head.status if head is not None else 0,
+                content_type=head.content_type if head is not None else "",
+                report=report,
+                joined=data.joined if data is not None else None,
+                cached_tokens=data.cached_tokens if data is not None else None,
+            )
+            self._finish(frame, 2 * FRAME_OVERHEAD_BYTES + len(report.kv_transfer) + data_bytes(frame))
+
+    def _take_back(self, kind: FrameKind) -> Frame | None:
+        """The leg's newest frame, if it is of this kind and has not left; the next frame gets its number."""
+        frame = self._sender.take_back(self.router_id, self.leg_id, kind)
+        if frame is not None:
+            self._seq = frame.seq
+        return frame
 
     def fail(self, failure: Failure) -> None:
         if not self.ended:
@@ -117,6 +137,11 @@ class LegFrames:
         seq = self._seq
         self._seq = seq + 1
         return seq
+
+
+def data_bytes(frame: Frame) -> int:
+    """What the data and tokens of a frame take on the wire."""
+    return len(frame.data) + TOKEN_ID_BYTES * (len(frame.token_ids) + len(frame.joined or ()))
 
 
 class _Queue:
@@ -177,6 +202,16 @@ class FrameSender:
             self._below_limit.clear()
         if self._flush is None:
             self._flush_soon()
+
+    def take_back(self, router_id: RouterId, leg_id: LegId, kind: FrameKind) -> Frame | None:
+        """Remove the newest frame for this router, if it is this leg's and of this kind."""
+        queue = self._queued.get(router_id)
+        if queue is None or not queue.frames or queue.frames[-1].leg_id != leg_id or queue.frames[-1].kind is not kind:
+            return None
+        size = queue.sizes.pop()
+        queue.size -= size
+        self._count_sent(size)
+        return queue.frames.pop()
 
     def _queue_of(self, router_id: RouterId) -> _Queue:
         queue = self._queued.get(router_id)

@@ -1,8 +1,9 @@
 """Legs: the part of a request that a router sends to a worker, and the frames of the worker's response.
 
 A leg begins with ``StartLeg`` on the worker's subject. The worker responds on the router's frame subject with one HEAD
-frame, DATA frames and then exactly one END or FAILURE frame, numbered from 0. Frames of many legs travel in one
-``FrameBatch``, so that the cost per message does not grow with the number of streams.
+frame, DATA frames and then exactly one END or FAILURE frame, numbered from 0. An END frame may also be the last DATA
+frame, or the whole response: then it has their fields, too. Frames of many legs travel in one ``FrameBatch``, so that
+the cost per message does not grow with the number of streams.
 """
 
 from __future__ import annotations

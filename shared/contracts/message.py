@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """
 1: first version.
 2: messages, fields and subjects renamed.
+3: an END frame may have the data and the head of a response.
 """
 
 

@@ -157,7 +157,7 @@ async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
 async def until_first_token(leg: PulledLeg) -> list[Frame]:
     """The leg's frames up to those with the first token."""
     frames: list[Frame] = []
-    while not any(frame.kind is FrameKind.DATA for frame in frames):
+    while not any(frame.data for frame in frames):
         frames += await leg.frames()
     return frames
 

@@ -27,7 +27,7 @@ SOME_TOKENS = 20
 
 async def first_data(leg) -> None:
     """Until the leg has sent something for its client."""
-    while not any(frame.kind is FrameKind.DATA for frame in await leg.frames()):
+    while not any(frame.data for frame in await leg.frames()):
         pass
 
 

@@ -46,7 +46,7 @@ async def frames_of(router, worker, body: dict, path: str, kind=LegKind.AGGREGAT
 
 
 def pieces(frames: list[Frame]) -> list[Frame]:
-    return [frame for frame in frames if frame.kind is FrameKind.DATA]
+    return [frame for frame in frames if frame.data or frame.token_ids]
 
 
 def cached_of(frames: list[Frame]) -> int:

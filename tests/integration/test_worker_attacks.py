@@ -123,7 +123,7 @@ class Stream:
         frames = []
         while not frames or frames[-1].kind is not FrameKind.END:
             frames += await self.leg.frames()
-        assert [frame.data for frame in frames] == [b"true", b""]
+        assert b"".join(frame.data for frame in frames) == b"true"
         assert frames[-1].report == LegReport(completion_tokens=1)
 
     def forged(self, worker_id: str, **fields: Any) -> FrameBatch:

@@ -219,12 +219,10 @@ class Router:
                 answer.failure = failed.failure
                 return answer
             for frame in frames:
-                if frame.kind is FrameKind.HEAD:
-                    answer.status = frame.status
-                elif frame.kind is FrameKind.DATA:
-                    answer.body += frame.data
-                    answer.token_ids += frame.token_ids
-                elif frame.kind is FrameKind.END:
+                answer.status = frame.status or answer.status
+                answer.body += frame.data
+                answer.token_ids += frame.token_ids
+                if frame.kind is FrameKind.END:
                     answer.report = frame.report or LegReport()
                     return answer
 

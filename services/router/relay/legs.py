@@ -604,5 +604,5 @@ def is_complete(data: bytes) -> bool:
 
 
 def is_head(frame: Frame) -> bool:
-    """Whether it can be a leg's first frame: a head with a status that HTTP has."""
-    return frame.kind is HEAD and OK <= frame.status <= STATUS_MAX
+    """Whether it can be a leg's first frame: a head, or a whole response, with a status that HTTP has."""
+    return (frame.kind is HEAD or frame.kind is END) and OK <= frame.status <= STATUS_MAX

@@ -84,9 +84,9 @@ async def test_frames_arrive_in_order_from_head_to_end(world):
     answer.end(LegReport(completion_tokens=50))
 
     frames = await read_all(leg)
-    assert [frame.seq for frame in frames] == list(range(52))
+    assert [frame.seq for frame in frames] == list(range(51))
     assert (frames[0].status, frames[0].content_type) == (200, "text/event-stream")
-    assert [frame.token_ids for frame in frames[1:-1]] == [[i] for i in range(50)]
+    assert [frame.token_ids for frame in frames[1:]] == [[i] for i in range(50)]
     assert frames[-1].report == LegReport(completion_tokens=50)
     assert leg.ended
 
@@ -105,6 +105,58 @@ async def test_frames_of_one_loop_iteration_travel_in_one_message(world):
     await until(lambda: batches)
     assert batches == [10]
     await inbox.close()
+
+
+async def test_a_response_that_is_sent_whole_is_one_frame(world):
+    leg, _worker, answer = await started(world)
+    report = LegReport(completion_tokens=2)
+
+    answer.head(200, "application/json")
+    answer.data(b"{}", [5, 6], [1], 3)
+    answer.end(report)
+
+    assert await read_all(leg) == [
+        Frame(
+            leg_id="leg-1",
+            seq=0,
+            kind=FrameKind.END,
+            data=b"{}",
+            token_ids=[5, 6],
+            status=200,
+            content_type="application/json",
+            report=report,
+            joined=[1],
+            cached_tokens=3,
+        )
+    ]
+
+
+async def test_the_end_takes_the_place_of_frames_of_its_own_leg_that_have_not_left(world):
+    _, inbox = await open_inbox(world)
+    worker = await open_worker(world)
+    one, other = [await PulledLeg.start(inbox, start_leg(leg_id)) for leg_id in ("one", "other")]
+    answers = {answer.leg_id: answer for answer in [await worker.next_leg() for _ in "12"]}
+    answers["one"].head(200, "text/plain")
+    sent = await soon(one.frames())
+
+    answers["one"].data(b"a")
+    answers["other"].head(200, "text/plain")
+    answers["one"].end(LegReport())
+    answers["other"].data(b"b")
+    answers["other"].data(b"c")
+    answers["other"].end(LegReport())
+
+    sent += await read_all(one)
+    assert [(frame.seq, frame.kind, frame.data) for frame in sent] == [
+        (0, FrameKind.HEAD, b""),
+        (1, FrameKind.DATA, b"a"),
+        (2, FrameKind.END, b""),
+    ]
+    assert [(frame.seq, frame.kind, frame.data, frame.status) for frame in await read_all(other)] == [
+        (0, FrameKind.HEAD, b"", 200),
+        (1, FrameKind.DATA, b"b", 0),
+        (2, FrameKind.END, b"c", 0),
+    ]
 
 
 async def test_two_routers_get_their_own_frames(world):
@@ -182,7 +234,7 @@ async def test_a_cancelled_reader_loses_no_frames(world):
     answer.data(b"a")
     answer.end(LegReport())
 
-    assert [frame.data for frame in await read_all(leg)] == [b"a", b""]
+    assert [frame.data for frame in await read_all(leg)] == [b"a"]
 
 
 async def test_a_leg_whose_client_does_not_read_is_ended_at_its_bound(world):

@@ -12,7 +12,7 @@ from services.worker.engines.attached import app, bodies
 from shared.contracts.channels import CHANGE_ROLE, LOAD
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import ChangeRole
-from shared.contracts.inference import FrameKind, LegKind
+from shared.contracts.inference import LegKind
 from shared.contracts.workers import Role, WorkerPhase
 from tests.unit.worker.attached.fake_server import KEY, chunk, head, says, server_and_worker, streams
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER
@@ -32,7 +32,7 @@ ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 async def answer(worker, body=None, path=CHAT, **options):
     """Status, body, report and failure of one leg."""
     frames, failure = await worker.read(await worker.leg(path=path, body=body or ASK, **options))
-    status = frames[0].status if frames and frames[0].kind is FrameKind.HEAD else 0
+    status = frames[0].status if frames else 0
     data = b"".join(frame.data for frame in frames)
     return status, data, frames[-1].report if frames else None, failure
 

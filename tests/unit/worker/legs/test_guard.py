@@ -69,5 +69,5 @@ async def test_a_refused_leg_never_reaches_the_engine(kind):
 
         assert failure is None
         assert frames[0].status == 400
-        assert json.loads(frames[1].data)["error"]["param"] == "chat_template_kwargs"
+        assert json.loads(frames[0].data)["error"]["param"] == "chat_template_kwargs"
         assert worker.engine.bodies == []
