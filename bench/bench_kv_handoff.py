@@ -88,7 +88,7 @@ async def answer(leg: PulledLeg) -> Answered:
         while True:
             for frame in await leg.frames():
                 now = time.monotonic()
-                if frame.kind is FrameKind.DATA and frame.token_ids:
+                if frame.token_ids:
                     steps += len(frame.token_ids) if second_at else 0
                     tokens += len(frame.token_ids)
                     first_at, last_at = first_at or now, now

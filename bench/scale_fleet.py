@@ -302,10 +302,17 @@ class Fleet:
         )
         usage = {"prompt_tokens": len(read.tokens), "completion_tokens": COMPLETION_TOKENS}
         body = json.dumps({"choices": [{"index": 0, "text": "x" * 64}], "usage": usage}).encode()
-        head = Frame(leg_id=start.leg_id, seq=0, kind=FrameKind.HEAD, status=200, content_type="application/json")
-        data = Frame(leg_id=start.leg_id, seq=1, kind=FrameKind.DATA, data=body, token_ids=[7] * COMPLETION_TOKENS)
-        end = Frame(leg_id=start.leg_id, seq=2, kind=FrameKind.END, report=report)
-        batch = FrameBatch(router_id=start.router_id, worker_id=start.worker_id, epoch=EPOCH, frames=[head, data, end])
+        whole = Frame(
+            leg_id=start.leg_id,
+            seq=0,
+            kind=FrameKind.END,
+            data=body,
+            token_ids=[7] * COMPLETION_TOKENS,
+            status=200,
+            content_type="application/json",
+            report=report,
+        )
+        batch = FrameBatch(router_id=start.router_id, worker_id=start.worker_id, epoch=EPOCH, frames=[whole])
         await self.bus.publish(FRAMES, batch)
 
     # ---- commands

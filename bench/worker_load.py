@@ -200,14 +200,13 @@ class _Sender(LegReader):
         answer, ended = self._answer, leg.has_failed
         assert answer is not None
         for frame in leg.frames():
-            if frame.kind is FrameKind.DATA:
+            if frame.status not in (0, 200):
+                answer.failure = f"status {frame.status}"
+            if frame.data or frame.token_ids:
                 answer.first_at = answer.first_at or time.perf_counter()
                 answer.pieces.append(frame.data)
                 answer.token_ids += len(frame.token_ids)
-            elif frame.kind is FrameKind.HEAD and frame.status != 200:
-                answer.failure = f"status {frame.status}"
-            elif frame.kind is FrameKind.END:
-                ended = True
+            ended |= frame.kind is FrameKind.END
         if leg.has_failed:
             answer.failure = str(leg.failure())
         if ended:
