@@ -36,6 +36,7 @@ from services.launcher.doctor.workers import SLOW_BYTES_PER_S
 from shared.contracts.control import DiskFolder, DiskSpace, RouterHealth, ServicePhase
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import StoreState
+from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import FleetState, HashScheme, KvMemory, KvReadSpeed, Role, WorkerPhase
 from tests.support.examples import examples
 from tests.support.fleet_builders import FINGERPRINT, adapter, load, record
@@ -222,7 +223,7 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "two workers of a name": (reports(HeardLoad(report=load("p1"), is_duplicate=True)), Level.ERROR, "Two processes report as p1"),
     "earlier life": (changed_record(epoch=5), Level.ERROR, "An earlier process of d1 still reports"),
     "unregistered": ({"records": system().records[:1]}, Level.WARNING, "d1 reports its load but is not in the registry"),
-    "wire": (changed_record(wire_version=3), Level.ERROR, "d1 uses wire version 3"),
+    "wire": (changed_record(wire_version=WIRE_VERSION + 1), Level.ERROR, f"d1 uses wire version {WIRE_VERSION + 1}"),
     "no prefix cache": (changed_record(prefix_caching=False), Level.NOTE, "d1 has no prefix cache"),
     "lost": ({"fleet": fleet(living(record("w9"), WorkerPhase.LOST))}, Level.WARNING, "w9 was lost 5.00 s ago"),
     "starts for long": ({"fleet": fleet(living(record("w9"), WorkerPhase.STARTING, 900.0))}, Level.WARNING, "starting for 900 s"),
