@@ -52,11 +52,10 @@ class BuildRequestPath(build_ext):
 
         def compile_side_by_side(sources: list[str], *others: Any, **named: Any) -> list[str]:
             def compile_one(source: str) -> list[str]:
-                if Path(source).name.startswith("__native_"):  # Made by mypyc, not its runtime.
-                    added = ["-include", "shared/native/inline_cache.h"]
-                    named_too = {**named, "extra_postargs": [*named["extra_postargs"], *added]}
-                    return compile_files([source], *others, **named_too)
-                return compile_files([source], *others, **named)
+                is_translated = Path(source).name.startswith("__native_")  # Not of mypyc's runtime.
+                added = ["-include", "shared/native/inline_cache.h"] if is_translated else []
+                flags = [*(named["extra_postargs"] or ()), *added]
+                return compile_files([source], *others, **{**named, "extra_postargs": flags})
 
             with ThreadPoolExecutor(os.cpu_count()) as threads:
                 each = threads.map(compile_one, sources)
@@ -94,8 +93,7 @@ def translated() -> list[Extension]:
     for extension in made:
         extension.optional = True
         # Hidden names are called directly, not by way of the dynamic linker's table.
-        added = ["-fvisibility=hidden"]
-        added += ["-include", "shared/native/error_paths.h"]
+        added = ["-fvisibility=hidden", "-include", "shared/native/error_paths.h"]
         extension.extra_compile_args = [*extension.extra_compile_args, *added]
         # mypyc 2.4 puts the headers of a group with a dot in its name into a folder, and looks for them outside.
         extension.include_dirs.append(str(folder / "shared"))

@@ -23,6 +23,8 @@ LISTS_AFTER_LEG = 15
 FRAME_OVERHEAD_BYTES = 64
 """Bytes of a frame on the wire besides its data."""
 TOKEN_ID_BYTES = 5
+_NO_FRAME = Frame(leg_id=LegId(""), seq=0, kind=FrameKind.DATA)
+"""What an END frame has of a frame that has left, or never was."""
 
 
 class LegGone(Exception):
@@ -83,18 +85,19 @@ class LegFrames:
         sent whole is one frame.
         """
         if not self.ended:
-            data, head = self._take_back(FrameKind.DATA), self._take_back(FrameKind.HEAD)
+            data = self._take_back(FrameKind.DATA) or _NO_FRAME
+            head = self._take_back(FrameKind.HEAD) or _NO_FRAME
             frame = Frame(
                 leg_id=self.leg_id,
                 seq=self._next(),
                 kind=FrameKind.END,
-                data=data.data if data is not None else b"",
-                token_ids=data.token_ids if data is not None else [],
-                status=head.status if head is not None else 0,
-                content_type=head.content_type if head is not None else "",
+                data=data.data,
+                token_ids=data.token_ids,
+                status=head.status,
+                content_type=head.content_type,
                 report=report,
-                joined=data.joined if data is not None else None,
-                cached_tokens=data.cached_tokens if data is not None else None,
+                joined=data.joined,
+                cached_tokens=data.cached_tokens,
             )
             self._finish(frame, 2 * FRAME_OVERHEAD_BYTES + len(report.kv_transfer) + data_bytes(frame))
 

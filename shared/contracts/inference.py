@@ -141,6 +141,7 @@ class FrameKind(IntEnum):
     HEAD = 0
     DATA = 1
     END = 2
+    """May also have the fields of the DATA frame before it, and of the HEAD: then it takes their place."""
     FAILURE = 3
 
 

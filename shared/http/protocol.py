@@ -140,7 +140,9 @@ class EdgeProtocol(HttpToolsProtocol):
         "started",
         "transport",
     )
-    """What a request reads. Its base's objects have a dictionary, which takes several times as long."""
+    """What each request reads. All else, its base's attributes above all, lies in a dictionary, which takes longer to
+    read.
+    """
 
     app: Any
     """The edge, which ``make_server`` passes to uvicorn as the ASGI app."""

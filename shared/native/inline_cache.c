@@ -137,12 +137,15 @@ PyObject *call_method_at(PyObject *name, PyObject *const *arguments, size_t numb
 
 static PyObject *find_item(PyObject *dict, PyObject *key, struct item_site *site)
 {
+    /* Only names are interned: a string that a client sends is never held. */
+    int is_name = PyDict_CheckExact(dict) && PyUnicode_CheckExact(key) && PyUnicode_CHECK_INTERNED(key);
+    uint64_t version = is_name ? dict_version(dict) : 0;
     PyObject *value = CPyDict_GetItem(dict, key);
-    if (value != NULL && site->changes < CHANGES_MAX && PyDict_CheckExact(dict) && PyUnicode_CheckExact(key) &&
-        dict_version(dict) != 0) {
+    /* Comparing the name with other keys can run code that changes the dictionary. */
+    if (value != NULL && version != 0 && version == dict_version(dict) && site->changes < CHANGES_MAX) {
         hold(&site->key, key);
         site->value = value;
-        site->version = dict_version(dict);
+        site->version = version;
         site->changes++;
     }
     return value;

@@ -22,7 +22,7 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clock."""
 
-    # What each request asks for is not a function of Python's.
+    # Each request asks for these: functions in C, so that no function of Python is called for it.
     now = staticmethod(time.monotonic)
     wall_s = staticmethod(time.time)
 

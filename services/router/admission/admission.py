@@ -16,8 +16,6 @@ import math
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from msgspec.structs import astuple
-
 from services.router.admission.fair_share import cost_of
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import (
@@ -30,6 +28,7 @@ from services.router.admission.queues import (
     prefill_worker,
 )
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.telemetry.ttft import total_s
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
@@ -310,8 +309,7 @@ def _own_s(entry: QueueEntry, result: Placement | Rejection) -> float:
     if isinstance(result, Rejection):
         return entry.work_s
     predicted = result.predicted
-    total_s: float = sum(astuple(predicted))
-    return max(entry.work_s, total_s - predicted.queue_s - predicted.decode_queue_s)
+    return max(entry.work_s, total_s(predicted) - predicted.queue_s - predicted.decode_queue_s)
 
 
 def queue_name(request: PlacementRequest) -> str:

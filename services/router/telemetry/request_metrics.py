@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry
 
 from services.router.placement.placement import Placement
 from services.router.placement.request_facts import Mode
 from services.router.telemetry.metrics import CountMetrics, GapMetrics
 from services.router.telemetry.outcome import TargetOutcome, target_outcome
+from services.router.telemetry.ttft import total_s
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
@@ -106,8 +106,7 @@ class RequestMetrics:
             return
         since_s = finished.ttft_s - parts.admission_s - parts.tokenize_s - parts.place_s - parts.failed_s
         if since_s > 0.0:
-            predicted_s: float = sum(astuple(placement.predicted))
-            self._predicted[finished.mode].observe(predicted_s / since_s)
+            self._predicted[finished.mode].observe(total_s(placement.predicted) / since_s)
 
     def _count_tokens(self, finished: RequestFinished) -> None:
         self._prompt_tokens.value += max(0, finished.prompt_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from functools import partial
@@ -172,3 +173,12 @@ def test_an_item_is_what_the_dictionary_has_now(cached: ModuleType) -> None:
             return len(key)
 
     assert [cached.item(3, Counting(), "abc") for _ in range(2)] == [3, 3]
+
+
+def test_a_string_that_is_no_name_is_not_held(cached: ModuleType) -> None:
+    sent = bytes(8).hex()
+    before = sys.getrefcount(sent)
+
+    assert cached.item(4, {sent: 1}, sent) == 1
+
+    assert sys.getrefcount(sent) == before
