@@ -29,7 +29,7 @@ MODULES = tuple(
     for folder, names in {
         "shared": "text_cuts",
         "shared.engine_speed": "unit_costs",
-        "shared.bus": "leg_inbox nats_bus nats_client nats_reader nats_subscription receiver wire",
+        "shared.bus": "frame_sender leg_inbox nats_bus nats_client nats_reader nats_subscription receiver wire",
         "shared.http": "limits origin plain_requests protocol",
         "shared.runtime": "random_ids",
         "shared.telemetry": "prometheus",
@@ -40,8 +40,8 @@ MODULES = tuple(
         "services.router.http": "edge errors request",
         "services.router.placement": "assembly compiled cost decision decision_service kv_sources placer policy"
         " request_fields sequences shortlist",
-        "services.router.relay": "accounting charging legs migration relay request_context request_tasks retry"
-        " start_leg write_coalescer",
+        "services.router.relay": "accounting charging deadline_monitor legs migration relay request_context"
+        " request_tasks retry start_leg write_coalescer",
         "services.router.responses": "inner_request",
         "services.router.state": "cluster_view feeds fleet_table prefix_index reservations worker_speeds worker_view",
         "services.router.telemetry": "outcome request_log request_metrics trace tracing ttft",
@@ -49,9 +49,11 @@ MODULES = tuple(
     }.items()
     for name in names.split()
 )
-"""What a request passes on its way through the router. mypyc compiles classes to structs of C, so these modules define
-none that a metaclass makes (msgspec's), none that a class in Python extends unless it says so, and no generators that
-``contextlib`` wraps. The types of annotations hold at run time: a function of ``float`` makes a float of an int.
+"""What a request passes on its way through the router, and what sends a worker's frames. mypyc compiles classes to structs
+of C, so these modules define none that a metaclass makes (msgspec's), none that a class in Python extends unless it says
+so, and no generators that ``contextlib`` wraps. None awaits in a ``finally``: what mypyc 2.4.1 makes of it raises the
+exception of an earlier call again. The types of annotations hold at run time: a function of ``float`` makes a float of
+an int.
 """
 PACKAGES = ("shared.", "services.")
 NO = ("0", "false")

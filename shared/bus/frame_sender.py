@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from shared.bus.port import Bus, BusDown, MessageTooLarge
 from shared.contracts.channels import FRAMES
@@ -14,16 +15,16 @@ from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegReport, 
 
 log = logging.getLogger("baton.bus")
 
-BATCH_BYTES_MAX = 256 * 1024
+BATCH_BYTES_MAX: Final = 256 * 1024
 """A larger batch is split, so that one long response does not delay the other legs of its router."""
-BUFFER_BYTES_MAX = 16 * 1024 * 1024
+BUFFER_BYTES_MAX: Final = 16 * 1024 * 1024
 """Above this, ``LegFrames.drain`` waits."""
-LISTS_AFTER_LEG = 15
+LISTS_AFTER_LEG: Final = 15
 """Empty in-flight lists that a router without legs here still gets: it may wait for a leg that was lost."""
-FRAME_OVERHEAD_BYTES = 64
+FRAME_OVERHEAD_BYTES: Final = 64
 """Bytes of a frame on the wire besides its data."""
-TOKEN_ID_BYTES = 5
-_NO_FRAME = Frame(leg_id=LegId(""), seq=0, kind=FrameKind.DATA)
+TOKEN_ID_BYTES: Final = 5
+_NO_FRAME: Final = Frame(leg_id=LegId(""), seq=0, kind=FrameKind.DATA)
 """What an END frame has of a frame that has left, or never was."""
 
 
@@ -377,4 +378,4 @@ class FrameSender:
             leg.lose(failure)
 
 
-_BUS_DOWN = Failure(reason=Reason.BUS_DOWN, message="the connection to NATS was lost")
+_BUS_DOWN: Final = Failure(reason=Reason.BUS_DOWN, message="the connection to NATS was lost")

@@ -7,20 +7,21 @@ One walk over all requests a few times a second replaces a timer for each; most 
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from services.router.http.edge import Edge
 from services.router.relay.request_context import NEVER, RequestContext
 from shared.contracts.failures import Failure, Reason
 from shared.runtime.clock import Clock
 
-WALK_S = 0.05
-LATE_S_MAX = 5.0
+WALK_S: Final = 0.05
+LATE_S_MAX: Final = 5.0
 """For a request to end after its legs were stopped. A request that takes longer is blocked on a client that does not
 read: its connection is dropped.
 """
 
-TOO_LONG = Failure(reason=Reason.DEADLINE, message="The request took too long.")
-REVOKED = Failure(reason=Reason.FORBIDDEN, message="The request's API key was revoked.")
+TOO_LONG: Final = Failure(reason=Reason.DEADLINE, message="The request took too long.")
+REVOKED: Final = Failure(reason=Reason.FORBIDDEN, message="The request's API key was revoked.")
 
 
 class DeadlineMonitor:

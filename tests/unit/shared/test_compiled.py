@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,18 @@ def test_an_operator_can_have_the_request_path_run_as_python(value: str):
     )
 
     assert run.stdout.split() == ["False", str(ROOT / "services/router/relay/relay.py")]
+
+
+def waits(statement: ast.stmt) -> bool:
+    return any(isinstance(part, ast.Await | ast.AsyncFor | ast.AsyncWith | ast.Yield) for part in ast.walk(statement))
+
+
+@pytest.mark.parametrize("module", compiled.MODULES)
+def test_no_compiled_module_waits_in_a_finally(module: str):
+    parts = ast.walk(ast.parse(compiled.source(module).read_bytes()))
+    lasts = [last for part in parts if isinstance(part, ast.Try) for last in part.finalbody]
+
+    assert [last.lineno for last in lasts if waits(last)] == []
 
 
 class Report:
