@@ -27,6 +27,10 @@ EVENTS_QUEUED_MAX = 100_000
 """Batches in ZMQ's receive queue; vLLM's own bound is the same."""
 READ_AT_ONCE_MAX = 64
 """Batches, in one turn of the event loop."""
+READ_AFTER_S = 0.01
+"""After a batch has come: the engine sends it before the tokens of its step, which should not wait for it, and most
+engines send more by then.
+"""
 REPLAY_S_MAX = 2.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 TIERS = {None: KvTier.DEVICE, MEDIUM_GPU: KvTier.DEVICE, MEDIUM_CPU: KvTier.HOST, MEDIUM_STORAGE: KvTier.DISK}
@@ -52,18 +56,22 @@ class KvEventSource:
 
     async def batches(self) -> AsyncIterator[list[KvEvent]]:
         """Changes in order, from the engine's first event on. One consumer."""
+        while True:
+            messages = self._received()
+            if events := await self._events_of(messages):
+                yield events
+            if len(messages) == READ_AT_ONCE_MAX:
+                await asyncio.sleep(0)
+            else:
+                await self._readable()
+                await asyncio.sleep(READ_AFTER_S)
+
+    async def _readable(self) -> None:
+        """Until the next batch has come. Its signal stays until the batch is read, and would wake the loop again."""
         readable, loop, descriptor = asyncio.Event(), asyncio.get_running_loop(), self._socket.FD
         loop.add_reader(descriptor, readable.set)
         try:
-            while True:
-                messages = self._received()
-                if events := await self._events_of(messages):
-                    yield events
-                if len(messages) == READ_AT_ONCE_MAX:
-                    await asyncio.sleep(0)
-                else:
-                    await readable.wait()
-                    readable.clear()
+            await readable.wait()
         finally:
             loop.remove_reader(descriptor)
 
