@@ -112,7 +112,7 @@ def make_rows(quick: bool) -> list[Row]:
         for connections, count in ((64, 600 * size), (1, 200 * size))
     ]
     for streams in (16, 64, 256, 1024):
-        count = max(streams, 128 * size)
+        count = max(2 * streams, 512 * size)
         label = f"{streams} streams of {STREAM_TOKENS} tokens"
         many = {"connections": streams, "requests": count, "stream": True, "max_tokens": STREAM_TOKENS}
         rows.append(Row(label, 1, many, "s/100k events", cpu_s_of_events, count))
