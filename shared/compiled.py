@@ -49,11 +49,12 @@ MODULES = tuple(
     }.items()
     for name in names.split()
 )
-"""What a request passes on its way through the router, and what sends a worker's frames. mypyc compiles classes to structs
-of C, so these modules define none that a metaclass makes (msgspec's), none that a class in Python extends unless it says
-so, and no generators that ``contextlib`` wraps. None awaits in a ``finally``: what mypyc 2.4.1 makes of it raises the
-exception of an earlier call again. The types of annotations hold at run time: a function of ``float`` makes a float of
-an int.
+"""What a request passes on its way through the router, and what sends a worker's frames.
+
+mypyc compiles classes to structs of C, so these modules define none that a metaclass makes (msgspec's), none that a
+class in Python extends unless it says so, and no generators that ``contextlib`` wraps. None awaits in a ``finally``:
+what mypyc 2.4.1 makes of it raises the exception of an earlier call again. The types of annotations hold at run time: a
+function of ``float`` makes a float of an int.
 """
 PACKAGES = ("shared.", "services.")
 NO = ("0", "false")
