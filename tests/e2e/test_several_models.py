@@ -25,6 +25,7 @@ class TwoModels:
         """Status, and the workers that served it."""
         body = {"model": model, "prompt": "Who serves this?", "max_tokens": 2, **fields}
         answer = self.system.http.post("/v1/completions", json=body)
+        print(answer.status_code, answer.text)
         return answer.status_code, {role: answer.headers.get(f"x-baton-{role}-worker", "") for role in WORKERS}
 
 

@@ -55,6 +55,18 @@ class Model:
 TINY = Model()
 
 
+@contextmanager
+def frozen_engine(worker: WorkerProcess) -> Iterator[psutil.Process]:
+    """Suspend a worker's engine until the ``with`` block ends or the engine is killed."""
+    core = worker.engine_core()
+    try:
+        freeze(core.pid)
+        yield core
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            core.resume()
+
+
 @dataclass
 class Pair:
     nats: NatsServer
@@ -68,13 +80,8 @@ class Pair:
     @contextmanager
     def frozen_prefill_engine(self) -> Iterator[psutil.Process]:
         """Suspend the prefill engine until the ``with`` block ends or the engine is killed."""
-        core = self.prefill.engine_core()
-        try:
-            freeze(core.pid)
+        with frozen_engine(self.prefill) as core:
             yield core
-        finally:
-            with suppress(psutil.NoSuchProcess):
-                core.resume()
 
     async def restart_prefill(self, tap: Tap) -> None:
         """Kill the prefill worker, start it again and wait until it is ready."""
@@ -197,15 +204,15 @@ def report_of(frames: Sequence[Frame]) -> tuple[LegReport, KvTransferReport]:
 
 
 async def start_two_that_do_not_fit(
-    driver: Driver, first: list[int], second: list[int], **options: Any
+    decode: WorkerProcess, driver: Driver, first: list[int], second: list[int], **options: Any
 ) -> tuple[PulledLeg, PulledLeg]:
-    """Start two decode legs; when they have grown by a block or two, the second one is preempted. They start together: if
-    the first had grown already, the second would wait instead.
+    """Start two decode legs; when they have grown by a block or two, the second one is preempted. The engine gets both
+    at once: if the first had grown already, the second would wait instead.
     """
     offers = [await driver.offered(PREFILL, prompt) for prompt in (first, second)]
-    legs = await asyncio.gather(
-        *(
-            driver.start(
+    with frozen_engine(decode):
+        legs = [
+            await driver.start(
                 DECODE,
                 LegKind.DECODE,
                 prompt,
@@ -215,8 +222,9 @@ async def start_two_that_do_not_fit(
                 **more,
             )
             for prompt, offer, tokens, more in ((first, offers[0], 600, {}), (second, offers[1], 60, options))
-        )
-    )
+        ]
+        tokens = len(first) + len(second)
+        await driver.tap.until(lambda: driver.tap.loads[DECODE].waiting_tokens >= tokens, "both are at the engine")
     return legs[0], legs[1]
 
 

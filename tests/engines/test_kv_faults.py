@@ -157,9 +157,9 @@ async def test_a_corrupted_or_stale_grant_is_rejected(pair: Pair, driver: Driver
 async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pair, driver: Driver):
     tap = driver.tap
 
-    prefilling = await driver.start(PREFILL, LegKind.PREFILL, random_prompt(50, 1900))
-    # An engine without chunked prefill reports that a request runs only after the step that computes its prompt.
-    await tap.until(lambda: tap.loads[PREFILL].waiting_tokens, "it is prefilling")
+    with pair.frozen_prefill_engine():  # A fast one would have computed the prompt before a load report tells of it.
+        prefilling = await driver.start(PREFILL, LegKind.PREFILL, random_prompt(50, 1900))
+        await tap.until(lambda: tap.loads[PREFILL].waiting_tokens, "its engine has the prompt")
     prefilling.cancel()
     await tap.until_settled(PREFILL)
 
@@ -192,7 +192,7 @@ async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_ta
     first, second = random_prompt(60, HALF_TOKENS), random_prompt(61, HALF_TOKENS)
     expected = await driver.alone(PREFILL, second, 60)
 
-    hungry, victim = await start_two_that_do_not_fit(driver, first, second)
+    hungry, victim = await start_two_that_do_not_fit(pair.decode, driver, first, second)
     await remaining_frames(hungry)
     frames = await remaining_frames(victim)
     _report, transfer_report = report_of(frames)
@@ -208,7 +208,7 @@ async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_ta
 async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, driver: Driver):
     first, second = random_prompt(62, HALF_TOKENS), random_prompt(63, HALF_TOKENS)
 
-    hungry, victim = await start_two_that_do_not_fit(driver, first, second, cache_hit_threshold=0.9)
+    hungry, victim = await start_two_that_do_not_fit(pair.decode, driver, first, second, cache_hit_threshold=0.9)
     frames = await until_first_token(victim)
     with pair.frozen_prefill_engine():
         await remaining_frames(hungry)

@@ -121,7 +121,7 @@ def test_a_family_answers_the_same_after_a_handoff(family: str, tmp_path: Path):
     with pair(tmp_path, model, decode_args=memory) as (url, workers):
         block = block_tokens(workers)
         asyncio.run(prove_handoff(url, block))
-        asyncio.run(prove_preemption(url, refetches=not case.no_lookup))
+        asyncio.run(prove_preemption(url, workers[1], refetches=not case.no_lookup))
         asyncio.run(prove_resume(url, block))
         cells["Handoff"] = cells["Preemption"] = cells["Resume"] = YES
         cells["Prefix hits"] = cells["Read-back"] = case.no_lookup or YES
@@ -171,12 +171,12 @@ async def prove_handoff(url: str, block: int) -> None:
         assert len(set(answers)) == len(answers), "the answers do not depend on the prompts"
 
 
-async def prove_preemption(url: str, *, refetches: bool) -> None:
+async def prove_preemption(url: str, decode: WorkerProcess, *, refetches: bool) -> None:
     """The decode worker's memory does not hold two requests: one is preempted, and its KV read or computed again."""
     async with driver_on(url) as driver:
         first, second = (random_prompt(f"preempted {number}", HALF_TOKENS) for number in range(2))
         expected = await driver.alone(PREFILL, second, ANSWER_TOKENS)
-        hungry, victim = await start_two_that_do_not_fit(driver, first, second)
+        hungry, victim = await start_two_that_do_not_fit(decode, driver, first, second)
         await remaining_frames(hungry)
         frames = await remaining_frames(victim)
         _leg_report, report = report_of(frames)
