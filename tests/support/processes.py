@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ import psutil
 ROOT = Path(__file__).parents[2]
 STOP_S_MAX = 60.0
 FREEZE_S_MAX = 60.0
+RUN_S = 0.005
+"""How long a slowed process runs before it is stopped."""
 SAMPLES_MAX = 5
 LIGHT_TRANSFER = {"WORKER_SIM_TRANSFER": "tcp"}
 """Simulated workers start in a third of the time without NIXL, which imports torch."""
@@ -56,6 +59,28 @@ def freeze(pid: int) -> None:
     while any(state != "T" for state in _thread_states(pid)):
         assert time.monotonic() < ends, f"{pid} does not stop"
         time.sleep(0.001)
+
+
+@contextmanager
+def slowed(pid: int, share: float) -> Iterator[None]:
+    """Lets the process run for ``share`` of the time until the block ends, as if it ran on a slower processor."""
+    over = threading.Event()
+
+    def stop_and_go() -> None:
+        while not over.wait(RUN_S):
+            os.kill(pid, signal.SIGSTOP)
+            over.wait(RUN_S * (1 / share - 1))
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_and_go, name=f"slows {pid}")
+    if share < 1:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if share < 1:
+            thread.join()
 
 
 def _thread_states(pid: int) -> Iterator[str]:

@@ -20,7 +20,7 @@ from openai import OpenAI
 from shared.telemetry.span_names import Attribute, SpanName
 from tests.engines.system.fleet import ANSWER_S_MAX, DECODE, PREFILL, Fleet
 from tests.support.otlp_receiver import OtlpReceiver, Span
-from tests.support.processes import freeze
+from tests.support.processes import freeze, slowed
 from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.support.spans import ADD_UP, length, time_to_first_token
 from tests.support.system import Metrics, System, baton, until
@@ -559,15 +559,18 @@ def has_begun(streams: list[Stream], running: list[Future[Stream]]) -> bool:
 def midway(
     uncut: list[Stream], engine: psutil.Process, system: System, threads: ThreadPoolExecutor
 ) -> tuple[list[Stream], list[Future[Stream]]]:
-    """Streams of the same requests, each with some of its answer and none near its end. Their engine is stopped."""
-    for _ in range(MIDWAY_TRIED_MAX):
+    """Streams of the same requests, each with some of its answer and none near its end. Their engine is stopped; if
+    it wrote one whole answer before the last had begun, it is slowed in the next try.
+    """
+    for tried in range(MIDWAY_TRIED_MAX):
         streams = [stream.again() for stream in uncut]
         running: list[Future[Stream]] = []
-        # What a worker must render first begins late.
-        for path in (MESSAGES, RESPONSES, "/v1/chat/completions", "/v1/completions"):
-            begun = [stream for stream in streams if stream.path == path]
-            running += [threads.submit(stream.run, system) for stream in begun]
-            until(lambda begun=begun, running=running: has_begun(begun, running), "each has had some", 60.0)
+        with slowed(engine.pid, 0.5**tried):
+            # What a worker must render first begins late.
+            for path in (MESSAGES, RESPONSES, "/v1/chat/completions", "/v1/completions"):
+                begun = [stream for stream in streams if stream.path == path]
+                running += [threads.submit(stream.run, system) for stream in begun]
+                until(lambda begun=begun, running=running: has_begun(begun, running), "each has had some", 60.0)
         freeze(engine.pid)
         if all(len(now.text()) < 0.8 * len(then.text()) for now, then in zip(streams, uncut, strict=True)):
             return streams, running
