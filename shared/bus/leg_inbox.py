@@ -1,7 +1,8 @@
 """The router's side of legs: start them, read their frames, cancel them. Every loss fails its leg; none hangs it.
 
 This is the hot path of the system. A router gets one ``FrameBatch`` per turn of a worker's event loop, whatever the
-number of streams, and does one dictionary look-up and one append per frame. A leg's reader is called once per batch.
+number of streams, and does one dictionary look-up and one append per frame. A leg's reader is called once per batch,
+and not before the leg's end while it holds the leg.
 
 A worker is believed about its own legs only. NATS lets it publish on subjects with its own id, the bus drops a batch
 whose worker is not that of its subject, and frames of a leg that another worker serves are dropped here.
@@ -67,8 +68,8 @@ class LegReader:
     """Gets the frames of one leg."""
 
     def leg_changed(self, leg: Leg) -> None:
-        """Frames have come, or the leg has ended. Called once for each batch of frames, on the event loop; an exception
-        is a bug, and goes to ``leg_crashed``.
+        """Frames have come, or the leg has ended. Called once for each batch of frames, unless the leg is ``held``, on
+        the event loop; an exception is a bug, and goes to ``leg_crashed``.
         """
         raise NotImplementedError
 
@@ -91,6 +92,7 @@ class Leg:
         "ended",
         "epoch",
         "has_failed",
+        "held",
         "leg_id",
         "lists_missed",
         "worker_id",
@@ -108,6 +110,8 @@ class Leg:
         """It ended without an END frame, a turn of the loop ago. In that turn the frames of other legs are read that
         came together with the failure.
         """
+        self.held = False
+        """Set by the reader, which is then called only at the end of the leg, and reads what has come when it likes."""
         self.lists_missed = 0
         self._inbox = inbox
         self._reader = reader
@@ -152,27 +156,30 @@ class Leg:
             self._failure = failure
             self._inbox.call_soon(self._tell_failure)
 
-    def take(self, frame: Frame, buffer_bytes_max: int) -> None:
-        """Add a frame; ``tell`` must follow."""
+    def take(self, frame: Frame, buffer_bytes_max: int) -> bool:
+        """Add a frame. Answers whether ``tell`` must follow."""
         seq, kind = self._seq, frame.kind
         if frame.seq != seq:
             self._inbox.cancel(self, _lost(f"frame {seq} of leg {self.leg_id} is missing"))
-            return
+            return False
         self._seq = seq + 1
         if kind is _FAILURE:
             self._inbox.forget(self)
             self.fail(frame.failure or _INTERNAL)
-            return
+            return False
         self._frames.append(frame)
         if kind is _DATA:
             self._buffered_bytes += len(frame.data) + FRAME_OVERHEAD_BYTES
             if self._buffered_bytes > buffer_bytes_max:
                 self._inbox.cancel(self, _SLOW)
-                return
+                return False
         elif kind is _END:
             self._inbox.forget(self)
             self.ended = True
+        if self.held and not self.ended:
+            return False
         self._told = False
+        return True
 
     def tell(self) -> None:
         """Call the reader, unless it has been called since the last ``take``."""
@@ -203,6 +210,8 @@ class LegInbox:
         self._cancels: list[CancelLeg] = []
         self._canceller: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None
+        self.received = 0
+        """Frames since the start."""
         self.closed = False
         """No new legs are started."""
         self._loop = asyncio.get_running_loop()
@@ -289,14 +298,15 @@ class LegInbox:
         worker_id = batch.worker_id
         buffer_bytes_max = self._leg_buffer_bytes_max
         changed: list[Leg] = []
+        self.received += len(batch.frames)
         for frame in batch.frames:
             leg = legs.get(frame.leg_id)
             if leg is None:
                 if frame.kind < _END:
                     self._cancel_once(worker_id, frame.leg_id)
             elif leg.worker_id == worker_id:
-                leg.take(frame, buffer_bytes_max)
-                changed.append(leg)
+                if leg.take(frame, buffer_bytes_max):
+                    changed.append(leg)
             else:
                 self._drop_foreign(worker_id, leg)
         for leg in changed:

@@ -413,8 +413,6 @@ class AnswerLeg(RunningLeg):
         self._size = 0
         self._waiting = False
         """For the client to read."""
-        self._held = False
-        """By the coalescer; not at its end."""
         self._gaps = runner.gaps.of[placement.mode].noted
         self._data = b""
         """The newest data of the stream."""
@@ -426,8 +424,6 @@ class AnswerLeg(RunningLeg):
     def waits(self, leg: Leg) -> bool:
         if self._waiting:
             return True
-        if self._held:
-            return not leg.ended
         if not self._is_stream or leg.ended or not self.attempt.context.http_request.is_blocked():
             return False
         self._waiting = True
@@ -439,7 +435,9 @@ class AnswerLeg(RunningLeg):
         self.resume()
 
     def resume(self) -> None:
-        self._waiting = self._held = False
+        self._waiting = False
+        if self._leg is not None:
+            self._leg.held = False
         super().resume()
 
     def read(self, frames: list[Frame]) -> None:
@@ -522,7 +520,7 @@ class AnswerLeg(RunningLeg):
             context.deadline_at = min(at + runner.settings.frame_gap_s_max, context.ends_at)
         if self._is_awaited and (data or last.kind is END):
             self._is_awaited = False
-            self._first_at = timings.last_at or runner.now()
+            self._first_at = self._written_at = timings.last_at or runner.now()
             self._load.prompt_computed()
             self._begin_stream(self._first_at, data)
         if last.kind is END:
@@ -531,9 +529,9 @@ class AnswerLeg(RunningLeg):
         elif data:
             self._data = data
             context.http_request.send(data)
-            coalescer, at = runner.coalescer, timings.last_at
-            if at - self._written_at < coalescer.period_s(at, len(frames)):
-                self._held = True
+            coalescer, at, leg = runner.coalescer, timings.last_at, self._leg
+            if coalescer.must_wait(self._written_at, at, runner.inbox.received) and leg is not None:
+                leg.held = True
                 coalescer.add(self.resume)
             self._written_at = at
 

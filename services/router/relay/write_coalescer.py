@@ -11,6 +11,10 @@ BUSY_EVENTS_PER_S: Final = 10_000
 WRITES_PER_S: Final = 5_000
 """Of all streams of a router with more."""
 PERIOD_S_MAX: Final = 0.1
+HELD_PERIODS: Final = 1.5
+"""A stream that has written within so many periods waits. More than one, because the moment of all comes a period after
+the first of them began to wait, and each writes a little later than the one before it.
+"""
 WINDOW_S: Final = 0.05
 """Over which events are counted."""
 RESUMED_AT_ONCE: Final = 64
@@ -26,11 +30,12 @@ class WriteCoalescer:
     """
 
     def __init__(self) -> None:
+        self.period_s = 0.0
+        """How long the first stream that waits does; 0: none must."""
         self._streams = 0
-        self._events = 0
-        """Since ``_counted_from``."""
-        self._counted_from = 0.0
-        self._period_s = 0.0
+        self._received = 0
+        """Frames of all legs, at ``_counted_at``."""
+        self._counted_at = 0.0
         self._waiting: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()
 
@@ -42,21 +47,22 @@ class WriteCoalescer:
         """One stream less."""
         self._streams -= 1
 
-    def period_s(self, now: float, events: int) -> float:
-        """A stream that has written less than this ago waits before its next write. ``events`` are new."""
-        self._events += events
-        took_s = now - self._counted_from
+    def must_wait(self, written_at: float, now: float, received: int) -> bool:
+        """Whether a stream that writes now, and did at ``written_at``, waits before its next write (see ``add``).
+        ``received`` counts the frames of all legs since the start, also those that wait to be written.
+        """
+        took_s = now - self._counted_at
         if took_s >= WINDOW_S:
-            is_busy = self._events > took_s * BUSY_EVENTS_PER_S
-            self._period_s = min(PERIOD_S_MAX, self._streams / WRITES_PER_S) if is_busy else 0.0
-            self._events = 0
-            self._counted_from = now
-        return self._period_s
+            is_busy = received - self._received > took_s * BUSY_EVENTS_PER_S
+            self.period_s = min(PERIOD_S_MAX, self._streams / WRITES_PER_S) if is_busy else 0.0
+            self._received = received
+            self._counted_at = now
+        return now - written_at < HELD_PERIODS * self.period_s
 
     def add(self, resume: Callable[[], None]) -> None:
         """Call it at the next common moment."""
         if not self._waiting:
-            self._loop.call_later(self._period_s, self._resume_all)
+            self._loop.call_later(self.period_s, self._resume_all)
         self._waiting.append(resume)
 
     def _resume_all(self) -> None:

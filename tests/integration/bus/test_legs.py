@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shared.bus.frame_sender import FrameSender, LegGone
-from shared.bus.leg_inbox import LegFailed, LegInbox
+from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.channels import CANCEL_LEG, FRAMES, START_LEG
 from shared.contracts.failures import Failure, Reason
@@ -104,6 +104,39 @@ async def test_frames_of_one_loop_iteration_travel_in_one_message(world):
 
     await until(lambda: batches)
     assert batches == [10]
+    await inbox.close()
+
+
+class CountedLeg(PulledLeg):
+    calls = 0
+
+    def leg_changed(self, leg: Leg) -> None:
+        self.calls += 1
+        super().leg_changed(leg)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_reader_of_a_held_leg_is_called_only_at_its_end(world, fails: bool):
+    _, inbox = await open_inbox(world)
+    worker = await open_worker(world)
+    leg = await CountedLeg.start(inbox, start_leg())
+    answer = await worker.next_leg()
+    answer.head(200, "text/event-stream")
+    await soon(leg.frames())
+
+    leg.leg.held = True
+    answer.data(b"one", [1])
+    await until(lambda: leg.leg.unread)
+    assert leg.calls == 1
+
+    if fails:
+        answer.fail(Failure(reason=Reason.INTERNAL, message="a test"))
+    else:
+        answer.end(LegReport(completion_tokens=1))
+    await until(lambda: leg.calls > 1)
+    assert leg.calls == 2
+    assert leg.leg.has_failed is fails
+    assert [frame.data for frame in await soon(leg.frames())] == [b"one"] + [b""] * (not fails)
     await inbox.close()
 
 

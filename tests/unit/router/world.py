@@ -36,6 +36,7 @@ class FakeConnection:
 
     def __init__(self) -> None:
         self.written = b""
+        self.writes = 0
         self.reads = asyncio.Event()
         self.reads.set()
         self.closed = False
@@ -44,6 +45,7 @@ class FakeConnection:
 
     def write(self, data: bytes) -> None:
         self.written += data
+        self.writes += 1
 
     def write_paused(self) -> bool:
         return not self.reads.is_set()
