@@ -51,7 +51,9 @@ class Peer:
         return command
 
 
+NO_BREAKER = "--disable-circuit-breaker"
+"""After ten failed connections to an engine, of 1,024 opened at once, they would refuse all requests for a minute."""
 PEERS = (
-    Peer("sglang-router", "0.3.2", ("launch", "--pd-disaggregation"), bootstrap_port=True),
-    Peer("vllm-router", "0.1.17", ("--vllm-pd-disaggregation",), bootstrap_port=False),
+    Peer("sglang-router", "0.3.2", ("launch", "--pd-disaggregation", NO_BREAKER), bootstrap_port=True),
+    Peer("vllm-router", "0.1.17", ("--vllm-pd-disaggregation", NO_BREAKER), bootstrap_port=False),
 )
