@@ -103,6 +103,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """From the start of the leg that answers to its first frame, and from its head to its first data."""
     frame_gap_s_max: float = 60.0
     """Between two frames of a stream that has begun."""
+    write_wait_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 0.1
+    """How long an event may wait to be written together with the next ones of its stream, while more than 10,000 events
+    a second come: n streams wait n / 5,000 s, but not longer than this. Fewer writes cost the router less. 0: no event
+    waits.
+    """
     attempts_max: int = 3
     """Attempts of one request, the first included, before the client gets the failure."""
     resumes_max: int = 3

@@ -107,7 +107,7 @@ class LegRunner:
         self.request_log = request_log
         self.gaps = request_log.metrics.gaps
         self.headers = response_headers.of
-        self.coalescer = WriteCoalescer()
+        self.coalescer = WriteCoalescer(settings.write_wait_s_max)
         self.loop = asyncio.get_running_loop()
         self.tasks = tasks
 

@@ -10,7 +10,6 @@ BUSY_EVENTS_PER_S: Final = 10_000
 """Of all streams. A router with fewer events writes each at once."""
 WRITES_PER_S: Final = 5_000
 """Of all streams of a router with more."""
-PERIOD_S_MAX: Final = 0.1
 HELD_PERIODS: Final = 1.5
 """A stream that has written within so many periods waits. More than one, because the moment of all comes a period after
 the first of them began to wait, and each writes a little later than the one before it.
@@ -26,12 +25,13 @@ class WriteCoalescer:
     A socket write costs more than everything else the router does for an event; most of that is waking the client.
 
     A stream that has written waits until the moment when all waiting streams write: at most as many seconds as there
-    are streams for ``WRITES_PER_S``, and at most ``PERIOD_S_MAX``. A stream with fewer events than that never waits.
+    are streams for ``WRITES_PER_S``, and at most ``period_s_max``. A stream with fewer events than that never waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, period_s_max: float) -> None:
         self.period_s = 0.0
         """How long the first stream that waits does; 0: none must."""
+        self._period_s_max = period_s_max
         self._streams = 0
         self._received = 0
         """Frames of all legs, at ``_counted_at``."""
@@ -54,7 +54,7 @@ class WriteCoalescer:
         took_s = now - self._counted_at
         if took_s >= WINDOW_S:
             is_busy = received - self._received > took_s * BUSY_EVENTS_PER_S
-            self.period_s = min(PERIOD_S_MAX, self._streams / WRITES_PER_S) if is_busy else 0.0
+            self.period_s = min(self._period_s_max, self._streams / WRITES_PER_S) if is_busy else 0.0
             self._received = received
             self._counted_at = now
         return now - written_at < HELD_PERIODS * self.period_s
