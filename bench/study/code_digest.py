@@ -24,6 +24,7 @@ DEPENDS = (
     "services/router/admission/*.py",
     "services/router/state/*.py",
     "services/router/native/*.[ch]",
+    "services/router/telemetry/ttft.py",
     "services/worker/engines/simulated/core/settings.py",
     "services/worker/engines/simulated/core/step_models.py",
     "shared/engine_speed/*.py",
@@ -60,6 +61,7 @@ BATON_ONLY = (
     "services/router/native/placement.c",
     "services/router/native/placement.h",
     "services/router/native/placement_module.c",
+    "services/router/telemetry/ttft.py",
 )
 """Modules that only Baton's own placement runs."""
 
