@@ -52,7 +52,7 @@ class Peer:
 
 
 NO_BREAKER = "--disable-circuit-breaker"
-"""After ten failed connections to an engine, of 1,024 opened at once, they would refuse all requests for a minute."""
+"""A breaker opens after ten failures and refuses all requests for a minute, which would end the benchmark."""
 PEERS = (
     Peer("sglang-router", "0.3.2", ("launch", "--pd-disaggregation", NO_BREAKER), bootstrap_port=True),
     Peer("vllm-router", "0.1.17", ("--vllm-pd-disaggregation", NO_BREAKER), bootstrap_port=False),

@@ -65,22 +65,21 @@ def freeze(pid: int) -> None:
 def slowed(pid: int, share: float) -> Iterator[None]:
     """Lets the process run for ``share`` of the time until the block ends, as if it ran on a slower processor."""
     over = threading.Event()
+    stopped_s = RUN_S * (1 / share - 1)
 
     def stop_and_go() -> None:
-        while not over.wait(RUN_S):
+        while stopped_s and not over.wait(RUN_S):
             os.kill(pid, signal.SIGSTOP)
-            over.wait(RUN_S * (1 / share - 1))
+            over.wait(stopped_s)
             os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=stop_and_go, name=f"slows {pid}")
-    if share < 1:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        if share < 1:
-            thread.join()
+        thread.join()
 
 
 def _thread_states(pid: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 BUSY_EVENTS_PER_S: Final = 10_000
-"""Of all streams. A router with fewer events writes each at once."""
+"""Counted as frames of all legs. A router with fewer writes each event at once."""
 WRITES_PER_S: Final = 5_000
 """Of all streams of a router with more."""
 HELD_PERIODS: Final = 1.5
