@@ -2,7 +2,8 @@
 
 A pure module decides and does nothing else: it imports only the modules named below and other pure ones, awaits
 nothing, opens nothing and changes no global. Which layer and which third party a module may import is checked by
-import-linter and ruff (see pyproject.toml).
+import-linter and ruff (see pyproject.toml). With ``--fragments`` it lists instead the docstrings that do not stand
+alone, which is not part of the check yet.
 """
 
 from __future__ import annotations
@@ -77,6 +78,17 @@ IMPORTS_ALLOWED = {
 }  # fmt: skip
 ALSO_ALLOWED = ("shared.contracts.", "services.router.native.")
 CALLS_FORBIDDEN = {"open", "print", "input", "exec", "eval", "__import__"}
+FRAGMENTS = re.compile(r"(Of|By|Likewise|Also|Neither|The same)\b")
+"""How no docstring begins: what follows only continues the line above it."""
+PRONOUNS = re.compile(
+    r"(It|Its|They|Their|Those|These|That|This (is|was|has|may|can|must)|His|Such|See (above|below)|As (above|below))\b"
+)
+"""How no attribute's docstring begins: the noun would be in another line."""
+PREPOSITIONS = re.compile(
+    r"(About|Above|After|Against|Among|As|At|Before|Below|Between|Beyond|During|For|From|If|In|Into|On|Over|Per|Since|Than"
+    r"|To|Under|Until|While|With|Within|Without)\b[^,]*?([.:] |;|$)"
+)
+"""An attribute's docstring without a noun of its own. With a comma ("With two routers, ...") it is a sentence."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,9 @@ def defined(node: ast.stmt) -> Iterator[str]:
 
 def main() -> int:
     modules = read_modules()
+    if "--fragments" in sys.argv[1:]:
+        print("\n".join(fragments(modules)))
+        return 0
     problems = [*unknown_pure_modules(modules), *impurities(modules), *unused_modules(modules)]
     print("\n".join(problems) or f"{len(modules)} modules, {sum(map(is_pure, modules))} of them pure")
     return 1 if problems else 0
@@ -200,6 +215,27 @@ def unused_modules(modules: dict[str, Module]) -> Iterator[str]:
         runs = module.path.endswith(("__init__.py", "__main__.py")) or 'if __name__ == "__main__"' in module.text
         if not (runs or module.name in used or re.search(rf'"{re.escape(module.name)}[":.]', everything)):
             yield f"{module.path} is imported by no module"
+
+
+def fragments(modules: dict[str, Module]) -> Iterator[str]:
+    """Docstrings that a reader understands only with the line above: those of attributes must be a sentence or a noun
+    phrase.
+    """
+    for module in modules.values():
+        for line, text, is_attribute in docstrings(module.tree):
+            checks = (FRAGMENTS, PRONOUNS, PREPOSITIONS) if is_attribute else (FRAGMENTS,)
+            if any(check.match(text) for check in checks):
+                yield f"{module.path}:{line} has a docstring that does not stand alone: {text[:60]!r}"
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """The line and words of each docstring, and whether it follows an attribute that it describes."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for index, statement in enumerate(body if isinstance(body, list) else []):
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, " ".join(value.value.split()), index > 0
 
 
 if __name__ == "__main__":
