@@ -127,7 +127,9 @@ class Router:
         )
         self.batches = self._make_batches()
         self.edge = self._make_edge(policy)
-        self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
+        self.deadline_monitor = DeadlineMonitor(
+            self.relay.in_flight, self.edge.end_slow_uploads, self.edge.idle.end_late, clock
+        )
         self._register_metrics()
 
     def _catch_up(self) -> None:

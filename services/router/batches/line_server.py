@@ -11,7 +11,7 @@ from services.router.admission.admission_queue import AdmissionQueue
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ApiClient
 from services.router.batches.lines import Line, Request, Result, answered, unanswered
-from services.router.http.errors import failed
+from services.router.http.errors import BUG, failed
 from services.router.http.request import Head, HttpRequest, NoConnection, Upload, UploadTotals
 from services.router.relay.request_context import RequestContext
 from services.router.settings import Settings
@@ -33,7 +33,6 @@ AGAIN_S_MAX: Final = 30.0
 LATER: Final = frozenset({429, 503})
 """Statuses that say that it may be served later: there is no limit to these attempts but the batch's time."""
 PERHAPS: Final = frozenset({408, 500, 502, 504})
-BUG: Final = "Internal error in the router; its log has details."
 
 
 class Answer(NamedTuple):

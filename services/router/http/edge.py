@@ -12,11 +12,11 @@ import msgspec
 
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ANYONE, ApiClient
-from services.router.http.errors import bad_request, error_event, error_for, failed
+from services.router.http.errors import bad_request, error_for, failed
 from services.router.http.request import JSON_TYPE, Connection, Head, HttpRequest, Upload, UploadTotals
 from services.router.placement.form import form_type
 from services.router.placement.request_facts import Mode
-from services.router.relay.relay import BUG, Relay
+from services.router.relay.relay import Relay
 from services.router.responses.responses import Responses
 from services.router.settings import Settings, is_local
 from services.router.telemetry.request_log import RequestLog
@@ -172,12 +172,7 @@ class Edge(HttpEdge[HttpRequest]):
             await self._responses.serve(http_request)
         except Exception:
             log.exception("a request failed with an internal error")
-            if http_request.left or http_request.ended:
-                return
-            if http_request.begun:
-                http_request.end(error_event(http_request.head.path, Reason.INTERNAL, BUG))
-            else:
-                http_request.refuse(failed(Reason.INTERNAL, BUG))
+            http_request.crash()
         finally:
             http_request.upload.over()
 

@@ -13,8 +13,9 @@ from typing import Final, Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.router.auth.client import ANYONE
-from services.router.http.errors import error_for
+from services.router.http.errors import BUG, error_event, error_for, failed
 from services.router.placement.request_facts import Mode
+from shared.contracts.failures import Reason
 from shared.contracts.ids import RequestId, is_subject_token
 from shared.http.errors import Header, HttpError
 
@@ -267,6 +268,15 @@ class HttpRequest:
         error = error_for(self.head.path, error, self.head.request_id)
         headers = [*error.headers(), (b"x-request-id", self.head.request_id.encode()), *more]
         self.answer(error.status, header_lines(headers), error.body)
+
+    def crash(self) -> None:
+        """End the response because of a bug, unless it has ended or the client has left."""
+        if self.left or self.ended:
+            return
+        if self.begun:
+            self.end(error_event(self.head.path, Reason.INTERNAL, BUG))
+        else:
+            self.refuse(failed(Reason.INTERNAL, BUG))
 
     def begin(self, status: int, headers: bytes) -> None:
         """Begin a stream. Its head is written with the first data."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from shared.contracts.engine_paths import PLACED
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
@@ -119,6 +120,14 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Written into the body for the engine, so that other tenants cannot use the cached KV; empty: nothing."""
     media_salt: str = ""
     """In the place of ``salt`` where that is empty, for the names that the client gives to its media."""
+
+    def why_not_resumable(self) -> str:
+        """Why another worker cannot continue the request's stream, as far as the router can tell; empty when one can.
+        The engine may have further reasons, which its worker reports.
+        """
+        if self.path not in PLACED:
+            return "only completions, chats, messages and responses can be resumed"
+        return self.unsplittable
 
 
 class Tool(msgspec.Struct):

@@ -7,9 +7,9 @@ One walk over all requests a few times a second replaces a timer for each; most 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
-from services.router.http.edge import Edge
 from services.router.relay.request_context import NEVER, RequestContext
 from shared.contracts.failures import Failure, Reason
 from shared.runtime.clock import Clock
@@ -27,9 +27,16 @@ REVOKED: Final = Failure(reason=Reason.FORBIDDEN, message="The request's API key
 class DeadlineMonitor:
     """Walks over the requests in flight and the edge's connections and uploads."""
 
-    def __init__(self, in_flight: set[RequestContext], edge: Edge, clock: Clock) -> None:
+    def __init__(
+        self,
+        in_flight: set[RequestContext],
+        end_slow_uploads: Callable[[], None],
+        end_late_connections: Callable[[], None],
+        clock: Clock,
+    ) -> None:
         self._in_flight = in_flight
-        self._edge = edge
+        self._end_slow_uploads = end_slow_uploads
+        self._end_late_connections = end_late_connections
         self._clock = clock
 
     async def run(self) -> None:
@@ -46,9 +53,8 @@ class DeadlineMonitor:
                 self._end(context, now, REVOKED)
             elif now > context.deadline_at:
                 self._end(context, now, TOO_LONG)
-        if self._edge.uploads:
-            self._edge.end_slow_uploads()
-        self._edge.idle.end_late()
+        self._end_slow_uploads()
+        self._end_late_connections()
 
     def _end(self, context: RequestContext, now: float, failure: Failure) -> None:
         if context.late_at == NEVER:

@@ -8,22 +8,12 @@ from typing import Final
 import msgspec
 
 from services.router.placement.placement import PlacementRequest
-from services.router.placement.request_facts import Mode, RequestFacts
-from shared.contracts.engine_paths import PLACED
+from services.router.placement.request_facts import Mode
 
 RESUMES_MAX_MAX: Final = 64
 """Upper limit of ROUTER_RESUMES_MAX."""
 
 ATTACHED: Final = "a server outside of Baton began it, and its tokens are not known"
-
-
-def why_not_resumable(facts: RequestFacts) -> str:
-    """Why this stream cannot continue at another worker, as far as the router can tell; empty when it can. Its engine
-    may have further reasons, which its worker reports.
-    """
-    if facts.path not in PLACED:
-        return "only completions, chats, messages and responses can be resumed"
-    return facts.unsplittable
 
 
 def resumes_allowed(operator_max: int, client_max: int | None) -> int:

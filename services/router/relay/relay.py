@@ -51,9 +51,6 @@ SERVICE_UNAVAILABLE: Final = 503
 ENGINE_FULL: Final = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
 
 
-BUG: Final = "Internal error in the router; its log has details."
-
-
 class Relay:
     """Serves requests side by side. A request is a chain of plain calls for as long as nothing must be waited for: from
     ``begin`` to its legs, whose frames call it back, to ``_finish``. What waits (a large body, the admission queue,
@@ -275,13 +272,8 @@ class Relay:
     def _crashed(self, context: RequestContext, bug: BaseException) -> None:
         """A bug ends its request, not the process."""
         log.error("a request failed with an internal error", exc_info=bug)
-        http_request = context.http_request
         context.status, context.reason = HTTP_STATUS[Reason.INTERNAL], str(Reason.INTERNAL)
-        if not (http_request.left or http_request.ended):
-            if http_request.begun:
-                http_request.end(error_event(http_request.head.path, Reason.INTERNAL, BUG))
-            else:
-                http_request.refuse(failed(Reason.INTERNAL, BUG))
+        context.http_request.crash()
         self._finish(context)
 
     def _finish(self, context: RequestContext) -> None:

@@ -13,7 +13,6 @@ from services.router.http.request import HttpRequest, header_lines, header_value
 from services.router.placement.decision import Decision
 from services.router.placement.placement import Placement, PlacementRequest
 from services.router.placement.request_facts import Mode, RequestFacts
-from services.router.relay.migration import why_not_resumable
 from services.router.state.worker_view import WorkerView
 from services.router.telemetry.trace import Trace
 from services.router.telemetry.ttft import Timings
@@ -152,7 +151,7 @@ class RequestContext:
         """The body has been read."""
         self.facts = facts
         self.resumes_max = resumes_max
-        self.why_not_resumable = why_not_resumable(facts)
+        self.why_not_resumable = facts.why_not_resumable()
         if facts.path == RESPONSES and facts.stream:
             self.answer_id = secrets.token_hex(ID_BYTES)
 

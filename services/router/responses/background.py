@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from services.router.http.errors import BUG
 from services.router.http.request import HttpRequest
 from services.router.responses.history import CANCELLED, FAILED, StoredResponse, ended, told
 from services.router.responses.inner_request import InnerRequest
@@ -27,7 +28,6 @@ END_S_MAX = 4.0
 """For a cancelled response to end."""
 WRITES_MAX = 5
 WRITE_AGAIN_S = 2.0
-BUG = "Internal error in the router; its log has details."
 STOPPED = "The router was stopped before the response was complete."
 UNANSWERED = "The response was not completed in time."
 OK = 200
