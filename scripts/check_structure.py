@@ -35,6 +35,7 @@ PURE = {
     "services.launcher.views": "watch",
     "services.orchestrator": "lifecycle",
     "services.orchestrator.planner": "change family planner rules work",
+    "services.router": "settings",
     "services.router.admission": "admission fair_share policy queues",
     "services.router.auth": "api_keys rate_limit",
     "services.router.batches": "lines",
@@ -55,6 +56,7 @@ PURE = {
     "services.worker.engines.simulated.core": "*",
     "services.worker.engines.store": "kv_exchange records tiers",
     "services.worker.legs": "body resume",
+    "shared": "loopback",
     "shared.engine_speed": "*",
     "shared.text": "*",
 }
@@ -73,8 +75,8 @@ PURE_PARTS = {
 """By module: its pure classes and functions. What they use of their module, and import, is pure, too."""
 IMPORTS_ALLOWED = {
     "__future__", "array", "bisect", "cbor2", "collections", "dataclasses", "difflib", "enum", "functools", "hashlib",
-    "heapq", "itertools", "json", "math", "msgspec", "numpy", "operator", "re", "statistics", "struct", "tomllib",
-    "typing", "zlib",
+    "heapq", "ipaddress", "itertools", "json", "math", "msgspec", "numpy", "operator", "re", "statistics", "struct",
+    "tomllib", "typing", "zlib",
 }  # fmt: skip
 ALSO_ALLOWED = ("shared.contracts.", "services.router.native.")
 CALLS_FORBIDDEN = {"open", "print", "input", "exec", "eval", "__import__"}

@@ -6,9 +6,10 @@ import secrets
 import sys
 from functools import partial
 
+from services.collector.access import check
 from services.collector.app import LIMITS
 from services.collector.service import run_collector
-from services.collector.settings import Settings, check
+from services.collector.settings import Settings
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen
 from shared.runtime.service import refuse, run_service

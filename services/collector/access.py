@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from services.collector.console.orders import OrderClient
+from services.collector.settings import Settings
 from shared.contracts.api_keys import KEY_CHARS_MAX, Permission, digest_of
 from shared.http.edge import AsgiApp
 from shared.http.errors import HttpError, error_body
-from shared.runtime.settings import SettingsError, is_loopback, why_unusable
+from shared.loopback import is_loopback
+from shared.runtime.settings import SettingsError, why_unusable
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TABLE = re.compile(r"^\[\[key\]\]", re.MULTILINE)
@@ -113,6 +115,19 @@ class Access:
             key_exists=self.key_needed,
             key_given=bool(key),
             key_matches=0 < len(key) <= KEY_CHARS_MAX and Permission.ADMIN in permissions.get(digest_of(key), ()),
+        )
+
+
+def check(settings: Settings) -> None:
+    """Raises SettingsError when other machines could read without a key."""
+    access = Access(settings.host, settings.admin_key_file, settings.published_host)
+    access.check()
+    if not (access.is_local or access.key_needed or settings.insecure):
+        raise SettingsError(
+            f"COLLECTOR_HOST={settings.published_host or settings.host} (compose: CONSOLE_BIND): other machines could "
+            "read every tenant's requests at the console, but no keys are configured; set COLLECTOR_ADMIN_KEY_FILE "
+            "(compose: KEYS_FILE) to a file of `baton keys new`, or on a trusted network COLLECTOR_INSECURE=true "
+            "(compose: INSECURE=true)"
         )
 
 

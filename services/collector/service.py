@@ -45,9 +45,9 @@ from shared.contracts.usage import UsageMonth
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.http.origin import OriginPolicy
 from shared.http.server import make_server
+from shared.loopback import is_loopback
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service, baton_version
-from shared.runtime.settings import is_loopback
 from shared.telemetry.prometheus import Family, to_prometheus
 from shared.telemetry.setup import MetricsPush
 from shared.text.fleet_text import adapter_ordered

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from services.collector.access import Access
-from shared.runtime.settings import SettingsError
-
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the collector listens, and which keys may give orders at its console."""
@@ -29,16 +26,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     SHA-256 digests of admin keys, one a line. Where only this machine can connect, ``/metrics`` needs no key. Empty:
     every user of this machine may read and act; other addresses need ``insecure``.
     """
-
-
-def check(settings: Settings) -> None:
-    """Raises SettingsError when other machines could read without a key."""
-    access = Access(settings.host, settings.admin_key_file, settings.published_host)
-    access.check()
-    if not (access.is_local or access.key_needed or settings.insecure):
-        raise SettingsError(
-            f"COLLECTOR_HOST={settings.published_host or settings.host} (compose: CONSOLE_BIND): other machines could "
-            "read every tenant's requests at the console, but no keys are configured; set COLLECTOR_ADMIN_KEY_FILE "
-            "(compose: KEYS_FILE) to a file of `baton keys new`, or on a trusted network COLLECTOR_INSECURE=true "
-            "(compose: INSECURE=true)"
-        )

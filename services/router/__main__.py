@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import sys
 
-from services.router.service import serve
-from services.router.settings import Settings, check
+from services.router.service import check, serve
+from services.router.settings import Settings
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen, share
 from shared.runtime.service import refuse, run_service

@@ -8,7 +8,9 @@ import logging
 import secrets
 import socket
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -16,17 +18,21 @@ from prometheus_client import CollectorRegistry
 from services.router.admission.admission import Admission
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import BusHealth, Placing, Waker
+from services.router.admission.policy import AdmissionPolicy
 from services.router.auth.authenticator import Authenticator
+from services.router.auth.key_file import check_access
 from services.router.batches.batches import Batches
 from services.router.batches.line_server import LineServer
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.lora_routes import OrderAdapters
 from services.router.placement.decision_service import DecisionService
+from services.router.placement.placement import PlacementPolicy
 from services.router.placement.placer import Fleet
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
 from services.router.relay.deadline_monitor import DeadlineMonitor
+from services.router.relay.failure_policy import FailurePolicy, read_policy
 from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
 from services.router.relay.request_context import ResponseHeaders
@@ -34,14 +40,7 @@ from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
 from services.router.relay.start_leg import LegLoads, LegStarter
 from services.router.responses.responses import Responses
-from services.router.settings import (
-    Settings,
-    admission_policy,
-    failure_policy,
-    is_local,
-    placement_policy,
-    request_policy,
-)
+from services.router.settings import Settings
 from services.router.state.block_table import IS_COMPILED
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
 from services.router.state.quarantine import Quarantine
@@ -59,6 +58,7 @@ from shared.contracts.ids import RouterId
 from shared.http.server import make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
+from shared.runtime.settings import SettingsError
 from shared.runtime.waiting import Waits
 from shared.telemetry import names
 from shared.telemetry.prometheus import gauge
@@ -70,6 +70,26 @@ FIRST_WORKER_S_MAX = 10.0
 READY_CHECK_S = 0.05
 SWITCH_S = 0.001
 """How long the event loop waits for a tokenizing thread to release the GIL."""
+
+
+def check(settings: Settings) -> None:
+    """Raises SettingsError for values that are well-formed but invalid, and for files that cannot be used."""
+    check_access(settings)
+    failure_policy(settings)
+    try:
+        RequestPolicy.from_settings(settings)
+        AdmissionPolicy.from_settings(settings)
+    except ValueError as error:
+        raise SettingsError(f"{error}; correct it or unset it") from error
+
+
+def failure_policy(settings: Settings) -> FailurePolicy:
+    """The failure policy of the operator's file. Raises SettingsError."""
+    path = settings.failure_policy
+    try:
+        return read_policy(tomllib.loads(Path(path).read_text(encoding="utf-8"))) if path else FailurePolicy()
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"ROUTER_FAILURE_POLICY ({path}): {error}; correct it or unset it") from error
 
 
 class Router:
@@ -92,12 +112,15 @@ class Router:
         self.waits = waits or Waits(clock.now)
         self.registry = CollectorRegistry()
         self.registry.register(CatchUp(self._catch_up))  # First: all others are read after it.
-        self.fleet = fleet = Fleet(placement_policy(settings))
+        self.fleet = fleet = Fleet(PlacementPolicy.from_settings(settings))
         self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
-        self.prompts = Prompts(settings, bus, clock, fleet, media_hosts)
+        self.policy = RequestPolicy.from_settings(settings)
+        self.prompts = Prompts(settings, bus, clock, fleet, self.policy.shares, media_hosts)
         self.queue = AdmissionQueue(
-            Admission(admission_policy(settings), fleet.place), clock, QueueMetrics(self.registry, settings.queue_max)
+            Admission(AdmissionPolicy.from_settings(settings), fleet.place),
+            clock,
+            QueueMetrics(self.registry, settings.queue_max),
         )
         self.quarantine = Quarantine(settings.quarantine_s)
         self.reservations = ReservationFeed(router_id, bus, clock, fleet.cluster, self.quarantine)
@@ -118,15 +141,14 @@ class Router:
         self.usage = UsageLog(router_id, bus, clock, fleet.cluster, self._catch_up)
         self.budgets = Budgets(bus, clock, self.usage.unstored, self._catch_up)
         self.accounting = Accounting(self.request_log, self.decisions, self.usage)
-        policy = request_policy(settings)
         self.request_tasks = RequestTasks()
-        self.relay = self._make_relay(policy, tracing)
+        self.relay = self._make_relay(tracing)
         self.authenticator = Authenticator(settings, clock.now, self.budgets)
         self.responses = Responses(
             settings=settings, router_id=router_id, bus=bus, clock=clock, relay=self.relay, request_log=self.request_log
         )
         self.batches = self._make_batches()
-        self.edge = self._make_edge(policy)
+        self.edge = self._make_edge()
         self.deadline_monitor = DeadlineMonitor(
             self.relay.in_flight, self.edge.end_slow_uploads, self.edge.idle.end_late, clock
         )
@@ -150,10 +172,10 @@ class Router:
             waits=self.waits,
         )
 
-    def _make_edge(self, policy: RequestPolicy) -> Edge:
+    def _make_edge(self) -> Edge:
         app = make_app(
             fleet=self.fleet,
-            shares=policy.shares,
+            shares=self.policy.shares,
             decisions=self.decisions,
             registry=self.registry,
             bus=self.bus,
@@ -161,7 +183,7 @@ class Router:
             waits=self.waits,
             responses=self.responses,
             batches=self.batches,
-            order_adapters=OrderAdapters(self.bus, self.fleet.cluster, is_local=is_local(self.settings)),
+            order_adapters=OrderAdapters(self.bus, self.fleet.cluster, is_local=self.settings.is_local),
         )
         return Edge(self.settings, self.clock, self.relay, self.responses, self.request_log, self.authenticator, app)
 
@@ -177,7 +199,7 @@ class Router:
         )
         return Batches(self.router_id, self.bus, self.clock, lines, self.settings.files_bytes_max)
 
-    def _make_relay(self, policy: RequestPolicy, tracing: Tracing) -> Relay:
+    def _make_relay(self, tracing: Tracing) -> Relay:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster
         failures, response_headers = failure_policy(settings), ResponseHeaders()
         bus_health = BusHealth(self.bus, cluster, self.clock)
@@ -202,7 +224,7 @@ class Router:
             now=now,
             inbox=self.inbox,
             cluster=cluster,
-            policy=policy,
+            policy=self.policy,
             default_mode=self.default_mode,
             prompts=self.prompts,
             queue=self.queue,

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-from services.router.admission.policy import AdmissionPolicy
-from services.router.auth.api_keys import SALT_CHARS_MIN, Keyring, read_keys, salt_key
-from services.router.placement.placement import PlacementPolicy
-from services.router.placement.policy import Forcing, RequestPolicy, read_policy_fields, read_weights
-from services.router.placement.revisions import read_shares
-from services.router.relay.failure_policy import FailurePolicy, read_policy
-from services.router.relay.migration import RESUMES_MAX_MAX
-from shared.runtime.settings import SettingsError, is_loopback, why_unusable
+from shared.loopback import is_loopback
 
-FILE_BYTES_MAX = 32 * 1024 * 1024
-"""A larger file is not one that an operator wrote."""
+Forcing = Literal["auto", "anyone", "nobody"]
+RESUMES_MAX_MAX = 64
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,11 +67,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A larger response that is no stream fails its request."""
     leg_buffer_bytes_max: int = 8 * 1024 * 1024
     """Frames that wait for a slow client; the leg fails beyond that."""
-    quarantine_s: float = 60.0
+    quarantine_s: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
     """How long a request is refused with 422 after an engine died while it computed it; four times as long after each
     further death, an hour at most. 0: it may be sent again at once.
     """
-    sequences_max: int = 2048
+    sequences_max: Annotated[int, msgspec.Meta(ge=1)] = 2048
     """Sequences of one request (completions of its prompts, or inputs of a batch); more are refused with 400. An
     engine's worker counts each as a leg.
     """
@@ -110,7 +101,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     attempts_max: int = 3
     """Attempts of one request, the first included, before the client gets the failure."""
-    resumes_max: int = 3
+    resumes_max: Annotated[int, msgspec.Meta(ge=0, le=RESUMES_MAX_MAX)] = 3
     """How often a stream that broke off may be resumed at another worker; a body's ``baton.resumes_max`` may ask for
     less.
     """
@@ -136,11 +127,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     overrides it.
     """
 
-    queue_max: int = 1024
+    queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
     """Requests in the admission queue; when it is full, some are refused."""
-    tenant_queue_max: int = 1024
+    tenant_queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
     """Queued requests of one tenant, for each model and priority; more are refused with 429."""
-    queue_s_max: float = 60.0
+    queue_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
     """The longest wait in the queue. A request that is predicted to wait longer is refused at once with 503."""
     serve_late: bool = True
     """Whether a request whose target even an idle worker would miss is served under low load, or always refused."""
@@ -195,129 +186,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep_alive_s: float = 75.0
     """How long an idle client connection stays open."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only clients on this machine can connect."""
+        return is_loopback(self.published_host or self.host)
 
-def check(settings: Settings) -> None:
-    """Raises SettingsError for values that are well-formed but invalid."""
-    check_access(settings)
-    request_policy(settings)
-    admission_policy(settings)
-    failure_policy(settings)
-    if not settings.quarantine_s >= 0:
-        raise SettingsError(f"ROUTER_QUARANTINE_S is {settings.quarantine_s}; it must be 0 or more")
-    if settings.sequences_max < 1:
-        raise SettingsError(f"ROUTER_SEQUENCES_MAX is {settings.sequences_max}; it must be 1 or more")
-    if not 0 <= settings.resumes_max <= RESUMES_MAX_MAX:
-        raise SettingsError(f"ROUTER_RESUMES_MAX is {settings.resumes_max}; it must be 0 to {RESUMES_MAX_MAX}")
-
-
-def check_access(settings: Settings) -> None:
-    """Clients on other machines need keys. Raises SettingsError."""
-    keyring = keyring_of(settings)
-    if keyring is not None:
-        salt_secret_of(settings, keyring)
-    elif not is_local(settings) and not settings.insecure:
-        raise SettingsError(
-            f"every client that reaches {settings.published_host or settings.host} could use it without an API key; "
-            "make one with `baton keys new --tenant NAME --file keys.toml` and set ROUTER_KEYS_FILE=keys.toml "
-            "(compose: KEYS_FILE), or set ROUTER_INSECURE=true (`baton up --insecure`; compose: INSECURE=true) if only "
-            "trusted clients can reach it"
-        )
-
-
-def keyring_of(settings: Settings) -> Keyring | None:
-    """The API keys; None where no key is needed. Raises SettingsError."""
-    if settings.keys_file and settings.keys:
-        raise SettingsError("ROUTER_KEYS_FILE and ROUTER_KEYS are both set; unset one")
-    if not settings.keys_file and not settings.keys:
-        return None
-    where = f"ROUTER_KEYS_FILE ({settings.keys_file}; compose: KEYS_FILE)" if settings.keys_file else "ROUTER_KEYS"
-    try:
-        text = read_text(settings.keys_file) if settings.keys_file else settings.keys
-        return read_keys(tomllib.loads(text))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{where}: {why_unusable(error)}; correct it or unset it") from error
-
-
-def salt_secret_of(settings: Settings, keyring: Keyring) -> bytes:
-    """The secret of the tenants' cache salts. Raises SettingsError."""
-    try:
-        text = read_text(settings.salt_file).strip() if settings.salt_file else keyring.salt
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"ROUTER_SALT_FILE ({settings.salt_file}): {error}; correct it or unset it") from error
-    if len(text) < SALT_CHARS_MIN:
-        raise SettingsError(
-            f"tenants' caches cannot be separated: the secret of their salts has {len(text)} characters and must have "
-            f'{SALT_CHARS_MIN} random ones or more; put `salt = "..."` on top of the API keys '
-            "(`baton keys new --file` does), or set ROUTER_SALT_FILE, the same for all routers"
-        )
-    return salt_key(text)
-
-
-def read_text(path: str) -> str:
-    """A file that the operator wrote. Raises OSError, ValueError."""
-    with Path(path).open("rb") as file:
-        data = file.read(FILE_BYTES_MAX + 1)
-    if len(data) > FILE_BYTES_MAX:
-        raise ValueError(f"it has more than {FILE_BYTES_MAX} bytes")
-    return data.decode()
-
-
-def is_local(settings: Settings) -> bool:
-    """Whether only clients on this machine can connect."""
-    return is_loopback(settings.published_host or settings.host)
-
-
-def failure_policy(settings: Settings) -> FailurePolicy:
-    """The failure policy. Raises SettingsError."""
-    path = settings.failure_policy
-    if not path:
-        return FailurePolicy()
-    try:
-        return read_policy(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"ROUTER_FAILURE_POLICY ({path}): {error}; correct it or unset it") from error
-
-
-def request_policy(settings: Settings) -> RequestPolicy:
-    """Which requests are served, and with which targets. Raises SettingsError."""
-    try:
-        shares = read_shares(settings.revision_shares)
-    except ValueError as error:
-        raise SettingsError(f"ROUTER_REVISION_SHARES: {error}; correct it or unset it") from error
-    try:
-        return read_policy_fields(
-            settings.slos,
-            settings.force_placement,
-            settings.priority_min,
-            local=is_loopback(settings.host),
-            shares=shares,
-        )
-    except ValueError as error:
-        raise SettingsError(f"ROUTER_SLOS: {error}; correct it or unset it") from error
-
-
-def placement_policy(settings: Settings) -> PlacementPolicy:
-    """Which workers may get a request, and when KV moves."""
-    return PlacementPolicy(
-        silent_s_max=settings.silent_s_max,
-        stream_tokens_min=settings.stream_tokens_min,
-        fetch_tokens_min=settings.fetch_tokens_min,
-    )
-
-
-def admission_policy(settings: Settings) -> AdmissionPolicy:
-    """How many requests wait, and how long. Raises SettingsError."""
-    try:
-        weights = read_weights(settings.tenant_weights)
-    except ValueError as error:
-        raise SettingsError(f"ROUTER_TENANT_WEIGHTS: {error}; correct it or unset it") from error
-    for name, least in (("queue_max", 0), ("tenant_queue_max", 0), ("queue_s_max", 0.0)):
-        if not getattr(settings, name) >= least:
-            raise SettingsError(f"ROUTER_{name.upper()} is {getattr(settings, name)}; it must be {least} or more")
-    return AdmissionPolicy(
-        queue_max=settings.queue_max,
-        tenant_queue_max=settings.tenant_queue_max,
-        queue_s_max=settings.queue_s_max,
-        serve_late=settings.serve_late,
-        tenant_weights=weights,
-    )
+    @property
+    def listens_locally(self) -> bool:
+        """Whether the address is one that other machines and containers cannot reach, published or not."""
+        return is_loopback(self.host)

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -28,14 +27,6 @@ COMMON_PREFIX = "BATON_"
 
 class SettingsError(Exception):
     """A variable is wrong; the message names it and the correction."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether that name or address reaches this machine only."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _xdg(variable: str, fallback: str) -> str:

@@ -21,7 +21,7 @@ from services.launcher.cluster.folder import NKEY, SECURE, TRUSTED, InitRequest,
 from services.launcher.fleet.fleet_file import Fleet, HostPart
 from services.launcher.fleet.joining import Token
 from services.launcher.system.options import UpOptions
-from services.launcher.system.plan import in_url, is_loopback, worker_names
+from services.launcher.system.plan import in_url, worker_names
 from services.launcher.system.process_plan import PlanRefused
 from services.launcher.system.state_file import RunningSystem
 from shared.bus.nats_bus import connect_nats
@@ -30,6 +30,7 @@ from shared.bus.port import BusDown, BusError
 from shared.contracts.channels import Party
 from shared.contracts.permissions import owner_of
 from shared.contracts.workers import Role
+from shared.loopback import is_loopback
 
 KEY_ERRORS = (NoCertificate, BusDown, OSError)
 """Why keys cannot be read or made."""

@@ -16,10 +16,9 @@ from shared.contracts.channels import Party
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.permissions import owner_of
 from shared.contracts.workers import Role
+from shared.loopback import is_loopback
 
 OPEN = "NATS is open: every user of this machine can read prompts and give orders. Leave out --open to require keys."
-LOCAL_HOSTS = ("localhost", "::1")
-LOCAL_PREFIX = "127."
 
 
 def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str] = ()) -> SystemPlan:
@@ -86,11 +85,6 @@ def check_access(options: UpOptions) -> None:
                 "`baton keys new --tenant NAME --file keys.toml` and start with ROUTER_KEYS_FILE=keys.toml. On a "
                 "trusted network, --insecure serves without keys."
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address."""
-    return host in LOCAL_HOSTS or host.startswith(LOCAL_PREFIX)
 
 
 def base_environment(options: UpOptions, nats_url: str, party: Party) -> dict[str, str]:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from services.router.settings import Settings
+from shared.contracts.ids import is_subject_token
+
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
+
 
 class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on waiting requests, and which requests are rejected."""
@@ -29,3 +34,32 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """
     tenant_weights: dict[str, float] = {}
     """A tenant of weight 2 may have twice as much as one of weight 1, the default."""
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> AdmissionPolicy:
+        """Raises ValueError with a message for the operator."""
+        try:
+            weights = read_weights(settings.tenant_weights)
+        except ValueError as error:
+            raise ValueError(f"ROUTER_TENANT_WEIGHTS: {error}") from error
+        return cls(
+            queue_max=settings.queue_max,
+            tenant_queue_max=settings.tenant_queue_max,
+            queue_s_max=settings.queue_s_max,
+            serve_late=settings.serve_late,
+            tenant_weights=weights,
+        )
+
+
+def read_weights(text: str) -> dict[str, float]:
+    """Tenants' weights from the operator's JSON. Raises ValueError with a message for the operator."""
+    try:
+        weights = msgspec.json.decode(text.encode() or b"{}", type=dict[str, float])
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+    for tenant, weight in weights.items():
+        if tenant and not is_subject_token(tenant):
+            raise ValueError(f"{tenant!r} cannot be a tenant: use letters, digits, underscores and hyphens")
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
+            raise ValueError(f"the weight of {tenant} is {weight:g}; it must be {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
+    return weights

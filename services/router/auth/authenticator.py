@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Keyring, may_see
 from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
+from services.router.auth.key_file import keyring_of, salt_secret_of
 from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import failed
-from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
+from services.router.settings import Settings
 from services.router.usage import Budgets
 from shared.contracts.api_keys import KEY_CHARS_MAX, Key, Permission, digest_of
 from shared.contracts.failures import Reason
@@ -32,7 +33,7 @@ class Authenticator:
         self._settings = settings
         self._budgets = budgets
         self._now = now
-        self._metrics_open = settings.metrics == "open" or (settings.metrics == "auto" and is_local(settings))
+        self._metrics_open = settings.metrics == "open" or (settings.metrics == "auto" and settings.is_local)
         self._clients: dict[str, ApiClient] = {}
         self._keys = FollowedFile(settings.keys_file, self._read, what="the API keys", log=log)
         self.closed = self._keys.value is not None

@@ -18,7 +18,7 @@ from services.router.placement.form import form_type
 from services.router.placement.request_facts import Mode
 from services.router.relay.relay import Relay
 from services.router.responses.responses import Responses
-from services.router.settings import Settings, is_local
+from services.router.settings import Settings
 from services.router.telemetry.request_log import RequestLog
 from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, RESPONSES, TOKENIZER_INFO
 from shared.contracts.failures import Reason
@@ -199,7 +199,7 @@ def origins_of(settings: Settings, authenticator: Authenticator) -> OriginPolicy
     """Which pages may use the router. Where a key is needed, a page needs one: browsers attach none by themselves."""
     if authenticator.closed:
         return None
-    return OriginPolicy("ROUTER_ALLOWED_HOSTS", settings.allowed_hosts, checks_host=is_local(settings))
+    return OriginPolicy("ROUTER_ALLOWED_HOSTS", settings.allowed_hosts, checks_host=settings.is_local)
 
 
 def type_fault(head: Head) -> HttpError | None:

@@ -9,6 +9,7 @@ import msgspec
 from services.router.placement.request_facts import ForcedWorkers, Mode
 from services.router.placement.shortlist import PartCandidates
 from services.router.placement.slo import NO_TARGETS, Targets
+from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import TtftParts
@@ -40,6 +41,14 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Up to so many free workers are all weighed one by one; of more, only a shortlist."""
     fetch_tokens_min: int = 256
     """Fewer tokens than this are computed, not fetched from another worker; a request may override it."""
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> PlacementPolicy:
+        return cls(
+            silent_s_max=settings.silent_s_max,
+            stream_tokens_min=settings.stream_tokens_min,
+            fetch_tokens_min=settings.fetch_tokens_min,
+        )
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Final, Literal
-
-import msgspec
+from typing import Final
 
 from services.router.auth.api_keys import NO_KEY
 from services.router.placement.placement import PlacementRequest
 from services.router.placement.request_facts import Fault, ForcedWorkers, Mode, RequestFacts
 from services.router.placement.request_fields import requested_mode
-from services.router.placement.revisions import NO_SHARES, Shares
+from services.router.placement.revisions import NO_SHARES, Shares, read_shares
 from services.router.placement.slo import NO_SLOS, NO_TARGETS, PRIORITY_MAX, Slos, read_slos
+from services.router.settings import Settings
 from shared.contracts.api_keys import Key, Permission
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 
 CLASS_HEADER: Final = "x-baton-class"
 TENANT_HEADER: Final = "x-baton-tenant"
-WEIGHT_MIN: Final = 0.01
-WEIGHT_MAX: Final = 100.0
-
-Forcing = Literal["auto", "anyone", "nobody"]
 
 
 class RequestHeaders:
@@ -68,6 +63,26 @@ class RequestPolicy:
         self.may_force = may_force
         self.keys_may_force = keys_may_force
         self.priority_min = priority_min
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> RequestPolicy:
+        """Raises ValueError with a message for the operator."""
+        try:
+            slos = read_slos(settings.slos)
+        except ValueError as error:
+            raise ValueError(f"ROUTER_SLOS: {error}") from error
+        try:
+            shares = read_shares(settings.revision_shares)
+        except ValueError as error:
+            raise ValueError(f"ROUTER_REVISION_SHARES: {error}") from error
+        forcing = settings.force_placement
+        return cls(
+            slos=slos,
+            shares=shares,
+            may_force=forcing == "anyone" or (forcing == "auto" and settings.listens_locally),
+            keys_may_force=forcing != "nobody",
+            priority_min=settings.priority_min,
+        )
 
     def fault(self, facts: RequestFacts, request_headers: RequestHeaders, workers: Container[WorkerId]) -> Fault | None:
         """Why the request is not served; None when it is. ``workers``: those that exist."""
@@ -166,30 +181,3 @@ def unknown_worker(forced: ForcedWorkers, workers: Container[WorkerId]) -> Fault
 def class_of(facts: RequestFacts, request_headers: RequestHeaders) -> str:
     """From the body, or else from the header."""
     return request_headers.class_name if facts.options.class_name is None else facts.options.class_name
-
-
-def read_policy_fields(
-    slos: str, forcing: Forcing, priority_min: int, *, local: bool, shares: Shares = NO_SHARES
-) -> RequestPolicy:
-    """``local``: only clients on this machine can connect. Raises ValueError with a message for the operator."""
-    return RequestPolicy(
-        slos=read_slos(slos),
-        shares=shares,
-        may_force=forcing == "anyone" or (forcing == "auto" and local),
-        keys_may_force=forcing != "nobody",
-        priority_min=priority_min,
-    )
-
-
-def read_weights(text: str) -> dict[str, float]:
-    """Tenants' weights from the operator's JSON. Raises ValueError with a message for the operator."""
-    try:
-        weights = msgspec.json.decode(text.encode() or b"{}", type=dict[str, float])
-    except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from error
-    for tenant, weight in weights.items():
-        if tenant and not is_subject_token(tenant):
-            raise ValueError(f"{tenant!r} cannot be a tenant: use letters, digits, underscores and hyphens")
-        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
-            raise ValueError(f"the weight of {tenant} is {weight:g}; it must be {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
-    return weights

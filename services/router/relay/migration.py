@@ -10,9 +10,6 @@ import msgspec
 from services.router.placement.placement import PlacementRequest
 from services.router.placement.request_facts import Mode
 
-RESUMES_MAX_MAX: Final = 64
-"""Upper limit of ROUTER_RESUMES_MAX."""
-
 ATTACHED: Final = "a server outside of Baton began it, and its tokens are not known"
 
 

@@ -15,8 +15,8 @@ from services.router.placement.media import has_media
 from services.router.placement.placer import Fleet
 from services.router.placement.request_facts import Body, Fault, RequestFacts
 from services.router.placement.request_fields import MODEL_CHARS_MAX, read_request
-from services.router.placement.revisions import means
-from services.router.settings import Settings, request_policy
+from services.router.placement.revisions import Shares, means
+from services.router.settings import Settings
 from services.router.state.worker_view import WorkerView
 from services.router.tokenize.parity import ParityWatch
 from services.router.tokenize.prompt import Prompt
@@ -88,7 +88,13 @@ class Prompts:
     """Tokenizes prompts for placement. ``follow`` fetches the tokenizers; ``of`` never fails a request."""
 
     def __init__(
-        self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet, media_hosts: frozenset[str] = frozenset()
+        self,
+        settings: Settings,
+        bus: Bus,
+        clock: Clock,
+        fleet: Fleet,
+        shares: Shares,
+        media_hosts: frozenset[str] = frozenset(),
     ) -> None:
         self._settings = settings
         self._media_hosts = media_hosts
@@ -105,7 +111,7 @@ class Prompts:
         self._try_at: dict[str, float] = {}
         self._readers: dict[tuple[str, str, bool], WorkerView | None] = {}
         """See ``_reader``. By model, why it cannot be split, and whether the body is long enough to fetch KV for."""
-        self._shares = request_policy(settings).shares
+        self._shares = shares
         self._wake = asyncio.Event()
 
     async def of(self, http_request: HttpRequest, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:

@@ -11,9 +11,9 @@ import httpx
 import msgspec
 import pytest
 
-from services.collector.access import Access, read_permissions
+from services.collector.access import Access, check, read_permissions
 from services.collector.app import page_files
-from services.collector.settings import Settings, check
+from services.collector.settings import Settings
 from shared.bus.port import AskRefused
 from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN, ORDER_ADAPTER
 from shared.contracts.control import FLEET

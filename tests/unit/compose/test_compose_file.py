@@ -7,10 +7,10 @@ import re
 import pytest
 import yaml
 
+from services.collector.access import check as check_collector
 from services.collector.settings import Settings as CollectorSettings
-from services.collector.settings import check as check_collector
+from services.router.service import check
 from services.router.settings import Settings as RouterSettings
-from services.router.settings import check
 from services.worker.settings import Settings
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError, load, load_common

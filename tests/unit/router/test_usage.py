@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from services.collector.usage_ledger import LedgerStore
-from services.router.settings import Settings, keyring_of
+from services.router.auth.key_file import keyring_of
+from services.router.settings import Settings
 from services.router.usage import (
     REPORT_S,
     ROWS_MAX,

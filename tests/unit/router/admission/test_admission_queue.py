@@ -7,11 +7,12 @@ import json
 
 import pytest
 
-from services.router.settings import Settings, check
+from services.router.service import check
+from services.router.settings import Settings
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport, StartLeg
-from shared.runtime.settings import SettingsError
+from shared.runtime.settings import SettingsError, load
 from tests.unit.router.fake_worker import EVENTS, SSE, FakeWorker, Script, serve_leg
 from tests.unit.router.world import World, in_world, parse, prompt, run_in_world, settle
 
@@ -261,9 +262,11 @@ async def test_tenants_beyond_the_maximum_share_one_label(world: World):
     [
         ({"slos": '{"default": {"ttft": 1}}'}, "ROUTER_SLOS"),
         ({"tenant_weights": '{"a": 0}'}, "ROUTER_TENANT_WEIGHTS"),
-        ({"queue_max": -1}, "ROUTER_QUEUE_MAX"),
+        ({"queue_max": "-1"}, "ROUTER_QUEUE_MAX"),
+        ({"queue_s_max": "nan"}, "ROUTER_QUEUE_S_MAX"),
+        ({"quarantine_s": "-1"}, "ROUTER_QUARANTINE_S"),
     ],
 )
 def test_invalid_settings_stop_the_router_and_are_named(settings, message):
     with pytest.raises(SettingsError, match=message):
-        check(Settings(**settings))
+        check(load(Settings, "ROUTER_", {f"ROUTER_{name.upper()}": value for name, value in settings.items()}))

@@ -8,10 +8,11 @@ import pytest
 
 from services.launcher.cluster.api_keys import entry_text, salt_text
 from services.router.auth.api_keys import NO_KEY, may_see, read_keys
-from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields
+from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts, RequestOptions
 from services.router.placement.slo import SloRule, Slos
-from services.router.settings import Settings, check
+from services.router.service import check
+from services.router.settings import Settings
 from shared.contracts.api_keys import Key, Permission, digest_of, new_key
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -88,7 +89,7 @@ def test_a_key_restricted_to_models_allows_no_other():
 @pytest.mark.parametrize("forcing", ["auto", "anyone", "nobody"])
 @pytest.mark.parametrize("local", [True, False])
 def test_forcing_workers_requires_a_key_that_allows_it(forcing, local):
-    policy = read_policy_fields("", forcing, 0, local=local)
+    policy = RequestPolicy.from_settings(Settings(host="127.0.0.1" if local else "0.0.0.0", force_placement=forcing))
     forced = facts(forced=ForcedWorkers(decode_worker=WorkerId("w1")))
     may = request_headers(permissions=frozenset({Permission.INFER, Permission.FORCE_PLACEMENT}))
 

@@ -17,7 +17,8 @@ from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts
 from services.router.placement.request_fields import read_request, with_primary_name
 from services.router.placement.revisions import ANY, means, read_shares
-from services.router.settings import Settings, request_policy
+from services.router.service import check
+from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.api_keys import Key
@@ -131,7 +132,7 @@ def test_only_commit_hashes_may_be_abbreviated(name: str, revision: str, does: b
 )
 def test_invalid_shares_stop_the_router_with_a_reason(text: str, message: str):
     with pytest.raises(SettingsError, match="ROUTER_REVISION_SHARES") as refused:
-        request_policy(Settings(revision_shares=text))
+        check(Settings(revision_shares=text))
     assert message in str(refused.value)
 
 

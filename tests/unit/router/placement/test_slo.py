@@ -7,10 +7,12 @@ import math
 
 import pytest
 
-from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields, read_weights
+from services.router.admission.policy import read_weights
+from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_facts import Fault, Mode, RequestFacts
 from services.router.placement.request_fields import read_request
 from services.router.placement.slo import PRIORITY_MAX, Targets, read_slos
+from services.router.settings import Settings
 from shared.contracts.engine_paths import CHAT
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -94,7 +96,8 @@ def test_weights_are_read():
     [("auto", True, True), ("auto", False, False), ("anyone", False, True), ("nobody", True, False)],
 )
 def test_forcing_workers_is_allowed_locally_or_by_the_operator(forcing, local, may):
-    assert read_policy_fields("", forcing, 0, local=local).may_force is may
+    settings = Settings(host="127.0.0.1" if local else "0.0.0.0", force_placement=forcing)
+    assert RequestPolicy.from_settings(settings).may_force is may
 
 
 def fault(policy: RequestPolicy, baton: object = None, **request_headers: str) -> Fault:

@@ -18,9 +18,10 @@ from services.router.relay.failure_policy import (
     kind_of,
     read_policy,
 )
-from services.router.settings import Settings, check, failure_policy
+from services.router.service import check, failure_policy
+from services.router.settings import Settings
 from shared.contracts.failures import Reason
-from shared.runtime.settings import SettingsError
+from shared.runtime.settings import SettingsError, load
 
 DOCUMENTED = Path(__file__).parents[4] / "docs" / "failure-policy.toml"
 
@@ -129,8 +130,8 @@ def test_errors_in_the_policy_file_are_reported_with_its_name(tmp_path):
         check(Settings(failure_policy=str(path)))
     with pytest.raises(SettingsError, match="nowhere"):
         check(Settings(failure_policy=str(tmp_path / "nowhere")))
-    with pytest.raises(SettingsError, match="ROUTER_RESUMES_MAX is 65"):
-        check(Settings(resumes_max=65))
+    with pytest.raises(SettingsError, match="ROUTER_RESUMES_MAX='65': Expected `int` <= 64"):
+        load(Settings, "ROUTER_", {"ROUTER_RESUMES_MAX": "65"})
 
 
 def test_the_documented_policy_file_equals_the_default():
