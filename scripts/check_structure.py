@@ -32,7 +32,6 @@ PURE = {
     "services.launcher.fleet": "fleet_file",
     "services.launcher.service_files": "host_services systemd",
     "services.launcher.system": "devices options plan process_plan",
-    "services.launcher.views": "watch",
     "services.orchestrator": "lifecycle",
     "services.orchestrator.planner": "change family planner rules work",
     "services.router": "settings",

@@ -104,12 +104,17 @@ class Fleet:
 
 
 async def read_fleet(nats_url: str) -> Fleet:
-    """From the orchestrator, or from the registry when none responds. Raises BusError when NATS does not respond."""
+    """As ``describe_fleet``, with a connection of its own."""
     async with open_bus(nats_url) as bus:
-        try:
-            return Fleet(await bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX), from_registry=False)
-        except (NoResponders, AskTimedOut):
-            entries = await (await bus.key_value_store(WORKER_RECORDS)).all()
+        return await describe_fleet(bus)
+
+
+async def describe_fleet(bus: Bus) -> Fleet:
+    """From the orchestrator, or from the registry when none responds. Raises BusError when NATS does not respond."""
+    try:
+        return Fleet(await bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX), from_registry=False)
+    except (NoResponders, AskTimedOut):
+        entries = await (await bus.key_value_store(WORKER_RECORDS)).all()
     workers = [
         FleetWorker(record=entry.value, phase=entry.value.phase, since_s=0.0, silent_s=0.0)
         for entry in entries

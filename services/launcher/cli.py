@@ -38,7 +38,7 @@ app = typer.Typer(
     "[cyan]baton up[/] starts a whole system on this machine: NATS, an OpenAI-compatible router, an orchestrator, "
     "a metrics collector with a web console, and workers with engines. The other commands show and operate it.",
     epilog="Start with [cyan]baton up[/] (or [cyan]baton up --engine simulated[/] without vLLM), then open a second "
-    "terminal for [cyan]baton top[/]. [cyan]baton doctor[/] finds problems.",
+    "terminal for [cyan]baton workers --watch[/]. [cyan]baton doctor[/] finds problems.",
 )
 
 up_command.add_to(app)

@@ -1,17 +1,10 @@
-"""What operators read about workers, stores and the planner."""
+"""What operators read about workers, adapters and the planner."""
 
 from __future__ import annotations
 
 from shared.contracts.fleet_orders import AdapterAction, AdapterOrdered, ModelOrdered, RoleChanged, WorkerDrained
-from shared.contracts.load import StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.text.formats import in_bytes
-
-
-def loss_text(store: StoreState) -> str:
-    """The blocks that a store lost since it started."""
-    losses = ((store.damaged_blocks_total, "damaged on disk"), (store.unsaved_blocks_total, "not saved"))
-    return f"blocks lost: {', '.join(f'{count} {how}' for count, how in losses if count)}"
 
 
 def plan_text(plan: PlanDecision) -> str:

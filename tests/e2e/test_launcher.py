@@ -78,7 +78,6 @@ def test_every_command_finds_the_keys_of_the_running_system(system: System):
         ("report",),
         ("health", "router"),
         ("explain", "--nats-url", system.nats_url),
-        ("top", "--once"),
         ("doctor", "--quick"),
     ):
         run = partial(baton, *command, "--state-dir", str(system.folder))

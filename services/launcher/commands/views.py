@@ -1,13 +1,14 @@
-"""Commands that show the running system: `baton workers`, `top`, `explain`, `report`, `plan`, `health`, `usage`."""
+"""Commands that show the running system: `baton workers`, `explain`, `report`, `plan`, `health`, `usage`."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import sys
 from datetime import date
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from services.launcher.commands.options import (
     Json,
@@ -15,7 +16,6 @@ from services.launcher.commands.options import (
     StateDir,
     fail,
     find_nats,
-    no_nats,
     print_json,
     reply_of,
     router_url,
@@ -24,7 +24,6 @@ from services.launcher.commands.options import (
     wide_console,
 )
 from services.launcher.system import state_file
-from shared.bus.port import BusError
 from shared.contracts.control import ServicePhase
 
 HEALTH_S = 5.0
@@ -37,11 +36,6 @@ EPILOGS = {
 [cyan]running, waiting[/]   requests in the engine's batch, and in its queue
 
 [cyan]KV used[/]   used share of the engine's KV cache""",
-    "top": """[bold]Keys[/]
-
-[cyan]q[/] quits, [cyan]j[/] and [cyan]k[/] scroll the workers
-
-In a pipe, or with --once, it prints a single frame.""",
     "explain": """[bold]Examples[/]
 
 [cyan]baton explain[/]   the newest decision of the running system
@@ -93,16 +87,27 @@ end, a few seconds later. Budgets per month: docs/keys.md.""",
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands. Their implementations are imported when they run, so that ``baton --help`` is quick."""
-    for command in (workers, top, explain, report, plan, health, usage):
+    for command in (workers, explain, report, plan, health, usage):
         app.command(rich_help_panel=OBSERVE, epilog=EPILOGS[command.__name__])(command)
 
 
-def workers(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = False) -> None:
+def workers(
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh the table every second, until Ctrl-C.")] = False,
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
     """List all workers with role, phase and load."""
     from services.launcher.bus_client import read_fleet
-    from services.launcher.views.workers import fleet_table
+    from services.launcher.views.workers import fleet_table, watch_fleet
 
+    if watch and (json or not Console().is_terminal):
+        fail("--watch draws on a terminal: leave out --json, and do not redirect the output.")
     url = find_nats(nats_url, state_dir)
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            reply_of(watch_fleet(url, Console()), url)
+        return
     fleet = reply_of(read_fleet(url), url)
     if json:
         print_json(fleet.state)
@@ -113,21 +118,6 @@ def workers(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = Fal
     if running is not None and running.nats_url == url:
         for name, address in running.routers.items():
             console.print(f"{name} {address}", style="dim", highlight=False, soft_wrap=True)
-
-
-def top(
-    once: Annotated[bool, typer.Option("--once", help="Show one frame and exit.")] = False,
-    nats_url: NatsUrl = "",
-    state_dir: StateDir = None,
-) -> None:
-    """Watch the running system: health, workers, KV flows, requests, plans and events."""
-    from services.launcher.views.top import run_top
-
-    url = find_nats(nats_url, state_dir)
-    try:
-        asyncio.run(run_top(url, wide_console(), once=once))
-    except* BusError as errors:
-        no_nats(url, errors.exceptions[0])
 
 
 def explain(

@@ -266,7 +266,7 @@ class Session:
   Try it    [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json'{key} \\
               -d {escape(shlex.quote(body))}[/]
   Explain   {program()} explain{folder}   shows why it went to these workers, and how long each part took
-  Watch     [bold]{where.console}[/]   in a browser{password}, or {program()} top{folder}
+  Watch     [bold]{where.console}[/]   in a browser{password}, or {program()} workers --watch{folder}
   Metrics   {where.metrics}{routers_own(where)}
   Add       {program()} up --join{folder}   adds a worker
   Check     {program()} doctor{folder}   finds problems and says what to do

@@ -20,7 +20,6 @@ from rich.text import Text
 
 from services.launcher.bus_client import CommandFailed, ask_service, first_status, open_bus
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
-from services.launcher.views.workers import shortened
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, CandidateRecord, DecisionRecord, Part
 from shared.contracts.ids import DecisionId, router_of
@@ -341,6 +340,11 @@ def _fitting(ordered: list[CandidateRecord], notes: list[str], columns: int) -> 
         if 1 + sum(gap + max(map(len, line)) for line in lines) <= columns:
             return lines, gap
     return lines, 1
+
+
+def shortened(name: str, columns: int) -> str:
+    """Cut at the beginning, because names differ at their ends."""
+    return name if len(name) <= columns else f"..{name[2 - columns :]}"
 
 
 def _cell(candidate: CandidateRecord, name: str) -> str:

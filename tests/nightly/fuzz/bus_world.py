@@ -12,14 +12,11 @@ from typing import Any
 import msgspec
 from opentelemetry.trace import NoOpTracer
 from prometheus_client import generate_latest
-from rich.console import Console
 
 from connector.messages import EngineCall, EngineNotification
 from services.collector.access import Access
 from services.collector.service import Collector
 from services.launcher.system.scaling import OwnWorker, steps_for
-from services.launcher.views.top import Top
-from services.launcher.views.workers import Drawing
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings as OrchestratorSettings
 from services.router.settings import Settings as RouterSettings
@@ -53,7 +50,6 @@ STAY_S_MAX = 5.0
 SETTLE_S = 120.0
 """Beyond what anybody remembers of workers and requests that are gone."""
 LEGS_NAMED = 4
-LINES = 60
 
 
 class ForgetfulExchange(FakeExchange):
@@ -110,7 +106,6 @@ class BusWorld:
         """Lives that ended badly."""
         self.buses: list[MemoryBus] = [world.bus]
         self.collector = Collector(self._bus(), LoopClock(), Access("127.0.0.1", ""))
-        self.top = Top(self._bus(), LoopClock(), Console(file=None, width=200, height=LINES, quiet=True))
         self.in_flight: list[tuple[FakeConnection, asyncio.Task[None]]] = []
         self.played: FakeWorker | None = None
         self._common = CommonSettings(state_dir=str(state_dir))
@@ -128,12 +123,10 @@ class BusWorld:
     async def open(self, tasks: asyncio.TaskGroup) -> None:
         """Everybody listens, and two workers can be placed."""
         await self.collector.listen()
-        await self.top.listen()
         await self._bus().answer(SCALE, scaled)
         orchestrator = Orchestrator(self._bus(), LoopClock(), "o1", OrchestratorSettings())
         ready = asyncio.Event()
         tasks.create_task(orchestrator.run(asyncio.Event(), ready.set), name="orchestrator")
-        tasks.create_task(self.top.follow_registry(), name="top")
         tasks.create_task(self._keep_worker(), name="worker")
         await ready.wait()
         self.played = await self.world.worker(PLAYED, script=stall)
@@ -217,7 +210,6 @@ class BusWorld:
         generate_latest(self.world.router.registry)
         to_prometheus(self.collector.families())
         self.collector.page()
-        self.top.frame(Drawing(200, LINES))
 
     async def settle(self) -> None:
         """Clients leave, and time passes until all that ends by itself has ended."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from services.launcher.bus_client import Fleet
-from services.launcher.views.workers import fleet_table
+from services.launcher.views.workers import fleet_table, natural_order
 from shared.contracts.workers import FleetState, FleetWorker, WorkerPhase
 from tests.support.fleet_builders import record
 
 
 @pytest.mark.parametrize(("columns", "has_process"), [(80, False), (200, True)])
 def test_no_value_is_cut_off_in_a_narrow_terminal(columns: int, has_process: bool):
-    written = record("prefill-1", WorkerPhase.READY)
+    written = msgspec.structs.replace(record("prefill-1", WorkerPhase.READY), note="no partner")
     worker = FleetWorker(record=written, phase=WorkerPhase.READY, since_s=47.0, silent_s=0.0)
     console = Console(file=io.StringIO(), width=columns)
 
@@ -24,5 +25,12 @@ def test_no_value_is_cut_off_in_a_narrow_terminal(columns: int, has_process: boo
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "…" not in text
+    assert "no partner" in text
     assert {"prefill-1", "ready", *written.models} <= set(text.split())
     assert (f"{written.host}:{written.pid}" in text) == has_process
+
+
+def test_numbers_in_names_count_as_numbers():
+    names = ["decode-10", "decode-2", "both-1", "decode-2-a"]
+
+    assert sorted(names, key=natural_order) == ["both-1", "decode-2", "decode-2-a", "decode-10"]

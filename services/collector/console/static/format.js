@@ -1,4 +1,4 @@
-/* Formats numbers and times in the same way as `baton explain` and `baton top`. */
+/* Formats numbers and times in the same way as `baton explain`. */
 
 export const UNKNOWN = "–";
 
