@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from services.worker.engines.port import CURRENT_LEG, AsgiApp, LegRecord
+from services.worker.engines.port import CURRENT_LEG, AsgiApp, Leg, LegInput, LegResult
 from services.worker.legs.asgi_call import AsgiCall
 from services.worker.settings import Settings
 from services.worker.tiny_model import _config, ensure_tiny_tokenizer
@@ -180,7 +180,7 @@ class Front:
         path: str = CHAT,
         answer_id: str = "",
         order: LegOrder | None = None,
-    ) -> tuple[Pieces, LegRecord]:
+    ) -> tuple[Pieces, LegResult]:
         """One leg; a decode leg if it has an order."""
         usage = {"stream_options": {"include_usage": True}} if path == CHAT else {}
         raw = json.dumps({"model": MODEL, "stream": True, **usage, **body}).encode()
@@ -193,10 +193,9 @@ class Front:
             created=created,
         )
         tokens, joined = resume or (None, frozenset())
-        record = LegRecord(
+        given = LegInput(
             kind=start.kind,
             request_id="q",
-            trace_headers={},
             path=path,
             resume=tokens,
             resume_joined=joined,
@@ -204,11 +203,12 @@ class Front:
             order=order,
         )
         pieces = Pieces()
-        await asyncio.create_task(self._call(AsgiCall(start, raw, record, pieces, _no_server_error), record))
-        return pieces, record
+        call = AsgiCall(start, raw, pieces, _no_server_error)
+        await asyncio.create_task(self._call(call, given))
+        return pieces, call.result
 
-    async def _call(self, call: AsgiCall, record: LegRecord) -> None:
-        CURRENT_LEG.set(record)
+    async def _call(self, call: AsgiCall, given: LegInput) -> None:
+        CURRENT_LEG.set(Leg(given, call.result))
         await call.run(self.app)
         call.finish()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput
 from services.worker.legs.asgi_call import AsgiCall
 from shared.contracts.engine_paths import FORMS, TRANSCRIPTIONS
 from tests.engines.front import MODEL, Front, front, model_with_marks
@@ -100,12 +100,12 @@ async def ask(there: Front, audio: bytes, **fields: str) -> tuple[int, dict]:
     file = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n%b\r\n--x--\r\n' % audio
     form = 'multipart/form-data; boundary="x"'
     start = start_leg(path=TRANSCRIPTIONS, body=b"".join(parts) + file, content_type=form)
-    record = LegRecord(kind=start.kind, request_id="q", trace_headers={}, path=start.path, cache_salt="tenant")
+    given = LegInput(kind=start.kind, request_id="q", path=start.path, cache_salt="tenant")
     whole = Whole()
 
     async def call() -> None:
-        CURRENT_LEG.set(record)
-        running = AsgiCall(start, start.body, record, whole, no_server_error)
+        running = AsgiCall(start, start.body, whole, no_server_error)
+        CURRENT_LEG.set(Leg(given, running.result))
         await running.run(there.app)
         running.finish()
 

@@ -21,12 +21,11 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 
-from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput
 from services.worker.engines.vllm.arguments import prepare_import
 from services.worker.engines.vllm.media import only_vllm_reads_media
 from services.worker.legs.asgi_call import ask_app
 from services.worker.tiny_model import EOS_ID
-from shared.contracts.inference import LegKind
 from tests.engines.front import CHAT, MODEL, Front, front, model_with_images
 
 pytestmark = pytest.mark.vllm
@@ -217,11 +216,7 @@ def test_the_tokenizer_of_mistral_reads_neither_addresses_nor_files(web, tmp_pat
 
 async def names_of(server: Front, part: dict, *, cache_salt: str = "", media_salt: str = "") -> list[str]:
     """Under which names the engine would look for the media of this request; empty when the server refuses it."""
-    CURRENT_LEG.set(
-        LegRecord(
-            kind=LegKind.AGGREGATED, request_id="q", trace_headers={}, cache_salt=cache_salt, media_salt=media_salt
-        )
-    )
+    CURRENT_LEG.set(Leg(LegInput(request_id="q", cache_salt=cache_salt, media_salt=media_salt)))
     status, answer = await ask(server, CHAT, chat({"type": "text", "text": "what is it"}, part))
     assert status in (200, 400), answer
     return [feature.identifier for request in server.core.asked for feature in request.mm_features]

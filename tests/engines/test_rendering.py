@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput
 from services.worker.legs.asgi_call import ask_app
 from services.worker.legs.body import salted
 from services.worker.prompt_handlers import AT_ONCE_MAX, WAITING_MAX, RenderHandler
 from services.worker.tiny_model import EOS_ID
 from shared.bus.port import Envelope
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.inference import RENDERED_BODY_BYTES_MAX, LegKind, RenderedPrompt, RenderPrompt
+from shared.contracts.inference import RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import unpack_hashes
 from tests.engines.front import CHAT, MODEL, Front, front, model_with_images
 from tests.engines.test_media import BLUE, RED, workers_environment
@@ -76,11 +76,7 @@ async def rendered(
 
 async def computed(server: Front, body: bytes, *, path: str = CHAT, salt: str = "", media_salt: str = "") -> object:
     """The request that the engine is given for a leg."""
-    CURRENT_LEG.set(
-        LegRecord(
-            kind=LegKind.AGGREGATED, request_id="q", trace_headers={}, cache_salt=salt, media_salt=media_salt or salt
-        )
-    )
+    CURRENT_LEG.set(Leg(LegInput(request_id="q", cache_salt=salt, media_salt=media_salt or salt)))
     server.core.prompt_tokens, server.core.asked = 0, []
     status, answer = await ask_app(server.app, path, salted(body, salt))
     assert status == 200, answer
@@ -286,9 +282,9 @@ async def test_a_stream_with_a_medium_resumes_with_it(server):
     whole, _ = await server.serve(body)
     prompt = len(server.core.asked[0].prompt_token_ids)
 
-    rest, record = await server.serve(body, resume=(ANSWER[:2], frozenset()))
+    rest, result = await server.serve(body, resume=(ANSWER[:2], frozenset()))
 
-    assert record.cannot_resume == ""
+    assert result.cannot_resume == ""
     request = server.core.asked[-1]
     assert request.prompt_token_ids[prompt:] == ANSWER[:2]
     assert [feature.identifier for feature in request.mm_features] == [

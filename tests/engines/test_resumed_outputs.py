@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engines.port import LegRecord
+from services.worker.engines.port import LegInput
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.inference import LegKind
 from tests.support.examples import examples
@@ -119,12 +119,11 @@ def test_resumed_outputs_equal_those_of_an_uncut_answer(tokenizer, tokens, cut, 
 def test_state_that_only_the_lost_engine_had_is_refused(params, prompt, word):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    from services.worker.engines.vllm.resume import catch_up_of as take
+    from services.worker.engines.vllm.resume import obstacle
 
     tokens = params.pop("prompt_token_ids", PROMPT)
     asked = SamplingParams(**params, output_kind=RequestOutputKind.DELTA)
-    record = LegRecord(kind=LegKind.AGGREGATED, request_id="r", trace_headers={}, resume=[5] * 10)
+    given = LegInput(request_id="r", resume=[5] * 10)
     model = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: VOCABULARY)
 
-    assert take({**prompt, "prompt_token_ids": tokens}, asked, record, model) is None
-    assert word in record.cannot_resume
+    assert word in obstacle({**prompt, "prompt_token_ids": tokens}, asked, given, model)

@@ -65,19 +65,16 @@ def test_a_thought_that_was_cut_ends_where_it_would_have_ended(prompt, budget, b
 def test_a_cut_within_the_end_of_a_thought_is_refused():
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    from services.worker.engines.port import LegRecord
-    from services.worker.engines.vllm.resume import catch_up_of
-    from shared.contracts.inference import LegKind
+    from services.worker.engines.port import LegInput
+    from services.worker.engines.vllm.resume import obstacle
 
     model: Any = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: VOCABULARY)
     prompt = {"type": "token", "prompt_token_ids": [1, 2]}
 
-    def obstacle(said: list[int], **params: Any) -> str:
+    def why_not(said: list[int], **params: Any) -> str:
         asked = SamplingParams(output_kind=RequestOutputKind.DELTA, **params)
-        record = LegRecord(kind=LegKind.AGGREGATED, request_id="r", trace_headers={}, resume=said)
-        catch_up_of(prompt, asked, record, model, [END, THEN])
-        return record.cannot_resume
+        return obstacle(prompt, asked, LegInput(request_id="r", resume=said), model, [END, THEN])
 
-    assert "within the end of a thought" in obstacle([START, 5, END], thinking_token_budget=1)
-    assert [obstacle(said, thinking_token_budget=1) for said in ([], [START, 5], [START, 5, END, THEN])] == [""] * 3
+    assert "within the end of a thought" in why_not([START, 5, END], thinking_token_budget=1)
+    assert [why_not(said, thinking_token_budget=1) for said in ([], [START, 5], [START, 5, END, THEN])] == [""] * 3
     assert obstacle([START, 5, END]) == ""

@@ -1,8 +1,8 @@
 """The engine port: an ASGI app, KV events, load, the KV exchange, and the engine's end.
 
 The worker calls the app once per leg, with the body that ``legs.body`` made for the leg's kind. What HTTP cannot carry
-(orders about KV, cached-token counts, timings, token ids) goes through ``CURRENT_LEG``: the worker sets a new
-``LegRecord`` in the context before it calls the app, and the engine reads and fills it. For a PREFILL leg the engine
+(orders about KV, cached-token counts, timings, token ids) goes through ``CURRENT_LEG``, which the worker sets before it
+calls the app: the engine reads the leg's ``LegInput`` and fills its ``LegResult``. For a PREFILL leg the engine
 generates one token, whatever the body asks for.
 """
 
@@ -54,50 +54,55 @@ class LegFailed(Exception):
         self.failure = failure
 
 
-@dataclass(slots=True)
-class LegRecord:
-    """One running leg, shared by the worker and the engine. Instants are on the monotonic clock."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegInput:
+    """What the engine is given with a leg beside the body."""
 
-    kind: LegKind
-    request_id: str
-    trace_headers: dict[str, str]
+    kind: LegKind = LegKind.AGGREGATED
+    request_id: str = ""
     path: str = ""
+    trace_headers: dict[str, str] = field(default_factory=dict)
     prefill_cached_tokens: int = 0
     """DECODE: cached tokens of the prefill leg, for the client's usage, unless ``kv_transfer_params`` carry them."""
     expected_tokens: int = -1
     """Prompt tokens that placement expects this engine to compute; -1: not known."""
     cache_salt: str = ""
-    """The tenant's. The engine hashes it into the names of cached media; the body has it as well. Empty: none."""
+    """Salt of the tenant, which the engine hashes into the names of cached media; the body has it as well."""
     media_salt: str = ""
-    """Hashed into the names that the client itself gives to its media; empty: none."""
+    """Salt of the names that the client itself gives to its media; empty: none."""
     order: LegOrder | None = None
     """What to do about KV, for engines with an exchange."""
     rendered: asyncio.Future[Any] | None = None
-    """Not None: no leg. The engine puts its own form of the request here, instead of computing it."""
+    """Where the engine puts its own form of the request, instead of computing it; None for a leg."""
     resume: list[int] | None = None
     """Tokens that the client has received from a leg that broke off. The engine continues after them. Its server gets
     them first, and the worker drops what the server sends for them. None: start at the beginning."""
     resume_joined: frozenset[int] = frozenset()
     """Indices of the resumed tokens that the server must get together with the token before."""
-    answer_id: str = ""
-    """What the ids that the server draws for the answer are derived from; empty: they are random."""
-    on_told: Callable[[], Awaitable[None]] | None = None
-    """The engine calls it when the server has sent all that it says of the outputs so far, and asks for the next."""
     resume_cached_tokens: int | None = None
-    """With ``resume``: what usage counts as cached, because the first engine found it cached; None: not known."""
-    # The engine fills in:
-    caught_up: bool = False
-    """With ``resume``: from now on the server's output is new to the client."""
+    """Cached tokens of a resumed prompt as usage counts them: what the first engine found. None: not known."""
+    answer_id: str = ""
+    """Seed of the ids that the server draws for the answer; empty: they are random."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LegResult:
+    """What the engine fills in while it serves a leg. Instants are on the monotonic clock."""
+
+    on_shown: Callable[[], Awaitable[None]] | None = None
+    """Called by the engine when the server has sent all events about the outputs so far, and asks for the next."""
+    caught_up: bool = True
+    """Whether the server's output is new to the client; a leg that resumes begins with False."""
     cannot_resume: str = ""
-    """Why the engine cannot continue after these tokens."""
+    """Why the engine cannot continue after the resumed tokens."""
     prompts_computing: int = 0
-    """Prompts, or inputs, that the engine itself has and has generated nothing for yet."""
+    """Prompts, or inputs, that the engine has and has generated nothing for yet."""
     sequences: int = 0
-    """Number that the engine is generating for this leg now."""
+    """Sequences that the engine is generating for this leg."""
     is_over: bool = False
     """Every token was generated and passed to the server. The worker sends later output with the leg's end."""
     prompt_tokens: int = 0
-    """Of the client's prompt. Resumed tokens count as completion."""
+    """Tokens of the client's prompt. Resumed tokens count as completion."""
     cached_tokens: int = 0
     """Prompt tokens found in this engine's own prefix cache."""
     usage_cached_tokens: int | None = None
@@ -107,11 +112,10 @@ class LegRecord:
     received_bytes: int = 0
     completion_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """Generated and not yet in a frame: the worker takes them when it sends data."""
+    """Tokens that were generated and are not in a frame yet: the worker takes them when it sends data."""
     joined: list[int] = field(default_factory=list)
     """Indices in ``token_ids`` of those that the server got together with the token before."""
     ids_drawn: int = 0
-    """Ids derived from ``answer_id`` so far."""
     kv_transfer: bytes = b""
     """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs; for engines without an exchange."""
     transfer_report: KvTransferReport | None = None
@@ -148,24 +152,37 @@ class LegRecord:
         joined, self.joined = self.joined, []
         return token_ids, joined
 
-    def draw_id(self) -> UUID:
-        """The next id that the server needs. The same server draws the same ids for the same tokens."""
-        self.ids_drawn += 1
-        drawn = f"{self.answer_id}:{self.ids_drawn}".encode()
-        return UUID(bytes=blake2b(drawn, digest_size=16).digest())
-
     def take_cached(self) -> int | None:
         """For the next frame: cached prompt tokens as usage counts them, once."""
         found, self.usage_cached_tokens = self.usage_cached_tokens, None
         return found
 
+    async def shown(self) -> None:
+        """The server has sent all events about the outputs so far."""
+        if self.on_shown is not None:
+            await self.on_shown()
+
     @property
     def is_new_to_client(self) -> bool:
         """Whether the server's output now is valid and new to the client."""
-        return self.resume is None or (self.caught_up and not self.cannot_resume)
+        return self.caught_up and not self.cannot_resume
 
 
-CURRENT_LEG: ContextVar[LegRecord | None] = ContextVar("CURRENT_LEG", default=None)
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One call of the engine's app."""
+
+    input: LegInput
+    result: LegResult = field(default_factory=LegResult)
+
+    def draw_id(self) -> UUID:
+        """The next id that the server needs. The same server draws the same ids for the same tokens."""
+        self.result.ids_drawn += 1
+        drawn = f"{self.input.answer_id}:{self.result.ids_drawn}".encode()
+        return UUID(bytes=blake2b(drawn, digest_size=16).digest())
+
+
+CURRENT_LEG: ContextVar[Leg | None] = ContextVar("CURRENT_LEG", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +279,7 @@ class EngineRenderer(Protocol):
     """Renders requests as for a leg, and computes nothing."""
 
     async def render(self, path: str, body: bytes, *, cache_salt: str, media_salt: str) -> EnginePrompt:
-        """``body`` as the engine's server would get it for a leg with these salts (see ``LegRecord``). Cancelled, it
+        """``body`` as the engine's server would get it for a leg with these salts (see ``LegInput``). Cancelled, it
         ends when the engine's server has. Raises what that raises.
         """
 

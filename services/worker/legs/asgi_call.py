@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord, Scope
+from services.worker.engines.port import AsgiApp, AsgiMessage, LegResult, Scope
 from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS
 from services.worker.legs.resume import dated
 from shared.contracts.engine_paths import METHODS
@@ -100,26 +100,19 @@ class AsgiCall(_Call):
     """
 
     def __init__(
-        self,
-        start: StartLeg,
-        body: bytes,
-        record: LegRecord,
-        response: ResponseSink,
-        on_server_error: Callable[[], Awaitable[None]],
+        self, start: StartLeg, body: bytes, response: ResponseSink, on_server_error: Callable[[], Awaitable[None]]
     ) -> None:
         super().__init__(
             http_scope(start.path, body, content_type=start.content_type, request_id=start.request_id), body
         )
         self.status = 0
-        self._record = record
+        self._joins_events = start.path in EVENT_PATHS
+        self.result = LegResult(on_shown=self._shown if self._joins_events else None, caught_up=start.resume is None)
         self._response = response
         self._on_server_error = on_server_error
         self._held_back: list[bytes] | None = [] if start.kind is LegKind.PREFILL else None
         self._unsent: list[bytes] = []
         """Output that waits for more about the same tokens, or for the leg's end."""
-        self._joins_events = start.path in EVENT_PATHS
-        if self._joins_events:
-            record.on_told = self._told
         self._content_type = ""
         self._owes_head = False
         self._created = start.created if start.resume is not None else 0
@@ -155,9 +148,9 @@ class AsgiCall(_Call):
         if self._held_back is None:
             self._send_head()
             if data := b"".join(self._unsent):
-                self._response.data(data, *self._record.take_tokens(), self._record.take_cached())
+                self._response.data(data, *self.result.take_tokens(), self.result.take_cached())
             return
-        succeeded = bool(self._record.kv_transfer) or self.status == OK
+        succeeded = bool(self.result.kv_transfer) or self.status == OK
         self._response.head(OK if succeeded else self.status, self._content_type)
         if not succeeded:
             self._response.data(b"".join(self._held_back))
@@ -166,28 +159,28 @@ class AsgiCall(_Call):
         if self._held_back is not None:
             self._held_back.append(data)
             return
-        if self.status == OK and not self._record.is_new_to_client:
+        if self.status == OK and not self.result.is_new_to_client:
             return
         data = dated(data, self._created) if self._created else data
         if self._joins_events:
             self._unsent.append(data)
             return
-        if self._record.is_over:
+        if self.result.is_over:
             self._unsent.append(data)
             return
-        token_ids, joined = self._record.take_tokens()
+        token_ids, joined = self.result.take_tokens()
         if self._unsent:
             data = b"".join([*self._unsent, data])
             self._unsent.clear()
         if data or token_ids:
-            self._response.data(data, token_ids, joined, self._record.take_cached())
+            self._response.data(data, token_ids, joined, self.result.take_cached())
             await self._response.drain()
 
-    async def _told(self) -> None:
+    async def _shown(self) -> None:
         """The server asks for its next tokens. Those of which it has said nothing yet go with its next event."""
         if data := b"".join(self._unsent):
             self._unsent.clear()
-            self._response.data(data, *self._record.take_tokens(), self._record.take_cached())
+            self._response.data(data, *self.result.take_tokens(), self.result.take_cached())
             await self._response.drain()
 
 

@@ -33,7 +33,7 @@ STATEFUL = (
     "bad_words",
     "repetition_detection",
 )
-"""Fields whose state depends on the engine's own output. The engine checks again: see ``LegRecord.cannot_resume``."""
+"""Fields whose state depends on the engine's own output. The engine checks again: see ``LegResult.cannot_resume``."""
 FREE_FORMS = (None, "text")
 """Values of ``response_format`` that need no grammar."""
 FREE_TOOL_CHOICES = (None, "auto", "none")

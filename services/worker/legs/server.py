@@ -12,7 +12,7 @@ import msgspec
 from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from services.worker.engines.port import CURRENT_LEG, Engine, LegFailed, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Engine, Leg, LegFailed, LegInput, LegResult
 from services.worker.kv_exchange.worker_exchange import UnreadOffers
 from services.worker.legs.asgi_call import JSON, AsgiCall
 from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
@@ -55,15 +55,15 @@ class EngineDied(Exception):
     """The leg ended because its engine did."""
 
 
-def died_of(record: LegRecord | None) -> bool:
+def died_of(result: LegResult | None) -> bool:
     """Whether an engine that has died may have died of this leg: it computed a prompt of it."""
-    return record is not None and record.prompts_computing > 0
+    return result is not None and result.prompts_computing > 0
 
 
-def _new_record(
+def _input(
     start: StartLeg, order: LegOrder | None, resume: list[int] | None, trace_headers: dict[str, str]
-) -> LegRecord:
-    return LegRecord(
+) -> LegInput:
+    return LegInput(
         kind=start.kind,
         request_id=start.request_id,
         path=start.path,
@@ -84,7 +84,7 @@ def _new_record(
 class RunningLeg:
     task: asyncio.Task[bool]
     frames: LegFrames
-    record: LegRecord | None = None
+    result: LegResult | None = None
     """None until the engine's server is called."""
 
 
@@ -152,7 +152,7 @@ class LegServer:
 
     def fail_all(self, failure: Failure) -> None:
         for leg in self._legs.values():
-            suspect = failure.reason is Reason.ENGINE_DEAD and died_of(leg.record)
+            suspect = failure.reason is Reason.ENGINE_DEAD and died_of(leg.result)
             leg.frames.fail(msgspec.structs.replace(failure, suspect=suspect))
             leg.task.cancel()
 
@@ -193,7 +193,7 @@ class LegServer:
         except (CannotResume, LegFailed) as refused:
             frames.fail(refused.failure)
         except EngineDied as died:
-            suspect = died_of(self._legs[start.leg_id].record)
+            suspect = died_of(self._legs[start.leg_id].result)
             frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died), suspect=suspect))
         except asyncio.CancelledError:
             frames.fail(Failure(reason=Reason.CANCELLED, message="the worker cancelled the leg"))
@@ -224,28 +224,27 @@ class LegServer:
             frames.head(OK, JSON)
             frames.end(LegReport())
             return
-        record = _new_record(start, order, resume, inject(span) or {})
-        self._legs[start.leg_id].record = record
-        CURRENT_LEG.set(record)
-        call = AsgiCall(start, body, record, frames, lambda: self._explain(record))
-        await self._call(call, record)
-        is_generation = start.path in HANDOFF_PATHS or record.prompt_tokens > 0
-        if call.status == OK and is_generation and not record.finish_reason:
-            await self._explain(record)
-        check_resumed(record, call.status)
+        call = AsgiCall(start, body, frames, lambda: self._explain(call.result))
+        self._legs[start.leg_id].result = result = call.result
+        CURRENT_LEG.set(Leg(_input(start, order, resume, inject(span) or {}), result))
+        await self._call(call)
+        is_generation = start.path in HANDOFF_PATHS or result.prompt_tokens > 0
+        if call.status == OK and is_generation and not result.finish_reason:
+            await self._explain(result)
+        check_resumed(start.kind, result, call.status)
         call.finish()
-        cost = report(record, arrived, self._service.clock.now())
+        cost = report(result, arrived, self._service.clock.now())
         show_leg(self._service.tracer, span, cost, arrived, self._service.clock)
         frames.end(cost)
 
-    async def _call(self, call: AsgiCall, record: LegRecord) -> None:
+    async def _call(self, call: AsgiCall) -> None:
         """Call the engine's server, which of some paths fails itself when its engine fails."""
         try:
             await call.run(self._engine.app)
         except (LegGone, CannotResume, LegFailed, EngineDied):
             raise
         except Exception:
-            await self._explain(record)
+            await self._explain(call.result)
             raise
 
     def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
@@ -281,10 +280,10 @@ class LegServer:
             SpanName.SERVE_LEG, context=extract(envelope.headers), attributes=about
         )
 
-    async def _explain(self, record: LegRecord) -> None:
+    async def _explain(self, result: LegResult) -> None:
         """Raises the cause of a failure of the engine's server, if it is known."""
-        if record.cannot_resume:
-            raise CannotResume(cannot_resume(record.cannot_resume))
+        if result.cannot_resume:
+            raise CannotResume(cannot_resume(result.cannot_resume))
         await self._raise_if_died()
 
     async def _raise_if_died(self) -> None:
@@ -300,28 +299,28 @@ def _refuse(frames: LegFrames, status: int, body: bytes) -> None:
     frames.end(LegReport())
 
 
-def check_resumed(record: LegRecord, status: int) -> None:
+def check_resumed(kind: LegKind, result: LegResult, status: int) -> None:
     """Raises CannotResume unless the answer continued after the resumed tokens."""
-    if status == OK and not record.is_new_to_client and record.kind is not LegKind.PREFILL:
+    if status == OK and not result.is_new_to_client and kind is not LegKind.PREFILL:
         raise CannotResume(cannot_resume("the engine's server did not get through the resumed tokens"))
 
 
-def report(record: LegRecord, arrived: float, now: float) -> LegReport:
+def report(result: LegResult, arrived: float, now: float) -> LegReport:
     """The leg's costs. Resumed tokens are prompt to the engine, and completion to the client."""
-    cached = min(record.cached_tokens, record.prompt_tokens)
+    cached = min(result.cached_tokens, result.prompt_tokens)
     return LegReport(
-        prompt_tokens=record.prompt_tokens,
+        prompt_tokens=result.prompt_tokens,
         cached_tokens=cached,
-        received_tokens=min(record.received_tokens, record.prompt_tokens - cached),
-        completion_tokens=record.completion_tokens,
-        received_bytes=record.received_bytes,
-        queue_s=record.queue_s,
-        prefill_s=record.prefill_s,
-        first_token_s=max(0.0, record.first_token_at - arrived) if record.first_token_at else 0.0,
+        received_tokens=min(result.received_tokens, result.prompt_tokens - cached),
+        completion_tokens=result.completion_tokens,
+        received_bytes=result.received_bytes,
+        queue_s=result.queue_s,
+        prefill_s=result.prefill_s,
+        first_token_s=max(0.0, result.first_token_at - arrived) if result.first_token_at else 0.0,
         total_s=now - arrived,
-        kv_transfer=record.kv_transfer,
-        finish_reason=record.finish_reason,
-        kv=record.transfer_report,
+        kv_transfer=result.kv_transfer,
+        finish_reason=result.finish_reason,
+        kv=result.transfer_report,
     )
 
 

@@ -17,15 +17,14 @@ from hashlib import blake2b
 import msgspec
 
 from connector.messages import ReadMeasured
-from services.worker.engines.port import CURRENT_LEG, Engine, Identity, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Engine, Identity, Leg, LegInput, LegResult
 from services.worker.legs.asgi_call import ask_app
 from services.worker.lifecycle.registration import Registration
 from shared.bus.port import AskRefused, Bus, BusError, Envelope
 from shared.contracts.channels import RUN_SELF_TEST, SELF_TEST_PROMPT
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import AskSelfTestPrompt, RunSelfTest, SelfTestPrompt, SelfTestResult
-from shared.contracts.ids import Epoch, RequestId, WorkerId
-from shared.contracts.inference import LegKind
+from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource, KvTransferReport, LegOrder, NoGrant
 from shared.contracts.workers import KV_SPEED_MAX, KV_SPEEDS_MAX, KvReadSpeed, Role, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
@@ -207,14 +206,6 @@ class CannotCompute(Exception):
     """The engine of this worker could not compute a self-test prompt; the partner is not the cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What the engine generated, and the record of that call."""
-
-    tokens: list[int]
-    record: LegRecord
-
-
 class SelfTestHandler:
     """Runs KV self-tests with partners and serves theirs. Its engine calls are not legs: no router waits for them."""
 
@@ -287,7 +278,7 @@ class SelfTestHandler:
             except (CannotCompute, TimeoutError) as error:
                 raise _busy(str(error) or f"it did not compute the prompt within {PROMPT_S_MAX:g} s") from error
         me = self._me
-        return SelfTestPrompt(worker_id=me.worker_id, epoch=me.epoch, tokens=prompt, answer=completion.tokens)
+        return SelfTestPrompt(worker_id=me.worker_id, epoch=me.epoch, tokens=prompt, answer=completion.token_ids)
 
     async def _run(self, ask: RunSelfTest, _envelope: Envelope) -> SelfTestResult:
         """Handler of RUN_SELF_TEST. Raises AskRefused where the test is inconclusive."""
@@ -310,14 +301,14 @@ class SelfTestHandler:
         return SelfTestResult(
             worker_id=me.worker_id,
             epoch=me.epoch,
-            fetched_tokens=completion.record.received_tokens if completion else 0,
-            bytes=completion.record.received_bytes if completion else 0,
+            fetched_tokens=completion.received_tokens if completion else 0,
+            bytes=completion.received_bytes if completion else 0,
             seconds=took_s,
             failure=result.failure,
-            tokens=completion.tokens if completion else [],
+            tokens=completion.token_ids if completion else [],
         )
 
-    async def _read(self, prompt: SelfTestPrompt) -> tuple[Result, Completion | None]:
+    async def _read(self, prompt: SelfTestPrompt) -> tuple[Result, LegResult | None]:
         """Fetch the prompt's blocks as any request does, compute its tail, and compare the tokens."""
         sources = [KvSource(worker_id=prompt.worker_id, epoch=prompt.epoch)]
         try:
@@ -327,10 +318,10 @@ class SelfTestHandler:
             text = str(error) or f"the reading engine was not done within {READ_S_MAX:g} s"
             return Result(Outcome.FAILED, text), None
         full_tokens = (len(prompt.tokens) - 1) // self._block_size * self._block_size
-        read = check_report(completion.record.transfer_report, full_tokens)
+        read = check_report(completion.transfer_report, full_tokens)
         if read.outcome is not Outcome.PASSED:
             return read, completion
-        return check_tokens(prompt.answer, completion.tokens), completion
+        return check_tokens(prompt.answer, completion.token_ids), completion
 
     @property
     def _block_size(self) -> int:
@@ -348,28 +339,24 @@ class SelfTestHandler:
             raise CannotCompute(f"no self-test can be made of {len(tokenized.tokens)} tokens: {why}")
         return tokenized.tokens[-count:]
 
-    async def _generate(self, prompt: list[int], order: LegOrder) -> Completion:
+    async def _generate(self, prompt: list[int], order: LegOrder) -> LegResult:
         """Generate greedily. Raises CannotCompute."""
         self._number += 1
-        record = LegRecord(
-            kind=LegKind.AGGREGATED,
-            request_id=RequestId(f"self-test-{self._me.worker_id}-{self._number}"),
-            trace_headers=dict(NOT_TRACED),
-            order=order,
-        )
+        request_id = f"self-test-{self._me.worker_id}-{self._number}"
+        leg = Leg(LegInput(request_id=request_id, trace_headers=dict(NOT_TRACED), order=order))
         params = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
         body = msgspec.json.encode({"model": self._engine.facts.models[0], "prompt": prompt, **params})
-        calling = asyncio.create_task(self._call(record, body), name="self-test")
+        calling = asyncio.create_task(self._call(leg, body), name="self-test")
         try:
             status, response = await calling
         finally:
             calling.cancel()
         if status != OK:
             raise CannotCompute(f"the engine answers {status}: {response.decode(errors='replace')[:ERROR_CHARS_MAX]}")
-        return Completion(record.token_ids, record)
+        return leg.result
 
-    async def _call(self, record: LegRecord, body: bytes) -> tuple[int, bytes]:
-        CURRENT_LEG.set(record)  # In the context of this task alone.
+    async def _call(self, leg: Leg, body: bytes) -> tuple[int, bytes]:
+        CURRENT_LEG.set(leg)  # In the context of this task alone.
         try:
             return await ask_app(self._engine.app, PATH, body)
         except Exception as error:  # The engine's server failed on a prompt that belongs to no client.

@@ -69,7 +69,7 @@ class Engine(FakeEngine):
     """Answers whatever can be read with two tokens, and remembers nothing."""
 
     async def app(self, scope, receive, send) -> None:
-        body, record = (await receive())["body"], CURRENT_LEG.get()
+        body, result = (await receive())["body"], CURRENT_LEG.get().result
         try:
             json.loads(body)
         except (ValueError, RecursionError):
@@ -78,13 +78,13 @@ class Engine(FakeEngine):
             return
         kind = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": kind})
-        record.prompt_tokens = 7
+        result.prompt_tokens = 7
         for token in range(2):
-            record.caught_up = True
-            record.token_ids.append(token)
-            record.completion_tokens += 1
+            result.caught_up = True
+            result.token_ids.append(token)
+            result.completion_tokens += 1
             await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
-        record.finish_reason, record.is_over = "length", True
+        result.finish_reason, result.is_over = "length", True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:

@@ -76,9 +76,10 @@ class FakeEngine:
     async def app(self, scope, receive, send) -> None:
         body = (await receive())["body"]
         self.bodies.append(body)
-        record = CURRENT_LEG.get()
-        self.orders.append(record.order)
-        self.salts.append((record.cache_salt, record.media_salt))
+        leg = CURRENT_LEG.get()
+        given, result = leg.input, leg.result
+        self.orders.append(given.order)
+        self.salts.append((given.cache_salt, given.media_salt))
         asked = json.loads(body)
         self.started.set()
         if status := asked.get("status"):
@@ -87,34 +88,34 @@ class FakeEngine:
             await _answer(send, status, b'{"error":{}}')
             return
         if asked.get("crash"):
-            record.cannot_resume = asked.get("cannot_resume", "")
+            result.cannot_resume = asked.get("cannot_resume", "")
             raise ZeroDivisionError("a bug in the server")
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        record.prompts_computing = 0 if asked.get("early") else 1
-        record.prompt_tokens, record.cached_tokens = 7, 3 + len(record.resume or ())
+        result.prompts_computing = 0 if asked.get("early") else 1
+        result.prompt_tokens, result.cached_tokens = 7, 3 + len(given.resume or ())
         try:
             await self.may_run.wait()
         except asyncio.CancelledError:
             self.aborted.set()
             raise
-        record.usage_cached_tokens = 3
-        record.cannot_resume = asked.get("cannot_resume", "")
+        result.usage_cached_tokens = 3
+        result.cannot_resume = asked.get("cannot_resume", "")
         for token in range(asked.get("tokens", 2)):
-            record.caught_up = token >= len(record.resume or ())
-            if record.caught_up:
-                record.token_ids.append(token)
-            record.completion_tokens += 1
+            result.caught_up = token >= len(given.resume or ())
+            if result.caught_up:
+                result.token_ids.append(token)
+            result.completion_tokens += 1
             await send({"type": "http.response.body", "body": b"data: %d\n\n" % token, "more_body": True})
-        record.finish_reason = "" if record.cannot_resume else "length"
-        record.transfer_report = self.transfer_report
-        if record.kind is LegKind.PREFILL and self.exchange is None:
-            record.kv_transfer = KV_TRANSFER
-        record.token_ids += asked.get("untold", ())
-        record.is_over = True
+        result.finish_reason = "" if result.cannot_resume else "length"
+        result.transfer_report = self.transfer_report
+        if given.kind is LegKind.PREFILL and self.exchange is None:
+            result.kv_transfer = KV_TRANSFER
+        result.token_ids += asked.get("untold", ())
+        result.is_over = True
         for more in asked.get("more", ()):
             await send({"type": "http.response.body", "body": more.encode(), "more_body": True})
         if asked.get("dies_at_the_end"):
-            record.finish_reason = ""
+            result.finish_reason = ""
             self.reason.set_result("out of memory")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

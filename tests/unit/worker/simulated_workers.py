@@ -42,9 +42,9 @@ class Forgetful:
     def app(self) -> Any:
         async def call(scope: Any, receive: Any, send: Any) -> None:
             await self._engine.app(scope, receive, send)
-            record = CURRENT_LEG.get()
-            if self.forgets and record is not None and record.token_ids:
-                record.token_ids[-1] += 1
+            leg = CURRENT_LEG.get()
+            if self.forgets and leg is not None and leg.result.token_ids:
+                leg.result.token_ids[-1] += 1
 
         return call
 

@@ -14,7 +14,7 @@ import msgspec
 from services.worker.engines.attached.bodies import AnswerReader, BadAnswer, EventCutter, ServerBody, server_body
 from services.worker.engines.attached.health import Meter, MeteredRequest, ServerHealth
 from services.worker.engines.attached.server import REFUSES_KEY, Server, ServerAway
-from services.worker.engines.port import CURRENT_LEG, AsgiMessage, LegFailed, LegRecord, Scope
+from services.worker.engines.port import CURRENT_LEG, AsgiMessage, Leg, LegFailed, LegInput, LegResult, Scope
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind
@@ -63,9 +63,9 @@ class AttachedApp:
             await end([serving, leaving])  # httpx may swallow a cancellation.
 
     async def _serve(self, path: str, body: bytes, send: Send) -> None:
-        record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
-        if record.resume is not None or record.kind is not LegKind.AGGREGATED:
-            record.cannot_resume = NO_TOKENS
+        leg = CURRENT_LEG.get() or Leg(LegInput())
+        if leg.input.resume is not None or leg.input.kind is not LegKind.AGGREGATED:
+            leg.result.cannot_resume = NO_TOKENS
             await _respond(send, SERVER_ERROR, _error(NO_TOKENS, SERVER_ERROR))
             return
         asked = server_body(path, body, self._model, salts=self._salts)
@@ -75,14 +75,14 @@ class AttachedApp:
         if (wait_s := self._busy_until - time.monotonic()) > 0.0:
             raise LegFailed(_busy(wait_s))
         try:
-            with self._meter.request(record.expected_tokens, len(asked.body)) as request:
-                await self._forward(_Leg(path, asked, record, request, send))
+            with self._meter.request(leg.input.expected_tokens, len(asked.body)) as request:
+                await self._forward(_Forwarded(path, asked, leg.result, request, send))
         except (ServerAway, BadAnswer) as error:
             self._health.doubt()
             message = f"The server of this model failed: {error}"
             raise LegFailed(Failure(reason=Reason.SERVER_LOST, message=message)) from None
 
-    async def _forward(self, leg: _Leg) -> None:
+    async def _forward(self, leg: _Forwarded) -> None:
         key = self._server.key
         async with self._server.post(leg.path, leg.asked.body) as response:
             if response.status_code != OK:
@@ -96,7 +96,7 @@ class AttachedApp:
                 leg.done(time.monotonic())
                 await _respond(leg.send, OK, answer)
 
-    async def _stream(self, leg: _Leg, response: httpx.Response) -> None:
+    async def _stream(self, leg: _Forwarded, response: httpx.Response) -> None:
         await leg.send(_start(OK, EVENT_STREAM))
         cutter = EventCutter()
         async for piece in self._server.pieces(response):
@@ -108,7 +108,7 @@ class AttachedApp:
         leg.done(time.monotonic())
         await leg.send(_body(b"", more=False))
 
-    async def _refused(self, leg: _Leg, response: httpx.Response, key: str) -> None:
+    async def _refused(self, leg: _Forwarded, response: httpx.Response, key: str) -> None:
         """Another status than 200. Raises LegFailed where another worker may serve the request."""
         status = response.status_code
         if status in REFUSES_KEY:
@@ -134,16 +134,16 @@ class AttachedApp:
             raise BadAnswer("it sent the API key of its worker, which is withheld")
 
 
-class _Leg:
+class _Forwarded:
     """One request on its way through."""
 
-    def __init__(self, path: str, asked: ServerBody, record: LegRecord, request: MeteredRequest, send: Send) -> None:
+    def __init__(self, path: str, asked: ServerBody, result: LegResult, request: MeteredRequest, send: Send) -> None:
         self.path = path
         self.asked = asked
         self.request = request
         self.send = send
         self.reader = AnswerReader(path, asked.model, hides_usage=asked.hides_usage)
-        self._record = record
+        self._result = result
         self._began = time.monotonic()
 
     async def event(self, event: bytes) -> None:
@@ -154,28 +154,27 @@ class _Leg:
             self.request.progress()
         if shown:
             await self.send(_body(shown))
-            if self._record.on_told is not None:
-                await self._record.on_told()
+            await self._result.shown()
 
     def _note_first_token(self) -> None:
         """The server's queue, if it has one, counts as its work on the prompt."""
-        if not self._record.first_token_at:
-            self._record.first_token_at = now = time.monotonic()
-            self._record.prefill_s = now - self._began
+        if not self._result.first_token_at:
+            self._result.first_token_at = now = time.monotonic()
+            self._result.prefill_s = now - self._began
 
     def done(self, now: float) -> None:
         """The answer has come to its end: report what the server counted, or what can be guessed of it."""
-        usage, record, request = self.reader.usage, self._record, self.request
+        usage, result, request = self.reader.usage, self._result, self.request
         if not self.asked.stream:
             request.progress(max(1, usage.completion))
         usage.completion = usage.completion if usage.completion >= 0 else request.tokens
         usage.prompt = usage.prompt if usage.prompt >= 0 else request.prompt_tokens
         request.usage, request.is_done = usage, True
-        record.first_token_at = record.first_token_at or now
-        record.prompt_tokens = max(0, usage.prompt)
-        record.cached_tokens = max(0, usage.cached)
-        record.completion_tokens = usage.completion
-        record.finish_reason = self.reader.finish_reason or "stop"
+        result.first_token_at = result.first_token_at or now
+        result.prompt_tokens = max(0, usage.prompt)
+        result.cached_tokens = max(0, usage.cached)
+        result.completion_tokens = usage.completion
+        result.finish_reason = self.reader.finish_reason or "stop"
 
 
 async def _until_left(receive: Receive) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, LegRecord, Scope
+from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, Leg, LegInput, LegResult, Scope
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.jobs import Job, JobMaker, caught_up
 from services.worker.engines.simulated.model import SimulatedTokenizer
@@ -30,7 +30,7 @@ from shared.contracts.kv_exchange import KvTransferReport
 
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
-Handler = Callable[[bytes, LegRecord, Send], Awaitable[None]]
+MakeJob = Callable[[bytes, LegInput], Awaitable[Job]]
 
 
 class Submitter(Protocol):
@@ -54,11 +54,7 @@ class SimulatedApp:
         self._texts = tokenizer.texts
         self._text_json = {token: encode(text) for token, text in tokenizer.texts.items()}
         self._gets = {"/v1/models": models, "/health": bytes, "/ping": bytes}
-        self._posts: dict[str, Callable[[bytes, LegRecord], Awaitable[Job]]] = {
-            COMPLETIONS: jobs.completion,
-            CHAT: jobs.chat,
-            RESPONSES: jobs.response,
-        }
+        self._posts: dict[str, MakeJob] = {COMPLETIONS: jobs.completion, CHAT: jobs.chat, RESPONSES: jobs.response}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the lifespan protocol."""
@@ -75,12 +71,13 @@ class SimulatedApp:
         else:
             await _respond(send, 404, b'{"detail":"Not Found"}')
 
-    async def _serve(self, make: Callable[[bytes, LegRecord], Awaitable[Job]], raw: bytes, send: Send) -> None:
-        record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
+    async def _serve(self, make: MakeJob, raw: bytes, send: Send) -> None:
+        leg = CURRENT_LEG.get() or Leg(LegInput())
+        result = leg.result
         try:
-            job = await make(raw, record)
-            if record.resume is not None:
-                job = caught_up(job, record.resume, self._tokenizer)
+            job = await make(raw, leg.input)
+            if leg.input.resume is not None:
+                job = caught_up(job, result, leg.input.resume, self._tokenizer)
         except ApiError as error:
             await _respond(send, error.status, error.body)
             return
@@ -89,9 +86,9 @@ class SimulatedApp:
             for choice in job.choices:
                 if not choice.has_ended():
                     choice.sequence = self._engine.submit(choice, job.params)
-                    record.prompts_computing += 1
+                    result.prompts_computing += 1
             streaming = job.view.streamed
-            await (self._stream(job, send) if streaming else self._collect(job, send))
+            await (self._stream(job, result, send) if streaming else self._collect(job, result, send))
         except EngineDead as dead:
             failure = ApiError(str(dead), status=500, kind="InternalServerError")
             await (send(_body(b"", more=False)) if streaming else _respond(send, failure.status, failure.body))
@@ -100,43 +97,43 @@ class SimulatedApp:
                 if choice.sequence is not None:
                     self._engine.abort(choice.sequence)
 
-    async def _stream(self, job: Job, send: Send) -> None:
+    async def _stream(self, job: Job, result: LegResult, send: Send) -> None:
         await send(_start(200, EVENT_STREAM))
         opening = b"".join(job.responses.opening(choice.index) for choice in job.choices)
         opening += b"".join(self._echo_event(job, choice) for choice in job.choices if job.view.echo)
-        if opening and job.record.resume is None:
+        if opening and job.leg.resume is None:
             await send(_body(opening))
         # Most events contain text only. Such an event is the concatenation of three byte strings.
         plain = job.view.logprobs is None and not job.view.usage_each
         pieces = [split_chunk(job.responses, choice.index) for choice in job.choices] if plain else []
-        text_json, record, open_choices = self._text_json, job.record, _open(job)
+        text_json, open_choices = self._text_json, _open(job)
         while open_choices:
             events = []
             for choice, token, finish_reason in await job.inbox.take():
                 if choice.has_ended():
                     continue  # A stop string ended it.
                 if choice.is_at_start():
-                    _note_first_token(record, choice)
-                    record.transfer_report = _transfer_report(job)
-                    record.usage_cached_tokens = _cached(record)
-                _note_token(record, token)
+                    _note_first_token(result, choice)
+                    result.transfer_report = _transfer_report(job)
+                    result.usage_cached_tokens = _cached(job.leg, result)
+                _note_token(result, token)
                 if plain and token is not None and not finish_reason and choice.stops is None:
                     choice.token_ids.append(token)
                     before, after = pieces[choice.index]
                     events.append(before + text_json[token] + after)
                     continue
-                events.append(self._event(job, choice, token, finish_reason))
+                events.append(self._event(job, result, choice, token, finish_reason))
                 if choice.has_ended():
                     open_choices -= 1
-                    self._note_end(job, choice)
+                    self._note_end(job, result, choice)
             if events:
                 await send(_body(b"".join(events) if len(events) > 1 else events[0]))
-        record.is_over = True
+        result.is_over = True
         done = job.responses.done
-        end = job.responses.usage(_usage(job)) + done if job.view.usage else done
+        end = job.responses.usage(_usage(job, result)) + done if job.view.usage else done
         await send(_body(end, more=False))
 
-    def _event(self, job: Job, choice: Choice, token: int | None, finish_reason: str) -> bytes:
+    def _event(self, job: Job, result: LegResult, choice: Choice, token: int | None, finish_reason: str) -> bytes:
         """An event with more than text, or b"" while text is held back for a stop string."""
         text = self._add(choice, token, finish_reason)
         if not text and not choice.finish_reason and choice.stops is not None:
@@ -150,7 +147,7 @@ class SimulatedApp:
             finish_reason=choice.finish_reason or None,
             stop_reason=choice.stop_reason,
             logprobs=logprobs,
-            usage=_usage(job) if job.view.usage_each else None,
+            usage=_usage(job, result) if job.view.usage_each else None,
         )
         return job.responses.chunk(choice.index, text, ending)
 
@@ -165,23 +162,23 @@ class SimulatedApp:
     def _echo_event(self, job: Job, choice: Choice) -> bytes:
         return job.responses.chunk(choice.index, self._tokenizer.decode(choice.prompt), UNFINISHED)
 
-    async def _collect(self, job: Job, send: Send) -> None:
-        record, open_choices = job.record, _open(job)
+    async def _collect(self, job: Job, result: LegResult, send: Send) -> None:
+        open_choices = _open(job)
         while open_choices:
             for choice, token, finish_reason in await job.inbox.take():
                 if choice.has_ended():
                     continue
                 if choice.is_at_start():
-                    _note_first_token(record, choice)
-                    record.transfer_report = _transfer_report(job)
-                _note_token(record, token)
+                    _note_first_token(result, choice)
+                    result.transfer_report = _transfer_report(job)
+                _note_token(result, token)
                 self._add(choice, token, finish_reason)
                 if choice.has_ended():
                     open_choices -= 1
-                    self._note_end(job, choice)
-        await _respond(send, 200, encode(self._whole(job)))
+                    self._note_end(job, result, choice)
+        await _respond(send, 200, encode(self._whole(job, result)))
 
-    def _whole(self, job: Job) -> dict[str, Any]:
+    def _whole(self, job: Job, result: LegResult) -> dict[str, Any]:
         texts, logprobs = [], []
         for choice in job.choices:
             tokens, pieces = choice.token_ids, [self._texts.get(token, "") for token in choice.token_ids]
@@ -192,7 +189,7 @@ class SimulatedApp:
                 shown = self._tokenizer.decode(choice.prompt) + shown
             texts.append(shown)
             logprobs.append(job.view.logprobs(tokens, pieces, 0) if job.view.logprobs else None)
-        response = job.responses.whole(job.choices, texts, logprobs, _usage(job))
+        response = job.responses.whole(job.choices, texts, logprobs, _usage(job, result))
         if job.view.prompt_logprobs:
             for choice, made in zip(job.choices, response["choices"], strict=True):
                 made["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
@@ -205,24 +202,24 @@ class SimulatedApp:
             for t in prompt[1:]
         ]
 
-    def _note_end(self, job: Job, choice: Choice) -> None:
-        job.record.finish_reason = choice.finish_reason
+    def _note_end(self, job: Job, result: LegResult, choice: Choice) -> None:
+        result.finish_reason = choice.finish_reason
         sequence = choice.sequence
         if sequence is not None:
             self._engine.abort(sequence)  # After a stop string the engine would continue.
-            job.record.transfer_report = _transfer_report(job)
-            job.record.received_tokens += sequence.stats.received_tokens
-            job.record.received_bytes += sequence.stats.received_bytes
+            result.transfer_report = _transfer_report(job)
+            result.received_tokens += sequence.stats.received_tokens
+            result.received_bytes += sequence.stats.received_bytes
 
 
 def _open(job: Job) -> int:
     return sum(not choice.has_ended() for choice in job.choices)
 
 
-def _note_token(record: LegRecord, token: int | None) -> None:
+def _note_token(result: LegResult, token: int | None) -> None:
     if token is not None:
-        record.token_ids.append(token)
-        record.completion_tokens += 1
+        result.token_ids.append(token)
+        result.completion_tokens += 1
 
 
 def _transfer_report(job: Job) -> KvTransferReport | None:
@@ -242,45 +239,44 @@ def _sum_of(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
     return msgspec.structs.replace(one, refused=one.refused or other.refused, **sums)
 
 
-def _note_first_token(record: LegRecord, choice: Choice) -> None:
+def _note_first_token(result: LegResult, choice: Choice) -> None:
     if choice.sequence is None:
         return
     stats: SequenceStats = choice.sequence.stats
-    record.prompts_computing -= 1
-    record.prompt_tokens += len(choice.prompt)
-    record.cached_tokens += stats.cached_tokens
+    result.prompts_computing -= 1
+    result.prompt_tokens += len(choice.prompt)
+    result.cached_tokens += stats.cached_tokens
     if stats.first_token_at is None:
         return  # refused
     first_token_at = stats.first_token_at
     scheduled_at = first_token_at if stats.scheduled_at is None else stats.scheduled_at
-    record.first_token_at = record.first_token_at or first_token_at
-    record.queue_s = max(record.queue_s, scheduled_at - stats.arrived_at)
-    record.prefill_s = max(record.prefill_s, first_token_at - scheduled_at)
+    result.first_token_at = result.first_token_at or first_token_at
+    result.queue_s = max(result.queue_s, scheduled_at - stats.arrived_at)
+    result.prefill_s = max(result.prefill_s, first_token_at - scheduled_at)
 
 
-def _usage(job: Job) -> dict[str, Any]:
-    record = job.record
+def _usage(job: Job, result: LegResult) -> dict[str, Any]:
     prompts = {id(choice.prompt): len(choice.prompt) for choice in job.choices}
     prompt_tokens = sum(prompts.values())
-    if record.resume_cached_tokens is not None:
-        return usage_of(prompt_tokens, record.completion_tokens, min(record.resume_cached_tokens, prompt_tokens))
-    return usage_of(prompt_tokens, record.completion_tokens, min(_cached(record), prompt_tokens))
+    resumed = job.leg.resume_cached_tokens
+    cached = _cached(job.leg, result) if resumed is None else resumed
+    return usage_of(prompt_tokens, result.completion_tokens, min(cached, prompt_tokens))
 
 
-def _cached(record: LegRecord) -> int:
+def _cached(leg: LegInput, result: LegResult) -> int:
     # For a decode leg, usage reports the prefill worker's cached tokens, because this engine received the whole prompt.
-    return _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
+    return _cached_before(leg, result) if leg.kind is LegKind.DECODE else result.cached_tokens
 
 
-def _cached_before(record: LegRecord) -> int:
+def _cached_before(leg: LegInput, result: LegResult) -> int:
     """Cached tokens of the prefill worker: from its notification if this leg streamed its KV, else from the router.
     Where neither has told, this engine's own: it needed nothing of the prefill worker.
     """
-    reported = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
+    reported = result.transfer_report.prefill_cached_tokens if result.transfer_report is not None else -1
     if reported >= 0:
         return reported
-    followed = record.order is not None and record.order.take is None
-    return record.cached_tokens if followed else record.prefill_cached_tokens
+    followed = leg.order is not None and leg.order.take is None
+    return result.cached_tokens if followed else leg.prefill_cached_tokens
 
 
 def _start(status: int, content_type: str) -> AsgiMessage:

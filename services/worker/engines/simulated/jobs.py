@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from services.worker.engines.port import EnginePrompt, EngineTokens, LegRecord
+from services.worker.engines.port import EnginePrompt, EngineTokens, LegInput, LegResult
 from services.worker.engines.simulated.core.batch import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.tokens import BlockHasher
 from services.worker.engines.simulated.model import ChatTemplateFailed, SimulatedTokenizer
@@ -73,7 +73,7 @@ class Job:
     choices: list[Choice]
     params: RequestParams
     view: View
-    record: LegRecord
+    leg: LegInput
     tokens_max: int
     """Tokens that may follow the prompt."""
 
@@ -94,7 +94,7 @@ class JobMaker:
         self._adapters = adapters if adapters is not None else {}
         self._max_model_len = max_model_len
 
-    async def completion(self, raw: bytes, record: LegRecord) -> Job:
+    async def completion(self, raw: bytes, leg: LegInput) -> Job:
         """POST /v1/completions."""
         body = read_completion(raw)
         model = self._check_model(body.model)
@@ -109,9 +109,9 @@ class JobMaker:
             prompt_logprobs=body.prompt_logprobs is not None,
             **_streaming(body),
         )
-        return self._job(body, prompts, CompletionResponses(model, record.request_id), view, record)
+        return self._job(body, prompts, CompletionResponses(model, leg.request_id), view, leg)
 
-    async def chat(self, raw: bytes, record: LegRecord) -> Job:
+    async def chat(self, raw: bytes, leg: LegInput) -> Job:
         """POST /v1/chat/completions."""
         body = read_chat(raw)
         model = self._check_model(body.model)
@@ -120,19 +120,19 @@ class JobMaker:
         prompt = await self._encode(text, special=body.add_special_tokens)
         logprobs = partial(chat_logprobs, top=body.top_logprobs or 0) if body.logprobs else None
         view = View(logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, **_streaming(body))
-        return self._job(body, [prompt], ChatResponses(model, record.request_id), view, record)
+        return self._job(body, [prompt], ChatResponses(model, leg.request_id), view, leg)
 
-    async def response(self, raw: bytes, record: LegRecord) -> Job:
+    async def response(self, raw: bytes, leg: LegInput) -> Job:
         """POST /v1/responses."""
         body = read_response(raw)
         model = self._check_model(body.model)
-        if record.resume is not None:
+        if leg.resume is not None:
             raise ApiError("A simulated engine cannot continue the stream of a response.")
         variables = {"tools": body.tools, "add_generation_prompt": True}
         prompt = await self._encode(self._rendered(messages_of(body), variables, "input"), special=False)
         # Events have numbers, and the last one has the usage: none is a copy of the one before.
         view = View(streamed=bool(body.stream), usage_each=True)
-        return self._job(body, [prompt], ResponseObjects(model, body.instructions), view, record)
+        return self._job(body, [prompt], ResponseObjects(model, body.instructions), view, leg)
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any], param: str) -> str:
         try:
@@ -153,15 +153,15 @@ class JobMaker:
         return await asyncio.to_thread(self._tokenizer.encode, text, special=special)
 
     def _job(
-        self, body: SamplingBody, prompts: list[list[int]], responses: Responses, view: View, record: LegRecord
+        self, body: SamplingBody, prompts: list[list[int]], responses: Responses, view: View, leg: LegInput
     ) -> Job:
         tokens_max = min(self._tokens_max(prompt) for prompt in prompts)
         stops, inbox = stop_strings(body), Inbox()
-        params = self._params(body, tokens_max, record)
+        params = self._params(body, tokens_max, leg)
         count = body.n or 1
         if count * len(prompts) > CHOICES_MAX:
             raise ApiError(f"n times the number of prompts must be at most {CHOICES_MAX}.", param="n")
-        if record.kind is LegKind.PREFILL:
+        if leg.kind is LegKind.PREFILL:
             # The body is the client's, so that both legs render the same prompt. A prefill leg generates one token,
             # which is discarded; stop strings, several choices and response options do not apply to it.
             stops, count, view = [], 1, View(streamed=False)
@@ -170,13 +170,7 @@ class JobMaker:
             for index in range(count * len(prompts))
         ]
         return Job(
-            responses=responses,
-            inbox=inbox,
-            choices=choices,
-            params=params,
-            view=view,
-            record=record,
-            tokens_max=tokens_max,
+            responses=responses, inbox=inbox, choices=choices, params=params, view=view, leg=leg, tokens_max=tokens_max
         )
 
     def _tokens_max(self, prompt: list[int]) -> int:
@@ -194,10 +188,10 @@ class JobMaker:
             )
         return tokens_max
 
-    def _params(self, body: SamplingBody, tokens_max: int, record: LegRecord) -> RequestParams:
-        order = record.order or NO_ORDER
+    def _params(self, body: SamplingBody, tokens_max: int, leg: LegInput) -> RequestParams:
+        order = leg.order or NO_ORDER
         salt, lora = body.cache_salt or "", self._adapters.get(body.model or "")
-        if record.kind is LegKind.PREFILL:
+        if leg.kind is LegKind.PREFILL:
             return RequestParams(
                 max_tokens=1,
                 min_tokens=body.min_tokens or 0,
@@ -205,7 +199,7 @@ class JobMaker:
                 order=order,
                 cache_salt=salt,
                 lora=lora,
-                expected_tokens=record.expected_tokens,
+                expected_tokens=leg.expected_tokens,
             )
         asked = body.max_tokens
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
@@ -220,7 +214,7 @@ class JobMaker:
             order=order,
             cache_salt=salt,
             lora=lora,
-            expected_tokens=record.expected_tokens,
+            expected_tokens=leg.expected_tokens,
         )
 
 
@@ -258,9 +252,8 @@ async def engine_tokens(
     jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int, path: str, body: bytes
 ) -> EngineTokens:
     """Tokens and block hashes, computed by the code that serves requests."""
-    record = LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
     try:
-        job = await {CHAT: jobs.chat, RESPONSES: jobs.response}.get(path, jobs.completion)(body, record)
+        job = await {CHAT: jobs.chat, RESPONSES: jobs.response}.get(path, jobs.completion)(body, LegInput())
     except ApiError as error:
         return EngineTokens(refusal=str(error))
     tokens = job.choices[0].prompt
@@ -269,25 +262,25 @@ async def engine_tokens(
     return EngineTokens(tokens=tokens, hashes=[block_hash64(full) for full in hashes])
 
 
-def caught_up(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job:
+def caught_up(job: Job, result: LegResult, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job:
     """The job in its state after ``tokens``: held-back text, offsets, counts, and its end if they contain it. Raises
     ApiError for tokens outside the vocabulary, or for more than fit into the context.
     """
-    record, choice = job.record, job.choices[0]
+    choice = job.choices[0]
     if any(token >= tokenizer.model.size for token in tokens):
         raise ApiError("The tokens to resume from are out of vocabulary")
-    record.caught_up = True
+    result.caught_up = True
     choice.resumed = len(tokens)
-    if record.kind is LegKind.PREFILL:
+    if job.leg.kind is LegKind.PREFILL:
         if len(tokens) >= job.tokens_max:
             raise ApiError("The completion already fills the model's context")
         choice.token_ids = list(tokens)
         return job
     _replay(job, tokens, tokenizer)
-    record.completion_tokens += len(choice.token_ids)
+    result.completion_tokens += len(choice.token_ids)
     if choice.has_ended():
-        record.prompt_tokens += len(choice.prompt)
-        record.finish_reason = choice.finish_reason
+        result.prompt_tokens += len(choice.prompt)
+        result.finish_reason = choice.finish_reason
         return job
     params = replace(
         job.params,

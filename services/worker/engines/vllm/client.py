@@ -1,5 +1,5 @@
 """vLLM's engine client, extended for legs: one token for prefill legs, orders about KV beside a request's body,
-transfer reports beside its response, and a record of each leg.
+transfer reports beside its response, and each leg's result.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput, LegResult
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
-from services.worker.engines.vllm.resume import CatchUp, catch_up_of, opening
+from services.worker.engines.vllm.resume import CatchUp, obstacle, opening
 from services.worker.engines.vllm.stats import PARAMS, EngineMeter
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 TRANSFER = "kv_transfer_params"
 CACHE_THRESHOLD = "cache_threshold"
@@ -44,7 +44,7 @@ def give_order(params: SamplingParams, order: LegOrder) -> None:
     params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
 
 
-def correct_output(record: LegRecord, output: RequestOutput, block_size: int) -> None:
+def correct_output(leg: LegInput, report: KvTransferReport | None, output: RequestOutput, block_size: int) -> None:
     """What the client sees: the finish reason of a refused request, and what the prefill worker read from its cache and
     wrote to it.
     """
@@ -52,23 +52,23 @@ def correct_output(record: LegRecord, output: RequestOutput, block_size: int) ->
         if completion.stop_reason == CACHE_THRESHOLD:
             completion.finish_reason, completion.stop_reason = CACHE_THRESHOLD, None
             completion.token_ids = completion.token_ids or NoTokens()
-    if record.kind is not LegKind.DECODE or record.order is None:
+    if leg.kind is not LegKind.DECODE or leg.order is None:
         return
-    if record.transfer_report is not None and record.transfer_report.prefill_cached_tokens >= 0:
-        cached = record.transfer_report.prefill_cached_tokens
-    elif record.order.take is not None:
-        cached = record.prefill_cached_tokens
+    if report is not None and report.prefill_cached_tokens >= 0:
+        cached = report.prefill_cached_tokens
+    elif leg.order.take is not None:
+        cached = leg.prefill_cached_tokens
     else:
         return
     output.num_cached_tokens = cached
     output.num_cache_creation_tokens = max(0, in_full_blocks(output, block_size) - cached)
 
 
-def without_resumed(record: LegRecord, output: RequestOutput, block_size: int) -> None:
+def without_resumed(leg: LegInput, output: RequestOutput, block_size: int) -> None:
     """Count as cached what the first engine had cached, if that is known; and limit cached and written tokens to the
     client's prompt: resumed tokens are prompt to the engine only.
     """
-    found = output.num_cached_tokens or 0 if record.resume_cached_tokens is None else record.resume_cached_tokens
+    found = output.num_cached_tokens or 0 if leg.resume_cached_tokens is None else leg.resume_cached_tokens
     cached = output.num_cached_tokens = min(found, len(output.prompt_token_ids or ()))
     left = max(0, in_full_blocks(output, block_size) - cached)
     output.num_cache_creation_tokens = min(output.num_cache_creation_tokens or 0, left)
@@ -91,7 +91,7 @@ POOLED = "pooled"
 
 
 class LegEngine(AsyncLLM):
-    """Serves the current leg by its kind and fills the leg's record."""
+    """Serves the current leg by its kind and fills the leg's result."""
 
     meter: EngineMeter
     died: asyncio.Future[str]
@@ -122,50 +122,50 @@ class LegEngine(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """One sequence of the current leg."""
-        record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id=request_id, trace_headers={})
-        prompt = salted(prompt, record.cache_salt)
-        if record.rendered is not None:
-            await self._render(prompt, sampling_params, request_id, record.rendered, options.get("lora_request"))
+        current = CURRENT_LEG.get() or Leg(LegInput(request_id=request_id))
+        leg, result = current.input, current.result
+        prompt = salted(prompt, leg.cache_salt)
+        if leg.rendered is not None:
+            await self._render(prompt, sampling_params, request_id, leg.rendered, options.get("lora_request"))
             return
-        catch_up = catch_up_of(prompt, sampling_params, record, self.model_config, self.thought_end)
-        if record.cannot_resume:
+        result.cannot_resume = obstacle(prompt, sampling_params, leg, self.model_config, self.thought_end)
+        if result.cannot_resume:
             return
-        guard(sampling_params, record.kind)
+        catch_up = None if leg.resume is None else CatchUp(leg.resume, leg.kind, leg.resume_joined)
+        guard(sampling_params, leg.kind)
         if self.has_exchange:
-            give_order(sampling_params, record.order or LegOrder())
-        if record.trace_headers and self.traced:
-            options["trace_headers"] = record.trace_headers
-        # Clients choose request ids and may use one twice; a number keeps their records apart.
+            give_order(sampling_params, leg.order or LegOrder())
+        if leg.trace_headers and self.traced:
+            options["trace_headers"] = leg.trace_headers
+        # Clients choose request ids and may use one twice; a number keeps their results apart.
         request_id = f"{request_id}-{next(self.numbers)}"
         self.catching_up[request_id] = catch_up
-        waiting = self.meter.expect(prompt, record.expected_tokens, more=len(record.resume or ()))
+        waiting = self.meter.expect(prompt, leg.expected_tokens, more=len(leg.resume or ()))
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         first = True
-        record.sequence_began()
-        self.meter.sources.expect(request_id, record)
+        result.sequence_began()
+        self.meter.sources.expect(request_id, result)
         try:
             async for output in outputs:
-                if first:
-                    waiting.over()
-                    self._note_prompt(record, request_id, output)
-                self._correct(record, output)
+                self._correct(current, output)
                 if first:
                     first = False
-                    record.usage_cached_tokens = output.num_cached_tokens
-                    async for earlier in opening(record, output, sampling_params, catch_up):
+                    waiting.over()
+                    self._note_prompt(result, request_id, output)
+                    result.usage_cached_tokens = output.num_cached_tokens
+                    async for earlier in opening(current, output, sampling_params, catch_up):
                         yield earlier
-                    record.caught_up = True
+                    result.caught_up = True
                     if catch_up is not None and catch_up.has_ended:
                         continue
-                _note_output(record, output)
+                _note_output(current, output)
                 yield output
-                if record.on_told is not None:
-                    await record.on_told()
+                await result.shown()
         except EngineDeadError as error:
             self.note_death(str(error))
             raise
         finally:
-            record.sequence_ended()
+            result.sequence_ended()
             waiting.over()
             self.catching_up.pop(request_id, None)
             self.meter.sources.forget(request_id)
@@ -187,16 +187,16 @@ class LegEngine(AsyncLLM):
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One input of the current leg, for an endpoint that generates nothing."""
-        record = CURRENT_LEG.get()
-        if record is not None:
-            prompt = salted(prompt, record.cache_salt)
-            record.prompts_computing += 1
+        current = CURRENT_LEG.get() or Leg(LegInput(request_id=request_id))
+        result = current.result
+        prompt = salted(prompt, current.input.cache_salt)
+        result.prompts_computing += 1
         async for output in super().encode(prompt, pooling_params, request_id, **options):
-            if record is not None and output.finished:
-                record.prompts_computing -= 1
-                record.prompt_tokens += len(output.prompt_token_ids)
-                record.cached_tokens += output.num_cached_tokens
-                record.finish_reason = record.finish_reason or POOLED
+            if output.finished:
+                result.prompts_computing -= 1
+                result.prompt_tokens += len(output.prompt_token_ids)
+                result.cached_tokens += output.num_cached_tokens
+                result.finish_reason = result.finish_reason or POOLED
             yield output
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
@@ -210,29 +210,29 @@ class LegEngine(AsyncLLM):
         if await catch_up.begin(self.output_processor, request, queue):
             await self.engine_core.add_request_async(request)
 
-    def _correct(self, record: LegRecord, output: RequestOutput) -> None:
+    def _correct(self, leg: Leg, output: RequestOutput) -> None:
         block_size = self.vllm_config.cache_config.block_size
         if self.has_exchange:
-            correct_output(record, output, block_size)
-        if record.resume is not None:
-            without_resumed(record, output, block_size)
+            correct_output(leg.input, leg.result.transfer_report, output, block_size)
+        if leg.input.resume is not None:
+            without_resumed(leg.input, output, block_size)
 
-    def _note_prompt(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
+    def _note_prompt(self, result: LegResult, request_id: str, output: RequestOutput) -> None:
         sources = self.meter.sources.take(request_id)
-        record.prompt_tokens += len(output.prompt_token_ids or ())
-        if request_id not in record.transfer_reports:  # A report says the same.
-            record.cached_tokens += sources.cached
-            record.received_tokens += sources.received
+        result.prompt_tokens += len(output.prompt_token_ids or ())
+        if request_id not in result.transfer_reports:  # A report says the same.
+            result.cached_tokens += sources.cached
+            result.received_tokens += sources.received
             blocks = -(-sources.received // self.vllm_config.cache_config.block_size)
-            record.received_bytes += blocks * self.block_bytes
+            result.received_bytes += blocks * self.block_bytes
         times = output.metrics
         if times is None or not times.first_token_ts:
             return
-        record.first_token_at = record.first_token_at or times.first_token_ts
-        record.queue_s = max(record.queue_s, times.scheduled_ts - times.queued_ts)
-        record.prefill_s = max(record.prefill_s, times.first_token_ts - times.scheduled_ts)
-        told = record.transfer_reports.get(request_id)
-        if told is None or not told.first_token_received:
+        result.first_token_at = result.first_token_at or times.first_token_ts
+        result.queue_s = max(result.queue_s, times.scheduled_ts - times.queued_ts)
+        result.prefill_s = max(result.prefill_s, times.first_token_ts - times.scheduled_ts)
+        report = result.transfer_reports.get(request_id)
+        if report is None or not report.first_token_received:
             self.meter.prefilled(sources.computed, times.first_token_ts - times.scheduled_ts)
 
     def note_death(self, why: str) -> None:
@@ -274,9 +274,10 @@ def guard(params: SamplingParams, kind: LegKind) -> None:
         params.structured_outputs = None
 
 
-def _note_output(record: LegRecord, output: RequestOutput) -> None:
+def _note_output(leg: Leg, output: RequestOutput) -> None:
+    result = leg.result
     for completion in output.outputs:
-        record.add_tokens(completion.token_ids, last=output.finished)
-        record.finish_reason = completion.finish_reason or record.finish_reason
-    if record.kind is LegKind.PREFILL and output.kv_transfer_params:
-        record.kv_transfer = msgspec.json.encode(output.kv_transfer_params)
+        result.add_tokens(completion.token_ids, last=output.finished)
+        result.finish_reason = completion.finish_reason or result.finish_reason
+    if leg.input.kind is LegKind.PREFILL and output.kv_transfer_params:
+        result.kv_transfer = msgspec.json.encode(output.kv_transfer_params)

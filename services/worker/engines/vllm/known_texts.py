@@ -137,6 +137,6 @@ def reuse_tokens(renderer: Any, chat_template: str) -> None:
         leg = CURRENT_LEG.get()
         if leg is None or len(prompt["prompt"]) < TEXT_CHARS_MIN or renderer._wants_offsets(prompt, params):
             return await whole_async(prompt, params)
-        return await in_thread(prompt, params, leg.cache_salt)
+        return await in_thread(prompt, params, leg.input.cache_salt)
 
     renderer._tokenize_prompt_async = tokenize_async

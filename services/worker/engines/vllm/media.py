@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any, NoReturn
 
-from services.worker.engines.port import CURRENT_LEG
+from services.worker.engines.port import CURRENT_LEG, LegInput
 
 NAME_BYTES = 32
 MODALITIES = ("audio", "image", "video")
@@ -68,11 +68,12 @@ def _salting(process: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(process)
     def salted(prompt: Any, media: Any, *, mm_uuids: Any, media_io_kwargs: Any, **options: Any) -> Any:
         leg = CURRENT_LEG.get()
-        if leg is not None and leg.media_salt:
-            mm_uuids = salted_names(mm_uuids, leg.media_salt)
-        if leg is not None and leg.cache_salt:
-            media_io_kwargs = salted_factors(media_io_kwargs, leg.cache_salt)
-        if leg is not None and leg.rendered is not None:
+        given = leg.input if leg is not None else LegInput()
+        if given.media_salt:
+            mm_uuids = salted_names(mm_uuids, given.media_salt)
+        if given.cache_salt:
+            media_io_kwargs = salted_factors(media_io_kwargs, given.cache_salt)
+        if given.rendered is not None:
             # What vLLM's usual cache of processed media has, vLLM does not send to the engine again.
             options["skip_mm_cache"] = True
         return process(prompt, media, mm_uuids=mm_uuids, media_io_kwargs=media_io_kwargs, **options)

@@ -24,7 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput
 from services.worker.legs.body import COMPLETION_PATHS
 from shared.contracts.inference import LegKind
 
@@ -38,22 +38,14 @@ STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_
 """Parameters whose state depends on the engine's own output and would be lost."""
 
 
-def catch_up_of(
-    prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig, thought_end: Sequence[int] = ()
-) -> CatchUp | None:
-    """The tokens to replay; None if there are none, or if the request cannot resume (see ``record.cannot_resume``).
-    ``thought_end``: the tokens with which the engine ends a thought that has used up its budget.
-    """
-    if record.resume is None:
-        return None
-    record.cannot_resume = _obstacle(prompt, params, record, model, thought_end)
-    return None if record.cannot_resume else CatchUp(record.resume, record.kind, record.resume_joined)
-
-
-def _obstacle(
-    prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig, thought_end: Sequence[int]
+def obstacle(
+    prompt: Any, params: SamplingParams, leg: LegInput, model: ModelConfig, thought_end: Sequence[int] = ()
 ) -> str:
-    tokens = record.resume or []
+    """Why the request cannot resume; empty if it can, or has nothing to resume. ``thought_end``: the tokens with which
+    the engine ends a thought that has used up its budget.
+    """
+    if (tokens := leg.resume) is None:
+        return ""
     if not isinstance(prompt, dict) or prompt.get("type") not in TOKEN_PROMPTS:
         return "its prompt is not made of tokens"
     if tokens and max(tokens) >= model.get_vocab_size():
@@ -62,7 +54,7 @@ def _obstacle(
         return "its tokens do not fit the model's context"
     if params.n != 1:
         return "it has several completions"
-    if record.kind is not LegKind.PREFILL and params.output_kind is not RequestOutputKind.DELTA:
+    if leg.kind is not LegKind.PREFILL and params.output_kind is not RequestOutputKind.DELTA:
         return "it is no stream"
     # The engine counts a thought in the prompt, but begins the end that it forces anew.
     if params.thinking_token_budget is not None and _ends_within(tokens, thought_end):
@@ -162,7 +154,7 @@ def _ending(token: int, count: int, params: SamplingParams) -> tuple[FinishReaso
 
 
 async def opening(
-    record: LegRecord, output: RequestOutput, params: SamplingParams, catch_up: CatchUp | None
+    leg: Leg, output: RequestOutput, params: SamplingParams, catch_up: CatchUp | None
 ) -> AsyncGenerator[RequestOutput, None]:
     """Outputs for the server before the engine's first.
 
@@ -172,9 +164,9 @@ async def opening(
     """
     said = catch_up.outputs if catch_up is not None else []
     if said:
-        record.completion_tokens += sum(len(one.token_ids) for earlier in said for one in earlier.outputs)
-        record.finish_reason = said[-1].outputs[0].finish_reason or ""
-    if record.path in COMPLETION_PATHS and params.output_kind is RequestOutputKind.DELTA and params.n == 1:
+        leg.result.completion_tokens += sum(len(one.token_ids) for earlier in said for one in earlier.outputs)
+        leg.result.finish_reason = said[-1].outputs[0].finish_reason or ""
+    if leg.input.path in COMPLETION_PATHS and params.output_kind is RequestOutputKind.DELTA and params.n == 1:
         bare = copy(output)
         bare.outputs, bare.finished = [], False
         said = [bare, *said]
@@ -197,4 +189,4 @@ def derive_ids() -> None:
 
 def _drawn() -> UUID:
     leg = CURRENT_LEG.get()
-    return leg.draw_id() if leg is not None and leg.answer_id else uuid.uuid4()
+    return leg.draw_id() if leg is not None and leg.input.answer_id else uuid.uuid4()

@@ -13,7 +13,7 @@ import msgspec
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from connector.scheduler.first_token import BEFORE_STEP
-from services.worker.engines.port import EngineLoad, LegRecord
+from services.worker.engines.port import EngineLoad, LegResult
 from services.worker.engines.vllm.steps import NoIterations, StepMeter
 from shared.contracts.kv_exchange import KvTransferReport
 
@@ -32,19 +32,19 @@ SUMMED = (
 _decode = msgspec.msgpack.Decoder(KvTransferReport).decode
 
 
-def take_transfer_report(record: LegRecord, request_id: str, output: Any) -> None:
-    """Move the report from the engine's output, so that no client sees it, to the record. One comes with the first
-    token and a more complete one at the end. Parameters of other connectors stay.
+def take_transfer_report(result: LegResult, request_id: str, output: Any) -> None:
+    """Move the report from the engine's output to the leg's result, so that no client sees it. One comes with the first
+    token, a more complete one at the end. Parameters of other connectors stay.
     """
     packed = (output.kv_transfer_params or {}).get(PARAMS)
     if not isinstance(packed, bytes):
         return
     output.kv_transfer_params = None
-    record.transfer_reports[request_id] = _decode(packed)
-    record.transfer_report = reduce(added, record.transfer_reports.values())
-    record.cached_tokens = record.transfer_report.local_tokens
-    record.received_tokens = record.transfer_report.fetched_tokens
-    record.received_bytes = sum(read.bytes for read in record.transfer_report.reads)
+    result.transfer_reports[request_id] = _decode(packed)
+    report = result.transfer_report = reduce(added, result.transfer_reports.values())
+    result.cached_tokens = report.local_tokens
+    result.received_tokens = report.fetched_tokens
+    result.received_bytes = sum(read.bytes for read in report.reads)
 
 
 def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
@@ -79,19 +79,19 @@ class SourceTap:
 
     def __init__(self, steps: StepMeter) -> None:
         self._by_request: dict[str, PromptSources] = {}
-        self._legs: dict[str, LegRecord] = {}
-        """By request."""
+        self._results: dict[str, LegResult] = {}
+        """Results of legs by the engine's request id."""
         self._computing: set[str] = set()
         """Requests whose prompt has no token yet. vLLM tells the caller of a response that is sent whole nothing before
         its last token.
         """
         self._steps = steps
 
-    def expect(self, request_id: str, record: LegRecord) -> None:
+    def expect(self, request_id: str, result: LegResult) -> None:
         """The engine gets a prompt of this leg; ``forget`` must follow."""
-        self._legs[request_id] = record
+        self._results[request_id] = result
         self._computing.add(request_id)
-        record.prompts_computing += 1
+        result.prompts_computing += 1
 
     def watching(self, processor: Any) -> Callable[..., Any]:
         """``processor.process_outputs`` with this tap before it."""
@@ -121,23 +121,23 @@ class SourceTap:
                 cached=stats.num_local_cached_tokens,
                 received=stats.num_external_cached_tokens,
             )
-        if (record := self._legs.get(request_id)) is not None:
-            take_transfer_report(record, request_id, output)
+        if (result := self._results.get(request_id)) is not None:
+            take_transfer_report(result, request_id, output)
 
     def take(self, request_id: str) -> PromptSources:
         """The sources of a request's prompt, once; zeros if unknown."""
         return self._by_request.pop(request_id, PromptSources())
 
     def forget(self, request_id: str) -> None:
-        """The request has ended. Of a prompt that the engine died with, its leg's record keeps the count."""
+        """The request has ended. Of a prompt that the engine died with, its leg's result keeps the count."""
         self._computing.discard(request_id)
-        self._legs.pop(request_id, None)
+        self._results.pop(request_id, None)
         self._by_request.pop(request_id, None)
 
     def _computed(self, request_id: str) -> None:
         if request_id in self._computing:
             self._computing.discard(request_id)
-            self._legs[request_id].prompts_computing -= 1
+            self._results[request_id].prompts_computing -= 1
 
 
 class Waiting:

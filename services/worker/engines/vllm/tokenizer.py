@@ -23,9 +23,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from services.worker.engines.port import CURRENT_LEG, AsgiApp, EnginePrompt, EngineTokens, LegRecord, TokenizerFiles
+from services.worker.engines.port import CURRENT_LEG, AsgiApp, EnginePrompt, EngineTokens, Leg, LegInput, TokenizerFiles
 from services.worker.legs.asgi_call import ask_app
-from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
 from shared.contracts.request_body import joined, prompt_chars_max
 
@@ -145,17 +144,11 @@ class VllmRenderer:
     async def render(self, path: str, body: bytes, *, cache_salt: str, media_salt: str) -> EnginePrompt:
         """See the port. The server is called as for a leg, up to the point where it would ask its engine."""
         request: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        record = LegRecord(
-            kind=LegKind.AGGREGATED,
-            request_id=REQUEST_ID,
-            trace_headers={},
-            path=path,
-            cache_salt=cache_salt,
-            media_salt=media_salt,
-            rendered=request,
+        given = LegInput(
+            request_id=REQUEST_ID, path=path, cache_salt=cache_salt, media_salt=media_salt, rendered=request
         )
         context = copy_context()
-        context.run(CURRENT_LEG.set, record)
+        context.run(CURRENT_LEG.set, Leg(given))
         answering = asyncio.create_task(ask_app(self._app, path, body), name="render-prompt", context=context)
         try:
             await asyncio.wait([request, answering], return_when=asyncio.FIRST_COMPLETED)

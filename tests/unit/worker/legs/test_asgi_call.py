@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord
+from services.worker.engines.port import AsgiApp, AsgiMessage, LegResult
 from services.worker.legs.asgi_call import LISTEN_S_MAX, AsgiCall
-from shared.contracts.inference import LegKind
 from tests.support.builders import start_leg
 
 SOON_S = 30.0
@@ -32,8 +31,7 @@ async def no_server_error() -> None:
 
 
 def call() -> AsgiCall:
-    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
-    return AsgiCall(start_leg(), b"{}", record, Nobody(), no_server_error)
+    return AsgiCall(start_leg(), b"{}", Nobody(), no_server_error)
 
 
 async def cancelled(app: AsgiApp, computing: asyncio.Event) -> None:
@@ -121,7 +119,7 @@ class Sent:
         return
 
 
-def server(record: LegRecord, said: list[tuple[list[int], list[bytes]]], ending: list[bytes]) -> AsgiApp:
+def server(result: LegResult, said: list[tuple[list[int], list[bytes]]], ending: list[bytes]) -> AsgiApp:
     """Streams an opening, the events that each output's tokens make, and an ending, as vLLM's server does."""
 
     async def app(_scope, receive, send) -> None:
@@ -131,14 +129,13 @@ def server(record: LegRecord, said: list[tuple[list[int], list[bytes]]], ending:
 
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        record.sequence_began()
+        result.sequence_began()
         await tell([b"created "])
         for tokens, events in said:
-            record.add_tokens(tokens, last=False)
+            result.add_tokens(tokens, last=False)
             await tell(events)
-            if record.on_told is not None:
-                await record.on_told()
-        record.sequence_ended()
+            await result.shown()
+        result.sequence_ended()
         await tell([*ending, b""])
 
     return app
@@ -146,12 +143,11 @@ def server(record: LegRecord, said: list[tuple[list[int], list[bytes]]], ending:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_all_events_of_a_token_are_sent_with_it_and_none_without(path):
-    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
     sent = Sent()
-    called = AsgiCall(start_leg(path=path), b"{}", record, sent, no_server_error)
+    called = AsgiCall(start_leg(path=path), b"{}", sent, no_server_error)
     said = [([1], [b"added ", b"delta "]), ([2], []), ([3, 4], [b"done ", b"added ", b"delta "]), ([5], [])]
 
-    await called.run(server(record, said, [b"stop ", b"end "]))
+    await called.run(server(called.result, said, [b"stop ", b"end "]))
     before_the_end = list(sent.pieces)
     called.finish()
 
@@ -186,8 +182,7 @@ def head_of(content_type: bytes, status: int = 200) -> AsgiMessage:
 async def relayed(*messages: AsgiMessage) -> tuple[list[list[object]], list[object]]:
     """What has been relayed after each of the server's messages, and in the end."""
     log, after = Log(), []
-    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
-    served = AsgiCall(start_leg(), b"{}", record, log, no_server_error)
+    served = AsgiCall(start_leg(), b"{}", log, no_server_error)
 
     async def app(_scope, _receive, send) -> None:
         for message in messages:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.worker.engines.port import LegRecord
+from services.worker.engines.port import LegResult
 from services.worker.legs.resume import CannotResume, dated, joined_tokens, resumed_tokens
 from shared.contracts.failures import Reason
 from shared.contracts.inference import FrameKind, LegKind, StartLeg, pack_tokens
@@ -96,16 +96,16 @@ def test_joined_tokens_are_unpacked_the_same_way():
 
 
 def test_tokens_given_to_the_server_together_are_marked_joined():
-    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
-    record.add_tokens([1], last=False)
-    record.add_tokens([2, 3, 4], last=False)
-    record.add_tokens([5, 6], last=False)
-    first = record.take_tokens()
-    record.add_tokens([7, 8], last=True)
+    result = LegResult()
+    result.add_tokens([1], last=False)
+    result.add_tokens([2, 3, 4], last=False)
+    result.add_tokens([5, 6], last=False)
+    first = result.take_tokens()
+    result.add_tokens([7, 8], last=True)
 
     assert first == ([1, 2, 3, 4, 5, 6], [2, 3, 5])
-    assert record.take_tokens() == ([7, 8], None)
-    assert record.completion_tokens == 8
+    assert result.take_tokens() == ([7, 8], None)
+    assert result.completion_tokens == 8
 
 
 def test_every_event_has_the_original_created_time_and_text_stays():

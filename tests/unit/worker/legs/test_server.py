@@ -340,9 +340,9 @@ async def test_a_form_reaches_the_engines_server_byte_for_byte_with_its_type(exc
 class FormApp:
     async def __call__(self, scope, receive, send) -> None:
         headers = dict(scope["headers"])
-        record = CURRENT_LEG.get()
+        given = CURRENT_LEG.get().input
         body = (await receive())["body"]
-        self.asked = (scope["method"], headers[b"content-type"].decode(), body, record.cache_salt)
+        self.asked = (scope["method"], headers[b"content-type"].decode(), body, given.cache_salt)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'{"text":""}', "more_body": False})
 

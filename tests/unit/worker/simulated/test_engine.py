@@ -1,4 +1,4 @@
-"""The simulated engine behind its port: OpenAI responses, the leg record, events and load."""
+"""The simulated engine behind its port: OpenAI responses, the leg's result, events and load."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ import pytest
 
 from connector.messages import EngineCall, Peer, StartFetch
 from connector.transfer.agent import TransferFailed
-from services.worker.engines.port import CURRENT_LEG, EngineDead, Identity, LegRecord
+from services.worker.engines.port import CURRENT_LEG, EngineDead, Identity, Leg, LegInput
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import (
     SimulatedModel,
@@ -71,7 +71,7 @@ class Answer:
         return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
-async def call(engine, path, body, *, record=None, method="POST", on_piece=lambda: None):
+async def call(engine, path, body, *, leg=None, method="POST", on_piece=lambda: None):
     answer, raw = Answer(), body if isinstance(body, bytes) else json.dumps(body).encode()
     requests = iter([raw[: len(raw) // 2], raw[len(raw) // 2 :]])
     halves = [{"type": "http.request", "body": next(requests), "more_body": more} for more in (True, False)]
@@ -86,7 +86,7 @@ async def call(engine, path, body, *, record=None, method="POST", on_piece=lambd
             answer.pieces.append(message["body"])
             on_piece()
 
-    token = CURRENT_LEG.set(record)
+    token = CURRENT_LEG.set(leg)
     try:
         await engine.app({"type": "http", "method": method, "path": path}, receive, send)
     finally:
@@ -94,22 +94,22 @@ async def call(engine, path, body, *, record=None, method="POST", on_piece=lambd
     return answer
 
 
-async def complete(engine, record=None, **fields):
-    return await call(engine, "/v1/completions", {"prompt": PROMPT, "ignore_eos": True, **fields}, record=record)
+async def complete(engine, leg=None, **fields):
+    return await call(engine, "/v1/completions", {"prompt": PROMPT, "ignore_eos": True, **fields}, leg=leg)
 
 
-async def chat(engine, record=None, **fields):
+async def chat(engine, leg=None, **fields):
     body = {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True, **fields}
-    return await call(engine, "/v1/chat/completions", body, record=record)
+    return await call(engine, "/v1/chat/completions", body, leg=leg)
 
 
-def record(kind=LegKind.AGGREGATED, **values):
-    return LegRecord(kind=kind, request_id="r1", trace_headers={}, **values)
+def new_leg(**values):
+    return Leg(LegInput(request_id="r1", **values))
 
 
-async def leg(engine, kind, body, order, **values):
-    made = record(kind, order=order, **values)
-    return await call(engine, "/v1/completions", body, record=made), made
+async def serve_leg(engine, kind, body, order, **values):
+    leg = new_leg(kind=kind, order=order, **values)
+    return await call(engine, "/v1/completions", body, leg=leg), leg.result
 
 
 def on_one_bus(*engines):
@@ -189,14 +189,14 @@ async def test_usage_comes_last_and_counts_cached_tokens(engine):
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_stop_strings_end_the_answer_before_them(engine, streamed):
     words = (await complete(engine, max_tokens=20)).json()["choices"][0]["text"].split(" ")
-    made = record()
+    leg = new_leg()
 
-    answer = await complete(engine, made, max_tokens=20, stop=["never", " " + words[5]], stream=streamed)
+    answer = await complete(engine, leg, max_tokens=20, stop=["never", " " + words[5]], stream=streamed)
 
     choices = [event["choices"][0] for event in answer.events()] if streamed else answer.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == " ".join(words[:5])
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", " " + words[5])
-    assert made.finish_reason == "stop"
+    assert leg.result.finish_reason == "stop"
     assert engine.load().kv_blocks_used == 0
 
 
@@ -311,10 +311,12 @@ async def test_a_disaggregated_request_answers_like_an_aggregated_one(engine, di
         await handshake(engine, decoder)
         alone = await complete(engine, max_tokens=16)
         warm = alone.json()["usage"]["prompt_tokens"]
-        _, prefilled = await leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
+        _, prefilled = await serve_leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
         offer = prefilled.transfer_report.offer
         cached = prefilled.cached_tokens
-        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=offer), prefill_cached_tokens=cached)
+        answer, decoded = await serve_leg(
+            decoder, LegKind.DECODE, body, LegOrder(take=offer), prefill_cached_tokens=cached
+        )
         events = answer.events()
 
         text = "".join(event["choices"][0]["text"] for event in events[:-1])
@@ -343,8 +345,8 @@ async def test_every_transfer_agent_moves_the_right_bytes(directory, transfer):
         running(directory, worker_id="d", **with_it) as decoder,
     ):
         await handshake(prefiller, decoder)
-        _, prefilled = await leg(prefiller, LegKind.PREFILL, body, LegOrder(offer=True))
-        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=prefilled.transfer_report.offer))
+        _, prefilled = await serve_leg(prefiller, LegKind.PREFILL, body, LegOrder(offer=True))
+        answer, decoded = await serve_leg(decoder, LegKind.DECODE, body, LegOrder(take=prefilled.transfer_report.offer))
         alone = await complete(prefiller, max_tokens=16)
 
     assert decoded.transfer_report.fetched_tokens == (decoded.prompt_tokens - 1) // 32 * 32
@@ -374,8 +376,8 @@ async def test_a_streamed_handoff_reports_prefill_cached_tokens(directory):
         await complete(prefiller, prompt=PROMPT[: len(PROMPT) // 2], max_tokens=1)
         source = KvSource(worker_id=WorkerId("p"), epoch=Epoch(0), follow=True)
         legs = (
-            leg(decoder, LegKind.DECODE, body, LegOrder(sources=[source])),
-            leg(prefiller, LegKind.PREFILL, body, None),
+            serve_leg(decoder, LegKind.DECODE, body, LegOrder(sources=[source])),
+            serve_leg(prefiller, LegKind.PREFILL, body, None),
         )
         (answer, decoded), (_, prefilled) = await asyncio.gather(*legs)
         alone = await complete(prefiller, max_tokens=5)
@@ -392,10 +394,10 @@ async def test_damaged_kv_changes_the_answer(engine, directory):
     async with running(directory, worker_id="decoder") as decoder:
         await handshake(engine, decoder)
         whole = (await complete(engine, max_tokens=16)).json()["choices"][0]["text"]
-        _, prefilled = await leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
+        _, prefilled = await serve_leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
         offer = prefilled.transfer_report.offer
         engine._core.cache.contents[unpack_block_ids(offer.block_ids)[1]] ^= 1
-        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=offer))
+        answer, decoded = await serve_leg(decoder, LegKind.DECODE, body, LegOrder(take=offer))
 
     assert decoded.received_tokens > 0
     assert answer.json()["choices"][0]["text"] != whole
@@ -405,13 +407,17 @@ async def test_damaged_kv_changes_the_answer(engine, directory):
 async def test_a_request_below_its_threshold_gets_200_without_tokens(engine, streamed):
     body = {"prompt": PROMPT, "max_tokens": 5, "stream": streamed}
 
-    answer, made = await leg(engine, LegKind.AGGREGATED, body, LegOrder(cache_hit_threshold=0.5))
+    answer, result = await serve_leg(engine, LegKind.AGGREGATED, body, LegOrder(cache_hit_threshold=0.5))
     warmed = await complete(engine, max_tokens=5)
-    warm, _ = await leg(engine, LegKind.AGGREGATED, {**body, "stream": False}, LegOrder(cache_hit_threshold=0.5))
+    warm, _ = await serve_leg(engine, LegKind.AGGREGATED, {**body, "stream": False}, LegOrder(cache_hit_threshold=0.5))
 
     choice = answer.events()[-1]["choices"][0] if streamed else answer.json()["choices"][0]
     assert (answer.status, choice["text"], choice["finish_reason"]) == (200, "", "cache_threshold")
-    assert (made.finish_reason, made.completion_tokens, made.transfer_report.refused) == ("cache_threshold", 0, True)
+    assert (result.finish_reason, result.completion_tokens, result.transfer_report.refused) == (
+        "cache_threshold",
+        0,
+        True,
+    )
     assert warm.json()["choices"][0]["text"] == warmed.json()["choices"][0]["text"]
 
 
@@ -438,25 +444,26 @@ async def test_a_fetch_by_command_computes_no_token(engine, directory):
         )
 
 
-async def test_the_leg_record_has_its_costs(directory):
+async def test_the_legs_result_has_its_costs(directory):
     async with running(directory, sim_prefill_base_s=0.01, sim_decode_base_s=0.001) as engine:
-        made, taken = record(), []
+        leg, taken = new_leg(), []
+        result = leg.result
 
         def take():
-            taken.extend(made.token_ids)
-            made.token_ids = []
+            taken.extend(result.token_ids)
+            result.token_ids = []
 
         body = {"prompt": PROMPT, "max_tokens": 9, "ignore_eos": True, "stream": True}
-        await call(engine, "/v1/completions", body, record=made, on_piece=take)
+        await call(engine, "/v1/completions", body, leg=leg, on_piece=take)
         texts = engine._tokenizer.texts
         whole = await complete(engine, max_tokens=9)
 
     assert "".join(texts[token] for token in taken) == whole.json()["choices"][0]["text"]
-    assert made.completion_tokens == len(taken) == 9
-    assert made.prompt_tokens == whole.json()["usage"]["prompt_tokens"]
-    assert made.prefill_s >= 0.01
-    assert made.first_token_at > 0
-    assert made.finish_reason == "length"
+    assert result.completion_tokens == len(taken) == 9
+    assert result.prompt_tokens == whole.json()["usage"]["prompt_tokens"]
+    assert result.prefill_s >= 0.01
+    assert result.first_token_at > 0
+    assert result.finish_reason == "length"
 
 
 async def test_a_cancelled_call_frees_its_blocks(directory):

@@ -6,12 +6,11 @@ import msgspec
 import pytest
 
 from services.worker.engines.adapters import CONFIG, WEIGHTS
-from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedEngine, SimulatedModel, open_simulated_engine
 from services.worker.legs.asgi_call import ask_app
 from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer
-from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import unpack_hashes
 from tests.unit.worker.simulated.builders import INSTANT
 
@@ -39,14 +38,14 @@ async def load(engine: SimulatedEngine, folder, name: str, weights: bytes) -> No
 
 async def complete(engine: SimulatedEngine, model: str) -> tuple[int, tuple[int, ...], int]:
     """Status, tokens, cached tokens."""
-    record = LegRecord(kind=LegKind.AGGREGATED, request_id="r", trace_headers={})
-    token = CURRENT_LEG.set(record)
+    leg = Leg(LegInput(request_id="r"))
+    token = CURRENT_LEG.set(leg)
     body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
     try:
         status, _body = await ask_app(engine.app, COMPLETIONS, msgspec.json.encode(body))
     finally:
         CURRENT_LEG.reset(token)
-    return status, tuple(record.token_ids), record.cached_tokens
+    return status, tuple(leg.result.token_ids), leg.result.cached_tokens
 
 
 async def test_each_adapter_has_its_own_tokens_and_its_own_cache(engine, tmp_path):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedEngine, SimulatedModel
 from services.worker.engines.simulated.model import SimulatedTokenizer
@@ -74,17 +74,16 @@ async def serve(engine, path, fields, *, resume=None, cached=None, kind=LegKind.
     body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "max_tokens": TOKENS}
     asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": PROMPT}]}
     raw = json.dumps({**body, **asked, **fields}).encode()
-    start = start_leg(request_id="q", kind=kind, path=path, body=raw)
-    record = LegRecord(
-        kind=kind, request_id="q", trace_headers={}, resume=resume, resume_cached_tokens=cached, order=order
-    )
+    start = start_leg(request_id="q", kind=kind, path=path, body=raw, resume=None if resume is None else b"")
+    given = LegInput(kind=kind, request_id="q", resume=resume, resume_cached_tokens=cached, order=order)
     frames = Frames()
-    await asyncio.create_task(_call(engine, AsgiCall(start, raw, record, frames, no_server_error), record))
-    return frames, record
+    call = AsgiCall(start, raw, frames, no_server_error)
+    await asyncio.create_task(_call(engine, call, given))
+    return frames, call.result
 
 
-async def _call(engine, call, record) -> None:
-    CURRENT_LEG.set(record)
+async def _call(engine, call, given) -> None:
+    CURRENT_LEG.set(Leg(given, call.result))
     await call.run(engine.app)
     call.finish()
 
@@ -119,11 +118,11 @@ async def test_an_answer_cut_anywhere_resumes_unchanged(engines, path, fields):
     for cut in range(1, len(whole.pieces)):
         data, tokens = joined(whole.pieces[:cut])
 
-        rest, record = await serve(engines[1], path, fields, resume=tokens, cached=cached)
+        rest, result = await serve(engines[1], path, fields, resume=tokens, cached=cached)
 
         assert events(data + rest.body) == events(whole.body)
         assert tokens + rest.tokens == whole.tokens
-        assert record.completion_tokens == TOKENS
+        assert result.completion_tokens == TOKENS
 
 
 async def test_a_stop_string_across_the_cut_ends_the_answer(engines):
@@ -134,33 +133,33 @@ async def test_a_stop_string_across_the_cut_ends_the_answer(engines):
     assert len(whole.tokens) == 7
 
     data, tokens = joined(whole.pieces[:6])
-    rest, record = await serve(engines[1], COMPLETIONS, fields, resume=tokens, cached=whole.cached[0])
+    rest, result = await serve(engines[1], COMPLETIONS, fields, resume=tokens, cached=whole.cached[0])
 
     assert events(data + rest.body) == events(whole.body)
-    assert record.finish_reason == "stop"
+    assert result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_an_answer_with_all_its_tokens_gets_only_its_end(engines, path):
     whole, _ = await serve(engines[0], path, {})
 
-    rest, record = await serve(engines[1], path, {}, resume=whole.tokens)
+    rest, result = await serve(engines[1], path, {}, resume=whole.tokens)
 
     assert events(rest.body) == events(whole.body)[-2:]
     assert rest.tokens == []
-    assert (record.finish_reason, record.completion_tokens) == ("length", TOKENS)
+    assert (result.finish_reason, result.completion_tokens) == ("length", TOKENS)
     assert engines[1].load().generation_tokens_total == 0
 
 
 async def test_a_prefill_leg_reads_the_resumed_tokens_as_part_of_its_prompt(engines):
     tokens = list(range(100, 164))
 
-    _frames, record = await serve(
+    _frames, result = await serve(
         engines[0], COMPLETIONS, {}, resume=tokens, kind=LegKind.PREFILL, order=LegOrder(offer=True, offer_id="l")
     )
 
-    assert record.transfer_report.prompt_tokens == record.prompt_tokens + len(tokens)
-    assert record.completion_tokens == 1
+    assert result.transfer_report.prompt_tokens == result.prompt_tokens + len(tokens)
+    assert result.completion_tokens == 1
 
 
 async def test_tokens_out_of_vocabulary_are_refused(engines):

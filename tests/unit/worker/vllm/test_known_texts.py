@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker.engines.port import CURRENT_LEG
+from services.worker.engines.port import CURRENT_LEG, Leg, LegInput
 from services.worker.engines.vllm.known_texts import (
     PIECE_CHARS,
     PIECE_CHARS_MAX,
@@ -82,7 +82,7 @@ def renderer(backend):
 def tokens(renderer, text: str, *, of_leg: bool = True, **asked) -> list[int]:
     async def tokenize():
         if of_leg:
-            CURRENT_LEG.set(SimpleNamespace(cache_salt=""))
+            CURRENT_LEG.set(Leg(LegInput()))
         return await renderer._tokenize_prompt_async({"prompt": text}, params(**asked))
 
     return asyncio.run(tokenize())["prompt_token_ids"]
