@@ -118,7 +118,7 @@ def token_of(config: Path, found: Fleet, part: HostPart, state_dir: Path) -> Tok
 
 def run_head(found: Fleet, part: HostPart, state_dir: Path) -> int:
     """Run NATS, the services and the head host's own workers."""
-    from services.launcher.system.up import run_up
+    from services.launcher.system.launch import run_up
 
     return asyncio.run(run_up(head_of(found, part, state_dir, sys.stdout)))
 

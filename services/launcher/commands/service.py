@@ -303,8 +303,8 @@ def processes_of(
 ) -> Sequence[ProcessPlan]:
     """What this host runs. Raises PlanRefused."""
     from services.launcher.system import machine
+    from services.launcher.system.launch import narrowed, with_model_folder
     from services.launcher.system.plan import plan_system
-    from services.launcher.system.up import narrowed, with_model_folder
 
     options = host_options(config, name, state_dir)
     models = tuple(map(with_model_folder, options.models))

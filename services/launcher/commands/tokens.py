@@ -100,7 +100,7 @@ def part_from_running(
     """NATS's URL for other hosts, and workers of a model of the running system; exits if there is none."""
     from services.launcher.fleet.fleet_file import HostPart
     from services.launcher.fleet.head import nats_url_for_others
-    from services.launcher.system.up import named
+    from services.launcher.system.launch import named
 
     if running is None:
         fail("No system runs with this state directory: start one, or name a fleet file with --config.")
@@ -210,7 +210,7 @@ def stored(state_dir: Path, host_name: str) -> Token:
 
 def run_joined(state_dir: Path, found: Token, part: HostPart) -> int:
     """Run the part with the keys of the token; returns the exit code."""
-    from services.launcher.system.up import join_with_token
+    from services.launcher.system.launch import join_with_token
 
     return asyncio.run(join_with_token(options_of(state_dir, found, part)))
 

@@ -307,7 +307,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
 
 def run(options: UpOptions) -> NoReturn:
     """Run the system until it ends."""
-    from services.launcher.system.up import run_up  # Imported here so that `baton --help` is quick.
+    from services.launcher.system.launch import run_up  # Imported here so that `baton --help` is quick.
 
     sys.exit(asyncio.run(run_up(options)))
 

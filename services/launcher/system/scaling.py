@@ -13,7 +13,7 @@ from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import WorkerPlans, base_environment, devices_by_model, fresh_names
 from services.launcher.system.process_plan import Machine, ProcessPlan
 from services.launcher.system.screen import Screen
-from services.launcher.system.system import System
+from services.launcher.system.supervisor import Supervisor
 from shared.bus.port import BusError, Envelope
 from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS, Party
 from shared.contracts.fleet_orders import DrainWorker
@@ -103,7 +103,7 @@ ACCEPT_S_MAX = 5.0
 class Scaler:
     """Handles the planner's scale requests, one at a time."""
 
-    def __init__(self, system: System, options: UpOptions, machine: Machine, screen: Screen) -> None:
+    def __init__(self, system: Supervisor, options: UpOptions, machine: Machine, screen: Screen) -> None:
         self._system = system
         self._options = options
         self._machine = machine

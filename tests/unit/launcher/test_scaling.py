@@ -6,7 +6,7 @@ import pytest
 
 from services.launcher.system.process_plan import ProcessPlan, Stage
 from services.launcher.system.scaling import OwnWorker, own_worker, steps_for
-from services.launcher.system.system import reset_saved_role
+from services.launcher.system.supervisor import reset_saved_role
 from shared.contracts.planning import ScaleFleet
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.state_folder import saved_role_file

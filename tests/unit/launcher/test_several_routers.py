@@ -16,7 +16,7 @@ from services.launcher.system import machine
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import plan_system
 from services.launcher.system.process_plan import Machine, PlanRefused, ProcessPlan
-from services.launcher.system.up import endpoints
+from services.launcher.system.session import endpoints
 
 OPTIONS = UpOptions(models=(ModelOptions(prefill=1, decode=1),), state_dir="/state", port=9000)
 MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))

@@ -1,4 +1,4 @@
-"""The running system: starts all processes, restarts those that die, stops them in reverse order."""
+"""Supervises the processes of a system: starts all, restarts those that die, stops them in reverse order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StartFailed(Exception):
     """The system could not be started; the message says why."""
 
 
-class System:
+class Supervisor:
     """One process tree, used as ``async with``; leaving the context stops everything."""
 
     def __init__(

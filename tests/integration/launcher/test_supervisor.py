@@ -23,7 +23,7 @@ from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import aside, plan_nats
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.system.screen import Board, Screen
-from services.launcher.system.system import StartFailed, System
+from services.launcher.system.supervisor import StartFailed, Supervisor
 from shared.contracts.control import ServicePhase
 from shared.runtime.clock import SystemClock
 from tests.support.nats_server import free_port
@@ -44,7 +44,7 @@ def fake(name: str, nats_url: str, *habits: str, stage: Stage = Stage.WORKERS) -
 @contextlib.asynccontextmanager
 async def system_of(
     folder: Path, hurry: asyncio.Event | None = None, out: io.StringIO | None = None, **habits: tuple[str, ...]
-) -> AsyncIterator[System]:
+) -> AsyncIterator[Supervisor]:
     """nats-server, a router and a collector that are none, and the given workers; each with its habits."""
     options = UpOptions(state_dir=str(folder), nats_port=free_port())
     url = f"nats://127.0.0.1:{options.nats_port}"
@@ -58,7 +58,7 @@ async def system_of(
     environment = {**machine.inherited_environment(), "PYTHONPATH": str(Path(__file__).parents[3])}
     with open_child_starter(folder / "logs", environment) as nursery:
         plan = SystemPlan(processes=processes, ports=(), nats_url=url)
-        async with System(plan, nursery, screen, hurry or asyncio.Event(), QUICK) as system:
+        async with Supervisor(plan, nursery, screen, hurry or asyncio.Event(), QUICK) as system:
             yield system
 
 
