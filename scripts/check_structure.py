@@ -69,7 +69,7 @@ PURE_PARTS = {
     "services.worker.lifecycle.self_test": (
         "Attempt as_text check_report check_tokens next_partner outcome_of partners pause_s prompt_tokens worst"
     ),
-    "services.worker.telemetry": "EventTranslation HeldBlocks",
+    "services.worker.kv_events": "EventTranslation HeldBlocks",
 }
 """By module: its pure classes and functions. What they use of their module, and import, is pure, too."""
 IMPORTS_ALLOWED = {

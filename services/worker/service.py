@@ -15,6 +15,7 @@ import msgspec
 
 from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
+from services.worker.kv_events import CachePublisher
 from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExchange
 from services.worker.legs.body import KvPolicy
@@ -26,9 +27,9 @@ from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.registration import Registration, SavedRole, WorkerStatus, follow_health, new_epoch
 from services.worker.lifecycle.self_test import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
+from services.worker.load_reports import LoadPublisher
 from services.worker.prompt_handlers import RenderHandler, TokenizerHandler
 from services.worker.settings import Settings
-from services.worker.telemetry import CachePublisher, LoadPublisher
 from shared.bus.frame_sender import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
@@ -124,7 +125,7 @@ class Worker:
         self._cache = CachePublisher(service.bus, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
         exchange = make_exchange(service, engine, identity)
-        load = LoadPublisher(
+        self._load = LoadPublisher(
             service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine, exchange=exchange
         )
         self._server = LegServer(
@@ -133,7 +134,7 @@ class Worker:
             self._sender,
             Capacity(epoch, engine.facts.legs_max),
             self._death,
-            load.changed,
+            self._load.changed,
             KvPolicy(settings.cache_hit_threshold, settings.kv_fetch_min_tokens),
             None if exchange is None else UnreadOffers(exchange, identity),
         )
@@ -154,7 +155,7 @@ class Worker:
             copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
             self._follows.append(copies.follow)
         self._status = WorkerStatus(
-            service, registration, load, self._server, engine.facts, saved_role, engine.adapters
+            service, registration, self._load, self._server, engine.facts, saved_role, engine.adapters
         )
         adapter_orders = AdapterHandler(service.bus, service.clock, self._status, engine.adapters, settings.lora_dir)
         self._opens.append(adapter_orders.open)
@@ -169,7 +170,9 @@ class Worker:
         background: list[asyncio.Task[Any]] = [
             tasks.create_task(self._watch_engine(), name="watch-engine"),
             tasks.create_task(self._until_dead(self._cache.follow(self._engine)), name="follow-cache"),
-            tasks.create_task(self._status.report_load(), name="report-load"),
+            tasks.create_task(
+                self._load.publish(lambda: (self._server.phase, self._server.sequences)), name="publish-load-reports"
+            ),
             tasks.create_task(self._send_in_flight_lists(), name="send-in-flight-lists"),
         ]
         try:

@@ -12,7 +12,7 @@ import msgspec
 
 from services.worker.engines.port import EngineAdapters, EngineFacts, EngineHealth
 from services.worker.legs.server import LegServer
-from services.worker.telemetry import LoadPublisher
+from services.worker.load_reports import LoadPublisher
 from shared.bus.port import Bus, BusError, KeyValueStore, StoredValue, WrongRevision
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.control import ServicePhase
@@ -174,10 +174,6 @@ class WorkerStatus:
     def phase(self) -> WorkerPhase:
         """Of the leg server."""
         return self._server.phase
-
-    async def report_load(self) -> None:
-        """Publish load reports until cancelled."""
-        await self._load.follow(lambda: (self._server.phase, self._server.sequences))
 
     async def enter(self, phase: WorkerPhase, note: str = "") -> None:
         self._server.phase = phase

@@ -16,8 +16,9 @@ from services.router.settings import Settings
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.telemetry.tracing import Tracing
 from services.worker.engines.port import EngineLoad
+from services.worker.kv_events import CachePublisher, EventTranslation
 from services.worker.lifecycle.registration import Registration
-from services.worker.telemetry import CachePublisher, EventTranslation, LoadPublisher
+from services.worker.load_reports import LoadPublisher
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT
 from shared.contracts.ids import Epoch, WorkerId
@@ -128,7 +129,7 @@ class ToldWorker:
         engine: Any = self.engine
         load = LoadPublisher(self.bus, self.worker_id, self.epoch, Role.BOTH, held=self.cache.held, engine=engine)
         registration = Registration(self.bus, record(self.worker_id, epoch=self.epoch))
-        for work in (self.cache.follow(engine), load.follow(lambda: (WorkerPhase.READY, 0)), registration.follow()):
+        for work in (self.cache.follow(engine), load.publish(lambda: (WorkerPhase.READY, 0)), registration.follow()):
             self._tasks.append(asyncio.create_task(work))
 
     async def live(self, steps: int) -> None:

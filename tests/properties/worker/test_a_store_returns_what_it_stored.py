@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.files import StoreFiles, content_at
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Job, JobKind, Tiers
-from services.worker.telemetry import HeldBlocks
+from services.worker.kv_events import HeldBlocks
 from shared.contracts.kv_events import KvTier, block_hash64, unpack_hashes
 from tests.support.examples import examples
 

@@ -20,7 +20,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from services.worker.telemetry import EventTranslation
+from services.worker.kv_events import EventTranslation
 from shared.contracts.kv_events import KvEvent, KvTier
 
 EVENTS_QUEUED_MAX = 100_000

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.telemetry import HeldBlocks
+from services.worker.kv_events import HeldBlocks
 from shared.contracts.kv_events import block_hash64, pack_hashes, unpack_hashes
 from tests.support.examples import examples
 

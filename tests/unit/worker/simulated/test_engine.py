@@ -19,8 +19,8 @@ from services.worker.engines.simulated.engine import (
     start_engine,
 )
 from services.worker.engines.simulated.kv_exchange import TcpAgent
+from services.worker.kv_events import HeldBlocks
 from services.worker.settings import Settings
-from services.worker.telemetry import HeldBlocks
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind

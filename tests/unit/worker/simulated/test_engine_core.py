@@ -8,7 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence, SequenceStats
-from services.worker.telemetry import HeldBlocks
+from services.worker.kv_events import HeldBlocks
 from shared.contracts.kv_events import block_hash64, unpack_hashes
 from tests.support.examples import examples
 from tests.unit.worker.simulated.builders import (

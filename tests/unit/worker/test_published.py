@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engines.port import EngineLoad
+from services.worker.kv_events import EventTranslation, HeldBlocks
+from services.worker.load_reports import LoadPublisher
 from services.worker.prompt_handlers import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerHandler
-from services.worker.telemetry import EventTranslation, HeldBlocks, LoadPublisher
 from shared.bus.port import Envelope
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, TOKENS, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt

@@ -1,4 +1,4 @@
-"""What a worker publishes: its KV events, load and speed.
+"""The KV events that a worker publishes, with the snapshot for a router that missed one.
 
 An engine may hold several copies of one block: it stores and removes each copy. On the wire a block is held or not, so
 only the removal of the last copy counts.
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import reduce
 from operator import xor
 
-import msgspec
-
 from services.worker.engines.port import Engine, EngineDead
-from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus, BusDown, Envelope
-from shared.contracts.channels import KV_EVENTS, LOAD
+from shared.contracts.channels import KV_EVENTS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import (
     AskKvSnapshot,
@@ -32,9 +29,6 @@ from shared.contracts.kv_events import (
     pack_hashes,
     unpack_hashes,
 )
-from shared.contracts.load import LOAD_HZ_MAX, LOAD_PERIOD_S_MAX, LoadReport
-from shared.contracts.workers import Role, WorkerPhase
-from shared.engine_speed.learner import SpeedLearner
 
 
 class EventTranslation:
@@ -166,77 +160,3 @@ class CachePublisher:
                 await self._bus.publish(KV_EVENTS, batch)
             except BusDown:
                 log.debug("KV event batch %d was not sent: NATS is down", seq)
-
-
-class LoadPublisher:
-    """The load report: on each change, at most LOAD_HZ_MAX times a second, and at least once in LOAD_PERIOD_S_MAX."""
-
-    def __init__(
-        self,
-        bus: Bus,
-        worker_id: WorkerId,
-        epoch: Epoch,
-        role: Role,
-        *,
-        held: HeldBlocks,
-        engine: Engine,
-        exchange: WorkerExchange | None = None,
-    ) -> None:
-        self.role = role
-        self._bus = bus
-        self._worker_id = worker_id
-        self._epoch = epoch
-        self._held = held
-        self._engine = engine
-        self._exchange = exchange
-        self._learner = SpeedLearner()
-        self._is_changed = asyncio.Event()
-        engine.on_load_changed(self._is_changed.set)
-        if exchange is not None:
-            exchange.on_changed(self.changed)
-
-    def changed(self) -> None:
-        """Something in the report may have changed."""
-        self._is_changed.set()
-
-    async def follow(self, now: Callable[[], tuple[WorkerPhase, int]]) -> None:
-        """Report until cancelled. ``now`` returns the worker's phase and the sequences of its legs."""
-        least_s = 1.0 / LOAD_HZ_MAX
-        while True:
-            self._is_changed.clear()
-            await self.report(*now())
-            await asyncio.sleep(least_s)
-            try:
-                async with asyncio.timeout(LOAD_PERIOD_S_MAX - least_s):
-                    await self._is_changed.wait()
-            except TimeoutError:
-                pass
-
-    async def report(self, phase: WorkerPhase, legs: int) -> None:
-        load = self._engine.load()
-        if load.steps is not None:
-            self._learner.observe(load.steps)
-        numbers = msgspec.structs.asdict(load)
-        exchange = None if self._exchange is None else self._exchange.state
-        if exchange is not None:
-            numbers["received_bytes_total"] = exchange.read_bytes_total
-            numbers["received_seconds_total"] = exchange.read_seconds_total
-            if not (load.running or load.waiting or self.role is Role.STORE):
-                numbers["kv_blocks_used"] = exchange.pinned_blocks  # An idle engine takes no step to count leases.
-        report = LoadReport(
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            role=self.role,
-            phase=phase,
-            legs=legs,
-            kv_blocks_total=self._engine.facts.kv_blocks,
-            digest=self._held.digest(),
-            exchange=exchange,
-            speed=self._learner.speed,
-            engine_silent_s=0.0 if self._exchange is None else self._exchange.unanswered_s,
-            **numbers,
-        )
-        try:
-            await self._bus.publish(LOAD, report)
-        except BusDown:
-            log.debug("a load report was not sent: NATS is down")
