@@ -20,7 +20,7 @@ from shared.runtime.service import Service, refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
 ENVIRONMENT = dict(os.environ)
-"""Before an engine adds to it."""
+"""The process's environment before an engine adds to it."""
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ from shared.contracts.kv_events import pack_hashes
 log = logging.getLogger("baton.worker")
 
 PROMPTS_MAX = 16
-"""In one ask; further ones are refused."""
+"""Prompts in one request; a request with more is refused."""
 BODY_BYTES_MAX = 256 * 1024
-"""Of one prompt: probes must not hold up the engine's server."""
+"""Maximum size of one prompt: probes must not hold up the engine's server."""
 TOKENS_S_MAX = 5.0
-"""For all prompts of one ask, without the wait for earlier asks."""
+"""Time limit for all prompts of one request, without the wait for earlier ones."""
 
 
 AT_ONCE_MAX = 2

@@ -49,12 +49,12 @@ ENGINES = {
     "simulated": "services.worker.engines.simulated.engine",
     "attached": "services.worker.engines.attached.engine",
 }
-"""Imported only when chosen: a machine for simulated workers may have neither torch nor vLLM."""
+"""Modules by engine, imported only when chosen: a machine for simulated workers may have neither torch nor vLLM."""
 IN_FLIGHT_LISTS_S = 2.0
-"""How long an engine may go on working for a router that has died."""
+"""Time that an engine may work for a router that has died."""
 ENGINE_CLOSE_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
-"""For what a worker does after its last leg."""
+"""Time limit for what a worker does after its last leg."""
 
 
 def engine_starter(name: str) -> StartEngine:
@@ -67,7 +67,7 @@ class Ending(Enum):
     STOPPED = auto()
     """The process got SIGTERM."""
     DRAINED = auto()
-    """By order."""
+    """The worker was ordered to drain."""
     ASLEEP = auto()
     """The process begins anew, without an engine."""
 

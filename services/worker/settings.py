@@ -37,9 +37,10 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     served_model_name: str = ""
     """The model name in requests; empty: ``model``."""
     aliases: str = ""
-    """Further names of the model in requests, separated by commas. The same on all workers of a model."""
+    """Further names of the model in requests, separated by commas; equal on all workers of a model."""
     attach_url: str = ""
-    """With ``engine`` attached: an OpenAI-compatible server, such as ``http://gpu-1:30000`` or ``https://host/v1``."""
+    """URL of the OpenAI-compatible server of an attached worker, such as ``http://gpu-1:30000`` or
+    ``https://host/v1``."""
     attach_model: str = ""
     """The model's name at that server; empty: the name in requests, or the only model that the server lists."""
     attach_key_file: str = ""
@@ -77,11 +78,11 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     kv_copy_uses_min: Annotated[int, msgspec.Meta(ge=0)] = 2
     """Copy a prefix to a store once this many requests have used it; 0: never."""
     store_memory_bytes: Annotated[int, msgspec.Meta(gt=0)] = 1 << 30
-    """With ``role`` store: memory for copies of KV blocks."""
+    """Memory of a store for copies of KV blocks."""
     store_files_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 30
-    """With ``role`` store: maximum size of its files, in which copies survive a restart; 0: no files."""
+    """Maximum size of a store's files, in which copies survive a restart; 0: no files."""
     store_dir: str = ""
-    """With ``role`` store: has a folder for each store, by worker id; empty: ``kv-store`` in BATON_STATE_DIR."""
+    """Folder with one folder for each store, by worker id; empty: ``kv-store`` in BATON_STATE_DIR."""
     kv_host: str = "127.0.0.1"
     """Address at which other workers reach this one, for ``connector`` upstream and simulated engines."""
     engine_args: str = ""

@@ -77,4 +77,4 @@ def test_a_cut_within_the_end_of_a_thought_is_refused():
 
     assert "within the end of a thought" in why_not([START, 5, END], thinking_token_budget=1)
     assert [why_not(said, thinking_token_budget=1) for said in ([], [START, 5], [START, 5, END, THEN])] == [""] * 3
-    assert obstacle([START, 5, END]) == ""
+    assert why_not([START, 5, END]) == ""

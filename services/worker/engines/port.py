@@ -208,15 +208,14 @@ class EngineFacts:
     """Tokens computed in one step."""
     prefix_caching: bool = True
     renders: bool = False
-    """Whether it has a renderer."""
     attached: bool = False
     """See ``WorkerRecord.attached``."""
     adapters_at_once_max: int = 0
-    """Different LoRA adapters in one batch; 0: it takes none."""
+    """Different LoRA adapters in one batch; 0: the engine takes none."""
     paths: frozenset[str] = frozenset()
-    """Those of ``engine_paths.SERVED`` that its server has; empty: not known."""
+    """Paths of ``engine_paths.SERVED`` that the engine's server has; empty: unknown."""
     note: str = ""
-    """For operators."""
+    """Remark for operators."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,9 +258,8 @@ class EngineTokens:
 
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    """Of the full blocks, 64 bits each."""
+    """Hashes of the full blocks, 64 bits each."""
     refusal: str = ""
-    """Why the engine refuses to tokenize it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +268,7 @@ class EnginePrompt:
 
     tokens: int = 0
     hashes: list[int] = field(default_factory=list)
-    """Of the full blocks, 64 bits each."""
+    """Hashes of the full blocks, 64 bits each."""
     media_end: int = 0
     refusal: str = ""
 
@@ -311,7 +309,7 @@ class EngineAdapters(Protocol):
 
 
 class EngineHealth(Protocol):
-    """Of an engine that may be away for a while and come back."""
+    """State of an engine that may be away for a while and come back."""
 
     @property
     def fault(self) -> str:
@@ -332,7 +330,7 @@ class Engine(Protocol):
     adapters: EngineAdapters | None = None
     """None if the engine was started without LoRA."""
     renderer: EngineRenderer | None = None
-    """None if it cannot say what its prompts would be."""
+    """None if the engine cannot render prompts without computing them."""
     health: EngineHealth | None = None
     """None for an engine that serves as long as it lives."""
 
@@ -366,11 +364,11 @@ class StartEngine(Protocol):
 
 
 KV_EVENTS_MAX = 10_000
-"""Events queued for the consumer; one that is further behind gets the whole cache again."""
+"""Events queued for the consumer; one that falls further behind gets the whole cache again."""
 
 
 class KvEventFeed:
-    """Of an engine that has ``died`` when that future is done. Must be made on a running event loop."""
+    """KV events of an engine that has ``died`` when that future is done. Must be made on a running event loop."""
 
     def __init__(self, died: asyncio.Future[str], whole_as_events: Callable[[], list[KvEvent]]) -> None:
         self._died = died

@@ -44,13 +44,13 @@ def merge_calls(calls: Sequence[EngineCall]) -> EngineCall:
 log = logging.getLogger("baton.worker")
 
 CALLS_AT_ONCE_MAX = 4
-"""Unanswered by a busy engine; further calls wait and are merged."""
+"""Calls that a busy engine has not answered yet; further calls wait and are merged."""
 CALL_S_MAX = 60.0
-"""Longer than any engine step. A call that takes longer is given up; what it asked for has deadlines of its own."""
+"""Time limit for the engine to answer, longer than any step. What a call asked for has deadlines of its own."""
 STUCK_S_MAX = 180.0
-"""An engine that has answered no call for so long is stuck, as it answers while it computes a step, too. One stood
-still for minutes when it and another engine had just connected; probably a thread waited in UCX and held Python's GIL.
-"""
+"""Time after which an engine that has answered no call is stuck, as it answers while it computes a step, too. One stood
+still for minutes when it and another engine had just connected; probably a thread waited in UCX and held Python's
+GIL."""
 CALLS_WAITING_MAX = 16384
 
 

@@ -33,7 +33,7 @@ from shared.contracts.kv_exchange import (
 )
 
 ASKS_MAX = 8192
-"""Open at a time; beyond that the oldest ends as unreachable."""
+"""Requests for blocks open at a time; beyond that the oldest ends as unreachable."""
 
 
 class OpenAsks:
@@ -125,19 +125,19 @@ def _is_duration(seconds: float) -> bool:
 log = logging.getLogger("baton.worker")
 
 MESSAGES_WAITING_MAX = 65536
-"""For the bus. Beyond that the oldest is dropped; the deadline of what it asked for ends it."""
+"""Messages waiting for the bus. Beyond that the oldest is dropped; the deadline of what it asked for ends it."""
 RELEASES_KEPT_MAX = 1024
-"""Until NATS is reachable again. Their blocks stay pinned until then, or until their leases end."""
+"""Releases kept until NATS is reachable again. The blocks stay pinned until then, or until their leases end."""
 
 NO_ENVELOPE = Envelope(headers={}, size=0)
-"""Of messages that did not come over the bus."""
+"""Envelope of messages that did not come over the bus."""
 
 Message = LeaseKv | KvGrant | ReleaseKv
 CHANNELS: dict[type[Message], Channel[Any]] = {LeaseKv: KV_LEASE, KvGrant: KV_GRANT, ReleaseKv: KV_RELEASE}
 FETCHES_AT_ONCE_MAX = 32
 FETCH_S_MAX = 300.0
 OVERTIME_S = 2.0
-"""After a fetch's deadline, for the engine's notification to arrive."""
+"""Time after a fetch's deadline for the engine's notification to arrive."""
 
 
 class MessageHandler:
@@ -145,7 +145,7 @@ class MessageHandler:
 
     def __init__(self, bus: Bus, identity: Identity, calls: EngineCalls) -> None:
         self.is_closed = False
-        """Whether every ask for blocks is refused."""
+        """Whether every request for blocks is refused."""
         self._bus = bus
         self._me = identity
         self._calls = calls
@@ -275,7 +275,7 @@ class MessageHandler:
 
 
 def _key(message: Message) -> str:
-    """By which the bus tells that a lease request reaches nobody."""
+    """The key by which the bus tells that a lease request reaches nobody."""
     return message.ask_id if isinstance(message, LeaseKv) else ""
 
 
@@ -284,7 +284,7 @@ class FetchHandler:
 
     def __init__(self, calls: EngineCalls) -> None:
         self.is_closed = False
-        """The worker drains, so fetched blocks would be lost."""
+        """Whether the worker drains, so that fetched blocks would be lost."""
         self._calls = calls
         self._under_way: dict[str, asyncio.Future[FetchedKv]] = {}
 

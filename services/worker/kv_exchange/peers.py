@@ -21,17 +21,18 @@ from shared.contracts.workers import WorkerLost, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
 PEERS_MAX = 1024
-"""Further workers are not connected; prompts that they hold are computed."""
+"""Peers that are connected; prompts that further workers hold are computed."""
 ASKS_AT_ONCE_MAX = 8
 KEEP_ALIVE_S = 30.0
 RETRY_S = 1.0
-"""After an ask without a response."""
+"""Pause after a request for a handshake without a response."""
 RECONNECT_S = 5.0
-"""After an engine could not connect to a peer whose handshake it had."""
+"""Pause after an engine could not connect to a peer whose handshake it had."""
 MISSING_S_MAX = 5.0
-"""A peer whose record has vanished is given up after this time. If NATS lost its data, the record is back sooner."""
+"""Time after which a peer whose record has vanished is given up. If NATS lost its data, the record is back sooner."""
 EXCHANGING = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
-"""A probing worker runs self-tests; a draining one still holds blocks that others may want."""
+"""Phases in which workers exchange KV: a probing worker runs self-tests, a draining one still holds blocks that others
+may want."""
 
 
 @dataclass(slots=True)
@@ -41,11 +42,11 @@ class Known:
     epoch: Epoch
     due_at: float
     not_before: float = 0.0
-    """Asked no sooner after a failure, even for a request."""
+    """Instant before which the peer is not asked again after a failure, even for a request."""
     is_requested: bool = False
     missing_since: float = math.inf
     connected: bool = False
-    """Whether the engine knows it."""
+    """Whether the engine knows the peer."""
 
 
 class PeerTable:
@@ -61,7 +62,7 @@ class PeerTable:
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """Of the workers with the same fingerprint that exchange KV, as registered."""
+        """Records of the workers with the same fingerprint that exchange KV."""
         return list(self._records.values())
 
     @property
@@ -179,7 +180,7 @@ class PeerTable:
 log = logging.getLogger("baton.worker")
 
 ANSWER_S_MAX = 2.0
-"""For a handshake. The peer's worker process answers it, not its engine."""
+"""Time limit for a handshake. The peer's worker process answers it, not its engine."""
 
 
 class PeerWatch:
@@ -201,7 +202,7 @@ class PeerWatch:
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """Of the workers that exchange KV with this one, as registered."""
+        """Records of the workers that exchange KV with this one."""
         return self._table.records
 
     def on_records(self, listener: Callable[[], None]) -> None:

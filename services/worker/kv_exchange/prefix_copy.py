@@ -34,7 +34,7 @@ from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
 TAKEN_SHARE_MAX = 0.5
-"""Of an engine's blocks, that another worker's prefixes may fill: the engine has hot prefixes of its own."""
+"""Share of an engine's blocks that another worker's prefixes may fill: the engine has hot prefixes of its own."""
 STORE_RANK = 2
 
 
@@ -46,7 +46,7 @@ class CopyTarget:
     rank: int
     """Targets with a smaller rank are preferred, whatever share of their memory is filled."""
     blocks: int
-    """Of its memory. A store's memory may be filled entirely with such prefixes."""
+    """Blocks of the target's memory that may be filled. A store's memory may be filled entirely with such prefixes."""
     taken: int = 0
     holds: set[bytes] = field(default_factory=set)
     """Blocks of the draining worker that it is known to have."""
@@ -142,7 +142,6 @@ ROUND_S = 5.0
 ROUND_S_MAX = 30.0
 """Time limit for the copies of one round."""
 CHAINS_MAX = 64
-"""Chains in one round."""
 COPIED_KEPT_MAX = 4096
 """Chains remembered as copied."""
 

@@ -26,7 +26,7 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.worker")
 
 EXPIRY_MARGIN_S = 0.01
-"""After a lease's end, so that the engine finds it expired."""
+"""Time after a lease's end, so that the engine finds it expired."""
 
 
 class WorkerExchange:
@@ -34,7 +34,7 @@ class WorkerExchange:
 
     def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, fingerprint: str) -> None:
         self.state = KvExchangeState()
-        """The engine's, as last reported."""
+        """State that the engine reported last."""
         self._bus = bus
         self._clock = clock
         self._me = identity

@@ -17,12 +17,12 @@ SERVER_ERROR = 500
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
 LISTEN_S_MAX = 0.25
-"""For the app to ask for the client's disconnect, or to end without."""
+"""Time limit for the app to ask for the client's disconnect, or to end without."""
 EVENT_PATHS = HANDOFF_PATHS - COMPLETION_PATHS
-"""Their server may send several events for one token, or none: a message's block begins and has a text, say."""
+"""Paths whose server may send several events for one token, or none: a message's block begins and has a text, say."""
 DISCONNECT_S_MAX = 5.0
-"""For an app that has asked for the disconnect to end. Longer than a busy event loop stalls: an app that is
-cancelled before it has aborted its request leaves the engine to generate to the last token."""
+"""Time limit for an app that has asked for the disconnect to end. It is longer than a busy event loop stalls: an app
+that is cancelled before it has aborted its request leaves the engine to generate to the last token."""
 
 
 class ResponseSink(Protocol):
@@ -52,7 +52,6 @@ class _Call:
         self._request: AsgiMessage | None = {"type": "http.request", "body": body, "more_body": False}
         self._disconnected = asyncio.Event()
         self._has_listened = False
-        """The app has asked for the disconnect."""
 
     async def run(self, app: AsgiApp) -> None:
         """Until the app has responded. On cancellation the app gets a disconnect, so that it aborts the request: if its

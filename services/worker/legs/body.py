@@ -29,7 +29,7 @@ PRIVATE_HINTS = (*(name.encode() for name in sorted(PRIVATE)), b"\\u", b"\x00")
 UNREADABLE = b"null"
 """Replaces a body that cannot be salted, because the engine's parser might accept it without the salt."""
 COMPLETION_PATHS = frozenset({COMPLETIONS, CHAT})
-"""Their events end with the engine's own finish reason, and their streams can be resumed."""
+"""Paths whose events end with the engine's own finish reason, and whose streams can be resumed."""
 HANDOFF_PATHS = frozenset(PLACED)
 OFFER_KV = msgspec.json.encode({"do_remote_decode": True})
 """Makes vLLM's NIXL connector keep a prompt's blocks so that another engine can read them."""
@@ -45,7 +45,7 @@ class LegBody:
     body: bytes | None
     """None for a prefill leg whose request cannot be handed off: the decode leg computes everything."""
     is_plain: bool = False
-    """One prompt and one completion; False if that was not checked."""
+    """Whether the body has one prompt and one completion; False if that was not checked."""
 
 
 def own_body(path: str, body: bytes, kind: LegKind, *, moves_kv: bool) -> LegBody:

@@ -19,9 +19,9 @@ from shared.contracts.request_body import body_fault, reserved_in, reserved_mess
 from shared.contracts.workers import WorkerPhase
 
 HINTS = (b"chat_template_kwargs", b"\\u")
-"""A body without either sets no variable of the template, not even with escapes in its name."""
+"""Bytes without which a body sets no variable of the template, not even with escapes in its name."""
 AT_ONCE_BYTES = 256 * 1024
-"""Examined on the event loop, in a millisecond at most."""
+"""Size of a body that is examined on the event loop, in a millisecond at most."""
 
 
 async def refusal(body: bytes) -> bytes:

@@ -38,9 +38,9 @@ FREE_FORMS = (None, "text")
 """Values of ``response_format`` that need no grammar."""
 FREE_TOOL_CHOICES = (None, "auto", "none")
 LOGPROBS = "message.output_text.logprobs"
-"""In a response's ``include``."""
+"""Item of ``include`` in a request for a response."""
 CREATED = re.compile(rb'("created"|"id":"[^"]*","created_at"):\d+')
-"""The start time of an answer, in each of its events; of a response, in those that hold all of it."""
+"""Start time of an answer in each of its events; of a response, in those that hold all of it."""
 
 
 class CannotResume(Exception):

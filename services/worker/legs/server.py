@@ -46,9 +46,9 @@ OK = 200
 BAD_REQUEST = 400
 NOT_FOUND = 404
 TOKEN_BYTES = 4
-"""Of a packed token id."""
+"""Size of a packed token id."""
 DEATH_NOTICE_S_MAX = 1.0
-"""How long a leg that failed waits for the news that the engine has died."""
+"""Time that a leg that failed waits for the news that the engine has died."""
 
 
 class EngineDied(Exception):
@@ -104,7 +104,7 @@ class LegServer:
     ) -> None:
         self.phase = WorkerPhase.STARTING
         self.sequences = 0
-        """Of all legs being served."""
+        """Sequences of all legs being served."""
         self._service = service
         self._is_traced = not isinstance(service.tracer, NoOpTracer)
         self._engine = engine
@@ -260,7 +260,7 @@ class LegServer:
         return own.body, order, resume
 
     def _orders_of_form(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
-        """Of a form nothing is handed off or resumed; the engine itself salts what its server makes of it."""
+        """Forms are neither handed off nor resumed; the engine itself salts what its server makes of one."""
         resume = resumed_tokens(start, is_plain=False)
         has_exchange = self._engine.exchange is not None
         order = self._policy.order(start, is_plain=False, can_refuse=False) if has_exchange else None

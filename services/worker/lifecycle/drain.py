@@ -29,9 +29,9 @@ from shared.runtime.service import Service
 log = logging.getLogger("baton.worker")
 
 CHAINS_MAX = 256
-"""Number of hot prefixes that are copied, the hottest first."""
+"""Hot prefixes that are copied, the hottest first."""
 CHAINS_AT_ONCE_MAX = 4
-"""Concurrent copies. It limits the blocks pinned here and the share of the network."""
+"""Concurrent copies, which bound the blocks pinned here and the share of the network."""
 EVACUATE_S_MAX = 10.0
 """Time limit for copying prefixes."""
 DEADLINE_S_MAX = 86_400.0
@@ -74,7 +74,7 @@ class DrainPlan:
     """Time for running legs."""
     evacuate: bool = False
     sleeps: bool = False
-    """Afterwards the worker begins anew, without an engine."""
+    """Whether the worker begins anew afterwards, without an engine."""
     ordered: bool = False
     """Whether the orchestrator ordered the drain. Otherwise the process got SIGTERM, as all processes do when the whole
     system stops; then no other worker may be left for its cache.

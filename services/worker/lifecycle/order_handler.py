@@ -34,7 +34,7 @@ log = logging.getLogger("baton.worker")
 
 
 UNLOAD_NOTICE_S = 0.5
-"""For routers to learn that an adapter goes, before the engine refuses requests for it."""
+"""Time for routers to learn that an adapter goes, before the engine refuses requests for it."""
 NO_LORA = "its engine was started without LoRA: set WORKER_LORA_DIR, or --enable-lora in WORKER_ENGINE_ARGS"
 
 

@@ -24,7 +24,7 @@ from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 log = logging.getLogger("baton.worker")
 
 REGISTRY_S_MAX = 10.0
-"""For the first read of the registry; after that the worker reports that it waits for it."""
+"""Time limit for the first read of the registry, after which the worker reports that it waits for it."""
 
 Results = dict[PartnerKind, list[Attempt]]
 

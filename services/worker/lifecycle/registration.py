@@ -25,9 +25,9 @@ log = logging.getLogger("baton.worker")
 
 RENEWALS_PER_TTL = 3
 RETRY_S = 1.0
-"""After a write that failed: NATS is away, or no orchestrator has made the registry yet."""
+"""Pause after a write that failed: NATS is away, or no orchestrator has made the registry yet."""
 EPOCH_MAX = 2**53
-"""No clock comes near it, and greater numbers do not fit everywhere."""
+"""Bound of valid epochs. No clock comes near it, and greater numbers do not fit everywhere."""
 
 
 async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
@@ -69,9 +69,9 @@ class Registration:
         self._bus = bus
         self._records: KeyValueStore[WorkerRecord] | None = None
         self._revision = 0
-        """Of the last written record; a renewal over another one shows that another process writes it."""
+        """Revision of the last written record; a renewal over another one shows that another process writes it."""
         self._is_over = False
-        """The record was removed, or belongs to another process."""
+        """Whether the record was removed, or belongs to another process."""
         self._writing = asyncio.Lock()
         self._is_changed = asyncio.Event()
         bus.on_reconnect(self._is_changed.set)
@@ -172,7 +172,7 @@ class WorkerStatus:
 
     @property
     def phase(self) -> WorkerPhase:
-        """Of the leg server."""
+        """The phase of the leg server."""
         return self._server.phase
 
     async def enter(self, phase: WorkerPhase, note: str = "") -> None:
@@ -218,7 +218,7 @@ class WorkerStatus:
 
 
 def detail(phase: WorkerPhase, note: str) -> str:
-    """Of the service status."""
+    """Detail of the service status."""
     if phase is WorkerPhase.PROBING:
         return f"probing: {note}" if note else "probing"
     return ""
@@ -250,7 +250,6 @@ class ChangedRole(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     of_settings: Role
-    """The role in the settings at that time."""
 
 
 def refusal(before: Role, after: Role, phase: WorkerPhase, *, is_changing: bool, attached: bool = False) -> str:

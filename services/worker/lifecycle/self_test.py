@@ -33,14 +33,14 @@ from shared.text.formats import bytes_per_second
 
 FULL_BLOCKS = 2
 TAIL_TOKENS = 5
-"""After the full blocks: the reader computes these itself."""
+"""Tokens after the full blocks, which the reader computes itself."""
 ANSWER_TOKENS = 4
 ATTEMPTS_MAX = 3
-"""With one kind of partner in one round."""
+"""Attempts with one kind of partner in one round."""
 NUMBERS_MAX = 1000
 """The prompt is made of numbers below this."""
 PAUSE_S = 1.0
-"""After the first failed round; doubled after each further one."""
+"""Pause after the first failed round; doubled after each further one."""
 PAUSE_S_MAX = 30.0
 
 
@@ -66,7 +66,7 @@ NEW_PARTNERS: Mapping[Role, frozenset[PartnerKind]] = {
 
 
 class Outcome(StrEnum):
-    """Of one attempt, or of all attempts with one kind of partner. From worst to best."""
+    """Outcome of one attempt, or of all attempts with one kind of partner, from worst to best."""
 
     FAILED = "failed"
     INCONCLUSIVE = "inconclusive"
@@ -76,7 +76,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of a self-test in one direction, or of the worst direction."""
+    """Result of a self-test in one direction, or of the worst direction."""
 
     outcome: Outcome
     failure: str = ""
@@ -122,7 +122,7 @@ def next_partner(able: Sequence[WorkerRecord], attempts: Sequence[Attempt]) -> W
 
 
 def outcome_of(attempts: Sequence[Attempt]) -> Outcome:
-    """Of all attempts with one kind of partner: one pass is enough, and no attempt at all is inconclusive."""
+    """The outcome of all attempts with one kind of partner: one pass is enough, no attempt at all is inconclusive."""
     outcomes = {attempt.result.outcome for attempt in attempts}
     return next((it for it in (Outcome.PASSED, Outcome.FAILED) if it in outcomes), Outcome.INCONCLUSIVE)
 
@@ -141,7 +141,7 @@ def as_text(results: Mapping[PartnerKind, Sequence[Attempt]]) -> str:
 
 
 def worst(results: Iterable[Result]) -> Result:
-    """Of all directions; without any direction there is nothing that could fail."""
+    """The worst of all directions; without any direction there is nothing that could fail."""
     return min(results, key=lambda result: list(Outcome).index(result.outcome), default=PASSED)
 
 
@@ -184,18 +184,18 @@ log = logging.getLogger("baton.worker")
 PATH = "/v1/completions"
 OK = 200
 PROMPTS_AT_ONCE_MAX = 8
-"""Computed for other workers at a time; further asks are refused."""
+"""Prompts computed for other workers at a time; further requests are refused."""
 PROMPT_S_MAX = 5.0
-"""For a partner to compute its prompt; a slower one counts as too busy."""
+"""Time limit for a partner to compute its prompt; a slower one counts as too busy."""
 MEASURE_S_MAX = 5.0
-"""For a measurement and those before it. The engine needs less, unless it is in a long step."""
+"""Time limit for a measurement and those before it. The engine needs less, unless it is in a long step."""
 WAITING_MAX = 4
 """Measurements that may wait for the one under way; further ones are left out."""
 
 READ_S_MAX = 10.0
-"""For this engine to read a prompt's KV and generate."""
+"""Time limit for this engine to read a prompt's KV and generate."""
 RUN_S_MAX = PROMPT_S_MAX + READ_S_MAX + MEASURE_S_MAX
-"""For a partner to ask for this worker's prompt, read it and measure how fast it reads."""
+"""Time limit for a partner to ask for this worker's prompt, read it and measure how fast it reads."""
 ERROR_CHARS_MAX = 300
 
 Measure = Callable[[WorkerId, Epoch], Awaitable[None]]

@@ -46,7 +46,7 @@ class Sleep:
         self._service = service
         self._registration = registration
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether it shall start an engine; otherwise it leaves."""
+        """Whether the worker shall start an engine; otherwise it leaves."""
 
     async def until_woken(self) -> bool:
         """Returns whether to start the engine; False when the worker is to end."""

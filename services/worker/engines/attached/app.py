@@ -24,15 +24,15 @@ Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 
 ANSWER_BYTES_MAX = 64 << 20
-"""Of an answer that is no stream."""
+"""Maximum size of an answer that is no stream."""
 ERROR_BYTES_MAX = 64 << 10
 RETRY_AFTER_S = 1.0
-"""Of a server that is busy and does not say for how long."""
+"""Pause when a busy server does not say for how long."""
 RETRY_AFTER_S_MAX = 60.0
 JSON, EVENT_STREAM = "application/json", "text/event-stream"
 OK, BAD_REQUEST, TOO_MANY, SERVER_ERROR, UNAVAILABLE = 200, 400, 429, 500, 503
 GONE = frozenset({502, 504})
-"""Said by a proxy whose server is away."""
+"""Statuses of a proxy whose server is away."""
 WITHHELD = "The server of this model refused the request; what it said is withheld."
 NO_TOKENS = "the server that this worker is attached to takes no tokens to continue after"
 
@@ -48,7 +48,7 @@ class AttachedApp:
         self._model = model
         self._salts = salts
         self._busy_until = 0.0
-        """The server has asked not to be asked before this instant."""
+        """Instant before which the server has asked not to be asked again."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. A disconnect ends the server's work on it. Raises LegFailed."""
@@ -183,7 +183,7 @@ async def _until_left(receive: Receive) -> None:
 
 
 def retry_after_s(value: str, unix_s: float) -> float | None:
-    """Of a ``Retry-After``, in seconds or as a date, bounded; None if there is none that can be read."""
+    """The seconds of a ``Retry-After`` (a number or a date), bounded; None if it cannot be read."""
     try:
         seconds = float(value) if value.strip()[:1].isdigit() else parsedate_to_datetime(value).timestamp() - unix_s
     except (ValueError, TypeError, OverflowError):

@@ -21,7 +21,7 @@ class ServerBody(NamedTuple):
 
     body: bytes
     model: str
-    """As the client named it; empty if it named none."""
+    """Model as the client named it; empty if it named none."""
     stream: bool
     hides_usage: bool
     """The server was asked for the usage of a stream whose client has not asked for it."""
@@ -65,7 +65,7 @@ def _value_asked(fields: dict[str, msgspec.Raw], name: str) -> Any:
 
 
 EVENT_BYTES_MAX = 4 << 20
-"""One event, or a line without an end. Larger than any that a server has a reason to send."""
+"""Maximum size of one event, or of a line without an end: more than any server has a reason to send."""
 DONE = b"[DONE]"
 DATA = b"data:"
 LAST_TYPES = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
@@ -128,9 +128,8 @@ class AnswerReader:
         self.usage = Usage()
         self.finish_reason = ""
         self.events = 0
-        """Events with something of the answer."""
         self.is_complete = False
-        """Its last event has come."""
+        """Whether the answer's last event has come."""
         self._path = path
         self._model = msgspec.Raw(_encode(model))
         self._hides_usage = hides_usage
@@ -207,7 +206,7 @@ def _raw(fields: dict[str, msgspec.Raw], name: str) -> bytes:
 
 
 def _value(fields: dict[str, msgspec.Raw], name: str) -> Any:
-    """Of a field that is needed; None where it is missing. Raises DecodeError."""
+    """A field that is needed; None where it is missing. Raises DecodeError."""
     raw = fields.get(name)
     return None if raw is None else msgspec.json.decode(raw)
 

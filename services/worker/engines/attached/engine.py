@@ -33,7 +33,7 @@ from shared.runtime.settings import CommonSettings, FollowedFile, SettingsError
 log = logging.getLogger("baton.worker")
 
 RETRY_S = 2.0
-"""Between two attempts to find a server that is away at the start."""
+"""Pause between two attempts to find a server that is away at the start."""
 KNOWS_SALTS = "vllm"
 """Only this server knows ``cache_salt``; others may refuse it."""
 KEY_IN_CLEAR = "its API key travels without encryption, use https"

@@ -109,7 +109,7 @@ class Meter:
         self._generating = 0
         self._waiting_tokens = 0
         self._progress_at = 0.0
-        """Until here the server's time is accounted for."""
+        """Instant up to which the server's time is accounted for."""
         self._steps = 0.0
         """Decode steps: a token each of all requests that generate makes one."""
         self._totals = StepTotals()
@@ -200,10 +200,10 @@ class MeteredRequest:
     def __init__(self, meter: Meter, tokens: int) -> None:
         self.usage = Usage()
         self.tokens = 0
-        """Generated so far, counted by events."""
+        """Tokens generated so far, counted by events."""
         self.is_done = False
         self.prompt_tokens = tokens
-        """To be computed, as far as that is known beforehand."""
+        """Tokens to compute, as far as that is known beforehand."""
         self._meter = meter
         self._generating = False
 
@@ -234,20 +234,20 @@ METRICS = ("/metrics", "/prometheus/metrics")
 """The second one is TensorRT-LLM's, whose first one has statistics in JSON."""
 PROBE_PERIOD_S = 2.0
 LIST_PERIOD_S = 10.0
-"""For a server without /health, whose list of models may count against a limit."""
+"""Interval of probes of a server without /health, whose list of models may count against a limit."""
 PROBE_S_MAX = 3.0
 FAILURES_MAX = 2
 """Probes in succession that must fail before the server counts as away. A connection may break by chance."""
 RETRY_S = 0.25
-"""Before a failed probe is repeated."""
+"""Pause before a failed probe is repeated."""
 GAUGES_PERIOD_S = 1.0
 GAUGES_S_MAX = 2.0
 GAUGES_BYTES_MAX = 2 << 20
 BODY_BYTES_MAX = 4 << 20
 METRICS_RETRY_S = 60.0
-"""For a server that had no metrics."""
+"""Interval at which a server that had no metrics is asked for them again."""
 BAD_KEY_S = 30.0
-"""Until a key that was refused is tried again, unless its file has another one."""
+"""Pause before a refused key is tried again, unless its file has another one."""
 KEY_REFUSED = "it refuses the API key of this worker"
 
 

@@ -29,7 +29,7 @@ KEY_CHARS_MIN = 8
 SPARE_CONNECTIONS = 4
 """For probes and metrics, beside the requests."""
 ANTHROPIC_VERSION = "2023-06-01"
-"""Their servers refuse messages without this header, which the worker does not get from the client."""
+"""Header without which Anthropic's servers refuse messages. The worker does not get it from the client."""
 
 
 class ServerAway(Exception):
@@ -161,7 +161,7 @@ class Server:
 
 ASK_S_MAX = 10.0
 LIST_BYTES_MAX = 4 << 20
-"""Of a list of models, or of a description of a server's endpoints."""
+"""Maximum size of a list of models, or of a description of a server's endpoints."""
 ERROR_BYTES_MAX = 1 << 20
 MODELS_SHOWN_MAX = 8
 NAME_CHARS_MAX = 256
@@ -178,11 +178,11 @@ class ServerModel(msgspec.Struct, frozen=True):
     """The model that the server computes with."""
 
     name: str
-    """In requests to the server."""
+    """Model name in requests to the server."""
     max_model_len: int = 0
-    """0: it has not said."""
+    """Maximum context in tokens; 0: unknown."""
     server: str = ""
-    """What it calls itself, such as ``vllm``."""
+    """Name of the server's software, such as ``vllm``."""
 
 
 class _Listed(msgspec.Struct):

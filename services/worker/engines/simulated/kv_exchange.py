@@ -175,7 +175,7 @@ THIS_PROCESS = MemoryNetwork()
 """Simulated engines of one process reach each other without NIXL."""
 
 MakeAgent = Callable[[str], TransferAgent]
-"""Its argument is the agent's name, which is never reused."""
+"""Factory of agents from names, which are never reused."""
 
 
 class Mover(Protocol):

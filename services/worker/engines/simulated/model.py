@@ -34,7 +34,7 @@ TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 PATHS = frozenset({COMPLETIONS, CHAT, RESPONSES})
-"""Of requests that ``SimulatedApp`` serves."""
+"""Paths that ``SimulatedApp`` serves."""
 
 
 class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def adapters_of(sequences: Iterable[Sequence]) -> list[str]:
 SAYABLE_MIN = 64
 """If the vocabulary has fewer whole words, the model generates any token that decodes to text by itself."""
 CHARS_MAX = 16 * 1024 * 1024
-"""Of a rendered chat."""
+"""Maximum length of a rendered chat."""
 PARTS_WALKED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 """Matches templates that iterate over a message's content. They get it as a list of parts; other templates get one
 string, as vLLM gives it to them.

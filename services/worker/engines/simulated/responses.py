@@ -164,7 +164,7 @@ class Responses(Protocol):
     """Encodes the response to one request."""
 
     done: bytes
-    """What ends a stream."""
+    """End of a stream."""
 
     def opening(self, index: int) -> bytes:
         """The first event of a choice's stream, or b""."""
@@ -239,7 +239,7 @@ class _ChoiceResponses:
         return self._event([], usage)
 
     def _content(self, text: str) -> dict[str, Any]:
-        """Of a whole choice."""
+        """The content of a whole choice."""
         raise NotImplementedError
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:

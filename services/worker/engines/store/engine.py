@@ -48,7 +48,7 @@ from shared.runtime.settings import CommonSettings
 log = logging.getLogger("baton.worker")
 
 PARTNER_POLL_S = 1.0
-"""Between two reads of the registry."""
+"""Interval at which the registry is read."""
 HANDSHAKE_S_MAX = 2.0
 ORPHAN_CHECK_S = 10.0
 ORPHAN_S = 60.0
@@ -132,7 +132,7 @@ SAVE_S_MAX = 4.0
 BLOCKS_MIN = 16
 """Blocks that must fit into a store's memory."""
 POLL_S = 0.002
-"""Between polls of a mover that does not signal arrivals."""
+"""Interval of polls of a mover that does not signal arrivals."""
 NO_LEGS = b'{"error":{"message":"a store serves no requests","type":"invalid_request_error","code":503}}'
 
 

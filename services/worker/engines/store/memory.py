@@ -52,7 +52,6 @@ class Storage:
     arena: Arena
     files: StoreFiles | None
     thread: ThreadPoolExecutor
-    """Runs all calls of ``files``."""
 
     def as_text(self, blocks: int) -> str:
         """Text for the worker's note."""

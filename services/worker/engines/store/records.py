@@ -88,7 +88,7 @@ class SlotRecord:
     slot: int
     checksum: bytes
     used: int
-    """Larger is later."""
+    """Order of use: the larger, the later."""
 
 
 def checksum_of(identity: bytes, name: bytes, content: memoryview | bytes) -> bytes:

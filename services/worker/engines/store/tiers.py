@@ -34,7 +34,7 @@ class FileTier:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._by_name: OrderedDict[bytes, _Slot] = OrderedDict()
-        """The least recently used first."""
+        """Slots by the name of their block, the least recently used first."""
         self._free = list(range(slots - 1, -1, -1))
         self._holders: Counter[int] = Counter()
         self._forgotten: set[int] = set()
@@ -187,7 +187,8 @@ class Tiers:
         self._job_blocks_max = job_blocks_max
         self._to_load: dict[bytes, None] = {}
         self._to_save: dict[bytes, None] = {}
-        """In order of arrival, at most as many as memory has blocks. Blocks evicted before their save are not saved."""
+        """Names of blocks to save, in order of arrival, at most as many as memory has blocks. Blocks evicted before
+        their save are not saved."""
         self._loading: set[bytes] = set()
         self._saves_at = 0.0
         self.counts = Counts()

@@ -28,7 +28,7 @@ OWN_SCHEDULERS = {
     False: "connector.scheduler.engine_scheduler.BatonScheduler",
     True: "connector.scheduler.engine_scheduler.BatonAsyncScheduler",
 }
-"""By whether vLLM schedules asynchronously; a scheduler of the wrong kind computes wrong tokens."""
+"""Scheduler classes by whether vLLM schedules asynchronously; a scheduler of the wrong kind computes wrong tokens."""
 OWN_EVENT_PUBLISHER = "baton"
 """``connector.scheduler.event_publisher.NAME``, in place of vLLM's."""
 

@@ -85,9 +85,9 @@ PRIVATE_ARGUMENTS = ("ec_transfer_params", "kv_cache_report_mode")
 
 
 SALT = "cache_salt"
-"""Of vLLM's prompts."""
+"""Field of vLLM's prompts."""
 POOLED = "pooled"
-"""The finish reason of a leg that generates nothing, so that its worker does not take the lack of one for a failure."""
+"""Finish reason of a leg that generates nothing, so that its worker does not take the lack of one for a failure."""
 
 
 class LegEngine(AsyncLLM):
@@ -99,11 +99,11 @@ class LegEngine(AsyncLLM):
     numbers: count[int]
     traced: bool = False
     thought_end: Sequence[int] = ()
-    """The tokens with which the engine ends a thought that has used up its budget."""
+    """Tokens with which the engine ends a thought that has used up its budget."""
     has_exchange: bool = False
-    """Whether its connector is Baton's."""
+    """Whether the engine's connector is Baton's."""
     catching_up: dict[str, CatchUp | None]
-    """By the engine's request id; None for requests that resume nothing."""
+    """Tokens to replay by the engine's request id; None for requests that resume nothing."""
 
     def attach(self, meter: EngineMeter, block_bytes: int) -> None:
         """Bind to the running event loop. Call once, before the first request."""

@@ -15,7 +15,7 @@ import tokenizers.decoders
 from tokenizers.decoders import DecodeStream
 
 TAIL_TOKENS = 32
-"""More than the bytes of one character, and than the words that a decoder joins."""
+"""Tokens that are decoded again: more than the bytes of one character, and than the words that a decoder joins."""
 INCOMPLETE = "\ufffd"
 """How a text ends if its last character has more bytes."""
 

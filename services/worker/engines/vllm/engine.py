@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.worker")
 
 DEATH_CHECK_S = 0.25
-"""Between two checks whether the engine still lives."""
+"""Interval at which the engine's process is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,7 @@ def has_failed_to_read(error: Exception) -> bool:
 
 
 def validations_of(error: Exception) -> list[dict[str, Any]]:
-    """Of pydantic's exception; none of another one."""
+    """The errors of pydantic's exception; none of another one."""
     errors: Callable[[], list[dict[str, Any]]] | None = getattr(error, "errors", None)
     return errors() if errors is not None else []
 

@@ -17,12 +17,13 @@ from services.worker.engines.vllm.arguments import OWN_CONNECTOR
 from shared.contracts.workers import Fingerprint
 
 SAMPLE_BYTES = 64 * 1024
-"""Of each weight file, the head, the middle and the tail have this size: enough to tell two models apart quickly."""
+"""Size of the samples at the head, the middle and the tail of each weight file: enough to tell two models apart
+quickly."""
 
 
 DIGEST_CHARS = 12
 VOLATILE_KEYS = ("_name_or_path", "_commit_hash", "transformers_version")
-"""Of a model's configuration: they say where it came from, not what the model computes."""
+"""Keys of a model's configuration that say where it came from, not what the model computes."""
 
 
 def fingerprint(config: Any) -> Fingerprint:
@@ -149,7 +150,7 @@ def model_revision(model: Any) -> str:
 
 
 def directory_digest(path: Path) -> str:
-    """Of the whole configuration and index files, and of samples of the weights."""
+    """The digest of the whole configuration and index files, and of samples of the weights."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.suffix == ".json" or file.name.startswith("tokenizer"):

@@ -26,7 +26,7 @@ from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, find_cuts, special_to
 TEXT_CHARS_MIN = 2048
 """Shorter texts take vLLM less than a millisecond."""
 BYTES_MAX = 64 << 20
-"""Of the pieces and their tokens: some seven million tokens."""
+"""Maximum memory of the pieces and their tokens: some seven million tokens."""
 PIECE_BYTES = 250
 """Memory of a piece besides its text and tokens."""
 SAMPLE = "It's 3.14159, l'été — 漢字とかな, привет 🙂!\n\n\tdef f(x):\n\t    return x  **  2\r\n" * 24
@@ -49,11 +49,11 @@ class PieceTokens:
         self._piece_chars = piece_chars
         self._bytes_max, self._bytes = bytes_max, 0
         self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
-        """By salt and piece."""
+        """Tokens by salt and piece, the least recently used first."""
         self._lock = threading.Lock()
 
     def tokens(self, text: str, *, special: bool, salt: str = "") -> list[int] | None:
-        """Of the text; ``special``: with the tokens that the tokenizer adds. None: it cannot be cut well enough."""
+        """Tokens of the text; ``special``: with those that the tokenizer adds. None: it cannot be cut well enough."""
         pieces = self._pieces(text)
         if pieces is None:
             return None

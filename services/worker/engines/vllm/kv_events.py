@@ -26,15 +26,14 @@ from shared.contracts.kv_events import KvEvent, KvTier
 EVENTS_QUEUED_MAX = 100_000
 """Batches in ZMQ's receive queue; vLLM's own bound is the same."""
 READ_AT_ONCE_MAX = 64
-"""Batches, in one turn of the event loop."""
+"""Batches read in one turn of the event loop."""
 READ_AFTER_S = 0.01
-"""After a batch has come: the engine sends it before the tokens of its step, which should not wait for it, and most
-engines send more by then.
-"""
+"""Pause after a batch has come. The engine sends it before the tokens of its step, which should not wait for it, and
+most engines send more by then."""
 REPLAY_S_MAX = 2.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 TIERS = {None: KvTier.DEVICE, MEDIUM_GPU: KvTier.DEVICE, MEDIUM_CPU: KvTier.HOST, MEDIUM_STORAGE: KvTier.DISK}
-"""By vLLM's name of the memory. The engine's own is called GPU, on a CPU too."""
+"""Tiers by vLLM's name of the memory. The engine's own is called GPU, on a CPU too."""
 REMOTE = "REMOTE"
 """Locality of a store that all engines share: its blocks are no reason to prefer one engine."""
 

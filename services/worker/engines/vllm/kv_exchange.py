@@ -16,7 +16,7 @@ from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.port import EngineDead
 
 NOTIFICATIONS_QUEUED_MAX = 4096
-"""In ZMQ's receive queue; the engine drops further ones."""
+"""Notifications in ZMQ's receive queue; the engine drops further ones."""
 SHUTTING_DOWN = "Server shutting down"
 """EngineCore's error when it is about to end."""
 

@@ -40,7 +40,7 @@ class VllmServer:
         self._app: AsgiApp = app
         self.models = app.state.openai_serving_models
         self.paths = frozenset(path for route in app.routes if isinstance(path := getattr(route, "path", None), str))
-        """That it has routes for; which they are depends on the model's tasks."""
+        """Paths that the server has routes for, which depend on the model's tasks."""
         self._numbers = count()
         self._running: set[int] = set()
         self._ended = asyncio.Event()

@@ -32,7 +32,7 @@ SEED_STEP = 0x9E3779B97F4A7C15
 """Odd and without a pattern, so that the seeds of one request's legs are unrelated."""
 SEED_MASK = (1 << 63) - 1
 TOKENS_PER_TURN_MAX = 64
-"""Replayed before other tasks of the event loop may run."""
+"""Tokens replayed before other tasks of the event loop may run."""
 TOKEN_PROMPTS = ("token", "multimodal")
 STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
 """Parameters whose state depends on the engine's own output and would be lost."""
@@ -77,7 +77,7 @@ class CatchUp:
         self.tokens = tokens
         self.joined = joined
         self.outputs: list[RequestOutput] = []
-        """For the server, before the engine's own outputs."""
+        """Outputs for the server before the engine's own."""
         self.has_ended = False
         """The answer was complete, so the engine has nothing to do."""
         self._is_prefill = kind is LegKind.PREFILL

@@ -17,7 +17,7 @@ from shared.engine_speed.steps import StepTotalsCounter
 SCHEDULED = "SCHEDULED"
 """Name of vLLM's event for a scheduled request."""
 BEGUN_MAX = 4096
-"""Prompts at a time; an aborted one stays until others take its place."""
+"""Prompts kept at a time; an aborted one stays until others take its place."""
 
 
 class StepMeter:

@@ -72,7 +72,7 @@ FIELDS = {
 }
 """Fields of a request's body that its tokens depend on."""
 FIRST_HASH_KNOWN = ("sha256", "sha256_cbor")
-"""With other algorithms each process draws a random hash for the parent of the first block."""
+"""Algorithms with a known parent of the first block. With others each process draws a random hash for it."""
 REFUSAL_CHARS_MAX = 500
 
 

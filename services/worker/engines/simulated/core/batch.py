@@ -35,7 +35,7 @@ class RequestParams:
     cache_salt: str = ""
     """Only prompts with the same salt share blocks."""
     lora: tuple[str, str] | None = None
-    """Its LoRA adapter: the name, and what is hashed for its files."""
+    """LoRA adapter: the name, and what is hashed for its files."""
     order: LegOrder = NO_ORDER
     """The worker's order about KV."""
 
@@ -74,7 +74,7 @@ class Sequence:
 
     request_id: str
     owner: Any
-    """Set and read by the caller only; returned with every token."""
+    """Data of the caller, returned with every token."""
     prompt_tokens: int
     tokens: list[int]
     params: RequestParams
@@ -124,7 +124,7 @@ class Batch:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.receiving: dict[str, Sequence] = {}
-        """By request id. They hold blocks for their whole prompt; KV is being read into some of these."""
+        """Sequences with blocks for their whole prompt, some of which KV is being read into, by request id."""
         self._received: deque[Sequence] = deque()
         """Sequences whose reads have ended."""
         self._still_written: dict[str, list[int]] = {}

@@ -34,7 +34,6 @@ class BlockCache:
     def __init__(self, blocks: int, *, prefix_caching: bool = True) -> None:
         self.blocks = blocks
         self.prefix_caching = prefix_caching
-        """If False, blocks get no names and are not reused."""
         self.contents = array("q", bytes(CONTENT_BYTES * (blocks + 1)))
         """The content of each block (see ``tokens``), in memory that never moves. The last element is for probes."""
         self._holders = [0] * blocks

@@ -68,7 +68,6 @@ class EngineCore:
         self._size = model.size
         self._step: _Step | None = None
         self._steps = 0
-        """Steps begun so far."""
         self._now = 0.0
         self._numbers = count(1)
 

@@ -162,7 +162,7 @@ class SimulatedLink:
         self._block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
         self._due: list[tuple[float, int]] = []
         self._waiting: dict[int, _Transfer] = {}
-        """By read id: reads whose simulated bytes have not arrived."""
+        """Reads whose simulated bytes have not arrived, by read id."""
         self._copying: dict[int, _Transfer] = {}
 
     def begin(self, read: Read, now: float) -> None:
@@ -187,7 +187,7 @@ class SimulatedLink:
         return arrived
 
     def landed(self, part: ReadPart, now: float) -> ReadPart | None:
-        """The same part with simulated bytes and times; None for an unknown read."""
+        """The part with simulated bytes and times; None for an unknown read."""
         transfer = self._copying.get(part.read_id)
         if transfer is None:
             return None

@@ -38,7 +38,7 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     count, a step takes what published measurements of an 8-billion-parameter model on an H100 say.
     """
     sim_speed: float = 1.0
-    """Of this engine's steps: 0.5 makes each take twice as long."""
+    """Speed of this engine's steps: 0.5 makes each take twice as long."""
     sim_noise: float = 0.0
     """Standard deviation of the logarithm of a step's time; 0.1 is about ten per cent."""
     sim_transfer_bytes_per_s: float = 2e9
@@ -62,7 +62,7 @@ class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address on which the TCP transfer agent listens."""
     epoch: int = 0
-    """With the worker's id, it identifies this engine to KV peers."""
+    """Epoch of the worker, which with its id identifies this engine to KV peers."""
     kv_lease_s: float = 30.0
     kv_lease_share_max: float = 0.5
     """Share of the KV blocks that leases may pin."""
@@ -98,15 +98,15 @@ class StepTiming:
 
     prefill_tokens_per_s: float
     prefill_base_s: float
-    """Added to a step that computes any prompt token."""
+    """Seconds that any prompt token adds to a step."""
     prefill_s_per_pair: float
-    """For each earlier token that a computed token attends to."""
+    """Seconds for each earlier token that a computed token attends to."""
     decode_base_s: float
-    """Duration of a step in which one sequence decodes."""
+    """Seconds of a step in which one sequence decodes."""
     decode_per_sequence_s: float
-    """For each further decoding sequence."""
+    """Seconds for each further decoding sequence."""
     decode_per_context_token_s: float
-    """For each token of context, of all decoding sequences."""
+    """Seconds for each token of context, of all decoding sequences."""
     transfer_bytes_per_s: float
     """Bandwidth of the one link through which KV arrives."""
     transfer_base_s: float

@@ -64,7 +64,7 @@ def roofline_steps_alike(timing: StepTiming, decoding: int, context: int) -> int
 LAYERS = 36
 HOST_S = 0.0015
 OTHER_KERNELS_US = 0.056
-"""For a token and layer."""
+"""Time of the other kernels for a token and layer."""
 
 TOKENS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 PRODUCTS_US = (
@@ -144,7 +144,7 @@ NOISE_BEYOND = 3.0
 """Standard deviations at which the noise is cut."""
 _MASK = (1 << 64) - 1
 _BITS = 52
-"""Of a uniform number that is below 1 as a float."""
+"""Bits of a uniform number that is below 1 as a float."""
 
 
 def noise_factor(sigma: float, seed: int, step: int) -> float:

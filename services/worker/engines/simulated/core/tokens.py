@@ -32,7 +32,6 @@ ROOT_HASH: bytes = hashlib.sha256(cbor2.dumps(SEED, canonical=True)).digest()
 _THREE_AND_PARENT = b"\x83\x58\x20"
 """CBOR: begins an array of three items, of which the first is a byte string of 32 bytes."""
 _NO_EXTRA_KEYS = b"\xf6"
-"""CBOR: null."""
 
 
 def root_content(lora: tuple[str, str] | None) -> int:
