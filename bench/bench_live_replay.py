@@ -33,13 +33,14 @@ import uvloop
 
 from bench.live_client import Outcome, replay
 from bench.live_router import AS_IT_IS
-from replay import experiment
-from replay.policies import BATON_DEFAULT, BATON_WAITING
-from replay.policies.systems import UnknownPolicyError, make_rule
+from bench.policies import BATON_DEFAULT, BATON_WAITING
+from bench.policies.systems import UnknownPolicyError, make_rule
+from bench.study import experiment
+from bench.study.results import Result, Slo, buckets_of
 from replay.profile import PROFILES, Profile
-from replay.results import Result, Slo, buckets_of, spread_of
+from replay.split import Split
+from replay.spread import spread_of
 from replay.traces import Request, at_load, read_trace
-from replay.world import Shape
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import ROOT
 
@@ -285,10 +286,10 @@ def main() -> int:
     except UnknownPolicyError as error:
         parser.error(f"{error} A live router takes {', '.join(AS_IT_IS)} or a placement rule of another system.")
     requests = cut(read_trace(options.trace, seed=options.seed), options)
-    shape = Shape(both=options.workers)
+    split = Split(both=options.workers)
     slo = Slo(ttft_s=options.ttft, itl_s=options.itl)
     setting = experiment.Setting(
-        requests=requests, shape=shape, profile=PROFILES[options.profile], slo=slo, seed=options.seed
+        requests=requests, split=split, profile=PROFILES[options.profile], slo=slo, seed=options.seed
     )
     print(f"{len(requests)} requests in {requests[-1].at_s:.0f} s on {options.workers} workers, {options.profile}")
     virtual, live, problems = [], [], []

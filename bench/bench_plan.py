@@ -33,9 +33,10 @@ from bench.bench_live_replay import (
     worker_settings,
 )
 from bench.live_client import Outcome, replay
-from replay.capacity.trial import Case, Question, Split, Target, Trial, split_of, try_out
+from replay.capacity.trial import Case, Question, Target, Trial, try_out
 from replay.profile import PROFILES, Profile
-from replay.results import spread_of
+from replay.split import Split, split_of
+from replay.spread import spread_of
 from replay.traces import Request, read_trace
 from tests.support.nats_server import NatsServer, free_port
 
@@ -140,10 +141,7 @@ def main() -> None:
     requests = cut(read_trace(options.trace, seed=options.seed), options)
     profile = slower(PROFILES[options.profile], options.slower)
     target = Target(ttft_s=options.ttft * options.slower, itl_s=options.itl * options.slower, share=0.95)
-    case = Case(
-        requests=requests, whole=requests, too_large=0, whole_too_large=0, profile=profile, target=target,
-        seed=options.seed,
-    )  # fmt: skip
+    case = Case(requests=requests, whole=requests, too_large=0, whole_too_large=0, profile=profile, target=target)
     print(f"{len(requests)} requests in {requests[-1].at_s:.0f} s, engines {options.slower:g} times slower")
     print("split      side      in time  TTFT p50      p95  ITL p50      p95  refused    hits")
     for text in options.splits.split(","):

@@ -14,12 +14,12 @@ from itertools import groupby
 from pathlib import Path
 
 from bench.planned_replay import Delays, PlannedWorld
-from bench.planned_runs import UNDONE_S, Course, Outcome, run, split, splits, undone
+from bench.planned_runs import UNDONE_S, Course, Outcome, run, split_by, splits, undone
 from bench.planned_traffic import Traffic, traffic
+from bench.study.results import Slo
 from replay.profile import PROFILES
-from replay.results import Slo
+from replay.split import Split
 from replay.traces import read_trace
-from replay.world import Shape
 from services.orchestrator.planner.rules import Rules
 from services.router.admission.policy import AdmissionPolicy
 
@@ -33,9 +33,9 @@ PART_S = 300.0
 
 
 def line(outcome: Outcome, hours: float, *, planned: bool) -> str:
-    shape = outcome.shape
+    split = outcome.split
     cells = [
-        outcome.name if planned else f"{outcome.name}: {shape.prefill} P + {shape.decode} D",
+        outcome.name if planned else f"{outcome.name}: {split.prefill} P + {split.decode} D",
         f"{outcome.workers_mean:.1f} ({outcome.workers_max})",
         f"{outcome.worker_hours:.1f}",
         f"{outcome.good:.1%}".rstrip("%"),
@@ -75,7 +75,7 @@ def compare(course: Course, options: argparse.Namespace) -> Iterator[str]:
         workers_min=fixed_size or 1,
         workers_max=fixed_size or WORKERS_MAX,
     )
-    start = split(fixed_size, 0.5) if fixed_size else Shape(prefill=options.prefill, decode=options.decode)
+    start = split_by(fixed_size, 0.5) if fixed_size else Split(prefill=options.prefill, decode=options.decode)
     planned, world = run(course, start, "planned", rules)
     if options.verbose:
         yield from told(world)
@@ -85,13 +85,13 @@ def compare(course: Course, options: argparse.Namespace) -> Iterator[str]:
     if options.alone:
         return
     tried = []
-    for fixed in splits(course, planned.shape):
+    for fixed in splits(course, planned.split):
         tried.append(fixed)
         yield line(fixed, course.hours, planned=False)
     best = max(tried, key=lambda one: one.good)
     if planned.workers_max > planned.workers_mean + 1:
-        share = best.shape.prefill / (best.shape.prefill + best.shape.decode)
-        most, _world = run(course, split(planned.workers_max, share), "fixed, as large as ever")
+        share = best.split.prefill / (best.split.prefill + best.split.decode)
+        most, _world = run(course, split_by(planned.workers_max, share), "fixed, as large as ever")
         yield line(most, course.hours, planned=False)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from replay.legs import Active
-from replay.policies import BATON_DEFAULT, BATON_WAITING
-from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
-from replay.policies.systems import make_rule
+from bench.policies import BATON_DEFAULT, BATON_WAITING
+from bench.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
+from bench.policies.systems import make_rule
+from bench.policies.world import Active
 from replay.profile import PROFILES
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet, Placer

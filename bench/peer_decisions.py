@@ -20,14 +20,15 @@ import msgspec
 from bench.peer_router import decisions as routed
 from bench.peer_routers import Peer
 from bench.peer_scenario import Decision, Scenario, Step, StepKind, scenario
+from bench.policies.base import Baseline, PolicyContext
+from bench.policies.systems import make_rule
+from bench.policies.world import PolicyWorld
 from replay.engine import Job
 from replay.legs import Leg, ReplayedRequest
-from replay.policies.base import Baseline, PolicyContext
-from replay.policies.systems import make_rule
 from replay.profile import PROFILES
 from replay.simworker import MODEL
+from replay.split import Split
 from replay.traces import Request, chains
-from replay.world import Shape, World
 from services.router.placement.placement import PlacementRequest
 from services.router.state.worker_view import Sent, WorkerView
 from shared.contracts.inference import LegKind
@@ -41,7 +42,7 @@ class Mirror:
     """A transcription on the states of a scenario: a world without engines whose legs follow the peer's choices."""
 
     def __init__(self, policy: str, of: Scenario) -> None:
-        self._world = World(Shape(both=of.workers), replace(PROFILES["8b"], block_tokens=of.block_tokens))
+        self._world = PolicyWorld(Split(both=of.workers), replace(PROFILES["8b"], block_tokens=of.block_tokens))
         self._scenario = of
         context = PolicyContext(
             fleet=self._world.fleet,

@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
+from bench.study.results import Slo
 from replay.legs import Leg, ReplayedRequest
 from replay.profile import Profile
-from replay.results import Slo
 from replay.router import NETWORK_S
 from replay.simworker import MODEL, PERIOD_S, SimWorker
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape, World
+from replay.world import World
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import Rules
 from services.router.placement.placement import Placement, Rejection
@@ -59,9 +60,9 @@ class PlannedWorld(World):
     """``rules``: of the planner; without, the fleet stays as it is."""
 
     def __init__(
-        self, shape: Shape, profile: Profile, slo: Slo, rules: Rules | None = None, delays: Delays | None = None
+        self, split: Split, profile: Profile, slo: Slo, rules: Rules | None = None, delays: Delays | None = None
     ) -> None:
-        super().__init__(shape, profile)
+        super().__init__(split, profile)
         self.targets = Targets(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
         self.planner = None if rules is None else Planner(rules, 0.0)
         self.decisions: list[PlanDecision] = []

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.planned_replay import Delays, PlannedWorld
+from bench.study.results import Slo, summarise
 from replay.profile import Profile
-from replay.results import Slo, summarise
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape
 from services.orchestrator.planner.rules import Rules
 from services.router.admission.policy import AdmissionPolicy
 from shared.contracts.planning import PlanAction, PlanDecision
@@ -39,7 +39,7 @@ class Outcome:
     """Of one fleet."""
 
     name: str
-    shape: Shape
+    split: Split
     """On average, rounded; of a fixed fleet: as it was."""
     workers_mean: float
     workers_max: int
@@ -59,9 +59,9 @@ class Outcome:
     """Prefill and decode workers that were asked for."""
 
 
-def run(course: Course, shape: Shape, name: str, rules: Rules | None = None) -> tuple[Outcome, PlannedWorld]:
+def run(course: Course, split: Split, name: str, rules: Rules | None = None) -> tuple[Outcome, PlannedWorld]:
     """One fleet; with ``rules`` one that is planned."""
-    world = PlannedWorld(shape, course.profile, course.slo, rules, course.delays)
+    world = PlannedWorld(split, course.profile, course.slo, rules, course.delays)
     if course.admission is not None:
         world.admit(course.admission)
     outcomes = world.run(course.requests)
@@ -73,7 +73,7 @@ def run(course: Course, shape: Shape, name: str, rules: Rules | None = None) -> 
     share = prefill / (prefill + decode)
     outcome = Outcome(
         name=name,
-        shape=split(math.ceil(mean - 1e-9), share),
+        split=split_by(math.ceil(mean - 1e-9), share),
         workers_mean=mean,
         workers_max=max(size.all for size in sizes),
         worker_hours=mean * course.hours,
@@ -90,26 +90,26 @@ def run(course: Course, shape: Shape, name: str, rules: Rules | None = None) -> 
     return outcome, world
 
 
-def splits(course: Course, start: Shape) -> Iterator[Outcome]:
+def splits(course: Course, start: Split) -> Iterator[Outcome]:
     """Fixed fleets of one size: uphill from ``start``, for as long as more requests are good than before."""
     size = start.prefill + start.decode
     first = best = run(course, start, "fixed")[0]
     yield first
     for way in (-1, 1):
         prefill = start.prefill + way
-        while 0 < prefill < size and (best is first or best.shape.prefill == prefill - way):
-            tried = run(course, Shape(prefill=prefill, decode=size - prefill), "fixed")[0]
+        while 0 < prefill < size and (best is first or best.split.prefill == prefill - way):
+            tried = run(course, Split(prefill=prefill, decode=size - prefill), "fixed")[0]
             yield tried
             if tried.good <= best.good:
                 break
             best, prefill = tried, prefill + way
 
 
-def split(size: int, share: float) -> Shape:
+def split_by(size: int, share: float) -> Split:
     """So many workers, of which that share computes prompts; at least one of each."""
     size = max(2, size)
     prefill = min(max(1, round(size * share)), size - 1)
-    return Shape(prefill=prefill, decode=size - prefill)
+    return Split(prefill=prefill, decode=size - prefill)
 
 
 def ways(decision: PlanDecision) -> dict[Role, bool]:

@@ -1,427 +1,411 @@
-"""``baton bench``: measurements that need no running system."""
+"""``baton plan``: which fleet a workload needs. Without a workload: what the running system's planner decided."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
-from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from services.launcher.commands import views
+from services.launcher.commands.options import (
+    Json,
+    NatsUrl,
+    StateDir,
+    fail,
+    find_nats,
+    print_json,
+    reply_of,
+    wide_console,
 )
 
-from replay.bound import upper_bound
-from replay.experiment import Setting, find_knee, run
-from replay.policies.systems import UnknownPolicyError, names, parse, sweep_of
-from replay.profile import PROFILES, Profile
-from replay.results import NoPlots, Result, Slo, draw, save, table_of
-from replay.traces import Request, TraceError, at_load, cut, read_trace
-from replay.tuning import FROZEN, TUNED, Budget, Frozen, Tuned, write_frozen
-from replay.tuning import tune as tuned_systems
-from replay.workloads import NAMES, generate, opened
-from replay.world import Shape
-from services.worker.engines.simulated.core.step_models import StepModelName
+if TYPE_CHECKING:  # What simulates is imported when it runs: without a workload the command is as quick as others.
+    from replay.capacity.plan import Inputs
+    from replay.capacity.speeds import EngineSpeeds
+    from replay.capacity.trial import Runner, Target
+    from replay.capacity.workload import Workload
+    from replay.profile import Profile
+    from replay.split import Split
 
-ALL = names()
-KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
-"""The knee is where the best of these no longer keeps the target."""
-KNEE = "knee"
-REQUESTS_MADE = 5_000
-"""Of a workload, unless another number is given."""
-OF_THE_KNEE = {"light": 0.5, KNEE: 1.0, "overload": 1.3}
+RUNNING = "running"
+"""In place of a file: the speeds that the running system has measured."""
+SAMPLE = 2000
+GPUS_MAX = 4096
+LOAD = "The workload"
+ENGINES = "The engines"
+SEARCH = "The search"
+RESULT = "The result"
+DECISIONS = "Without a workload: the running planner's decisions"
+EPILOG = """[bold]Examples[/]
 
-app = typer.Typer(
-    no_args_is_help=True, help="Measurements that need no running system.", pretty_exceptions_enable=False
-)
-WIDTH_OF_FILES = 200
-"""Columns of a table that goes into a file or a pipe."""
-screen = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-ProfileName = StrEnum("ProfileName", {name: name for name in PROFILES})  # type: ignore[misc]
-DEFAULT_PROFILE = ProfileName("8b")
-StepModel = StrEnum("StepModel", {name: name for name in get_args(StepModelName)})  # type: ignore[misc]
-DEFAULT_STEP_MODEL = StepModel("linear")
+[cyan]baton plan --trace requests.jsonl --gpus 8 --ttft 2 --itl 0.05 --picture plan.png[/]   enough?
 
+[cyan]baton plan --rate 5/s --prompt 2000 --output 300 --speeds running[/]   how many GPUs?
 
-REPLAY_HELP = """Replay a trace of requests against a simulated fleet, in virtual time.
+[cyan]baton plan[/]   what the running system's planner decided and why
 
-Compares Baton's placement with other systems' policies, on the same
-engines and with the same information.
+[bold]Traces[/]
 
-A trace arrives as it was recorded, --loads times as fast. A workload is
-made from published statistics, named in replay/workloads.py:
+Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids), Azure's CSV (TIMESTAMP,
 
-conversations  people and a chatbot, histories that grow
-agents         tool agents: hot shared prefixes, many quick steps
-code           code completion: repository prefixes, short answers
-reasoning      short questions, heavy-tailed outputs
-tenants        all four side by side, code in bursts
+ContextTokens, GeneratedTokens), or the log of a router that ran with BATON_LOG_FORMAT=json.
 
-Its sessions are closed loops: a turn is sent a think time or a tool's
-time after the answer before it. The load makes sessions start faster.
+[bold]Accuracy[/]
 
-How long the engines' steps take, as in simulated workers:
+A simulation: requests run in virtual time through the router's own placement and admission.
 
---step-model linear    the profile's times add up, as the router's speed
-                       learner assumes
---step-model roofline  the longer of compute and memory, with overheads
---step-model table     published measurements of vLLM's kernels on an H100,
-                       interpolated (8b only; see step_models.py)
-
-For example:
-
-baton bench replay agents --limit 20000 --loads 4 --noise 0.1 --slow 1:0.6
-baton bench replay conversations --fleets 4,16,4+12 --host-blocks 4000
-"""
+docs/planning.md has its errors against live runs. Pictures: pip install 'baton-serve\\[bench]'"""
 
 
-@app.callback()
-def bench() -> None:
-    """Measurements that need no running system."""
+class ProfileName(StrEnum):
+    """Those of ``replay.profile``, which is imported later."""
+
+    SMALL = "8b"
+    LARGE = "70b"
 
 
-TraceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TRACE|WORKLOAD",
-        help=f"Mooncake's .jsonl or Azure's .csv, or a workload made by --seed: {', '.join(NAMES)}.",
-    ),
+GPUS = {ProfileName.SMALL: 1, ProfileName.LARGE: 4}
+"""Of a worker with such a profile."""
+
+app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+TraceOption = Annotated[Path | None, typer.Option(help="File of requests.", rich_help_panel=LOAD)]
+RateOption = Annotated[
+    str, typer.Option(help="Without a trace: 5/s, 300/min or 18000/h, at random instants.", rich_help_panel=LOAD)
 ]
-WorkersOption = Annotated[int, typer.Option(help="That do both phases.", min=0)]
-PrefillOption = Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)]
-DecodeOption = Annotated[int, typer.Option(help="Decode workers.", min=0)]
-ProfileOption = Annotated[ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")]
-FleetsOption = Annotated[
-    str, typer.Option(help="Several fleets one after another: 4,8,2+6 (2+6: 2 prefill and 6 decode workers).")
+PromptOption = Annotated[int, typer.Option(help="With --rate: mean prompt tokens.", min=1, rich_help_panel=LOAD)]
+OutputOption = Annotated[int, typer.Option(help="With --rate: mean output tokens.", min=1, rich_help_panel=LOAD)]
+TtftOption = Annotated[float, typer.Option(help="Target: seconds to the first token.", rich_help_panel=LOAD)]
+ItlOption = Annotated[
+    float, typer.Option(help="Target: seconds between tokens, on average over a request.", rich_help_panel=LOAD)
 ]
-KvBlocksOption = Annotated[int, typer.Option(help="Blocks of 512 tokens in each KV cache; 0: the profile's.")]
-HostBlocksOption = Annotated[
-    int, typer.Option(help="Further blocks in each worker's host memory, loaded at 50 GB/s; 0: none.", min=0)
+ShareOption = Annotated[
+    str, typer.Option(help="Of the requests that must meet both targets: 95% or 0.95.", rich_help_panel=LOAD)
 ]
-StepModelOption = Annotated[StepModel, typer.Option(help="How long engine steps take; see below.")]
-NoiseOption = Annotated[
-    float, typer.Option(help="Standard deviation of the logarithm of step times, by --seed.", min=0, max=1)
+GpusOption = Annotated[
+    int, typer.Option(help="GPUs to plan for; 0: the fewest.", min=0, max=GPUS_MAX, rich_help_panel=ENGINES)
 ]
-SlowOption = Annotated[
-    list[str] | None, typer.Option(help="A slow worker, as NUMBER:SPEED; 1:0.6 runs the second at 60 %. Repeatable.")
+ProfileOption = Annotated[
+    ProfileName, typer.Option(help="Model size; speeds from first principles.", rich_help_panel=ENGINES)
 ]
-PolicyOption = Annotated[
-    list[str] | None, typer.Option(help="Again for each; all by default. See `baton bench policies`.")
+SpeedsOption = Annotated[
+    str, typer.Option(help="Measured speeds instead: a file of --export-speeds, or running.", rich_help_panel=ENGINES)
 ]
-LoadsOption = Annotated[
-    str,
+GpusPerWorkerOption = Annotated[
+    int,
     typer.Option(
-        help="Speeds of the trace (of a workload: about so many requests/s), or light,knee,overload: "
-        "0.5, 1 and 1.3 knees."
+        help="With --speeds, where a worker has other GPUs than it was measured with.",
+        min=0,
+        show_default=False,
+        rich_help_panel=ENGINES,
     ),
 ]
-KneeOption = Annotated[float, typer.Option(help="Where the knee is, if that is known: saves looking for it.", min=0)]
-SweepOption = Annotated[
-    bool, typer.Option(help="Vary each baseline's main parameter, too; at the knee, if that is among the loads.")
+ModelOption = Annotated[str, typer.Option(help="With several running models: whose speeds.", rich_help_panel=ENGINES)]
+ExportSpeedsOption = Annotated[
+    Path | None,
+    typer.Option(help="Write the speeds that the running system has measured, and exit.", rich_help_panel=ENGINES),
 ]
-HoursOption = Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)]
-LimitOption = Annotated[
-    int, typer.Option(help=f"Requests of the trace; 0: all of them, and of a workload {REQUESTS_MADE:,}.", min=0)
+SplitOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Try only this one, such as 3P+1D, 4B or 2P+1D+1B. Repeatable.", rich_help_panel=SEARCH),
 ]
-OpenLoopOption = Annotated[
-    bool, typer.Option("--open-loop", help="Later turns of a workload's sessions do not wait for answers.")
+SampleOption = Annotated[
+    int,
+    typer.Option(help="Requests to search with: the busiest part of a trace; 0: all.", min=0, rich_help_panel=SEARCH),
 ]
-SloTtftOption = Annotated[float, typer.Option(help="Seconds to the first token.")]
-SloItlOption = Annotated[float, typer.Option(help="Seconds between tokens, on average over a request.")]
-SeedOption = Annotated[int, typer.Option(help="Of all that is random.")]
-OutOption = Annotated[Path | None, typer.Option(help="A folder for results.md, results.json and the pictures.")]
-TunedTraceArgument = Annotated[str, typer.Argument(metavar="TRACE|WORKLOAD", help="As for `baton bench replay`.")]
-TunedLoadsOption = Annotated[str, typer.Option(help="Speeds of the trace, or of a workload about so many requests/s.")]
-PointsOption = Annotated[int, typer.Option(help="For each system; its defaults are the first.", min=1)]
-TunedPolicyOption = Annotated[
-    list[str] | None, typer.Option(help="Again for each; those of replay/tuning.py by default.")
+SeedOption = Annotated[int, typer.Option(help="Of all that is random.", rich_help_panel=SEARCH)]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        help="Simulations at a time.", min=0, show_default="the cores of this machine", rich_help_panel=SEARCH
+    ),
 ]
-TunedLimitOption = Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)]
-TunedSeedOption = Annotated[int, typer.Option(help="Of all that is random, the points too.")]
-JobsOption = Annotated[int, typer.Option(help="Processes.", min=1)]
-FrozenOption = Annotated[Path, typer.Option(help="Where the choices go.")]
+PictureOption = Annotated[Path | None, typer.Option(help="Draw the plan: .png, .svg or .pdf.", rich_help_panel=RESULT)]
+CountOption = Annotated[
+    int, typer.Option(min=1, help="Number of decisions to show, newest first.", rich_help_panel=DECISIONS)
+]
 
 
-@app.command(name="replay", help=REPLAY_HELP)
-def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    trace: TraceArgument,
-    workers: WorkersOption = 8,
-    prefill: PrefillOption = 0,
-    decode: DecodeOption = 0,
-    profile: ProfileOption = DEFAULT_PROFILE,
-    fleets: FleetsOption = "",
-    kv_blocks: KvBlocksOption = 0,
-    host_blocks: HostBlocksOption = 0,
-    step_model: StepModelOption = DEFAULT_STEP_MODEL,
-    noise: NoiseOption = 0.0,
-    slow: SlowOption = None,
-    policy: PolicyOption = None,
-    loads: LoadsOption = "1",
-    knee: KneeOption = 0.0,
-    sweep: SweepOption = False,
-    hours: HoursOption = 0.0,
-    limit: LimitOption = 0,
-    open_loop: OpenLoopOption = False,
-    slo_ttft: SloTtftOption = 5.0,
-    slo_itl: SloItlOption = 0.1,
+@app.command(epilog=EPILOG, rich_help_panel=views.OBSERVE)
+def plan(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
+    trace: TraceOption = None,
+    rate: RateOption = "",
+    prompt: PromptOption = 2000,
+    output: OutputOption = 300,
+    ttft: TtftOption = 5.0,
+    itl: ItlOption = 0.1,
+    share: ShareOption = "95%",
+    gpus: GpusOption = 0,
+    profile: ProfileOption = ProfileName.SMALL,
+    speeds: SpeedsOption = "",
+    gpus_per_worker: GpusPerWorkerOption = 0,
+    model: ModelOption = "",
+    export_speeds: ExportSpeedsOption = None,
+    split: SplitOption = None,
+    sample: SampleOption = SAMPLE,
     seed: SeedOption = 0,
-    out: OutOption = None,
+    jobs: JobsOption = 0,
+    picture: PictureOption = None,
+    json: Json = False,
+    count: CountOption = 20,
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
 ) -> None:
-    """Replay a trace of requests against a simulated fleet, in virtual time."""
-    policies = policy or ALL
-    refuse_unknown(policies)
-    swept = [one for name in policies for one in sweep_of(name)] if sweep else []
-    shapes = shapes_of(fleets) if fleets else [shape_of(workers, prefill, decode)]
-    requests = requests_of(trace, seed, hours, limit, is_open=open_loop)
-    for shape in shapes:
-        setting = Setting(
-            requests=requests,
-            shape=shape,
-            profile=profile_of(
-                profile,
-                kv_blocks,
-                step_model=cast("StepModelName", step_model.value),
-                noise=noise,
-                host_blocks=host_blocks,
-            ),
-            slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
-            seed=seed,
-            slow=speeds_of(slow or [], len(shape.roles())),
+    """Size a fleet for a workload (--trace, --rate), or show what the running planner changed and why.
+
+    Finds the split of prefill, decode and both workers that carries the most load
+
+    within the targets, its headroom, what limits it, and the smallest fleet.
+    """
+    if export_speeds is not None:
+        write_speeds(export_speeds, running_speeds(nats_url, state_dir, model))
+        return
+    if trace is None and not rate:
+        if gpus or speeds or split or picture is not None:
+            fail("Name the workload: --trace FILE, or --rate 5/s with --prompt and --output. See: baton plan --help")
+        views.plan(count, nats_url, state_dir, json)
+        return
+    check_picture(picture)
+    chosen = splits_of(split or [])
+    workload = workload_of(trace, rate, (prompt, output), sample, seed)
+    measured = speeds_of(speeds, nats_url, state_dir, model) if speeds else None
+    if measured is None and gpus_per_worker not in {0, GPUS[profile]}:
+        fail(
+            f"The profile {profile.value} is of a worker with {_gpus(GPUS[profile])}. For other workers give measured "
+            "speeds: --speeds FILE or --speeds running."
         )
-        found = find_loads(setting, loads, knee)
-        runs = [
-            (name, load, f"{shape} workers, {label}" if fleets else label)
-            for label, load in found
-            for name in [*policies, *(swept if label in where(found) else [])]
-        ]
-        run_and_show(setting, runs, out / f"workers-{shape}" if out is not None and fleets else out)
+    from replay.capacity.plan import Inputs
+
+    inputs = Inputs(
+        workload=workload,
+        profile=engine_of(profile, measured),
+        engine=(measured.model or Path(speeds).name) if measured is not None else profile.value,
+        measured=measured is not None,
+        gpus_per_worker=gpus_per_worker or (measured.gpus if measured is not None else GPUS[profile]),
+        target=target_of(ttft, itl, share),
+        sample=sample,
+    )
+    carry_out(inputs, workers_of(gpus, inputs.gpus_per_worker, chosen), chosen, jobs, picture, json=json)
 
 
-def run_and_show(setting: Setting, runs: list[tuple[str, float, str]], out: Path | None) -> None:
-    """The results, on the screen, and in the folder if there is one."""
-    results: list[Result] = []
-    for result in run_all(setting, runs):
-        results.append(result)
-        if out is not None:
-            save(results, out)  # an interrupted run keeps what is done
-    for label in dict.fromkeys(result.label for result in results):
-        same = [result for result in results if result.label == label]
-        screen.print(table_of(same))
-        screen.print(bound_of(setting, same[0].load))
-    if out is not None:
-        write(results, out)
-
-
-def bound_of(setting: Setting, load: float) -> str:
-    """What no policy exceeds."""
-    requests = at_load(setting.requests, load)
-    bound = upper_bound(requests, setting.shape, setting.profile, setting.slo, slow=setting.slow)
-    return f"No schedule exceeds {bound.requests_per_s:.3f} requests/s and {bound.tokens_per_s:.0f} tokens/s in time."
-
-
-@app.command()
-def tune(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    trace: TunedTraceArgument,
-    loads: TunedLoadsOption,
-    points: PointsOption = 12,
-    workers: WorkersOption = 8,
-    prefill: PrefillOption = 0,
-    decode: DecodeOption = 0,
-    profile: ProfileOption = DEFAULT_PROFILE,
-    policy: TunedPolicyOption = None,
-    limit: TunedLimitOption = 2000,
-    slo_ttft: SloTtftOption = 5.0,
-    slo_itl: SloItlOption = 0.1,
-    seed: TunedSeedOption = 0,
-    jobs: JobsOption = 1,
-    out: FrozenOption = FROZEN,
+def carry_out(
+    inputs: Inputs, workers: int, chosen: list[Split], jobs: int, picture: Path | None, *, json: bool
 ) -> None:
-    """Tune each system's parameters with the same budget, by goodput, and freeze the choices in a file."""
-    policies = policy or TUNED
-    refuse_unknown(policies)
-    speeds = [load_of(one.strip()) for one in loads.split(",")]
-    shape = shape_of(workers, prefill, decode)
-    setting = Setting(
-        requests=requests_of(trace, seed, 0.0, limit, is_open=False),
-        shape=shape,
-        profile=profile_of(profile, 0),
-        slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
-        seed=seed,
-    )
-    budget = Budget(
-        trace=Path(trace).name,
-        trace_sha256=sha256(Path(trace).read_bytes()).hexdigest() if Path(trace).exists() else "",
-        requests=len(setting.requests),
-        loads=speeds,
-        workers={role: count for role, count in asdict(shape).items() if count},
-        profile=profile.value,
-        slo=setting.slo,
-        seed=seed,
-        points=points,
-    )
-    systems: dict[str, Tuned] = {}
-    for name, tuned in tuned_systems(setting, speeds, policies, points, jobs):
-        systems[name] = tuned
-        gain = f"{100 * tuned.default_score:.1f} % -> {100 * tuned.score:.1f} %"
-        screen.print(f"{parse(name).named(tuned.values)}: {gain}", markup=False, highlight=False)
-        write_frozen(Frozen(budget=budget, systems=systems), out)  # an interrupted run keeps what is done
-    screen.print(str(out), markup=False, soft_wrap=True)
+    """Search, and show the result."""
+    from replay.capacity.plan import Impossible, case_of, make_plan
+    from replay.capacity.report import draw
+    from replay.capacity.trial import cores, runner
 
-
-@app.command()
-def policies() -> None:
-    """List all policies, and the parameters that --sweep varies."""
-    for name in ALL:
-        screen.print(name, *sweep_of(name), sep="  ", markup=False)
-
-
-def refuse_unknown(policies: list[str]) -> None:
-    """Exit for a policy that does not exist."""
-    for name in policies:
-        try:
-            parse(name)
-        except UnknownPolicyError as error:
-            fail(f"{error} See also: baton bench policies")
-
-
-def requests_of(trace: str, seed: int, hours: float, limit: int, *, is_open: bool) -> list[Request]:
-    """The requests to replay; exits if there are none."""
-    if trace in NAMES and not Path(trace).exists():
-        made = cut(generate(trace, limit or REQUESTS_MADE, seed=seed), hours=hours)
-        return opened(made) if is_open else made
     try:
-        requests = cut(read_trace(Path(trace), seed=seed), hours=hours, limit=limit)
-    except OSError as error:
-        fail(f"{trace} cannot be read ({error.strerror}), and is none of the workloads {', '.join(NAMES)}.")
-    except (TraceError, UnicodeDecodeError) as error:
+        case, notes = case_of(inputs)
+        with runner(case, jobs or cores()) as run, progress(run) as phase:
+            found = make_plan(inputs, notes, run, workers, chosen, phase)
+    except Impossible as error:
+        fail(str(error))
+    if json:
+        print_json(found)
+    else:
+        draw(found, wide_console())
+    if picture is not None:
+        from replay.capacity.report import save
+
+        try:
+            save(found, picture)
+        except OSError as error:
+            fail(f"The picture cannot be written: {error}")
+        Console(stderr=True, highlight=False).print(f"Picture: {picture}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(run: Runner) -> Iterator[Callable[[str, int], None]]:
+    """A line on the terminal: the phase, and about how long it takes. Yields what to call when a phase begins."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[left]}"),
+    )
+    screen = Console(stderr=True)
+    shown = Progress(*columns, TimeElapsedColumn(), console=screen, transient=True, disable=not screen.is_terminal)
+    with shown as bar:
+        task = bar.add_task("", total=None, left="")
+        clock = _Clock()
+
+        def phase(what: str, count: int) -> None:
+            clock.begin(count)
+            bar.update(task, description=what, total=count or None, completed=0, left=clock.left())
+
+        def done(_trial: object) -> None:
+            clock.finished()
+            bar.update(task, completed=clock.done, total=max(clock.done, clock.count) or None, left=clock.left())
+
+        run.done = done
+        yield phase
+
+
+class _Clock:
+    """Estimates how long the simulations of a phase take, from those so far."""
+
+    def __init__(self) -> None:
+        self.count = self.done = 0
+        self._began_s = time.monotonic()
+        self._all = 0
+
+    def begin(self, count: int) -> None:
+        """A phase of about so many simulations begins."""
+        self.count, self.done = count, 0
+
+    def finished(self) -> None:
+        """A simulation has ended."""
+        self.done += 1
+        self._all += 1
+
+    def left(self) -> str:
+        """For the terminal."""
+        text = f"{self._all} simulation{'' if self._all == 1 else 's'}"
+        missing = self.count - self.done
+        if not self._all or missing <= 0:
+            return text
+        each_s = (time.monotonic() - self._began_s) / self._all
+        left_s = math.ceil(each_s * missing)
+        left = f"{left_s} s" if left_s < 100 else f"{left_s / 60:.0f} min"
+        return f"{text}, about {left} for this step"
+
+
+def workload_of(trace: Path | None, rate: str, means: tuple[int, int], sample: int, seed: int) -> Workload:
+    """Exits with the reason where there is none."""
+    from replay.capacity.workload import generated, rate_of, read_workload
+    from replay.traces import TraceError
+
+    if trace is not None and rate:
+        fail("Give either --trace or --rate.")
+    if trace is None:
+        try:
+            return generated(rate_of(rate), *means, count=sample or SAMPLE, seed=seed)
+        except ValueError as error:
+            fail(f"--rate: {error}.")
+    try:
+        return read_workload(trace, seed)
+    except TraceError as error:
         fail(f"This trace cannot be read: {error}")
-    if not requests:
-        fail("Nothing of the trace is left to replay.")
-    return requests
+    except OSError as error:
+        fail(f"This trace cannot be read: {trace}: {error.strerror}")
 
 
-def shape_of(workers: int, prefill: int, decode: int) -> Shape:
-    """The fleet's shape; exits for a fleet that cannot serve."""
-    if bool(prefill) != bool(decode):
-        fail("A fleet of prefill and decode workers needs both: --prefill and --decode.")
-    shape = Shape(prefill=prefill, decode=decode) if prefill else Shape(both=workers)
-    if not shape.roles():
-        fail("A fleet needs workers.")
-    return shape
+def target_of(ttft: float, itl: float, share: str) -> Target:
+    """Exits with the reason for targets that make no sense."""
+    from replay.capacity.trial import Target
 
-
-def shapes_of(text: str) -> list[Shape]:
-    """Several fleets; exits for one that cannot serve."""
+    for name, seconds in (("--ttft", ttft), ("--itl", itl)):
+        if not 0.0 < seconds < float("inf"):
+            fail(f"{name} must be more than 0 seconds.")
     try:
-        return [Shape.of(part) for part in text.split(",")]
-    except ValueError as error:
-        fail(f"--fleets: {error}.")
-
-
-def speeds_of(slow: list[str], workers: int) -> dict[int, float]:
-    """The speeds of slow workers; exits for what is none."""
-    found = {}
-    for text in slow:
-        number, _colon, speed = text.partition(":")
-        try:
-            found[int(number)] = float(speed)
-        except ValueError:
-            fail(f"--slow: {text!r} is not NUMBER:SPEED, such as 1:0.6.")
-        if not (0 <= int(number) < workers and 0.0 < float(speed) < math.inf):
-            fail(f"--slow: {text!r} names no worker from 0 to {workers - 1}, or no positive speed.")
-    return found
-
-
-def profile_of(
-    name: str, kv_blocks: int, *, step_model: StepModelName = "linear", noise: float = 0.0, host_blocks: int = 0
-) -> Profile:
-    """The named profile, with another cache size if given; exits for the table's speeds with another model."""
-    if step_model == "table" and name != DEFAULT_PROFILE:
-        fail(f"--step-model table was measured of an 8b model, not of {name}: take linear or roofline.")
-    profile = replace(PROFILES[name], step_model=step_model, noise=noise, host_blocks=host_blocks)
-    return replace(profile, kv_blocks=kv_blocks) if kv_blocks > 0 else profile
-
-
-def run_all(setting: Setting, runs: list[tuple[str, float, str]]) -> Iterator[Result]:
-    """Run all (policy, load, label), with a progress bar each."""
-    with bars() as progress:
-        for policy, load, label in runs:
-            task = progress.add_task(f"{label}: {policy}", total=len(setting.requests))
-
-            def arrived(number: int, task: TaskID = task) -> None:
-                progress.update(task, completed=number + 1)
-
-            yield run(setting, policy, load, label, arrived)
-            progress.remove_task(task)
-
-
-def bars() -> Progress:
-    """Transient progress bars."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=screen, transient=True)
-
-
-def where(loads: list[tuple[str, float]]) -> set[str]:
-    """Labels of the loads at which parameters are varied."""
-    labels = {label for label, _load in loads}
-    return labels & {KNEE} or labels
-
-
-def find_loads(setting: Setting, loads: str, knee: float) -> list[tuple[str, float]]:
-    """Labels and speeds."""
-    labels = [part.strip() for part in loads.split(",") if part.strip()]
-    if not knee and any(label in OF_THE_KNEE for label in labels):
-        knee = knee_of(setting)
-    return [(one, knee * OF_THE_KNEE[one] if one in OF_THE_KNEE else load_of(one)) for one in labels] or [("1", 1.0)]
-
-
-def knee_of(setting: Setting) -> float:
-    """Where the best baseline's p95 of TTFT reaches the target."""
-    with bars() as progress:
-        task = progress.add_task("looking for the knee", total=None)
-        return find_knee(setting, KNEE_OF, lambda result: progress.update(task, description=searched(result)))
-
-
-def searched(result: Result) -> str:
-    """For the bar."""
-    return f"looking for the knee: {result.policy} at {result.load:.3g}: p95 {result.ttft.p95:.2f} s"
-
-
-def load_of(text: str) -> float:
-    """Parse a positive number."""
-    try:
-        load = float(text)
+        parsed = float(share.strip().removesuffix("%")) / (100 if share.strip().endswith("%") else 1)
     except ValueError:
-        load = 0.0
-    if not 0.0 < load < float("inf"):
-        fail(f"--loads: {text!r} is neither a positive number nor one of {', '.join(OF_THE_KNEE)}.")
-    return load
+        parsed = 0.0
+    if not 0.0 < parsed <= 1.0:
+        fail(f"--share: {share!r} is no share of the requests; write 95% or 0.95.")
+    return Target(ttft_s=ttft, itl_s=itl, share=parsed)
 
 
-def write(results: list[Result], out: Path) -> None:
-    """Tables, numbers and pictures."""
-    paths = save(results, out)
+def splits_of(texts: list[str]) -> list[Split]:
+    """Exits with the reason for what is no split."""
+    from replay.split import SplitError, split_of
+
     try:
-        paths += draw(results, out)
+        chosen = [split_of(text) for text in texts]
+    except SplitError as error:
+        fail(f"--split: {error}.")
+    if len({one.workers for one in chosen}) > 1:
+        fail("All splits to compare must have as many workers.")
+    return chosen
+
+
+def workers_of(gpus: int, gpus_per_worker: int, chosen: list[Split]) -> int:
+    """Workers that the GPUs are enough for; 0: to be found."""
+    workers = gpus // gpus_per_worker
+    if gpus and not workers:
+        fail(f"A worker needs {_gpus(gpus_per_worker)}; --gpus says {gpus}.")
+    if not chosen:
+        return workers
+    if gpus and workers != chosen[0].workers:
+        fail(f"{_gpus(gpus)} are {workers} workers, and the splits have {chosen[0].workers}.")
+    return chosen[0].workers
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def check_picture(picture: Path | None) -> None:
+    """Exit before the search if the picture cannot be drawn after it."""
+    if picture is None:
+        return
+    from replay.capacity.report import FORMATS, NoPlots, pyplot
+
+    if picture.suffix not in FORMATS:
+        fail(f"--picture: {picture} must end in {', '.join(FORMATS)}.")
+    if not picture.parent.is_dir():
+        fail(f"--picture: there is no folder {picture.parent}.")
+    try:
+        pyplot()
     except NoPlots as error:
-        screen.print(str(error), style="yellow", markup=False, soft_wrap=True)
-    for path in paths:
-        screen.print(str(path), markup=False, soft_wrap=True)
+        fail(str(error))
 
 
-def fail(message: str) -> NoReturn:
-    """Print an error and exit."""
-    Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False)
-    raise typer.Exit(2)
+def engine_of(profile: ProfileName, measured: EngineSpeeds | None) -> Profile:
+    """The profile, or the measured speeds in its place."""
+    from replay.capacity.speeds import SpeedsError, profile_of
+    from replay.profile import PROFILES
+
+    base = PROFILES[profile.value]
+    try:
+        return profile_of(measured, base) if measured is not None else base
+    except SpeedsError as error:
+        fail(str(error))
+
+
+def speeds_of(source: str, nats_url: str, state_dir: Path | None, model: str) -> EngineSpeeds:
+    """Of a file or of the running system."""
+    from replay.capacity.speeds import SpeedsError, read_speeds
+
+    if source == RUNNING:
+        return running_speeds(nats_url, state_dir, model)
+    try:
+        return read_speeds(Path(source))
+    except SpeedsError as error:
+        fail(str(error))
+
+
+def running_speeds(nats_url: str, state_dir: Path | None, model: str) -> EngineSpeeds:
+    """What the workers of the running system have learned of their engines."""
+    from replay.capacity.speeds import SpeedsError, speeds_of
+    from services.launcher.bus_client import read_fleet, read_loads
+
+    url = find_nats(nats_url, state_dir)
+    fleet = reply_of(read_fleet(url), url)
+    loads = reply_of(read_loads(url, fleet), url)
+    try:
+        return speeds_of([worker.record for worker in fleet.state.workers], loads, model)
+    except SpeedsError as error:
+        fail(str(error))
+
+
+def write_speeds(path: Path, speeds: EngineSpeeds) -> None:
+    """As JSON, to read and to change."""
+    import msgspec
+
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(speeds)) + b"\n")
+    except OSError as error:
+        fail(f"The speeds cannot be written: {error}")
+    Console(highlight=False).print(Text(f"The speeds of {speeds.model} are in {path}."), soft_wrap=True)

@@ -1,10 +1,8 @@
-"""A replayed request, its legs, a router's counts of legs per worker, and the KV exchange between legs."""
+"""A replayed request, its legs, and the KV exchange between them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,76 +69,6 @@ class Leg:
     """When what host memory holds of them has arrived; 0: nothing is loaded."""
     pins: list[tuple[SimWorker, list[int]]] = field(default_factory=list)
     """Blocks pinned at other workers until they are read."""
-
-
-@dataclass(slots=True)
-class Active:
-    """Counts of one worker's legs that were sent and have not ended."""
-
-    requests: int = 0
-    prefill_tokens: int = 0
-    """Uncached prompt tokens of legs without a first token, as predicted when they were sent."""
-    prefill_s: float = 0.0
-    """The time for ``prefill_tokens``, for policies that predict times."""
-    context_tokens: int = 0
-    """Prompt tokens of all of them."""
-    blocks: Counter[int] | None = None
-    """How many of them hold each full block of a prompt; None where nobody counts that."""
-
-    def blocks_with(self, chain: Sequence[int], block_tokens: int) -> float:
-        """Blocks that its legs and a further prompt hold together; a block that several hold counts once. Without
-        ``blocks`` all count.
-        """
-        if self.blocks is None:
-            return self.context_tokens / block_tokens + len(chain)
-        held = self.blocks
-        shared = bisect_left(chain, x=True, key=lambda name: name not in held)  # whoever holds a block holds its prefix
-        return len(held) + len(chain) - shared
-
-
-class RequestCounts:
-    """Counts of legs by worker."""
-
-    def __init__(self) -> None:
-        self.active: defaultdict[WorkerId, Active] = defaultdict(lambda: Active(blocks=Counter()))
-        self.replayed: ReplayedRequest | None = None
-        """The request that is being placed."""
-        self.predicted_s: dict[int, float] = {}
-        """Predicted prefill time by request number, until the prompt is computed."""
-
-    def arrives(self, replayed: ReplayedRequest) -> None:
-        """A request is about to be placed."""
-        self.replayed = replayed
-
-    def started(self, leg: Leg) -> None:
-        """A leg was sent."""
-        active = self.active[leg.worker.worker_id]
-        active.requests += 1
-        active.context_tokens += leg.job.prompt_tokens
-        active.prefill_tokens += leg.uncached_tokens
-        if active.blocks is not None:
-            active.blocks.update(leg.job.chain)
-        if leg.kind is not LegKind.DECODE:
-            active.prefill_s += self.predicted_s.get(leg.replayed.number, 0.0)
-
-    def prompt_computed(self, leg: Leg) -> None:
-        """A leg's first token arrived."""
-        active = self.active[leg.worker.worker_id]
-        active.prefill_tokens -= leg.uncached_tokens
-        if leg.kind is not LegKind.DECODE:
-            active.prefill_s -= self.predicted_s.pop(leg.replayed.number, 0.0)
-
-    def ended(self, leg: Leg) -> None:
-        """A leg ended."""
-        active = self.active[leg.worker.worker_id]
-        active.requests -= 1
-        active.context_tokens -= leg.job.prompt_tokens
-        held = active.blocks
-        if held is not None:
-            for name in leg.job.chain:
-                held[name] -= 1
-                if not held[name]:
-                    del held[name]
 
 
 At = Callable[..., None]

@@ -108,12 +108,6 @@ def read_azure(path: Path, _chance: random.Random) -> Iterator[Request]:
             yield Request(at.timestamp(), blocks, max(1, tokens_in), max(1, tokens_out))
 
 
-def cut(requests: list[Request], *, hours: float = 0.0, limit: int = 0) -> list[Request]:
-    """The beginning of a trace; 0: all of it."""
-    kept = [request for request in requests if not hours or request.at_s < hours * 3600]
-    return kept[:limit] if limit else kept
-
-
 def at_load(requests: list[Request], load: float) -> list[Request]:
     """The same requests, arriving ``load`` times as fast.
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
 from typing import Any
 
 from replay.engine import Engine, Job
-from replay.legs import Exchange, Leg, ReplayedRequest, RequestCounts
+from replay.legs import Exchange, Leg, ReplayedRequest
 from replay.profile import Profile
 from replay.router import NETWORK_S, At, Knowledge, RouterQueue, VirtualAdmission
 from replay.simworker import MODEL, PERIOD_S, SimWorker
+from replay.split import Split
 from replay.traces import Request, chains
 from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
@@ -23,49 +23,22 @@ from services.router.placement.placer import Fleet
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.worker_view import Sent
 from shared.contracts.inference import LegKind
-from shared.contracts.workers import Role, WorkerRecord
+from shared.contracts.workers import WorkerRecord
 
 NOISE_SEEDS = 4096
 """More workers than any fleet has: no two runs share a worker's noise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Number of workers of each role."""
-
-    both: int = 0
-    prefill: int = 0
-    decode: int = 0
-
-    @classmethod
-    def of(cls, text: str) -> Shape:
-        """``8``: workers of both roles; ``2+6``: prefill and decode workers. Raises ValueError for fleets that cannot
-        serve.
-        """
-        found = re.fullmatch(r"(\d+)(?:\+(\d+))?", text.strip())
-        numbers = [] if found is None else [int(group) for group in found.groups() if group is not None]
-        if not numbers or not all(numbers):
-            raise ValueError(f"{text!r} is no fleet: 8 means 8 workers, 2+6 means 2 for prefill and 6 for decode")
-        return cls(both=numbers[0]) if len(numbers) == 1 else cls(prefill=numbers[0], decode=numbers[1])
-
-    def __str__(self) -> str:
-        return str(self.both) if self.both else f"{self.prefill}+{self.decode}"
-
-    def roles(self) -> list[Role]:
-        """Role of each worker."""
-        return [Role.BOTH] * self.both + [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
 
 
 class World:
     """A fleet and one router. Only an oracle placer reads the engines' state directly."""
 
     def __init__(
-        self, shape: Shape, profile: Profile, *, slow: Mapping[int, float] = MappingProxyType({}), seed: int = 0
+        self, split: Split, profile: Profile, *, slow: Mapping[int, float] = MappingProxyType({}), seed: int = 0
     ) -> None:
         """``slow``: speeds of some workers by number, 1.0 being the profile's. ``seed``: of the engines' noise."""
         self.now = 0.0
         self.profile = profile
-        roles = shape.roles()
+        roles = split.roles()
         made = [
             SimWorker(number, role, own, self, offset_s=PERIOD_S * number / len(roles))
             for number, role in enumerate(roles)
@@ -75,7 +48,6 @@ class World:
         ]
         self.workers = {worker.worker_id: worker for worker in made}
         self.fleet = Fleet(PlacementPolicy(silent_s_max=math.inf))
-        self.counts = RequestCounts()
         self.targets: Targets = NO_TARGETS
         """Of every request."""
         self._admission: RouterQueue | None = None
@@ -171,7 +143,6 @@ class World:
         request = replayed.request
         hashes = replayed.chain[: len(request.blocks)]
         wanted = PlacementRequest(model=MODEL, prompt_tokens=request.input_tokens, hashes=hashes, targets=self.targets)
-        self.counts.arrives(replayed)
         if self._admission is None:
             self._decided(now, replayed, self.fleet.place(wanted, now))
         else:
@@ -223,7 +194,6 @@ class World:
     def _start(self, leg: Leg, now: float) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
         self.fleet.cluster.leg_started(leg.worker.worker_id, leg.sent)
-        self.counts.started(leg)
         self.at(now + NETWORK_S, self._reaches_worker, leg)
 
     def _start_decode(self, now: float, prefill: Leg) -> None:
@@ -299,14 +269,12 @@ class World:
     def _prompt_computed(self, now: float, leg: Leg) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
         self.fleet.cluster.prompt_computed(leg.worker.worker_id, leg.sent, leg.uncached_tokens)
-        self.counts.prompt_computed(leg)
         self._schedule_pass(now)
 
     def _ended(self, now: float, leg: Leg) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
         context = leg.replayed.request.input_tokens if leg.kind is LegKind.PREFILL else self._context(leg)
         self.fleet.cluster.leg_ended(leg.worker.worker_id, leg.sent, context)
-        self.counts.ended(leg)
         placement = leg.replayed.placement
         if leg.kind is not LegKind.PREFILL:
             self._next_turn(leg.replayed, now)

@@ -27,12 +27,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.kv_bench_page import machine
 from bench.study import page, pictures
+from bench.study.bound import Bound
 from bench.study.code_digest import ROOT
 from bench.study.plan import LOADS, PLAN, WHOLE_SEEDS, Fleet, Plan, Section, Workload, chosen, quick, sized, whole
 from bench.study.rows import Data, Group, group_of
 from bench.study.runs import Case, Failed, Store, Workshop, in_parallel
-from replay.bound import Bound
-from replay.results import NoPlots
+from replay.capacity.report import NoPlots
 
 PAGE = ROOT / "docs/benchmarks/replay.md"
 FOLDER = ROOT / "study-runs"

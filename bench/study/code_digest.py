@@ -16,10 +16,14 @@ from bench.study.plan import OWN
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPENDS = (
-    "replay/**/*.py",
-    "replay/tuned.json",
-    "bench/study/samples.py",
+    "replay/*.py",
+    "bench/policies/*.py",
+    "bench/study/experiment.py",
+    "bench/study/results.py",
     "bench/study/runs.py",
+    "bench/study/samples.py",
+    "bench/study/tuned.json",
+    "bench/study/workloads.py",
     "services/router/placement/*.py",
     "services/router/admission/*.py",
     "services/router/state/*.py",
@@ -30,10 +34,8 @@ DEPENDS = (
     "shared/engine_speed/*.py",
 )
 IGNORED = (
-    "replay/bound.py",
     "replay/cli.py",
-    "replay/oracle.py",
-    "replay/tuning.py",
+    "bench/policies/oracle.py",
     "services/router/admission/admission_queue.py",
     "services/router/admission/placing.py",
     "services/router/placement/decision.py",
@@ -48,8 +50,7 @@ IGNORED = (
     "services/router/state/reservations.py",
 )
 """What no run of the study executes: the command line, the analysis of runs, and what reads requests and messages."""
-PLANNING = "replay/capacity/*"
-ANALYSIS = ("replay/bound.py", "bench/study/statistics.py", "bench/study/rows.py")
+ANALYSIS = ("bench/study/bound.py", "bench/study/statistics.py", "bench/study/rows.py")
 BATON_ONLY = (
     "services/router/admission/admission.py",
     "services/router/admission/fair_share.py",
@@ -91,7 +92,7 @@ def analysis_digest() -> str:
 def files_of(*, own: bool) -> list[Path]:
     """All of that code."""
     left_out = {*IGNORED, *(() if own else BATON_ONLY)}
-    found = {path for pattern in DEPENDS for path in ROOT.glob(pattern)} - set(ROOT.glob(PLANNING))
+    found = {path for pattern in DEPENDS for path in ROOT.glob(pattern)}
     return sorted(path for path in found if str(path.relative_to(ROOT)) not in left_out)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bench.study.code_digest import is_own
 from bench.study.plan import LOADS
 from bench.study.rows import Data, Group, value_of
-from replay.results import MISSING, NoPlots
+from replay.capacity.report import pyplot
 
 PANELS_ACROSS = 3
 OWN_COLORS = ("black", "crimson", "darkorange")
@@ -24,13 +24,7 @@ SHOWN_MAX = 1.0
 
 def draw(data: Data, folder: Path) -> list[str]:
     """Write ``replay-NAME.png``; returns the names. Raises NoPlots where matplotlib is missing."""
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise NoPlots(MISSING) from error
+    plt = pyplot()
     main = [group for group in data.groups if group.section in ("targets", "default")]
     made = {
         "differences": draw_differences(plt, [group for group in data.groups if group.section != "factorial"]),

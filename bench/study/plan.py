@@ -7,11 +7,11 @@ from functools import cache
 
 import msgspec
 
-from replay.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING
-from replay.results import Slo
-from replay.tuning import Frozen, read_frozen
-from replay.workloads import NAMES
-from replay.world import Shape
+from bench.policies import BATON, BATON_DEFAULT, BATON_STRICT, BATON_WAITING
+from bench.study.results import Slo
+from bench.study.tuning import Frozen, read_frozen
+from bench.study.workloads import NAMES
+from replay.split import Split
 from services.worker.engines.simulated.core.step_models import StepModelName
 
 LOADS = {"light": 0.5, "knee": 1.0, "overload": 1.3}
@@ -32,7 +32,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Requests, made by the seed or read from a trace file."""
 
     name: str
-    """Of ``replay.workloads``, or of a trace that the command is given."""
+    """Of ``bench.study.workloads``, or of a trace that the command is given."""
     is_trace: bool = False
     is_tuned: bool = False
     """Parameters were chosen on it: what it shows is no evidence for others."""
@@ -41,7 +41,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def count(self, fleet: Fleet) -> int:
         """Requests for this fleet."""
-        return max(1, self.requests * len(fleet.shape.roles()) // WORKERS)
+        return max(1, self.requests * len(fleet.split.roles()) // WORKERS)
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +61,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """Of host memory, for each worker."""
 
     @property
-    def shape(self) -> Shape:
+    def split(self) -> Split:
         """As the replay takes it."""
-        return Shape(both=self.both, prefill=self.prefill, decode=self.decode)
+        return Split(both=self.both, prefill=self.prefill, decode=self.decode)
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 10
     """Seeds 1, 2, ...: so many."""
     are_tuned: bool = False
-    """Policies run with the values of ``replay/tuned.json``, which all got with the same budget; otherwise with defaults.
+    """Policies run with the values of ``bench/study/tuned.json``, which all got with the same budget; otherwise with defaults.
     Baton's own admission has its defaults in any case.
     """
 
@@ -143,7 +143,7 @@ PLAN = Plan(
     sections={
         "targets": Section(
             title="With targets",
-            text="Every router knows the targets. Rivals are tuned on one trace (`replay/tuned.json`), Baton has its defaults.",
+            text="Every router knows the targets. Rivals are tuned on one trace (`bench/study/tuned.json`), Baton has its defaults.",
             are_tuned=True,
             workloads=MAIN,
             fleets=(EIGHT,),

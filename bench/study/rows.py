@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from bench.study.bound import Bound
 from bench.study.code_digest import analysis_digest, is_own
+from bench.study.results import Bucket
 from bench.study.runs import Run
 from bench.study.samples import decode
 from bench.study.statistics import Interval, Pool, compared, measured
-from replay.bound import Bound
-from replay.results import Bucket, Spread
+from replay.spread import Spread
 
 Number = float | None
 """None: infinite."""

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import msgspec
 
+from bench.study.bound import Bound, feasible_share, upper_bound
 from bench.study.code_digest import analysis_digest, digest_of, is_own
+from bench.study.experiment import Setting, run_with_outcomes
 from bench.study.plan import KNEE_OF, KNEE_SEED, Fleet, Workload, frozen
+from bench.study.results import Result, Slo
 from bench.study.samples import samples_of
-from replay.bound import Bound, feasible_share, upper_bound
-from replay.experiment import Setting, run_with_outcomes
+from bench.study.workloads import generate
 from replay.profile import PROFILES, Profile
-from replay.results import Result, Slo
 from replay.traces import Request, at_load, read_trace
-from replay.workloads import generate
 
 KNEE_RATIO = 1.05
 """Precision of the knee."""
@@ -157,7 +157,7 @@ class Workshop:
         requests = self.requests(case.workload, case.fleet, case.load, case.seed)
         setting = Setting(
             requests=requests,
-            shape=case.fleet.shape,
+            split=case.fleet.split,
             profile=profile_of(case.fleet),
             slo=case.slo,
             seed=case.seed,
@@ -187,7 +187,7 @@ class Workshop:
         kept = store.bound(case)
         if kept is None:
             requests = self.requests(workload, fleet, load, seed)
-            kept = upper_bound(requests, fleet.shape, profile_of(fleet), self.slo, slow=dict(fleet.slow))
+            kept = upper_bound(requests, fleet.split, profile_of(fleet), self.slo, slow=dict(fleet.slow))
             store.put_bound(case, kept)
         return kept
 
@@ -234,7 +234,7 @@ def first_guess(requests: Sequence[Request], fleet: Fleet) -> float:
     profile = profile_of(fleet)
     batch_s = profile.decode_base_s / BATCH + profile.decode_per_sequence_s
     busy_s = sum(profile.prompt_s(one.input_tokens, 0) + one.output_tokens * batch_s for one in requests)
-    return round(0.5 * len(fleet.shape.roles()) * span_s / max(busy_s, 1e-9), 3)
+    return round(0.5 * len(fleet.split.roles()) * span_s / max(busy_s, 1e-9), 3)
 
 
 def find_knee(keeps: Callable[[float], bool], guess: float) -> float:

@@ -18,8 +18,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from bench.study.results import Slo
 from bench.study.samples import Samples
-from replay.results import Slo
 
 WINDOWS = 12
 RESAMPLES = 1000

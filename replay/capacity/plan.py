@@ -10,9 +10,10 @@ from functools import partial
 import msgspec
 
 from replay.capacity.search import Bottleneck, Limit, Search, rank
-from replay.capacity.trial import Case, Runner, Split, Target, Trial, alone_s, fits
+from replay.capacity.trial import Case, Runner, Target, Trial, alone_s, fits
 from replay.capacity.workload import Summary, Workload, busiest, seen_before, summary_of
 from replay.profile import Profile
+from replay.split import Split
 from replay.traces import Request
 from shared.text.formats import duration
 
@@ -97,7 +98,6 @@ class Inputs:
     target: Target
     sample: int
     """Requests of the piece to search with; 0: all."""
-    seed: int
 
 
 def case_of(inputs: Inputs) -> tuple[Case, list[str]]:
@@ -114,7 +114,6 @@ def case_of(inputs: Inputs) -> tuple[Case, list[str]]:
         whole_too_large=len(inputs.workload.requests) - len(whole),
         profile=inputs.profile,
         target=inputs.target,
-        seed=inputs.seed,
     )
     return case, notes
 

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from replay.capacity.plan import Plan, SplitResult
 from replay.capacity.search import WORKERS_MAX
-from replay.capacity.trial import LETTERS, Split, Trial
+from replay.capacity.trial import Trial
 from replay.capacity.workload import Summary
-from replay.results import MISSING, NoPlots
+from replay.split import LETTERS, Split
 from shared.text.formats import duration
 
 SHOWN_MAX = 10
@@ -241,7 +241,12 @@ FAR_BEYOND = 1.6
 ROLE_COLORS = {"prefill": "#d1693b", "decode": "#3b75af", "both": "#6a9a58"}
 CURVE_COLORS = ("#222222", "#d1693b", "#3b75af", "#6a9a58")
 OTHERS = "#8a8a8a"
+MISSING = "matplotlib is not installed: no pictures. Install it with: pip install 'baton-serve[bench]'"
 BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+
+
+class NoPlots(Exception):
+    """matplotlib is not installed."""
 
 
 def pyplot() -> Any:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from replay.capacity.trial import Question, Resource, Runner, Split, Trial
+from replay.capacity.trial import Question, Resource, Runner, Trial
+from replay.split import Split
 
 PRECISION = 1.03
 """Of a limit: at so many times the load that is kept, too many requests are late."""

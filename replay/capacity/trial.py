@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,64 +14,19 @@ from enum import StrEnum
 
 import msgspec
 
-from replay import experiment
 from replay.legs import ReplayedRequest
-from replay.policies import BATON_WAITING
 from replay.profile import Profile
-from replay.results import Slo, Spread, spread_of
 from replay.router import NETWORK_S
+from replay.split import Split
+from replay.spread import Spread, spread_of
 from replay.traces import Request, at_load
-from replay.world import Shape, World
+from replay.world import World
+from services.router.admission.policy import AdmissionPolicy
+from services.router.placement.slo import Targets
 from shared.contracts.workers import Role
 
 CHECKED_EVERY = 32
 """Arrivals between two counts of the misses."""
-LETTERS = {"P": "prefill", "D": "decode", "B": "both"}
-
-
-class SplitError(ValueError):
-    """The text is no split that can serve."""
-
-
-class Split(msgspec.Struct, frozen=True, order=True):
-    """Workers of each role. Those of role both compute prompts and decode."""
-
-    prefill: int = 0
-    decode: int = 0
-    both: int = 0
-
-    @property
-    def workers(self) -> int:
-        """All of them."""
-        return self.prefill + self.decode + self.both
-
-    @property
-    def can_serve(self) -> bool:
-        """Whether prompts can be computed and answers generated."""
-        counts = (self.prefill, self.decode, self.both)
-        return min(counts) >= 0 and (self.both > 0 or (self.prefill > 0 and self.decode > 0))
-
-    def __str__(self) -> str:
-        return " + ".join(f"{getattr(self, role)} {role}" for role in LETTERS.values() if getattr(self, role))
-
-    @property
-    def short(self) -> str:
-        """As ``split_of`` reads it."""
-        return "+".join(f"{getattr(self, role)}{letter}" for letter, role in LETTERS.items() if getattr(self, role))
-
-
-def split_of(text: str) -> Split:
-    """Parse ``3P+1D``, ``4B`` or ``2P+1D+1B``. Raises SplitError."""
-    counts = dict.fromkeys(LETTERS.values(), 0)
-    for part in text.upper().split("+"):
-        match = re.fullmatch(r"\s*(\d{1,4})\s*([PDB])\s*", part)
-        if match is None:
-            raise SplitError(f"{text!r} is no split; write 3P+1D, 4B or 2P+1D+1B (prefill, decode, both)")
-        counts[LETTERS[match[2]]] += int(match[1])
-    split = Split(**counts)
-    if not split.can_serve:
-        raise SplitError(f"{text!r} cannot serve: it needs prefill and decode workers, or workers for both")
-    return split
 
 
 class Resource(StrEnum):
@@ -117,11 +71,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: float
     """Between tokens, on average over a request."""
     share: float
-
-    @property
-    def slo(self) -> Slo:
-        """Without the share."""
-        return Slo(ttft_s=self.ttft_s, itl_s=self.itl_s)
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -186,7 +135,6 @@ class Case:
     whole_too_large: int
     profile: Profile
     target: Target
-    seed: int = 0
 
     @property
     def misses_max(self) -> float:
@@ -196,15 +144,12 @@ class Case:
 
 def try_out(case: Case, question: Question) -> Trial:
     """Simulate one split under one load."""
-    profile, split = doubled(case.profile, question.more_of), question.split
     base, too_large = (case.whole, case.whole_too_large) if question.whole else (case.requests, case.too_large)
     requests = at_load(base, question.load)
     count = len(requests) + too_large
-    shape = Shape(prefill=split.prefill, decode=split.decode, both=split.both)
     misses_max = count if question.to_the_end or question.whole else int(case.misses_max * count)
-    world = WatchedWorld(shape, profile, case.target, len(requests), misses_max - too_large)
-    setting = experiment.Setting(requests=requests, shape=shape, profile=profile, slo=case.target.slo, seed=case.seed)
-    experiment.install(world, BATON_WAITING, setting)
+    profile = doubled(case.profile, question.more_of)
+    world = WatchedWorld(question.split, profile, case.target, len(requests), misses_max - too_large)
     began_s = time.process_time()
     try:
         world.run(requests)
@@ -223,8 +168,10 @@ class TooManyMisses(Exception):
 class WatchedWorld(World):
     """A world of ``count`` requests that ends with TooManyMisses when more than ``misses_max`` have missed a target."""
 
-    def __init__(self, shape: Shape, profile: Profile, target: Target, count: int, misses_max: int) -> None:
-        super().__init__(shape, profile)
+    def __init__(self, split: Split, profile: Profile, target: Target, count: int, misses_max: int) -> None:
+        super().__init__(split, profile)
+        self.targets = Targets(ttft_s=target.ttft_s, itl_s=target.itl_s)
+        self.admit(AdmissionPolicy())
         self.arrived: list[ReplayedRequest] = []
         self.busy: dict[str, float] = {}
         """Share of the time in steps, by role, as of the last arrival: then the load ends."""

@@ -318,7 +318,7 @@ def test_without_a_key_the_error_names_the_key_and_nothing_else(system: System, 
 def test_the_speeds_of_the_running_engines_are_exported_to_plan_with(system: System, tmp_path: Path):
     """By the function and not by its entry point, which an older installation does not have."""
     exported = tmp_path / "speeds.json"
-    code = "from replay.capacity.cli import app; app()"
+    code = "from replay.cli import app; app()"
     command = [sys.executable, "-c", code, "--export-speeds", str(exported), "--state-dir", str(system.folder)]
 
     def export() -> bool:

@@ -13,8 +13,9 @@ import msgspec
 from replay.legs import Leg, ReplayedRequest
 from replay.profile import Profile
 from replay.simworker import MODEL
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape, World
+from replay.world import World
 from services.collector.disaggregation_report import ReportBuilder
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
@@ -49,8 +50,8 @@ class InMode:
 class ReportingWorld(World):
     """Keeps its legs, and reports everything to a report builder."""
 
-    def __init__(self, shape: Shape, mode: Mode, builder: ReportBuilder) -> None:
-        super().__init__(shape, PROFILE)
+    def __init__(self, split: Split, mode: Mode, builder: ReportBuilder) -> None:
+        super().__init__(split, PROFILE)
         self.fleet.placer = InMode(self.fleet.placer, mode)
         self.builder = builder
         self.legs: dict[int, dict[LegKind, Leg]] = defaultdict(dict)
@@ -118,17 +119,17 @@ def traffic(
     return made
 
 
-def reported(requests: list[Request], shape: Shape) -> list[ReportBucket]:
+def reported(requests: list[Request], split: Split) -> list[ReportBucket]:
     """The collector's report after disaggregated serving."""
     builder = ReportBuilder(SILENT_S_MAX)
-    world = ReportingWorld(shape, Mode.DISAGGREGATED, builder)
+    world = ReportingWorld(split, Mode.DISAGGREGATED, builder)
     world.serve(requests)
     return builder.build("", world.now, lambda _model: PROFILE.max_num_batched_tokens).buckets
 
 
 def truth(requests: list[Request], engines: int, low: int, high: int) -> Truth:
     """Simulated latencies of aggregated serving on as many engines, for prompts of these lengths."""
-    world = ReportingWorld(Shape(both=engines), Mode.AGGREGATED, ReportBuilder(SILENT_S_MAX))
+    world = ReportingWorld(Split(both=engines), Mode.AGGREGATED, ReportBuilder(SILENT_S_MAX))
     outcomes = [one for one in world.serve(requests) if low <= one.request.input_tokens <= high]
     assert all(one.finished_at is not None for one in outcomes)
     of_each = [attrgetter(name) for name in ("ttft_s", "tpot_s")]

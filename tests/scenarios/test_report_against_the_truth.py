@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replay.world import Shape
+from replay.split import Split
 from tests.scenarios.report_worlds import reported, traffic, truth
 
 PROMPTS = (1100, 4000)
@@ -13,21 +13,21 @@ NEAR = 0.35
 
 
 @pytest.mark.parametrize(
-    ("per_s", "out", "shape", "worth"),
+    ("per_s", "out", "split", "worth"),
     [
-        (4.0, (50, 300), Shape(prefill=2, decode=2), "no"),
-        (12.0, (50, 300), Shape(prefill=2, decode=2), "yes"),
-        (12.0, (100, 300), Shape(prefill=1, decode=3), "no"),
+        (4.0, (50, 300), Split(prefill=2, decode=2), "no"),
+        (12.0, (50, 300), Split(prefill=2, decode=2), "yes"),
+        (12.0, (100, 300), Split(prefill=1, decode=3), "no"),
     ],
     ids=["idle", "busy", "too few prefill workers"],
 )
 def test_the_estimate_matches_a_simulation_of_aggregated_serving(
-    per_s: float, out: tuple[int, int], shape: Shape, worth: str
+    per_s: float, out: tuple[int, int], split: Split, worth: str
 ):
     requests = traffic(30.0, per_s, PROMPTS, out)
 
-    (report,) = reported(requests, shape)
-    true = truth(requests, shape.prefill + shape.decode, report.tokens_min, report.tokens_max)
+    (report,) = reported(requests, split)
+    true = truth(requests, split.prefill + split.decode, report.tokens_min, report.tokens_max)
 
     assert report.worth == worth, report
     assert not report.measured

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import random
 
-from replay.policies.base import PolicyContext
-from replay.policies.systems import BASELINES
+from bench.policies.base import PolicyContext
+from bench.policies.systems import BASELINES
+from bench.policies.world import PolicyWorld
 from replay.profile import Profile
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape, World
 
 PROFILE = Profile(kv_blocks=60, max_num_seqs=16, prefill_tokens_per_s=20_000.0)
-THREE = Shape(both=3)
+THREE = Split(both=3)
 
 
 def conversations(count: int, *, seed: int = 1, per_s: float = 4.0) -> list[Request]:
@@ -45,14 +46,14 @@ def write_mooncake(path, requests):
     return path
 
 
-def world(shape: Shape = THREE, profile: Profile = PROFILE) -> World:
-    return World(shape, profile)
+def world(split: Split = THREE, profile: Profile = PROFILE) -> PolicyWorld:
+    return PolicyWorld(split, profile)
 
 
-def context(of: World, seed: int = 1) -> PolicyContext:
+def context(of: PolicyWorld, seed: int = 1) -> PolicyContext:
     return PolicyContext(fleet=of.fleet, counts=of.counts, profile=of.profile, slo_ttft_s=5.0, slo_itl_s=0.1, seed=seed)
 
 
-def with_baseline(of: World, name: str, seed: int = 1) -> World:
+def with_baseline(of: PolicyWorld, name: str, seed: int = 1) -> PolicyWorld:
     of.fleet.placer = BASELINES[name](context(of, seed))
     return of

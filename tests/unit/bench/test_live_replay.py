@@ -11,8 +11,9 @@ import pytest
 
 from bench.bench_live_replay import apart, failures, misranked, router_settings, summarise
 from bench.live_client import Outcome
-from replay.policies import BATON_DEFAULT, BATON_WAITING
-from replay.results import Result, Slo, Spread
+from bench.policies import BATON_DEFAULT, BATON_WAITING
+from bench.study.results import Result, Slo
+from replay.spread import Spread
 from replay.traces import Request
 
 SLO = Slo()

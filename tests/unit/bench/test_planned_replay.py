@@ -10,10 +10,10 @@ import pytest
 from bench.planned_replay import Delays
 from bench.planned_runs import UNDONE_S, Course, run, splits, undone
 from bench.planned_traffic import Traffic, traffic
+from bench.study.results import Slo
 from replay.profile import Profile
-from replay.results import Slo
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape
 from services.orchestrator.planner.rules import Rules
 from shared.contracts.planning import Demand, PlanAction, PlanDecision
 from shared.contracts.workers import Role
@@ -57,7 +57,7 @@ def change(action: PlanAction, role: Role, by: int = 0) -> PlanDecision:
 
 def test_a_fleet_follows_the_day_and_nothing_is_lost_and_nothing_undone():
     outcome, world = run(
-        course(Traffic(load=0.8, hours=DAY_H, swing=0.75, day_hours=DAY_H)), Shape(prefill=1, decode=1), "", RULES
+        course(Traffic(load=0.8, hours=DAY_H, swing=0.75, day_hours=DAY_H)), Split(prefill=1, decode=1), "", RULES
     )
 
     assert min(outcome.grown) >= 1
@@ -71,7 +71,7 @@ def test_a_fleet_follows_the_day_and_nothing_is_lost_and_nothing_undone():
 
 def test_roles_follow_each_shift_of_the_mix_once():
     rules = msgspec.structs.replace(RULES, workers_min=4, workers_max=4)
-    outcome, world = run(course(Traffic(load=1.1, hours=0.4, turn_hours=0.4)), Shape(prefill=2, decode=2), "", rules)
+    outcome, world = run(course(Traffic(load=1.1, hours=0.4, turn_hours=0.4)), Split(prefill=2, decode=2), "", rules)
 
     assert {size.all for size in world.sizes} == {4}
     assert 2 <= outcome.switches <= 4
@@ -80,9 +80,9 @@ def test_roles_follow_each_shift_of_the_mix_once():
 
 def test_the_best_split_is_found_from_any_other():
     of = course(Traffic(load=0.9, hours=0.05))
-    goods = {prefill: run(of, Shape(prefill=prefill, decode=4 - prefill), "")[0].good for prefill in (1, 2, 3)}
+    goods = {prefill: run(of, Split(prefill=prefill, decode=4 - prefill), "")[0].good for prefill in (1, 2, 3)}
 
-    assert max(one.good for one in splits(of, Shape(prefill=1, decode=3))) == max(goods.values())
+    assert max(one.good for one in splits(of, Split(prefill=1, decode=3))) == max(goods.values())
 
 
 def test_a_days_requests_keep_the_traces_order_with_new_contents_per_lap():

@@ -9,19 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.policies import BATON_WAITING
+from bench.policies.systems import parse
 from bench.study import code_digest, page
 from bench.study.__main__ import study
 from bench.study.code_digest import BATON_ONLY, DEPENDS, IGNORED, ROOT, files_of
+from bench.study.experiment import Setting, run
 from bench.study.plan import LOADS, PLAN, Fleet, Plan, Section, Workload, chosen, frozen, quick, whole
+from bench.study.results import Slo
 from bench.study.rows import Data, Group, finite, group_of, value_of
 from bench.study.runs import KNEE_RATIO, Failed, Store, Workshop, find_knee, in_parallel
-from replay.experiment import Setting, run
-from replay.policies import BATON_WAITING
-from replay.policies.systems import parse
 from replay.profile import PROFILES
-from replay.results import Slo
+from replay.split import Split
 from replay.traces import read_trace
-from replay.world import Shape
 from tests.support.replay_worlds import PROFILE, conversations, write_mooncake
 
 POLICIES = (BATON_WAITING, "mooncake", "random")
@@ -64,7 +64,7 @@ def test_every_policy_of_the_plan_exists_and_every_profile():
     for section in (one for plan in (PLAN, quick(PLAN), whole(PLAN)) for one in plan.sections.values()):
         for policy in section.policies:
             parse(policy)
-        assert all(fleet.profile in PROFILES and fleet.shape.roles() for fleet in section.fleets)
+        assert all(fleet.profile in PROFILES and fleet.split.roles() for fleet in section.fleets)
         assert set(section.loads) <= LOADS.keys()
 
 
@@ -104,7 +104,7 @@ def executed_by(policy: str) -> set[str]:
         if event == "call":
             seen.add(frame.f_code.co_filename)
 
-    setting = Setting(requests=conversations(15), shape=Shape(prefill=1, decode=1), profile=PROFILE, slo=Slo(), seed=1)
+    setting = Setting(requests=conversations(15), split=Split(prefill=1, decode=1), profile=PROFILE, slo=Slo(), seed=1)
     sys.setprofile(called)
     try:
         run(setting, policy, 1.0)
@@ -124,7 +124,7 @@ def test_only_batons_runs_execute_what_only_their_digest_covers():
 
 def test_all_that_a_run_of_a_policy_executes_is_in_its_digest():
     own, others = ({str(path.relative_to(ROOT)) for path in files_of(own=is_own)} for is_own in (True, False))
-    folders = ("replay/", "services/router/", "services/worker/", "shared/engine_speed/")
+    folders = ("bench/", "replay/", "services/router/", "services/worker/", "shared/engine_speed/")
 
     for policy, covered in ((BATON_WAITING, own), ("dynamo-queue", others), ("mooncake+edf+refuse", others)):
         executed = {name for name in executed_by(policy) if name.startswith(folders)}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bench.study import samples, statistics
+from bench.study.results import Slo
 from bench.study.samples import Samples
 from bench.study.statistics import Pool, compared, measured
 from replay.legs import ReplayedRequest
-from replay.results import Slo
 from replay.traces import Request
 
 SLO = Slo(ttft_s=1.0, itl_s=0.1)

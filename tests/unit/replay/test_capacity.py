@@ -12,11 +12,12 @@ import pytest
 
 from replay.capacity.plan import Impossible, Inputs, case_of, make_plan
 from replay.capacity.speeds import EngineSpeeds, SpeedsError, profile_of, read_speeds, speeds_of
-from replay.capacity.trial import Case, Question, Runner, Split, SplitError, Target, runner, split_of, try_out
+from replay.capacity.trial import Case, Question, Runner, Target, runner, try_out
 from replay.capacity.workload import Workload, busiest, generated, rate_of, read_workload, summary_of
 from replay.profile import Profile
+from replay.split import Split, SplitError, split_of
 from replay.traces import Request, TraceError
-from replay.world import Shape, World
+from replay.world import World
 from tests.support.replay_worlds import PROFILE, conversations, write_mooncake
 
 TARGET = Target(ttft_s=2.0, itl_s=0.1, share=0.9)
@@ -38,7 +39,6 @@ def inputs(requests: list[Request], *, profile: Profile = PROFILE, target: Targe
         gpus_per_worker=1,
         target=target,
         sample=sample,
-        seed=0,
     )
 
 
@@ -255,7 +255,7 @@ def test_the_busiest_part_has_the_most_tokens_per_second():
 def test_with_speeds_that_workers_learned_a_simulation_says_what_it_says_with_the_true_ones():
     slower = {"prefill_s_per_pair": 5e-8, "decode_per_context_token_s": 4e-7}
     true = replace(PROFILE, **slower, kv_blocks=400, max_num_seqs=256)
-    world = World(Shape(prefill=1, decode=1), true)
+    world = World(Split(prefill=1, decode=1), true)
     world.run(conversations(300))
     workers = list(world.workers.values())
 
@@ -271,7 +271,7 @@ def test_with_speeds_that_workers_learned_a_simulation_says_what_it_says_with_th
 
 
 def test_speeds_of_idle_or_unknown_workers_are_refused():
-    world = World(Shape(both=1), PROFILE)
+    world = World(Split(both=1), PROFILE)
     (worker,) = world.workers.values()
 
     with pytest.raises(SpeedsError, match="have not measured"):

@@ -10,7 +10,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from replay.capacity.cli import GPUS, ProfileName, app
+from replay.cli import GPUS, ProfileName, app
 from replay.profile import PROFILES
 from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
@@ -113,10 +113,10 @@ def test_what_a_running_system_must_answer_fails_without_one(options):
 
 @pytest.mark.slow
 def test_baton_plan_is_this_command_by_its_entry_point(tmp_path):
-    installed = tmp_path / "another-1.dist-info"
+    installed = tmp_path / "baton_serve-1.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text("[baton.commands]\nplan = replay.capacity.cli:app\n")
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-serve\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[baton.commands]\nplan = replay.cli:app\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
 
     def said(*arguments):

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from replay.capacity.search import PRECISION, Search, next_loads
-from replay.capacity.trial import Question, Resource, Split, Target, Trial
-from replay.results import Spread
+from replay.capacity.trial import Question, Resource, Target, Trial
+from replay.split import Split
+from replay.spread import Spread
 
 TARGET = Target(ttft_s=1.0, itl_s=0.1, share=0.95)
 Carries = Callable[[Question], float]

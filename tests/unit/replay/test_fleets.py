@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from bench.policies.oracle import Oracle
+from bench.policies.world import PolicyWorld
+from bench.study.workloads import generate
 from replay.block_pool import HostTier
 from replay.router import NETWORK_S
+from replay.split import Split
 from replay.traces import Request
-from replay.workloads import generate
-from replay.world import Shape, World
 from shared.contracts.kv_events import KvEventKind, KvTier
 from tests.support.replay_worlds import PROFILE, conversations, with_baseline, world
 
@@ -22,7 +24,8 @@ def test_a_slow_worker_takes_longer_by_its_factor(step_model):
     profile = replace(PROFILE, step_model=step_model)
     request = Request(0.0, (1, 2), 1400, 40)
     (usual,), (slow,) = (
-        with_baseline(World(Shape(both=1), profile, slow=speeds), "random").run([request]) for speeds in ({}, {0: 0.5})
+        with_baseline(PolicyWorld(Split(both=1), profile, slow=speeds), "random").run([request])
+        for speeds in ({}, {0: 0.5})
     )
 
     assert slow.ttft_s - 2 * NETWORK_S == pytest.approx(2 * (usual.ttft_s - 2 * NETWORK_S))
@@ -35,7 +38,7 @@ def test_noise_is_decided_by_the_seed_and_differs_between_workers(step_model):
     profile = replace(PROFILE, step_model=step_model, noise=0.2)
 
     def run(seed: int) -> list[tuple[float | None, float | None]]:
-        of = with_baseline(World(Shape(both=2), profile, seed=seed), "round-robin")
+        of = with_baseline(PolicyWorld(Split(both=2), profile, seed=seed), "round-robin")
         outcomes = of.run([Request(60.0 * number, (), 1400, 40) for number in range(4)])
         return [(round(one.ttft_s, 9), round(one.tpot_s, 9)) for one in outcomes]
 
@@ -45,25 +48,13 @@ def test_noise_is_decided_by_the_seed_and_differs_between_workers(step_model):
 
 
 def test_baton_learns_which_worker_is_slow():
-    of = World(Shape(both=3), replace(PROFILE, kv_blocks=400), slow={1: 0.3})
+    of = PolicyWorld(Split(both=3), replace(PROFILE, kv_blocks=400), slow={1: 0.3})
     outcomes = of.run(conversations(250, per_s=5.0))
     counts = [0, 0, 0]
     for replayed in outcomes[50:]:
         counts[int(replayed.placement.decode.record.worker_id[-4:])] += 1
 
     assert counts[1] < min(counts[0], counts[2]) / 2
-
-
-@pytest.mark.parametrize(("text", "shape"), [("8", Shape(both=8)), ("2+6", Shape(prefill=2, decode=6))])
-def test_a_fleet_has_a_name(text, shape):
-    assert Shape.of(text) == shape
-    assert str(shape) == text
-
-
-@pytest.mark.parametrize("text", ["", "0", "2+0", "2+", "-3", "many", "1+2+3"])
-def test_what_is_no_fleet_is_refused(text):
-    with pytest.raises(ValueError, match="no fleet"):
-        Shape.of(text)
 
 
 def test_host_memory_evicts_the_least_recently_used_and_tells():
@@ -83,11 +74,11 @@ def test_host_memory_evicts_the_least_recently_used_and_tells():
     assert host.depth([9, 1, 4, 3], 1, 3) == 3
 
 
-def evicting(host_blocks: int) -> tuple[World, list[Request]]:
+def evicting(host_blocks: int) -> tuple[PolicyWorld, list[Request]]:
     """A prompt, others that evict it from the cache, and the prompt again."""
     others = [Request(10.0 + 5 * number, tuple(range(100 * number, 100 * number + 50)), 25_700, 2) for number in (1, 2)]
     again = [Request(at_s, tuple(range(20)), 10_300, 2) for at_s in (0.0, 40.0)]
-    of = World(Shape(both=1), replace(PROFILE, host_blocks=host_blocks))
+    of = PolicyWorld(Split(both=1), replace(PROFILE, host_blocks=host_blocks))
     return with_baseline(of, "random"), [again[0], *others, again[1]]
 
 
@@ -113,7 +104,7 @@ def test_too_little_host_memory_is_no_help():
 
 
 def test_host_memory_keeps_what_prompts_in_the_cache_go_on_using():
-    of = with_baseline(World(Shape(both=1), replace(PROFILE, host_blocks=60)), "random")
+    of = with_baseline(PolicyWorld(Split(both=1), replace(PROFILE, host_blocks=60)), "random")
     often = [Request(10.0 * number, tuple(range(10)), 5_130, 2) for number in range(8)]
     others = [
         Request(5.0 + 10.0 * number, tuple(range(100 * number, 100 * number + 9)), 4_700, 2) for number in range(1, 8)
@@ -137,14 +128,16 @@ def test_the_router_knows_what_host_memory_holds():
     assert of.fleet.index.match(chain)[worker.worker_id] == 20
 
 
-@pytest.mark.parametrize("shape", ["3", "2+2"])
+@pytest.mark.parametrize("split", [Split(both=3), Split(prefill=2, decode=2)], ids=str)
 @pytest.mark.parametrize("step_model", STEP_MODELS)
 @pytest.mark.parametrize("name", ["baton", "mooncake", "oracle"])
-def test_every_request_ends_and_all_blocks_come_back_in_any_fleet(name, step_model, shape):
+def test_every_request_ends_and_all_blocks_come_back_in_any_fleet(name, step_model, split):
     profile = replace(PROFILE, kv_blocks=100, step_model=step_model, noise=0.1, host_blocks=300)
-    of = World(Shape.of(shape), profile, slow={1: 0.6}, seed=3)
+    of = PolicyWorld(split, profile, slow={1: 0.6}, seed=3)
     if name == "mooncake":
         with_baseline(of, name)
+    elif name == "oracle":
+        of.fleet.placer = Oracle(of)
     requests = conversations(40) + [
         replace(request, session=request.session + 1)
         for request in generate("code", 60, seed=2, per_s=4.0)
@@ -164,7 +157,7 @@ def test_every_request_ends_and_all_blocks_come_back_in_any_fleet(name, step_mod
 
 def test_host_memory_raises_the_hits_of_conversations():
     def hits(host_blocks: int) -> float:
-        of = with_baseline(world(Shape(both=2), replace(PROFILE, kv_blocks=30, host_blocks=host_blocks)), "round-robin")
+        of = with_baseline(world(Split(both=2), replace(PROFILE, kv_blocks=30, host_blocks=host_blocks)), "round-robin")
         return sum(one.cached_tokens for one in of.run(conversations(80)))
 
     assert hits(2000) > 1.3 * hits(0)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import pytest
 
+from bench.policies.oracle import Oracle
+from bench.policies.systems import BASELINES
+from bench.policies.world import PolicyWorld
 from replay.legs import ReplayedRequest
-from replay.oracle import Oracle
-from replay.policies.systems import BASELINES
 from replay.router import NETWORK_S
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape, World
 from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.slo import Targets
 from services.router.state.prefix_index import IndexState
 from tests.support.replay_worlds import PROFILE, conversations, with_baseline, world
 
-SHAPES = [Shape(both=3), Shape(prefill=2, decode=2), Shape(both=1, prefill=1, decode=1)]
+SPLITS = [Split(both=3), Split(prefill=2, decode=2), Split(both=1, prefill=1, decode=1)]
 
 
 def outcome(outcomes: list[ReplayedRequest]) -> list[tuple[float | None, float | None, int, int]]:
     return [(one.first_token_at, one.finished_at, one.cached_tokens, one.fetched_tokens) for one in outcomes]
 
 
-def made(name: str, shape: Shape) -> World:
-    of = world(shape)
+def made(name: str, split: Split) -> PolicyWorld:
+    of = world(split)
     if name == "oracle":
         of.fleet.placer = Oracle(of)
     elif name == "baton-waiting":
@@ -33,10 +34,10 @@ def made(name: str, shape: Shape) -> World:
     return of
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["both", "apart", "mixed"])
+@pytest.mark.parametrize("split", SPLITS, ids=["both", "apart", "mixed"])
 @pytest.mark.parametrize("name", ["baton", "baton-waiting", "oracle", *BASELINES])
-def test_every_request_ends_once_and_all_blocks_come_back(name, shape):
-    of = made(name, shape)
+def test_every_request_ends_once_and_all_blocks_come_back(name, split):
+    of = made(name, split)
     requests = conversations(60)
     outcomes = of.run(requests)
 
@@ -55,7 +56,7 @@ def test_every_request_ends_once_and_all_blocks_come_back(name, shape):
 
 @pytest.mark.parametrize("name", ["baton", "baton-waiting", "random", "power-of-two", "sglang", "oracle"])
 def test_the_same_seed_gives_the_same_run(name):
-    first, second = (outcome(made(name, Shape(both=3)).run(conversations(50))) for _ in range(2))
+    first, second = (outcome(made(name, Split(both=3)).run(conversations(50))) for _ in range(2))
 
     assert first == second
 
@@ -79,7 +80,7 @@ def test_the_routers_index_knows_exactly_what_the_engines_hold():
 
 
 def test_a_lone_request_takes_the_models_time():
-    of = with_baseline(world(Shape(both=1)), "random")
+    of = with_baseline(world(Split(both=1)), "random")
     (replayed,) = of.run([Request(0.0, (1, 2), 1400, 11)])
     step_s = PROFILE.decode_base_s + 1405.5 * PROFILE.decode_per_context_token_s
 
@@ -88,7 +89,7 @@ def test_a_lone_request_takes_the_models_time():
 
 
 def test_a_prompt_seen_before_is_computed_behind_what_is_cached():
-    of = with_baseline(world(Shape(both=1)), "random")
+    of = with_baseline(world(Split(both=1)), "random")
     _first, second = of.run([Request(0.0, (1, 2), 1400, 3), Request(5.0, (1, 2), 1400, 3)])
 
     assert second.cached_tokens == 1024
@@ -96,7 +97,7 @@ def test_a_prompt_seen_before_is_computed_behind_what_is_cached():
 
 
 def test_a_handoff_that_is_streamed_takes_hardly_longer_than_the_prompt():
-    of = with_baseline(world(Shape(prefill=1, decode=1)), "random")
+    of = with_baseline(world(Split(prefill=1, decode=1)), "random")
     (replayed,) = of.run([Request(0.0, tuple(range(12)), 6300, 3)])
 
     assert replayed.placement is not None
@@ -105,7 +106,7 @@ def test_a_handoff_that_is_streamed_takes_hardly_longer_than_the_prompt():
 
 
 def test_requests_that_would_be_late_wait_and_are_rejected():
-    of = world(Shape(both=1))
+    of = world(Split(both=1))
     of.targets = Targets(ttft_s=1.0)
     of.admit(AdmissionPolicy())
     outcomes = of.run([Request(number / 100, (), 9000, 5) for number in range(60)])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from replay.cli import app
-from replay.results import Result
-from tests.support.processes import ROOT
+from bench.study.cli import app, cut
+from bench.study.results import Result
+from replay.traces import Request
 from tests.support.replay_worlds import conversations, write_mooncake
 
 PNG = b"\x89PNG"
@@ -31,7 +27,7 @@ def run(*arguments):
 def test_a_replay_shows_a_table_and_writes_tables_numbers_and_pictures(trace, tmp_path):
     out = tmp_path / "out"
     done = run(
-        "replay", trace, "--workers", 2, "--policy", "baton", "--policy", "random", "--loads", "1,2", "--out", out
+        "replay", trace, "--fleet", "2B", "--policy", "baton", "--policy", "random", "--loads", "1,2", "--out", out
     )
 
     assert done.exit_code == 0, done.output
@@ -48,7 +44,7 @@ def test_a_replay_shows_a_table_and_writes_tables_numbers_and_pictures(trace, tm
 
 
 def test_the_knee_is_where_the_best_baseline_just_keeps_the_target(trace):
-    done = run("replay", trace, "--workers", 1, "--policy", "mooncake", "--loads", "knee,overload", "--slo-ttft", 1)
+    done = run("replay", trace, "--fleet", "1B", "--policy", "mooncake", "--loads", "knee,overload", "--slo-ttft", 1)
 
     assert done.exit_code == 0, done.output
     assert "knee:" in done.output
@@ -68,14 +64,14 @@ def test_a_workload_needs_no_file(tmp_path):
 @pytest.mark.slow
 def test_several_fleets_have_a_table_and_a_folder_each(trace, tmp_path):
     done = run(
-        "replay", trace, "--fleets", "2,1+1", "--policy", "baton", "--step-model", "table", "--noise", 0.1, "--slow", "0:0.6",
+        "replay", trace, "--fleet", "2B", "--fleet", "1P+1D", "--policy", "baton", "--step-model", "table", "--noise", 0.1, "--slow", "0:0.6",
         "--host-blocks", 50, "--out", tmp_path,
     )  # fmt: skip
 
     assert done.exit_code == 0, done.output
-    for fleet in ("2", "1+1"):
-        assert f"{fleet} workers, 1:" in done.output
-        assert f"{fleet} workers, 1:" in (tmp_path / f"workers-{fleet}" / "results.md").read_text()
+    for fleet in ("2B", "1P+1D"):
+        assert f"{fleet}, 1:" in done.output
+        assert f"{fleet}, 1:" in (tmp_path / fleet / "results.md").read_text()
     assert "No schedule exceeds" in done.output
 
 
@@ -92,9 +88,9 @@ def test_neither_a_file_nor_a_workload_gives_a_clear_error(tmp_path):
         (["--policy", "nobody"], "no policy"),
         (["--loads", "much"], "neither a positive number"),
         (["--loads", "-1"], "neither a positive number"),
-        (["--prefill", "2"], "needs both"),
-        (["--workers", "0"], "needs workers"),
-        (["--fleets", "4,2+"], "no fleet"),
+        (["--fleet", "2P"], "cannot serve"),
+        (["--fleet", "0B"], "cannot serve"),
+        (["--fleet", "2+"], "no split"),
         (["--slow", "1"], "NUMBER:SPEED"),
         (["--slow", "8:0.5"], "no worker"),
         (["--slow", "1:0"], "no positive speed"),
@@ -117,18 +113,8 @@ def test_a_file_that_is_no_trace_gives_a_clear_error(tmp_path):
     assert "line 1" in done.output
 
 
-@pytest.mark.slow
-def test_baton_finds_the_command_by_its_entry_point(tmp_path):
-    installed = tmp_path / "another-1.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text("[baton.commands]\nanother = replay.cli:app\n")
-    code = "import sys; from services.launcher.cli import main; main()"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+def test_a_trace_can_be_cut():
+    requests = [Request(float(second), (), 1, 1) for second in range(0, 7200, 600)]
 
-    def said(*arguments):
-        command = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-
-    assert "another" in said("--help")
-    assert "mooncake" in said("another", "policies")
+    assert len(cut(requests, hours=1)) == 6
+    assert len(cut(requests, limit=2)) == 2

@@ -37,10 +37,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from bench.study.results import Slo
 from replay.profile import Profile
-from replay.results import Slo
+from replay.split import Split
 from replay.traces import Request, chains
-from replay.world import Shape
 from services.worker.engines.simulated.core import step_models as table
 from services.worker.engines.simulated.core.step_models import NOISE_BEYOND
 from shared.contracts.workers import Role
@@ -197,7 +197,7 @@ class Bound:
 
 def upper_bound(
     requests: Sequence[Request],
-    shape: Shape,
+    split: Split,
     profile: Profile,
     slo: Slo,
     *,
@@ -207,14 +207,14 @@ def upper_bound(
     """Of requests at their load (see ``at_load``). ``slow``: speeds of some workers by number, as the world takes them.
     Takes some seconds for ten thousand requests.
     """
-    speeds = [profile.speed * slow.get(number, 1.0) for number in range(len(shape.roles()))]
+    speeds = [profile.speed * slow.get(number, 1.0) for number in range(len(split.roles()))]
     arrivals = earliest_arrivals(requests)
     span_s = max(max(arrivals) - min(arrivals), 1e-9)
     tokens = np.array([float(request.tokens) for request in requests])
     works = [_Work(requests, arrivals, charges, profile, slo, max(speeds)) for charges in charges_of(profile)]
     can_be_good = np.all([work.can_be_good for work in works], axis=0)
     best = [
-        min(_Dual(work, shape, speeds, values * can_be_good, slo).lowest(rounds) for work in works)
+        min(_Dual(work, split, speeds, values * can_be_good, slo).lowest(rounds) for work in works)
         for values in (np.ones(len(requests)), tokens)
     ]
     return Bound(requests=best[0], tokens=best[1], requests_per_s=best[0] / span_s, tokens_per_s=best[1] / span_s)
@@ -403,7 +403,7 @@ def _cheapest(prices: np.ndarray) -> list[np.ndarray]:
 class _Dual:
     """The Lagrangian dual of one way to charge, for one value per request."""
 
-    def __init__(self, work: _Work, shape: Shape, speeds: Sequence[float], values: np.ndarray, slo: Slo) -> None:
+    def __init__(self, work: _Work, split: Split, speeds: Sequence[float], values: np.ndarray, slo: Slo) -> None:
         self._work = work
         self._values = values
         begins, after_s = float(work.arrives.min()), work.decoded_by - work.arrives
@@ -423,10 +423,10 @@ class _Dual:
         self._prefills = _Windows(first, prefilled)
         self._decodes = _Windows(first, ended(work.decoded_by))
         self._nodes = _Windows(begun(work.spans[:, 0]), ended(work.spans[:, 1]))
-        decoding = [speed for speed, role in zip(speeds, shape.roles(), strict=True) if role is not Role.PREFILL]
+        decoding = [speed for speed, role in zip(speeds, split.roles(), strict=True) if role is not Role.PREFILL]
         self._capacity_s = np.array([[sum(speeds) * bin_s], [sum(decoding) * bin_s]])
         """Seconds of one bin: of all workers, and of those that decode."""
-        self._apart = shape.prefill > 0
+        self._apart = split.prefill > 0
 
     def lowest(self, rounds: int) -> float:
         """The smallest value that the search finds; each is a bound."""

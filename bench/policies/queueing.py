@@ -14,8 +14,9 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from replay.legs import ReplayedRequest, RequestCounts
-from replay.policies.base import TOKENS_OUT_UNKNOWN
+from bench.policies.base import TOKENS_OUT_UNKNOWN
+from bench.policies.world import RequestCounts
+from replay.legs import ReplayedRequest
 from replay.profile import Profile
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet
@@ -246,7 +247,7 @@ class GatedQueue:
             excluded = self._queueing.gate.excluded()
             if excluded is None:
                 return
-            self._context.counts.arrives(entry.replayed)
+            self._context.counts.replayed = entry.replayed
             request = msgspec.structs.replace(entry.request, excluded=excluded) if excluded else entry.request
             outcome = self._context.fleet.place(request, now)
             if isinstance(outcome, Rejection) and outcome.reason is Reason.WORKER_BUSY:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replay.legs import Active, RequestCounts
+from bench.policies.world import Active, RequestCounts
 from replay.profile import Profile
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Fleet

@@ -6,25 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from replay.experiment import Setting, install, run
+from bench.policies import BATON, BATON_DEFAULT, BATON_WAITING
+from bench.policies.queueing import NOBODY, BusyGate, QueueContext, RoomGate, SaturationGate
+from bench.policies.systems import RULES, SHIPPED, UnknownPolicyError, make_rule, names, parse, sweep_of
+from bench.study.experiment import Setting, install, run
+from bench.study.results import Slo
 from replay.legs import ReplayedRequest
-from replay.policies import BATON, BATON_DEFAULT, BATON_WAITING
-from replay.policies.queueing import NOBODY, BusyGate, QueueContext, RoomGate, SaturationGate
-from replay.policies.systems import RULES, SHIPPED, UnknownPolicyError, make_rule, names, parse, sweep_of
-from replay.results import Slo
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape
 from services.router.placement.placement import PlacementRequest
 from services.router.placement.slo import NO_TARGETS
 from tests.support.fleet_builders import load
 from tests.support.replay_worlds import PROFILE, THREE, context, conversations, world
 
-SETTING = Setting(requests=conversations(60), shape=THREE, profile=PROFILE, slo=Slo(ttft_s=1.0, itl_s=0.1), seed=1)
-ONE = Shape(both=1)
+SETTING = Setting(requests=conversations(60), split=THREE, profile=PROFILE, slo=Slo(ttft_s=1.0, itl_s=0.1), seed=1)
+ONE = Split(both=1)
 
 
-def played(name, requests, shape=ONE, setting=SETTING):
-    of = world(shape)
+def played(name, requests, split=ONE, setting=SETTING):
+    of = world(split)
     install(of, name, setting)
     return of.run(requests)
 
@@ -38,11 +38,11 @@ def order_of(outcomes: list[ReplayedRequest]) -> list[int]:
     return [one.number for one in sorted(outcomes, key=lambda one: one.first_token_at)]
 
 
-@pytest.mark.parametrize("shape", [THREE, Shape(prefill=2, decode=2)], ids=["both", "apart"])
+@pytest.mark.parametrize("split", [THREE, Split(prefill=2, decode=2)], ids=["both", "apart"])
 @pytest.mark.parametrize("suffix", ["+fcfs", "+sjf", "+edf", "+refuse", "+fcfs+refuse", "+sjf+refuse", "+edf+refuse"])
 @pytest.mark.parametrize("rule", [BATON, "mooncake", "sglang", "dynamo"])
-def test_every_cell_of_the_factorial_serves_or_refuses_each_request(rule, suffix, shape):
-    outcomes = played(rule + suffix, conversations(40), shape)
+def test_every_cell_of_the_factorial_serves_or_refuses_each_request(rule, suffix, split):
+    outcomes = played(rule + suffix, conversations(40), split)
 
     assert all((one.finished_at is None) == (one.refused_at is not None) for one in outcomes)
     if "refuse" not in suffix:
@@ -95,7 +95,7 @@ def test_a_worker_gets_no_request_while_it_is_full_and_another_is_not():
 
 
 def test_llm_ds_gate_closes_when_the_mean_worker_is_saturated():
-    of = world(Shape(both=2))
+    of = world(Split(both=2))
     around = QueueContext(fleet=of.fleet, counts=of.counts, profile=PROFILE, targets=NO_TARGETS)
 
     def reports(*each):
@@ -111,7 +111,7 @@ def test_llm_ds_gate_closes_when_the_mean_worker_is_saturated():
 def test_a_queue_excludes_full_workers_from_every_rule():
     of = world(THREE)
     install(of, "random", SETTING)
-    of.counts.arrives(ReplayedRequest(0, Request(0.0, (), 100, 1), ()))
+    of.counts.replayed = ReplayedRequest(0, Request(0.0, (), 100, 1), ())
     first, second, third = of.workers
     request = PlacementRequest(model="m", prompt_tokens=100, excluded=frozenset({first, third}))
     assert {of.fleet.place(request, 0.0).decode.record.worker_id for _ in range(20)} == {second}

@@ -1,7 +1,4 @@
-"""Results of one policy at one load (latencies, hit rate, goodput): tables on the screen and in files, and plots.
-
-The only module that imports matplotlib, which may be missing.
-"""
+"""Results of one policy at one load (latencies, hit rate, goodput): tables on the screen and in files, and plots."""
 
 from __future__ import annotations
 
@@ -16,10 +13,12 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from bench.policies import BATON, BATON_STRICT, BATON_WAITING, ORACLE
+from replay.capacity.report import pyplot
 from replay.legs import ReplayedRequest
-from replay.policies import BATON, BATON_STRICT, BATON_WAITING, ORACLE
 from replay.profile import seconds_of
 from replay.simworker import SimWorker
+from replay.spread import NEVER, Spread, rank, spread_of
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,17 +32,6 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         return ttft_s <= self.ttft_s and tpot_s <= self.itl_s
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles and mean of one measure, in seconds."""
-
-    mean: float = 0.0
-    p50: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-
-
-NEVER = Spread(mean=inf, p50=inf, p95=inf, p99=inf)
-"""Of requests of which none was served."""
 LENGTHS = (1024, 4096, 16_384, 65_536)
 """Prompt tokens at which the next bucket of ``Result.buckets`` begins."""
 
@@ -141,19 +129,6 @@ def summarise(
         busy_share=busy_s / (max(1, count) * max(ended_s, 1e-9)),
         cpu_s=cpu_s,
     )
-
-
-def spread_of(values: Sequence[float], never: int = 0) -> Spread:
-    """Percentiles by nearest rank; ``never`` further values count as infinite, except in the mean."""
-    if not values:
-        return NEVER if never else Spread()
-    ordered = sorted(values) + [inf] * never
-    return Spread(mean=sum(values) / len(values), **{f"p{p}": ordered[rank(len(ordered), p)] for p in (50, 95, 99)})
-
-
-def rank(count: int, percent: int) -> int:
-    """Index of a percentile among ``count`` sorted values."""
-    return min(count - 1, -(-count * percent // 100) - 1)
 
 
 def buckets_of(groups: Iterable[Iterable[int]]) -> list[Bucket]:
@@ -257,7 +232,6 @@ def save(results: Sequence[Result], folder: Path) -> list[Path]:
     return paths
 
 
-MISSING = "matplotlib is not installed: no pictures. Install it with: pip install 'baton-serve[bench]'"
 Measure = Callable[[Result], float]
 STYLES: dict[str, dict[str, Any]] = {
     BATON: {"color": "black", "linewidth": 1.2},
@@ -285,19 +259,9 @@ PICTURES: dict[str, tuple[str, list[tuple[str, Measure]]]] = {
 }
 
 
-class NoPlots(Exception):
-    """matplotlib is not installed."""
-
-
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     """One file for each picture. Raises NoPlots."""
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise NoPlots(MISSING) from error
+    plt = pyplot()
     paths = []
     for name, (unit, measures) in PICTURES.items():
         size = (max(6.4, 4.6 * len(measures)), 4.6)

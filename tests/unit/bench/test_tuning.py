@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from replay.cli import app
-from replay.experiment import Setting
-from replay.policies.systems import UnknownPolicyError, parse
-from replay.results import Slo
-from replay.tuning import FROZEN, TUNED, Frozen, Tuned, points_of, read_frozen, score, tune
+from bench.policies.systems import UnknownPolicyError, parse
+from bench.study.cli import app
+from bench.study.experiment import Setting
+from bench.study.results import Slo
+from bench.study.tuning import FROZEN, TUNED, Frozen, Tuned, points_of, read_frozen, score, tune
 from tests.support.replay_worlds import PROFILE, THREE, conversations, write_mooncake
 
-SETTING = Setting(requests=conversations(40), shape=THREE, profile=PROFILE, slo=Slo(ttft_s=0.2), seed=1)
+SETTING = Setting(requests=conversations(40), split=THREE, profile=PROFILE, slo=Slo(ttft_s=0.2), seed=1)
 
 
 def tuned(**values: float) -> Tuned:
@@ -71,7 +71,7 @@ def test_the_frozen_choices_are_of_this_code_and_of_one_budget():
 
 def test_the_command_writes_choices_that_can_be_read(tmp_path):
     trace, out = write_mooncake(tmp_path / "trace.jsonl", conversations(30)), tmp_path / "tuned.json"
-    options = ["--loads", "1,2", "--points", "2", "--workers", "2", "--out", str(out)]
+    options = ["--loads", "1,2", "--points", "2", "--fleet", "2B", "--out", str(out)]
     done = CliRunner().invoke(app, ["tune", str(trace), *options, "--policy", "dynamo", "--policy", "random"])
 
     assert done.exit_code == 0, done.output

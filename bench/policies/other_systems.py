@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.policies.base import TOKENS_OUT_UNKNOWN, Baseline, PolicyContext
+from bench.policies.base import TOKENS_OUT_UNKNOWN, Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest, Rejection
 from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason

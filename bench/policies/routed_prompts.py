@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay.policies.base import Baseline, PolicyContext
+from bench.policies.base import Baseline, PolicyContext
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.state.worker_view import WorkerView
 from shared.contracts.ids import WorkerId

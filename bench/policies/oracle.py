@@ -23,10 +23,10 @@ from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
 if TYPE_CHECKING:
+    from bench.policies.world import PolicyWorld
     from replay.engine import Job
     from replay.profile import Profile
     from replay.simworker import SimWorker
-    from replay.world import World
 
 
 LATER_WEIGHT = 0.02
@@ -235,7 +235,7 @@ class Candidate:
 class Oracle:
     """Implements ``Placer``."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: PolicyWorld) -> None:
         self._world = world
 
     def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:

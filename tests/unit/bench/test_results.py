@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
+from bench.study.results import Result, Slo, buckets_markdown_of, spread_of, spread_of_counts, summarise
 from replay.legs import ReplayedRequest
 from replay.profile import bucket_of
-from replay.results import Result, Slo, buckets_markdown_of, spread_of, spread_of_counts, summarise
 from replay.traces import Request
 
 SLO = Slo(ttft_s=5.0, itl_s=0.1)

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
+from bench.policies.base import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from bench.policies.other_systems import DynamoKvCost, LlmDScorer, LlmDSticky, MooncakeConductor
+from bench.policies.routed_prompts import ProductionStack, SglangCacheAware, SglangExact, VllmRouter
 from replay.legs import ReplayedRequest
-from replay.policies.base import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from replay.policies.other_systems import DynamoKvCost, LlmDScorer, LlmDSticky, MooncakeConductor
-from replay.policies.routed_prompts import ProductionStack, SglangCacheAware, SglangExact, VllmRouter
 from replay.simworker import MODEL
+from replay.split import Split
 from replay.traces import Request
-from replay.world import Shape
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, pack_hashes
 from tests.support.fleet_builders import load
@@ -21,8 +21,8 @@ from tests.support.replay_worlds import context, world
 
 @pytest.fixture
 def of():
-    made = world(Shape(both=3))
-    made.counts.arrives(ReplayedRequest(0, Request(0.0, (1, 2, 3, 4), 2100, 1), (11, 12, 13, 14)))
+    made = world(Split(both=3))
+    made.counts.replayed = ReplayedRequest(0, Request(0.0, (1, 2, 3, 4), 2100, 1), (11, 12, 13, 14))
     return made
 
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from bench.policies import systems
+from bench.policies.base import PolicyContext
+from bench.policies.world import PolicyWorld
+from bench.study.results import Result, Slo, summarise
 from replay.legs import ReplayedRequest
-from replay.policies import systems
-from replay.policies.base import PolicyContext
 from replay.profile import Profile
-from replay.results import Result, Slo, summarise
+from replay.split import Split
 from replay.traces import Request, at_load
-from replay.world import Shape, World
 
 KNEE_RATIO = 1.02
 """Precision of the search."""
@@ -26,7 +27,7 @@ class Setting:
 
     requests: list[Request]
     """At load 1."""
-    shape: Shape
+    split: Split
     profile: Profile
     slo: Slo
     seed: int
@@ -37,7 +38,7 @@ class Setting:
 def run(
     setting: Setting, policy: str, load: float, label: str = "", progress: Callable[[int], None] = lambda _number: None
 ) -> Result:
-    """Run one policy (see ``replay.policies.systems``)."""
+    """Run one policy (see ``bench.policies.systems``)."""
     return run_with_outcomes(setting, policy, load, label, progress)[0]
 
 
@@ -46,7 +47,7 @@ def run_with_outcomes(
 ) -> tuple[Result, list[ReplayedRequest]]:
     """As ``run``, with each request's outcome."""
     requests = at_load(setting.requests, load)
-    world = World(setting.shape, setting.profile, slow=setting.slow, seed=setting.seed)
+    world = PolicyWorld(setting.split, setting.profile, slow=setting.slow, seed=setting.seed)
     install(world, policy, setting)
     began_s = time.process_time()
     was_collecting = gc.isenabled()
@@ -61,7 +62,7 @@ def run_with_outcomes(
     return summarise(name, outcomes, world.workers.values(), setting.slo, cpu_s), outcomes
 
 
-def install(world: World, policy: str, setting: Setting) -> None:
+def install(world: PolicyWorld, policy: str, setting: Setting) -> None:
     """Make ``policy`` the world's; raises UnknownPolicyError."""
     context = PolicyContext(
         fleet=world.fleet,
@@ -88,7 +89,7 @@ def find_knee(setting: Setting, policies: list[str], report: Callable[[Result], 
     knee = 0.0
     for policy in policies:
         if not knee or keeps(policy, knee):
-            knee = _knee_of(lambda load, policy=policy: keeps(policy, load), knee)  # type: ignore[misc]
+            knee = _knee_of(lambda load, policy=policy: keeps(policy, load), knee)
     return round(knee, 3)
 
 

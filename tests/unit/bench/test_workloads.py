@@ -9,10 +9,11 @@ from statistics import mean, median
 
 import pytest
 
+from bench.policies.world import PolicyWorld
+from bench.study.workloads import CHAT_TURNS_MEAN, NAMES, TENANTS, WORKLOADS, generate, opened
 from replay.router import NETWORK_S
+from replay.split import Split
 from replay.traces import BLOCK_TOKENS, Request, at_load, chains
-from replay.workloads import CHAT_TURNS_MEAN, NAMES, TENANTS, WORKLOADS, generate, opened
-from replay.world import Shape, World
 from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.slo import Targets
 from tests.support.replay_worlds import PROFILE, with_baseline, world
@@ -138,14 +139,14 @@ def test_more_load_starts_sessions_faster_and_leaves_their_gaps():
     assert [request.at_s for request in open_loop] == [request.at_s / 4 for request in slow]
 
 
-SHAPES = {"both": Shape(both=2), "apart": Shape(prefill=1, decode=1)}
+SPLITS = {"both": Split(both=2), "apart": Split(prefill=1, decode=1)}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ["conversations", "code", "tenants"])
-def test_a_turn_is_sent_its_gap_after_the_answer_before_it(name, shape):
+def test_a_turn_is_sent_its_gap_after_the_answer_before_it(name, split):
     requests = [request for request in generate(name, 200, seed=1, per_s=2.0) if request.input_tokens < 30_000]
-    outcomes = world(SHAPES[shape], ROOMY).run(requests)
+    outcomes = world(SPLITS[split], ROOMY).run(requests)
 
     assert [replayed.number for replayed in outcomes] == list(range(len(requests)))
     by_session = defaultdict(list)
@@ -162,13 +163,13 @@ def test_a_turn_is_sent_its_gap_after_the_answer_before_it(name, shape):
 
 def test_an_open_loop_does_not_wait():
     requests = opened(generate("code", 60, seed=1, per_s=6.0))
-    outcomes = with_baseline(world(Shape(both=1), ROOMY), "random").run(requests)
+    outcomes = with_baseline(world(Split(both=1), ROOMY), "random").run(requests)
 
     assert [replayed.request for replayed in outcomes] == requests
 
 
 def test_a_session_goes_on_after_a_refused_turn():
-    of = World(Shape(both=1), ROOMY)
+    of = PolicyWorld(Split(both=1), ROOMY)
     of.targets = Targets(ttft_s=0.5)
     of.admit(AdmissionPolicy())
     requests = [request for request in generate("code", 300, seed=1, per_s=60.0) if request.input_tokens < 25_000]
@@ -191,7 +192,7 @@ def test_a_session_goes_on_after_a_refused_turn():
 def test_the_next_turn_finds_the_answer_in_the_cache():
     first = Request(0.0, (1,), 900, 700, answer=(2, 3), session=1, gap_s=0.0)
     second = Request(0.0, (1, 2, 3, 4), 2100, 2, session=1, gap_s=1.0)
-    one, two = with_baseline(world(Shape(both=1)), "random").run([first, second])
+    one, two = with_baseline(world(Split(both=1)), "random").run([first, second])
 
     assert chains([second])[0][:3] == chains([first])[0]
     assert two.cached_tokens == 3 * BLOCK_TOKENS

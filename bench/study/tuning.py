@@ -1,7 +1,7 @@
 """The same tuning budget for every system: so many points of its parameters, on one trace, by goodput; then frozen.
 
 The first point is the system's defaults, the others are drawn at random, without repetition, from the grid of values
-that ``replay.policies.systems`` documents for it; a smaller grid is tried whole. The score of a point is the mean, over
+that ``bench.policies.systems`` documents for it; a smaller grid is tried whole. The score of a point is the mean, over
 the loads, of its good share of requests and its good share of tokens: the first alone would reward refusing long
 prompts. Of equal points the earlier one is kept.
 """
@@ -18,9 +18,9 @@ from statistics import fmean
 
 import msgspec
 
-from replay.experiment import Setting, run
-from replay.policies.systems import System, parse
-from replay.results import Slo
+from bench.policies.systems import System, parse
+from bench.study.experiment import Setting, run
+from bench.study.results import Slo
 
 TUNED = [
     *("baton-waiting", "baton-strict", "baton-default"),

@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from replay.oracle import Oracle
-from replay.policies import BATON, BATON_DEFAULT, BATON_NO_TARGETS, BATON_STRICT, BATON_WAITING, ORACLE
-from replay.policies.base import Baseline, LeastLoaded, PolicyContext, PowerOfTwo, RandomChoice, RoundRobin
-from replay.policies.other_systems import DynamoKvCost, LlmDScorer, LlmDSticky, MooncakeConductor
-from replay.policies.queueing import (
+from bench.policies import BATON, BATON_DEFAULT, BATON_NO_TARGETS, BATON_STRICT, BATON_WAITING, ORACLE
+from bench.policies.base import Baseline, LeastLoaded, PolicyContext, PowerOfTwo, RandomChoice, RoundRobin
+from bench.policies.oracle import Oracle
+from bench.policies.other_systems import DynamoKvCost, LlmDScorer, LlmDSticky, MooncakeConductor
+from bench.policies.queueing import (
     BusyGate,
     GatedQueue,
     OpenGate,
@@ -28,8 +28,8 @@ from replay.policies.queueing import (
     RoomGate,
     SaturationGate,
 )
-from replay.policies.routed_prompts import ProductionStack, SglangCacheAware, SglangExact, VllmRouter
-from replay.world import World
+from bench.policies.routed_prompts import ProductionStack, SglangCacheAware, SglangExact, VllmRouter
+from bench.policies.world import PolicyWorld
 from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.placement import PlacementPolicy
 from services.router.placement.placer import CostPlacer, Placer
@@ -222,7 +222,7 @@ def _rule(system: System, context: PolicyContext) -> Placer:
     return rule.make(context, **{"abs_" if key == "abs" else key: value for key, value in values.items()}, **margin)
 
 
-def install(world: World, name: str, context: PolicyContext) -> None:
+def install(world: PolicyWorld, name: str, context: PolicyContext) -> None:
     """Make a policy the world's; raises UnknownPolicyError."""
     system = parse(name)
     targets = Targets(ttft_s=context.slo_ttft_s, itl_s=context.slo_itl_s)
@@ -239,7 +239,7 @@ def install(world: World, name: str, context: PolicyContext) -> None:
         world.queue(lambda at, decided: GatedQueue(around, queueing, at, decided))
 
 
-def _install_baton(world: World, system: System, targets: Targets) -> None:
+def _install_baton(world: PolicyWorld, system: System, targets: Targets) -> None:
     fleet = world.fleet
     fleet.policy = PlacementPolicy(
         silent_s_max=fleet.policy.silent_s_max,
