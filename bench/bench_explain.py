@@ -12,10 +12,11 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from services.router.placement.decision import Decision, DecisionLog
+from services.router.decisions.decision import Decision, DecisionLog
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.placer import Fleet
-from services.router.telemetry.ttft import Legs, Timings, ttft_parts
+from services.router.request.timings import Timings
+from services.router.telemetry.ttft import Legs, ttft_parts
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import RequestId, RouterId
 from shared.contracts.inference import LegReport

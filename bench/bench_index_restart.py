@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from services.router.state.feeds import KvFeed
+from services.router.feeds.kv import KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, Envelope

@@ -32,13 +32,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.placer import Fleet
-from services.router.placement.request_facts import RequestFacts
-from services.router.placement.request_fields import read_request
+from services.router.request.facts import RequestFacts
+from services.router.request.fields import read_request
+from services.router.request.prompt import Prompt
 from services.router.service import tune_garbage_collection
 from services.router.tokenize.block_hash import block_hashes
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.tokenizer import PromptTokenizer, Unfinished
 from services.router.tokenize.turns import PromptWork, Work
 from shared.contracts.control import TokenizerAsset

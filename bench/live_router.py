@@ -19,8 +19,9 @@ from bench.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
 from bench.policies.systems import make_rule
 from bench.policies.world import Active
 from replay.profile import PROFILES
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.placer import Fleet, Placer
+from services.router.placement.placer import Placer
 from services.router.service import Router, run
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing

@@ -15,8 +15,8 @@ from replay.simworker import SimWorker
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.placer import Fleet
 from services.router.state.worker_speeds import WorkerSpeeds
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot
 

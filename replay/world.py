@@ -18,8 +18,8 @@ from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.split import Split
 from replay.traces import Request, chains
 from services.router.admission.policy import AdmissionPolicy
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
-from services.router.placement.placer import Fleet
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.worker_view import Sent
 from shared.contracts.inference import LegKind

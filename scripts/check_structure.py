@@ -36,17 +36,18 @@ PURE = {
     "services.orchestrator.planner": "change family planner rules work",
     "services.router": "settings",
     "services.router.admission": "admission fair_share policy queues",
-    "services.router.auth": "api_keys rate_limit",
+    "services.router.auth": "api_keys",
     "services.router.batches": "lines",
+    "services.router.decisions": "decision decision_filter",
     "services.router.placement": (
-        "assembly compiled cost decision decision_filter evaluation form kv_sources media placement placer policy "
-        "request_facts request_fields revisions sequences shortlist slo"
+        "assembly compiled cost evaluation fleet kv_sources media placement placer policy revisions shortlist slo"
     ),
     "services.router.relay": "failure_policy migration",
+    "services.router.request": "client facts fields form head mode model_name rate_limit sequences timings",
     "services.router.responses": "history",
     "services.router.state": (
-        "block_table cluster_view fleet_table prefix_index quarantine reservations worker_speed worker_speeds "
-        "worker_view"
+        "block_table cluster_view fleet_table prefix_index quarantine reservations revision_names worker_speed "
+        "worker_speeds worker_view"
     ),
     "services.router.telemetry": "outcome ttft",
     "services.router.tokenize": "block_hash",
@@ -57,6 +58,7 @@ PURE = {
     "services.worker.legs": "body resume",
     "shared": "loopback",
     "shared.engine_speed": "*",
+    "shared.http": "errors",
     "shared.text": "*",
 }
 """By package: its pure modules; ``*`` stands for all of them, with the package itself and what lies below it."""

@@ -34,17 +34,20 @@ MODULES = tuple(
         "shared.runtime": "random_ids",
         "shared.telemetry": "prometheus",
         "services.router": "usage",
-        "services.router.admission": "admission admission_queue fair_share placing queues",
-        "services.router.auth": "authenticator client rate_limit",
+        "services.router.admission": "admission admission_queue fair_share placing queue_metrics queues",
+        "services.router.auth": "authenticator",
         "services.router.batches": "line_server",
-        "services.router.http": "edge errors request",
-        "services.router.placement": "assembly compiled cost decision decision_service kv_sources placer policy"
-        " request_fields sequences shortlist",
-        "services.router.relay": "accounting charging deadline_monitor legs migration relay request_context"
+        "services.router.decisions": "decision decision_service",
+        "services.router.feeds": "default_mode fleet kv reservations",
+        "services.router.http": "edge",
+        "services.router.placement": "assembly compiled cost fleet kv_sources placer policy shortlist",
+        "services.router.relay": "accounting charging deadline_monitor legs migration relay"
         " request_tasks retry start_leg write_coalescer",
+        "services.router.request": "client context errors fields head http_request mode model_name rate_limit sequences"
+        " timings trace",
         "services.router.responses": "inner_request",
-        "services.router.state": "cluster_view feeds fleet_table prefix_index reservations worker_speeds worker_view",
-        "services.router.telemetry": "outcome request_log request_metrics trace tracing ttft",
+        "services.router.state": "cluster_view fleet_table prefix_index reservations worker_speeds worker_view",
+        "services.router.telemetry": "outcome request_log request_metrics tracing ttft",
         "services.router.tokenize": "block_hash known_prompts prompts segments tokenizer words",
     }.items()
     for name in names.split()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from bench.policies.world import Active, RequestCounts
 from replay.profile import Profile
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.placer import Fleet
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
 from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId

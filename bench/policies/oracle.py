@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
 from shared.contracts.failures import Reason
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role

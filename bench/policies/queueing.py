@@ -18,8 +18,8 @@ from bench.policies.base import TOKENS_OUT_UNKNOWN
 from bench.policies.world import RequestCounts
 from replay.legs import ReplayedRequest
 from replay.profile import Profile
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.placer import Fleet
 from services.router.placement.slo import Targets
 from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason

@@ -19,35 +19,39 @@ from services.router.admission.admission import Admission
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import BusHealth, Placing, Waker
 from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.queue_metrics import QueueMetrics
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.key_file import check_access
 from services.router.batches.batches import Batches
 from services.router.batches.line_server import LineServer
+from services.router.decisions.decision_service import DecisionService
+from services.router.feeds.default_mode import DefaultModeFeed
+from services.router.feeds.fleet import FleetFeed
+from services.router.feeds.kv import KvFeed
+from services.router.feeds.reservations import ReservationFeed
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.lora_routes import OrderAdapters
-from services.router.placement.decision_service import DecisionService
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import PlacementPolicy
-from services.router.placement.placer import Fleet
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
 from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.failure_policy import FailurePolicy, read_policy
 from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
-from services.router.relay.request_context import ResponseHeaders
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
 from services.router.relay.start_leg import LegLoads, LegStarter
+from services.router.request.context import ResponseHeaders
 from services.router.responses.responses import Responses
 from services.router.settings import Settings
 from services.router.state.block_table import IS_COMPILED
-from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
 from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.metrics import CatchUp, CountMetrics, LiveMetrics, SpeedMetrics, health_of
 from services.router.telemetry.request_log import RequestLog
-from services.router.telemetry.request_metrics import QueueMetrics, RequestMetrics
+from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
 from services.router.usage import Budgets, UsageLog

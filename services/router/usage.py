@@ -14,9 +14,9 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Final, NamedTuple
 
-from services.router.auth.client import ApiClient
 from services.router.placement import cost
-from services.router.relay.request_context import RequestContext
+from services.router.request.client import ApiClient
+from services.router.request.context import RequestContext
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import WorkerView

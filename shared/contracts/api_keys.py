@@ -69,6 +69,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         return not self.permissions.isdisjoint({Permission.VIEW, Permission.ADMIN})
 
 
+NO_KEY = Key(permissions=frozenset({Permission.INFER, Permission.ADMIN}))
+"""The key of every client where none is required."""
+
 KEY_PREFIX = "baton-"
 """Lets secret scanners recognise a key."""
 KEY_BYTES = 32

@@ -12,7 +12,7 @@ import cbor2
 import msgspec
 import pytest
 
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
 from services.router.tokenize.parity import difference, probes
 from services.router.tokenize.tokenizer import PromptTokenizer
 from shared.contracts.channels import TOKENIZER, TOKENS

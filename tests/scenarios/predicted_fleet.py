@@ -13,8 +13,8 @@ from statistics import median
 
 import msgspec
 
+from services.router.placement.fleet import Fleet as View
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.placer import Fleet as View
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.state.worker_view import Sent, WorkerView
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence

@@ -19,7 +19,7 @@ from replay.world import World
 from services.collector.disaggregation_report import ReportBuilder
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegKind, RequestFinished
 from shared.contracts.planning import ReportBucket

@@ -28,7 +28,7 @@ from services.router.admission.queues import (
     prefill_worker,
 )
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.telemetry.ttft import total_s
+from services.router.request.timings import total_s
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 

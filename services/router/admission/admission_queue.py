@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Final
 
 from services.router.admission.admission import Admission
+from services.router.admission.queue_metrics import QueueMetrics
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, Rejection
-from services.router.relay.request_context import RequestContext
-from services.router.telemetry.request_metrics import QueueMetrics
+from services.router.request.context import RequestContext
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 

@@ -15,9 +15,9 @@ from typing import Final
 
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.queues import QueueEntry
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.placer import Fleet
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
 from services.router.state.cluster_view import ClusterView
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import WAKE_MODEL

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from services.router.placement.request_facts import Fault, RequestFacts
-from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, is_priority
+from services.router.request.facts import Fault, RequestFacts
+from services.router.request.fields import PRIORITY_MAX, PRIORITY_MIN, is_priority
 from shared.contracts.api_keys import Key, Permission
 from shared.contracts.engine_paths import COUNT_TOKENS, TOKENIZER_INFO
 from shared.contracts.ids import is_subject_token
@@ -36,10 +36,6 @@ UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize", COUNT_TOKENS, TOKENIZER_
 """Endpoints that compute no KV."""
 BAD_SALT = Fault(param="cache_salt", message=f"`cache_salt` must be a string of 1 to {OWN_CHARS_MAX} characters.")
 BAD_BODY = Fault(param="", message="The body is not a JSON object.")
-
-
-NO_KEY = Key(permissions=frozenset({Permission.INFER, Permission.ADMIN}))
-"""The key of every client where none is required."""
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):

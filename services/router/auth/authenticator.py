@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Keyring, may_see
-from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.auth.key_file import keyring_of, salt_secret_of
-from services.router.auth.rate_limit import Over, RateLimit
-from services.router.http.errors import failed
+from services.router.request.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
+from services.router.request.errors import failed
+from services.router.request.rate_limit import Over, RateLimit
 from services.router.settings import Settings
 from services.router.usage import Budgets
 from shared.contracts.api_keys import KEY_CHARS_MAX, Key, Permission, digest_of

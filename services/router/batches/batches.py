@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from services.router.auth.client import ApiClient
 from services.router.batches.batch_run import HEARTBEAT_S, BatchRun
 from services.router.batches.files import PURPOSE, FileRefused, Files, new_id
 from services.router.batches.line_server import LineServer
 from services.router.batches.lines import ENDPOINTS
 from services.router.batches.store import Records, StoreFailed
+from services.router.request.client import ApiClient
 from shared.bus.port import Bus, StoredValue, WrongRevision, watch_store
 from shared.contracts.batches import (
     BATCH_ID,

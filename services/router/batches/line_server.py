@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.auth.authenticator import Authenticator
-from services.router.auth.client import ApiClient
 from services.router.batches.lines import Line, Request, Result, answered, unanswered
-from services.router.http.errors import BUG, failed
-from services.router.http.request import Head, HttpRequest, NoConnection, Upload, UploadTotals
-from services.router.relay.request_context import RequestContext
+from services.router.request.client import ApiClient
+from services.router.request.context import RequestContext
+from services.router.request.errors import BUG, failed
+from services.router.request.head import Head
+from services.router.request.http_request import HttpRequest, NoConnection, Upload, UploadTotals
 from services.router.settings import Settings
 from shared.contracts.batches import COMPLETED, FAILED, StoredBatch
 from shared.contracts.failures import Reason

@@ -17,20 +17,26 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 
-from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.batches.batches import Batches
+from services.router.decisions.decision_service import DecisionService
 from services.router.http.decision_routes import add_decisions
-from services.router.http.errors import error_for
 from services.router.http.file_routes import add_files
 from services.router.http.lora_routes import OrderAdapters, add_lora
 from services.router.http.response_routes import add_responses
-from services.router.placement.decision_service import DecisionService
-from services.router.placement.placer import Fleet
+from services.router.placement.fleet import Fleet
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
-from services.router.placement.request_facts import Mode
-from services.router.placement.request_fields import FETCH_MIN_TOKENS_MAX, SOURCES_MAX
 from services.router.placement.revisions import Shares
-from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
+from services.router.request.client import CLIENT_SCOPE_KEY
+from services.router.request.errors import error_for
+from services.router.request.facts import Mode
+from services.router.request.fields import (
+    FETCH_MIN_TOKENS_MAX,
+    PRIORITY_MAX,
+    PRIORITY_MIN,
+    SOURCES_MAX,
+    TARGET_S_MAX,
+    TARGET_S_MIN,
+)
 from services.router.responses.responses import Responses
 from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus

@@ -10,10 +10,10 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.routing import APIRoute
 
-from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, QUESTIONS_PER_MINUTE, ApiClient
-from services.router.placement.decision import LISTED_MAX
-from services.router.placement.decision_filter import DecisionFilter
-from services.router.placement.decision_service import DecisionService
+from services.router.decisions.decision import LISTED_MAX
+from services.router.decisions.decision_filter import DecisionFilter
+from services.router.decisions.decision_service import DecisionService
+from services.router.request.client import ANYONE, CLIENT_SCOPE_KEY, QUESTIONS_PER_MINUTE, ApiClient
 from shared.contracts.decisions import DecisionRecord
 from shared.contracts.ids import router_of
 from shared.contracts.message import in_full

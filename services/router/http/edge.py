@@ -11,12 +11,13 @@ from typing import Any, Final
 import msgspec
 
 from services.router.auth.authenticator import Authenticator
-from services.router.auth.client import ANYONE, ApiClient
-from services.router.http.errors import bad_request, error_for, failed
-from services.router.http.request import JSON_TYPE, Connection, Head, HttpRequest, Upload, UploadTotals
-from services.router.placement.form import form_type
-from services.router.placement.request_facts import Mode
 from services.router.relay.relay import Relay
+from services.router.request.client import ANYONE, ApiClient
+from services.router.request.errors import bad_request, error_for, failed
+from services.router.request.facts import Mode
+from services.router.request.form import form_type
+from services.router.request.head import JSON_TYPE, Head
+from services.router.request.http_request import Connection, HttpRequest, Upload, UploadTotals
 from services.router.responses.responses import Responses
 from services.router.settings import Settings
 from services.router.telemetry.request_log import RequestLog

@@ -14,12 +14,12 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from services.router.auth.authenticator import refusal_of
-from services.router.auth.client import CLIENT_SCOPE_KEY, ApiClient
 from services.router.batches.batches import Batches, batch_object
 from services.router.batches.files import FILE_S_MIN, PURPOSE, FileRefused, IncomingFile, file_object
 from services.router.batches.store import StoreFailed
-from services.router.http.errors import error_response, failed
 from services.router.http.upload_form import BadForm, UploadForm
+from services.router.request.client import CLIENT_SCOPE_KEY, ApiClient
+from services.router.request.errors import error_response, failed
 from shared.contracts.batches import FILE_S_MAX, StoredFile
 from shared.contracts.failures import Reason
 from shared.http.errors import HttpError, error_body

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.http.decision_routes import too_many
 from services.router.http.edge import is_json
+from services.router.request.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.state.cluster_view import ClusterView
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
 from shared.contracts.api_keys import Permission

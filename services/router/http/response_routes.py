@@ -9,8 +9,8 @@ import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
 from services.router.auth.authenticator import refusal_of
-from services.router.auth.client import CLIENT_SCOPE_KEY, ApiClient
-from services.router.http.errors import error_response
+from services.router.request.client import CLIENT_SCOPE_KEY, ApiClient
+from services.router.request.errors import error_response
 from services.router.responses.history import BadRequest, fields_of
 from services.router.responses.response_store import NotKept
 from services.router.responses.responses import Responses, not_found, refusal_for

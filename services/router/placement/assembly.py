@@ -7,8 +7,8 @@ from typing import Final
 
 from services.router.placement.kv_sources import SOURCES_MAX, source_of
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.request_facts import Mode
 from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
+from services.router.request.facts import Mode
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import can_exchange_kv

@@ -16,12 +16,12 @@ from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
 from services.router.placement.evaluation import fit_rows, source_rows
 from services.router.placement.kv_sources import source_of
 from services.router.placement.placement import PlacementPolicy, PlacementRequest, Rejection, reject, reject_pair
-from services.router.placement.request_facts import Mode
-from services.router.placement.revisions import ANY
 from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
+from services.router.request.facts import Mode
 from services.router.state import fleet_table as t
 from services.router.state.block_table import Depths
 from services.router.state.cluster_view import ClusterView
+from services.router.state.revision_names import ANY
 from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import Part
 from shared.contracts.kv_exchange import KvSource

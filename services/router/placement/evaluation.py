@@ -11,10 +11,10 @@ from services.router.placement import cost as cost_model
 from services.router.placement.cost import SINGLE, Estimate, Prompt
 from services.router.placement.kv_sources import Holders
 from services.router.placement.placement import PlacementPolicy, PlacementRequest
-from services.router.placement.revisions import ANY
 from services.router.placement.shortlist import TABLE_COLUMNS, Candidate, PrefixDepths, Shortlist
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
+from services.router.state.revision_names import ANY
 from shared.contracts.decisions import Part
 
 

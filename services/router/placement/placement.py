@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from services.router.placement.request_facts import ForcedWorkers, Mode
 from services.router.placement.shortlist import PartCandidates
 from services.router.placement.slo import NO_TARGETS, Targets
+from services.router.request.facts import ForcedWorkers, Mode
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import WorkerView

@@ -5,41 +5,20 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Final
 
-from services.router.auth.api_keys import NO_KEY
 from services.router.placement.placement import PlacementRequest
-from services.router.placement.request_facts import Fault, ForcedWorkers, Mode, RequestFacts
-from services.router.placement.request_fields import requested_mode
 from services.router.placement.revisions import NO_SHARES, Shares, read_shares
-from services.router.placement.slo import NO_SLOS, NO_TARGETS, PRIORITY_MAX, Slos, read_slos
+from services.router.placement.slo import NO_SLOS, NO_TARGETS, Slos, read_slos
+from services.router.request.facts import Fault, ForcedWorkers, Mode, RequestFacts
+from services.router.request.fields import PRIORITY_MAX
+from services.router.request.head import Head
+from services.router.request.mode import requested_mode
 from services.router.settings import Settings
-from shared.contracts.api_keys import Key, Permission
+from shared.contracts.api_keys import NO_KEY, Key, Permission
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
 
 CLASS_HEADER: Final = "x-baton-class"
 TENANT_HEADER: Final = "x-baton-tenant"
-
-
-class RequestHeaders:
-    """Baton's request headers, and the API key that came with them."""
-
-    def __init__(
-        self,
-        *,
-        mode: Mode = Mode.AUTO,
-        class_name: str = "",
-        tenant: str = "",
-        key: Key = NO_KEY,
-        is_batch: bool = False,
-    ) -> None:
-        """``is_batch``: it is a line of a batch, without targets, and less urgent than every request that may become
-        so.
-        """
-        self.mode = mode
-        self.class_name = class_name
-        self.tenant = tenant
-        self.key = key
-        self.is_batch = is_batch
 
 
 class RequestPolicy:
@@ -84,27 +63,27 @@ class RequestPolicy:
             priority_min=settings.priority_min,
         )
 
-    def fault(self, facts: RequestFacts, request_headers: RequestHeaders, workers: Container[WorkerId]) -> Fault | None:
+    def fault(self, facts: RequestFacts, head: Head, workers: Container[WorkerId]) -> Fault | None:
         """Why the request is not served; None when it is. ``workers``: those that exist."""
         options = facts.options
         if facts.fault is not None:
             return facts.fault
-        if (fault := model_forbidden(request_headers.key, facts)) is not None:
+        if (fault := model_forbidden(head.client.key, facts)) is not None:
             return fault
-        if request_headers.tenant and not is_subject_token(request_headers.tenant):
+        if (tenant := head.tenant_of_key()) and not is_subject_token(tenant):
             message = f"`{TENANT_HEADER}` must be up to 128 letters, digits, underscores and hyphens."
             return Fault(param=TENANT_HEADER, message=message)
-        name = class_of(facts, request_headers)
+        name = class_of(facts, head)
         if name and name not in self.slos.classes:
             known = ", ".join(self.slos.classes) or "none"
             param = "baton.class" if options.class_name is not None else CLASS_HEADER
             return Fault(param=param, message=f"The class `{name[:64]}` does not exist; there are: {known}.")
-        if options.forced is not None and not self._may_force(request_headers.key):
+        if options.forced is not None and not self._may_force(head.client.key):
             message = "Clients may not choose workers and sources here."
             return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
         if options.forced is not None and (fault := unknown_worker(options.forced, workers)) is not None:
             return fault
-        priority_min = self.priority_min if request_headers.key.priority is None else request_headers.key.priority
+        priority_min = self.priority_min if head.client.key.priority is None else head.client.key.priority
         if options.priority is not None and options.priority < priority_min:
             message = f"`baton.priority` may be {priority_min} or more (less urgent) here."
             return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)
@@ -113,26 +92,29 @@ class RequestPolicy:
     def placement_request(
         self,
         facts: RequestFacts,
-        request_headers: RequestHeaders,
+        head: Head,
+        mode: Mode,
         prompt_tokens: int,
         hashes: Sequence[int],
         unsplittable: str = "",
     ) -> PlacementRequest:
-        """``unsplittable``: why the prompt cannot be split, although the body can."""
-        options, name = facts.options, class_of(facts, request_headers)
+        """``mode``: of the header, or the operator's default, which the body's own overrides. ``unsplittable``: why the
+        prompt cannot be split, although the body can.
+        """
+        options, name = facts.options, class_of(facts, head)
         slos = self.slos
         priority = options.priority
         if priority is None:
             by_rule = slos.priority(facts.model, name) if slos is not NO_SLOS else 0
-            priority = priority_of(request_headers.key, name, by_rule)
+            priority = priority_of(head.client.key, name, by_rule)
         targets = NO_TARGETS
-        if request_headers.is_batch:
+        if head.is_batch:
             priority = PRIORITY_MAX
         elif slos is not NO_SLOS or options.ttft_s is not None or options.itl_s is not None:
             targets = slos.targets(facts.model, name, ttft_s=options.ttft_s, itl_s=options.itl_s)
         return PlacementRequest(
             model=facts.model,
-            mode=requested_mode(facts, request_headers.mode),
+            mode=requested_mode(facts, mode),
             unsplittable=facts.unsplittable or unsplittable,
             prompt_tokens=prompt_tokens,
             hashes=hashes,
@@ -142,7 +124,7 @@ class RequestPolicy:
             cache_hit_threshold=facts.cache_hit_threshold,
             forced=options.forced,
             targets=targets,
-            tenant=request_headers.tenant,
+            tenant=head.tenant_of_key(),
             priority=priority,
             revisions=self.shares.order(facts) if self.shares.models and options.forced is None else (),
         )
@@ -178,6 +160,6 @@ def unknown_worker(forced: ForcedWorkers, workers: Container[WorkerId]) -> Fault
     return None
 
 
-def class_of(facts: RequestFacts, request_headers: RequestHeaders) -> str:
+def class_of(facts: RequestFacts, head: Head) -> str:
     """From the body, or else from the header."""
-    return request_headers.class_name if facts.options.class_name is None else facts.options.class_name
+    return head.class_name if facts.options.class_name is None else facts.options.class_name

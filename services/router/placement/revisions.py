@@ -14,21 +14,17 @@ from typing import Any
 
 import msgspec
 
-from services.router.placement.request_facts import RequestFacts
-from services.router.placement.request_fields import given
+from services.router.request.facts import RequestFacts
+from services.router.request.fields import given
+from services.router.state.revision_names import ANY, means
 from shared.contracts.engine_paths import CHAT
 
 SHARE_MAX = 1e6
 REVISIONS_MAX = 16
 """Of one model; a rollout has two."""
 MODELS_MAX = 256
-ANY = ""
-"""Any revision, with or without a share."""
 BEGINNING_BYTES = 256
 """The beginning of a prompt that is not a chat: about the text of its first KV block."""
-ABBREVIATED_MIN = 7
-"""The shortest abbreviation of a commit or digest."""
-HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 class Turn(msgspec.Struct):
@@ -72,13 +68,6 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_SHARES = Shares()
-
-
-def means(name: str, revision: str) -> bool:
-    """Whether ``name`` is the revision, or abbreviates it as the first digits of a commit or digest."""
-    if name in (ANY, revision):
-        return True
-    return len(name) >= ABBREVIATED_MIN and revision.startswith(name) and HEXADECIMAL.issuperset(revision)
 
 
 def beginning_of(facts: RequestFacts) -> bytes:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import msgspec
 
+from services.router.request.fields import (
+    PRIORITY_MAX,
+    PRIORITY_MIN,
+    TARGET_S_MAX,
+    TARGET_S_MIN,
+    is_priority,
+    is_target,
+)
+
 NO_TARGET = math.inf
-TARGET_S_MIN = 0.001
-TARGET_S_MAX = 86_400.0
-PRIORITY_MIN, PRIORITY_MAX = -1000, 1000
 CLASSES_MAX = 64
 """Operators look at a line for each."""
 
@@ -85,15 +90,6 @@ def read_slos(text: str) -> Slos:
     for name, rule in named.items():
         _check(name, rule)
     return slos
-
-
-def is_target(value: Any) -> bool:
-    """Whether the value is a valid target in seconds."""
-    return type(value) in (int, float) and TARGET_S_MIN <= value <= TARGET_S_MAX
-
-
-def is_priority(value: Any) -> bool:
-    return type(value) is int and PRIORITY_MIN <= value <= PRIORITY_MAX
 
 
 def _check(name: str, rule: SloRule) -> None:

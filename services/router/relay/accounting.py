@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from services.router.placement.decision_service import DecisionService
-from services.router.relay.request_context import RequestContext
+from services.router.decisions.decision_service import DecisionService
+from services.router.request.context import RequestContext
 from services.router.telemetry.request_log import RequestLog
 from services.router.usage import UsageLog
 

@@ -6,10 +6,10 @@ import math
 from typing import Final
 
 from services.router.auth.authenticator import limited
-from services.router.auth.rate_limit import tokens_used
-from services.router.http.errors import bad_request
-from services.router.placement.sequences import GENERATING
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
+from services.router.request.errors import bad_request
+from services.router.request.rate_limit import tokens_used
+from services.router.request.sequences import GENERATING
 from shared.contracts.failures import Reason
 from shared.http.errors import HttpError
 

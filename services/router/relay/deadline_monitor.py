@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from services.router.relay.request_context import NEVER, RequestContext
+from services.router.request.context import NEVER, RequestContext
 from shared.contracts.failures import Failure, Reason
 from shared.runtime.clock import Clock
 

@@ -10,19 +10,19 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from services.router.http.errors import EVENT_STREAM
 from services.router.placement.placement import Placement
-from services.router.placement.request_facts import Mode
 from services.router.relay.migration import ATTACHED
-from services.router.relay.request_context import RequestContext, ResponseHeaders
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.start_leg import LegLoad, LegLoads, LegStarter, is_refusal
 from services.router.relay.write_coalescer import WriteCoalescer
+from services.router.request.context import RequestContext, ResponseHeaders
+from services.router.request.errors import EVENT_STREAM
+from services.router.request.facts import Mode
+from services.router.request.timings import NOT_BROKEN
 from services.router.settings import Settings
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
-from services.router.telemetry.ttft import NOT_BROKEN
 from shared.bus.leg_inbox import Leg, LegFailed, LegInbox, LegReader
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.failures import Failure, Reason

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from services.router.placement.placement import PlacementRequest
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
 
 ATTACHED: Final = "a server outside of Baton began it, and its tokens are not known"
 

@@ -14,25 +14,26 @@ from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
 from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import salted
-from services.router.http.errors import bad_request, error_event, failed, path_not_served, refused_field
-from services.router.http.request import HttpRequest
-from services.router.placement.decision_service import DecisionService
+from services.router.decisions.decision_service import DecisionService
+from services.router.feeds.default_mode import DefaultModeFeed
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_facts import Mode, RequestFacts
-from services.router.placement.request_fields import default_or_requested, with_primary_name
+from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
 from services.router.relay.legs import EngineRefused, LegRunner, NotAnswered
 from services.router.relay.migration import resumes_allowed
-from services.router.relay.request_context import CLIENT_LEFT, RequestContext, ResponseHeaders
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
+from services.router.request.context import CLIENT_LEFT, RequestContext, ResponseHeaders
+from services.router.request.errors import bad_request, error_event, failed, path_not_served, refused_field
+from services.router.request.facts import Mode, RequestFacts
+from services.router.request.http_request import HttpRequest
+from services.router.request.mode import default_or_requested
+from services.router.request.model_name import with_primary_name
+from services.router.request.prompt import Prompt
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
-from services.router.state.feeds import DefaultModeFeed
 from services.router.telemetry.tracing import Tracing
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.prompts import Prompts, UnreadPrompt
 from services.router.usage import Budgets
 from shared.bus.leg_inbox import LegFailed, LegInbox
@@ -142,10 +143,7 @@ class Relay:
             facts = salted(facts, key, head.client.secret)
         context.read(facts, resumes_allowed(self._settings.resumes_max, facts.options.resumes_max))
         mode = default_or_requested(facts, head.mode or AUTO, self._default_mode.mode)
-        headers = RequestHeaders(
-            mode=mode, class_name=head.class_name, tenant=key.tenant or head.tenant, key=key, is_batch=head.is_batch
-        )
-        if (fault := self._policy.fault(facts, headers, self._cluster.workers)) is not None:
+        if (fault := self._policy.fault(facts, head, self._cluster.workers)) is not None:
             self._refuse(context, refused_field(fault))
             return
         if (too_many := too_many_sequences(context, self._settings.sequences_max)) is not None:
@@ -161,16 +159,14 @@ class Relay:
         begun_at = self._now()
         prompt = self._prompts.begin(context.http_request, facts)
         if isinstance(prompt, UnreadPrompt):
-            self._later(context, self._read_prompt(context, headers, prompt, begun_at), "read-prompt")
+            self._later(context, self._read_prompt(context, mode, prompt, begun_at), "read-prompt")
         else:
-            self._admit(context, headers, prompt, begun_at)
+            self._admit(context, mode, prompt, begun_at)
 
-    async def _read_prompt(
-        self, context: RequestContext, headers: RequestHeaders, unread: UnreadPrompt, begun_at: float
-    ) -> None:
-        self._admit(context, headers, await self._prompts.finish(unread), begun_at)
+    async def _read_prompt(self, context: RequestContext, mode: Mode, unread: UnreadPrompt, begun_at: float) -> None:
+        self._admit(context, mode, await self._prompts.finish(unread), begun_at)
 
-    def _admit(self, context: RequestContext, headers: RequestHeaders, prompt: Prompt, begun_at: float) -> None:
+    def _admit(self, context: RequestContext, mode: Mode, prompt: Prompt, begun_at: float) -> None:
         """Charge the request, and place it as soon as an engine would begin it."""
         facts, timings, ended_at = context.facts, context.timings, self._now()
         context.prompt = prompt
@@ -183,7 +179,9 @@ class Relay:
         if over is not None:
             self._refuse(context, over)
             return
-        request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes, prompt.unsplittable)
+        request = self._policy.placement_request(
+            facts, context.http_request.head, mode, prompt.tokens, prompt.hashes, prompt.unsplittable
+        )
         if context.not_serving:
             request = msgspec.structs.replace(request, excluded=context.not_serving)
         context.request = request

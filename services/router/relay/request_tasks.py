@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from contextvars import copy_context
 from typing import Any
 
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
 from shared.telemetry.log import TRACE_ID
 
 

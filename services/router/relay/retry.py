@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from services.router.admission.placing import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth, Placing
+from services.router.feeds.reservations import ReservationFeed
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.request_facts import Mode
 from services.router.relay.failure_policy import (
     MAY_FREE_SOON,
     WORKER_UNUSABLE,
@@ -23,10 +23,10 @@ from services.router.relay.failure_policy import (
     kind_of,
 )
 from services.router.relay.migration import continued
-from services.router.relay.request_context import RequestContext, Served
+from services.router.request.context import RequestContext, Served
+from services.router.request.facts import Mode
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
-from services.router.state.feeds import ReservationFeed
 from services.router.state.quarantine import Quarantine, digest_of
 from services.router.state.worker_view import WorkerView
 from services.router.telemetry.request_log import RequestLog
@@ -260,7 +260,7 @@ class Suspects:
         head = context.http_request.head
         log.warning(
             "request %s is quarantined for %.0f s: an engine died while it computed it (%s, tenant %s, digest %s): %s",
-            head.request_id, for_s, lost.worker_id, head.client.key.tenant or head.tenant or "-",
+            head.request_id, for_s, lost.worker_id, head.tenant_of_key() or "-",
             digest.hex(), failure.message,
         )  # fmt: skip
         message = (

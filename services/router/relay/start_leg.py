@@ -11,12 +11,12 @@ from typing import Final
 
 import msgspec
 
+from services.router.feeds.reservations import ReservationFeed
 from services.router.placement.placement import Placement
-from services.router.placement.request_facts import Mode
 from services.router.relay.failure_policy import HANDOFF_SHARE_MIN
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
+from services.router.request.facts import Mode
 from services.router.state.cluster_view import ClusterView
-from services.router.state.feeds import ReservationFeed
 from services.router.state.worker_view import Sent
 from shared.contracts.ids import LegId, RouterId
 from shared.contracts.inference import CACHE_THRESHOLD, Frame, LegKind, LegReport, StartLeg, pack_tokens

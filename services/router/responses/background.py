@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from services.router.http.errors import BUG
-from services.router.http.request import HttpRequest
+from services.router.request.errors import BUG
+from services.router.request.http_request import HttpRequest
 from services.router.responses.history import CANCELLED, FAILED, StoredResponse, ended, told
 from services.router.responses.inner_request import InnerRequest
 from services.router.responses.response_store import NotKept, ResponseStore

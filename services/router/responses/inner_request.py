@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from services.router.http.request import HttpRequest, NoConnection
+from services.router.request.http_request import HttpRequest, NoConnection
 from services.router.responses.history import fields_of, told
 from shared.http.errors import Header, HttpError
 

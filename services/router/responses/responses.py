@@ -11,10 +11,10 @@ from functools import partial
 
 import msgspec
 
-from services.router.auth.client import ApiClient
-from services.router.http.errors import bad_request, failed
-from services.router.http.request import HttpRequest, header_lines
 from services.router.relay.relay import Relay
+from services.router.request.client import ApiClient
+from services.router.request.errors import bad_request, failed
+from services.router.request.http_request import HttpRequest, header_lines
 from services.router.responses.background import TENANT_MAX, Background, Run
 from services.router.responses.history import (
     FAILED,

@@ -8,8 +8,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from services.router.placement.revisions import ANY, means
 from services.router.state import fleet_table as t
+from services.router.state.revision_names import ANY, means
 from services.router.state.worker_speed import WorkerSpeed
 from services.router.state.worker_view import Sent, WorkerView, can_exchange_kv
 from shared.contracts.ids import Epoch, WorkerId

@@ -10,11 +10,11 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from services.router.feeds.kv import KvFeed
 from services.router.placement import compiled
-from services.router.placement.placer import Fleet
-from services.router.relay.request_context import RequestContext
+from services.router.placement.fleet import Fleet
+from services.router.request.context import RequestContext
 from services.router.state import block_table
-from services.router.state.feeds import KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.tokenize import words

@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from services.router.placement.request_facts import Mode
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
+from services.router.request.facts import Mode
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.tracing import Tracing
 from services.router.telemetry.ttft import Legs, ttft_parts, ttft_s

@@ -1,5 +1,5 @@
-"""What the router counts of requests while it serves them, and of the admission queue. No base classes of others are
-here, so that it can be compiled.
+"""What the router counts of requests while it serves them. No base classes of others are here, so that it can be
+compiled.
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from services.router.placement.placement import Placement
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
+from services.router.request.timings import total_s
 from services.router.telemetry.metrics import CountMetrics, GapMetrics
 from services.router.telemetry.outcome import TargetOutcome, target_outcome
-from services.router.telemetry.ttft import total_s
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
-from shared.telemetry.prometheus import Buckets, counter, gauge, histogram
+from shared.telemetry.prometheus import Buckets, counter, histogram
 
 MODES: Final = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
 UNCOUNTED_GAPS_MAX: Final = 4096
 """Gaps between tokens that may wait to be counted; beyond that, the next request that ends counts them."""
 ITL_BOUNDS: Final = np.array(names.ROUTER_ITL.buckets)
-TENANTS_NAMED_MAX: Final = 32
-"""The first this many tenants have series of their own; all others share one."""
-NO_TENANT: Final = "(none)"
-OTHER_TENANTS: Final = "(others)"
-"""No tenant can have these names: parentheses are not allowed in them."""
 OK: Final = "ok"
 
 
@@ -152,35 +147,3 @@ class StreamGaps:
             gaps.count()
         if trace_id and gap_s_max > 0.0:
             gaps.buckets.exemplify(gap_s_max, trace_id)
-
-
-class QueueMetrics:
-    """The admission queue, and what each tenant has used."""
-
-    def __init__(self, registry: CollectorRegistry, queue_max: int) -> None:
-        gauge(names.ROUTER_QUEUE_MAX, registry).set(queue_max)
-        self.queue = gauge(names.ROUTER_QUEUE, registry)
-        self._waits = histogram(names.ROUTER_ADMISSION, registry).labels()
-        self._requests = counter(names.ROUTER_TENANT_REQUESTS, registry)
-        self._tokens = counter(names.ROUTER_TENANT_TOKENS, registry)
-        self._named: set[str] = set()
-
-    def waited(self, wait_s: float) -> None:
-        self._waits.observe(wait_s)
-
-    def ended(self, tenant: str, reason: str, computed_tokens: int, tokens_out: int) -> None:
-        """A tenant's request has ended; ``reason`` is empty when it ended well."""
-        label = self._label(tenant)
-        self._requests.labels(label, reason or OK).value += 1
-        self._tokens.labels(label, "computed").value += computed_tokens
-        self._tokens.labels(label, "completion").value += tokens_out
-
-    def _label(self, tenant: str) -> str:
-        if tenant in self._named:
-            return tenant
-        if not tenant:
-            return NO_TENANT
-        if len(self._named) >= TENANTS_NAMED_MAX:
-            return OTHER_TENANTS
-        self._named.add(tenant)
-        return tenant

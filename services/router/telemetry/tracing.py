@@ -14,9 +14,9 @@ from typing import Final
 import msgspec
 from opentelemetry.trace import SpanKind
 
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
+from services.router.request.trace import LegMark, Trace, error_of
 from services.router.telemetry.outcome import SERVER_ERROR, Kept, kept
-from services.router.telemetry.trace import LegMark, Trace, error_of
 from shared.contracts.decisions import TtftParts
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg

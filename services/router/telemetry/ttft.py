@@ -1,4 +1,4 @@
-"""The time marks of a request, and the parts of its time to the first token, which add up to it.
+"""The parts of a request's time to the first token, which add up to it.
 
 The router measures the whole and its own parts on its clock; workers report durations on theirs. The remainder is
 ``transit_s``: the bus, the relay, and a worker's own work around its engine.
@@ -15,15 +15,11 @@ down: the router's measurement is what the client waited.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
-from msgspec.structs import astuple
-
+from services.router.request.timings import Timings
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
-
-NOT_BROKEN: Final = -1.0
 
 
 class Legs:
@@ -45,12 +41,6 @@ def ttft_s(first_data_s: float, answering: LegReport | None, *, stream: bool) ->
     if stream or answering is None or answering.first_token_s <= 0:
         return first_data_s
     return max(0.0, first_data_s - max(0.0, answering.total_s - answering.first_token_s))
-
-
-def total_s(parts: TtftParts) -> float:
-    """The same as ``parts.total_s()``, a method that is not compiled."""
-    total: float = sum(astuple(parts))
-    return total
 
 
 def ttft_parts(whole_s: float, router: Timings, legs: Legs) -> TtftParts:
@@ -146,42 +136,3 @@ def _less(over_s: float, *parts_s: float) -> list[float]:
         over_s -= taken_s
         left.append(part_s - taken_s)
     return left
-
-
-class Timings:
-    """Durations in seconds, instants on the router's monotonic clock. An instant of 0 has not been reached.
-
-    ``admission_s``, ``tokenize_s``, ``place_s`` and ``failed_s`` follow one another without overlap, before the legs of
-    the last attempt: together they are the router's own share of the time to the first token.
-    """
-
-    prefill_s = -1.0
-    """The last attempt's prefill leg, from its start to its report; -1: there is none."""
-    first_at = 0.0
-    """First data of the response."""
-    last_at = 0.0
-    """Latest data of the response."""
-    gap_s_max = 0.0
-    """The longest time between two pieces of the stream."""
-    answered_at = 0.0
-    """When the response was complete, if the router waited for a report after that."""
-
-    def __init__(
-        self,
-        *,
-        started_at: float = 0.0,
-        admission_s: float = 0.0,
-        tokenize_s: float = 0.0,
-        place_s: float = 0.0,
-        failed_s: float = 0.0,
-    ) -> None:
-        self.started_at = started_at
-        self.admission_s = admission_s
-        """In the admission queue, and waiting for NATS to come back."""
-        self.tokenize_s = tokenize_s
-        self.place_s = place_s
-        """All placements together."""
-        self.failed_s = failed_s
-        """Failed attempts, each from its placement to the next one, without ``place_s``."""
-        self.broke_at = NOT_BROKEN
-        """While a stream is interrupted: when the client got its latest data."""

@@ -13,10 +13,10 @@ from enum import StrEnum
 from json import dumps
 from typing import NamedTuple, Protocol
 
-from services.router.placement.placer import Fleet
-from services.router.placement.request_facts import RequestFacts
-from services.router.placement.request_fields import read_request
-from services.router.tokenize.prompt import Prompt
+from services.router.placement.fleet import Fleet
+from services.router.request.facts import RequestFacts
+from services.router.request.fields import read_request
+from services.router.request.prompt import Prompt
 from services.router.tokenize.tokenizer import Lora, PromptTokenizer
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENS

@@ -9,17 +9,18 @@ from functools import partial
 from typing import Final, NamedTuple
 from urllib.parse import parse_qs
 
-from services.router.http.request import HttpRequest
-from services.router.placement.form import read_form_request
+from services.router.placement.fleet import Fleet
 from services.router.placement.media import has_media
-from services.router.placement.placer import Fleet
-from services.router.placement.request_facts import Body, Fault, RequestFacts
-from services.router.placement.request_fields import MODEL_CHARS_MAX, read_request
-from services.router.placement.revisions import Shares, means
+from services.router.placement.revisions import Shares
+from services.router.request.facts import Body, Fault, RequestFacts
+from services.router.request.fields import MODEL_CHARS_MAX, read_request
+from services.router.request.form import read_form_request
+from services.router.request.http_request import HttpRequest
+from services.router.request.prompt import Prompt
 from services.router.settings import Settings
+from services.router.state.revision_names import means
 from services.router.state.worker_view import WorkerView
 from services.router.tokenize.parity import ParityWatch
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts
 from services.router.tokenize.tokenizer import (
     BYTES_PER_TOKEN_GUESSED,
@@ -366,4 +367,4 @@ def _only_engines_render(facts: RequestFacts) -> bool:
 def tenant_of(http_request: HttpRequest) -> str:
     """Whose turn the request takes."""
     head = http_request.head
-    return head.client.key.tenant or head.tenant
+    return head.tenant_of_key()

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.router.http.request import HttpRequest
 from services.router.placement.media import has_addresses
-from services.router.placement.request_facts import RequestFacts
+from services.router.request.facts import RequestFacts
+from services.router.request.http_request import HttpRequest
+from services.router.request.prompt import Prompt
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import WorkerView
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.turns import FairSlots, NoTurn, Work
 from shared.bus.port import AskTimedOut, Bus, BusError
 from shared.contracts.channels import RENDER

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
+from services.router.request.prompt import Prompt
 from services.router.tokenize.block_hash import HashKeys, extend_packed, pack
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.words import words_between
 from shared.contracts.workers import HashScheme
 from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, Cuts, Words, find_cuts, special_tokens

@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from services.router.placement.request_facts import Body, RequestFacts
-from services.router.placement.request_fields import TOO_LONG, given
+from services.router.request.facts import Body, RequestFacts
+from services.router.request.fields import TOO_LONG, given
+from services.router.request.prompt import Prompt
 from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
 from services.router.tokenize.chat_messages import Message, Part
 from services.router.tokenize.chat_template import (
@@ -39,7 +40,6 @@ from services.router.tokenize.known_prompts import (
     without_end,
 )
 from services.router.tokenize.message_loop import Dependencies, NeedsWhole
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.segments import PieceTooLong, Place, Segments, Walk, root_of
 from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset

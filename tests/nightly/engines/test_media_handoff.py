@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from services.router.placement.decision import Decision
+from services.router.decisions.decision import Decision
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.router.admission.fair_share import FairShare
 from services.router.placement.placement import Placement, Rejection
-from services.router.placement.request_facts import ForcedWorkers
+from services.router.request.facts import ForcedWorkers
 from shared.contracts.failures import Reason
 from tests.support.examples import examples
 from tests.unit.router.engines import Engine, Engines

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from services.router.placement.compiled import IS_COMPILED
 from services.router.placement.placement import Placement, PlacementPolicy
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_facts import Mode
 from services.router.placement.slo import NO_TARGETS, Targets
+from services.router.request.facts import Mode
 from services.router.state import fleet_table as t
 from services.router.state.worker_view import Sent
 from shared.contracts.workers import Role

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from services.router.placement.form import BadForm, form_type, read_form
+from services.router.request.form import BadForm, form_type, read_form
 from tests.support.examples import examples
 
 pytest.importorskip("python_multipart", reason="vLLM's server brings the parser")

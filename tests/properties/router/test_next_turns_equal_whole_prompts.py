@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.placement.request_facts import RequestFacts
-from services.router.placement.request_fields import read_request
+from services.router.request.facts import RequestFacts
+from services.router.request.fields import read_request
+from services.router.request.prompt import Prompt
 from services.router.tokenize.chat_template import FAILURES_MAX, HEAD, ChatTemplate, Rendered, TemplateFailed
 from services.router.tokenize.known_prompts import KnownPrompt
 from services.router.tokenize.message_loop import Dependencies, NeedsWhole
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.segments import Node, Place
 from services.router.tokenize.tokenizer import KNOWN_BYTES_MIN, PromptTokenizer, Unfinished
 from services.router.tokenize.turns import PromptWork, Work

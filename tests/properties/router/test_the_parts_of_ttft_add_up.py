@@ -7,7 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.telemetry.ttft import Legs, Timings, covered_s, exchanging_s, ttft_parts, ttft_s
+from services.router.request.timings import Timings
+from services.router.telemetry.ttft import Legs, covered_s, exchanging_s, ttft_parts, ttft_s
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead, KvTransferReport

@@ -10,8 +10,8 @@ from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.request_facts import Mode
 from services.router.placement.slo import Targets
+from services.router.request.facts import Mode
 from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason

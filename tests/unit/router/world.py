@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.router.http.request import HttpRequest
+from services.router.request.http_request import HttpRequest
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing

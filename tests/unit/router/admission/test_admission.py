@@ -9,7 +9,7 @@ import pytest
 from services.router.admission.admission import LATE_LOAD_MAX, LATE_SHARE_MAX, WAIT_TARGET_SHARE
 from services.router.admission.queues import LOAD_MEMORY_S, WAITED_S_MIN
 from services.router.placement.placement import Placement, Rejection
-from services.router.placement.request_facts import ForcedWorkers
+from services.router.request.facts import ForcedWorkers
 from shared.contracts.failures import Reason
 from tests.unit.router.engines import Engine, Engines, ask
 

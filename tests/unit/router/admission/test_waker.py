@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from services.router.admission.placing import WAITING_MAX, Waker
-from services.router.http.request import Head, HttpRequest, NoConnection, Upload, UploadTotals
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import PlacementPolicy, Rejection
-from services.router.placement.placer import Fleet
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
+from services.router.request.head import Head
+from services.router.request.http_request import HttpRequest, NoConnection, Upload, UploadTotals
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Envelope
 from shared.contracts.channels import WAKE_MODEL

@@ -15,7 +15,7 @@ import pytest
 from services.router.auth.api_keys import salt_of
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.key_file import keyring_of, salt_secret_of
-from services.router.placement.decision_filter import DecisionFilter
+from services.router.decisions.decision_filter import DecisionFilter
 from services.router.settings import Settings
 from services.router.usage import Budgets, UnstoredUsage
 from shared.contracts.api_keys import digest_of

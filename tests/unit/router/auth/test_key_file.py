@@ -7,16 +7,18 @@ import tomllib
 import pytest
 
 from services.launcher.cluster.api_keys import entry_text, salt_text
-from services.router.auth.api_keys import NO_KEY, may_see, read_keys
-from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts, RequestOptions
+from services.router.auth.api_keys import may_see, read_keys
+from services.router.placement.policy import RequestPolicy
 from services.router.placement.slo import SloRule, Slos
+from services.router.request.facts import ForcedWorkers, Mode, RequestFacts, RequestOptions
+from services.router.request.head import Head
 from services.router.service import check
 from services.router.settings import Settings
-from shared.contracts.api_keys import Key, Permission, digest_of, new_key
+from shared.contracts.api_keys import NO_KEY, Key, Permission, digest_of, new_key
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.runtime.settings import SettingsError
+from tests.support.builders import request_head
 
 DIGEST = digest_of("a key")
 SALT = "s" * 32
@@ -70,8 +72,8 @@ def test_only_operator_keys_read_protected_metrics():
     assert may_see(clerk, "/v1/models", metrics_open=False)
 
 
-def request_headers(**of_key: object) -> RequestHeaders:
-    return RequestHeaders(mode=Mode.AUTO, tenant="acme", key=Key(tenant="acme", **of_key))
+def head_of(**of_key: object) -> Head:
+    return request_head(tenant="acme", key=Key(tenant="acme", **of_key))
 
 
 def facts(**options: object) -> RequestFacts:
@@ -81,8 +83,8 @@ def facts(**options: object) -> RequestFacts:
 def test_a_key_restricted_to_models_allows_no_other():
     policy = RequestPolicy()
 
-    assert policy.fault(facts(), request_headers(models=frozenset({MODEL})), ()) is None
-    fault = policy.fault(facts(), request_headers(models=frozenset({"n"})), ())
+    assert policy.fault(facts(), head_of(models=frozenset({MODEL})), ()) is None
+    fault = policy.fault(facts(), head_of(models=frozenset({"n"})), ())
     assert (fault.reason, fault.param) == (Reason.FORBIDDEN, "model")
 
 
@@ -91,20 +93,20 @@ def test_a_key_restricted_to_models_allows_no_other():
 def test_forcing_workers_requires_a_key_that_allows_it(forcing, local):
     policy = RequestPolicy.from_settings(Settings(host="127.0.0.1" if local else "0.0.0.0", force_placement=forcing))
     forced = facts(forced=ForcedWorkers(decode_worker=WorkerId("w1")))
-    may = request_headers(permissions=frozenset({Permission.INFER, Permission.FORCE_PLACEMENT}))
+    may = head_of(permissions=frozenset({Permission.INFER, Permission.FORCE_PLACEMENT}))
 
-    assert policy.fault(forced, request_headers(), {"w1"}).reason is Reason.FORBIDDEN
+    assert policy.fault(forced, head_of(), {"w1"}).reason is Reason.FORBIDDEN
     assert (policy.fault(forced, may, {"w1"}) is None) == (forcing != "nobody")
-    assert (policy.fault(forced, RequestHeaders(key=NO_KEY), {"w1"}) is None) == policy.may_force
+    assert (policy.fault(forced, request_head(key=NO_KEY), {"w1"}) is None) == policy.may_force
 
 
-def priority(policy: RequestPolicy, key: RequestHeaders, **options: object) -> int:
-    return policy.placement_request(facts(**options), key, 1, ()).priority
+def priority(policy: RequestPolicy, key: Head, **options: object) -> int:
+    return policy.placement_request(facts(**options), key, Mode.AUTO, 1, ()).priority
 
 
 def test_a_keys_priority_is_the_default_and_the_most_urgent():
     policy = RequestPolicy(slos=Slos(classes={"quick": SloRule(priority=-7), "batch": SloRule(priority=9)}))
-    slow, quick = request_headers(priority=5), request_headers(priority=-5)
+    slow, quick = head_of(priority=5), head_of(priority=-5)
 
     assert (priority(policy, slow), priority(policy, quick)) == (5, -5)
     assert (priority(policy, slow, class_name="quick"), priority(policy, slow, class_name="batch")) == (5, 9)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.auth.api_keys import NO_KEY, salt_key, salt_of, salted
-from services.router.placement.request_fields import read_request
-from shared.contracts.api_keys import Key
+from services.router.auth.api_keys import salt_key, salt_of, salted
+from services.router.request.fields import read_request
+from shared.contracts.api_keys import NO_KEY, Key
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 
 SECRET = salt_key("a secret of the operator's, with enough characters")

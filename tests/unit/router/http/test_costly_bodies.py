@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from services.router.http.request import OBJECT_BYTES
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
+from services.router.request.http_request import OBJECT_BYTES
 from services.router.tokenize.prompts import READ_ON_LOOP_BYTES
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.request_body import FIELDS_MAX, STEP_BYTES

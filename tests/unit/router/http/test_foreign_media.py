@@ -7,7 +7,7 @@ import json
 import pytest
 
 from services.router.placement.media import foreign_media
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
 from shared.contracts.engine_paths import CHAT
 from tests.unit.router.world import World, in_world
 

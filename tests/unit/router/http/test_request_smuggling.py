@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from services.router.http.request import header_value
+from services.router.request.http_request import header_value
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, FakeWorker

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from services.router.http.api import list_models
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
-from services.router.placement.placer import Fleet
-from services.router.placement.request_facts import Mode
 from services.router.placement.revisions import NO_SHARES
-from services.router.relay.request_context import Served
+from services.router.request.context import Served
+from services.router.request.facts import Mode
 from services.router.state.worker_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId

@@ -7,7 +7,7 @@ import pytest
 
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, serve_leg, wants_stream

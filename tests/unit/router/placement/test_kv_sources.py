@@ -6,7 +6,7 @@ import msgspec
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_speed import WorkerSpeed

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.placement.decision import DecisionLog
+from services.router.decisions.decision import DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_facts import ForcedWorkers, Mode
 from services.router.placement.slo import Targets
+from services.router.request.facts import ForcedWorkers, Mode
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_speed import WorkerSpeed

@@ -11,21 +11,25 @@ from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.http.api import list_models
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
-from services.router.placement.placer import CostPlacer, Fleet
-from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts
-from services.router.placement.request_fields import read_request, with_primary_name
-from services.router.placement.revisions import ANY, means, read_shares
+from services.router.placement.placer import CostPlacer
+from services.router.placement.policy import RequestPolicy
+from services.router.placement.revisions import read_shares
+from services.router.request.facts import ForcedWorkers, Mode, RequestFacts
+from services.router.request.fields import read_request
+from services.router.request.model_name import with_primary_name
 from services.router.service import check
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
+from services.router.state.revision_names import ANY, means
 from shared.contracts.api_keys import Key
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError
+from tests.support.builders import request_head
 from tests.support.fleet_builders import load, record
 
 NOW = 0.0
@@ -214,8 +218,8 @@ def test_forced_sources_of_another_revision_are_not_used():
 def test_forcing_workers_chooses_their_revision():
     facts = chat("hello", baton={"decode_worker": "d2"})
 
-    assert RequestPolicy(shares=SHARES).placement_request(facts, RequestHeaders(), 1, ()).revisions == ()
-    assert RequestPolicy(shares=SHARES).placement_request(chat("hello"), RequestHeaders(), 1, ()).revisions
+    assert RequestPolicy(shares=SHARES).placement_request(facts, request_head(), Mode.AUTO, 1, ()).revisions == ()
+    assert RequestPolicy(shares=SHARES).placement_request(chat("hello"), request_head(), Mode.AUTO, 1, ()).revisions
 
 
 def test_waiting_for_a_full_revision_blocks_no_other_revision():
@@ -296,7 +300,7 @@ def test_a_key_for_a_model_is_one_for_its_aliases_and_not_the_other_way_round():
     }
 
     def allowed(*models: str) -> list[str]:
-        headers = RequestHeaders(mode=Mode.AUTO, key=Key(models=frozenset(models)))
+        headers = request_head(key=Key(models=frozenset(models)))
         return [name for name, facts in asked.items() if RequestPolicy().fault(facts, headers, ()) is None]
 
     assert allowed("m") == ["m", "chat"]

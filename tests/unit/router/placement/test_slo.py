@@ -8,14 +8,15 @@ import math
 import pytest
 
 from services.router.admission.policy import read_weights
-from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_facts import Fault, Mode, RequestFacts
-from services.router.placement.request_fields import read_request
-from services.router.placement.slo import PRIORITY_MAX, Targets, read_slos
+from services.router.placement.policy import RequestPolicy
+from services.router.placement.slo import Targets, read_slos
+from services.router.request.facts import Fault, Mode, RequestFacts
+from services.router.request.fields import PRIORITY_MAX, read_request
 from services.router.settings import Settings
 from shared.contracts.engine_paths import CHAT
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
+from tests.support.builders import request_head
 
 SLOS = read_slos(
     json.dumps(
@@ -101,7 +102,7 @@ def test_forcing_workers_is_allowed_locally_or_by_the_operator(forcing, local, m
 
 
 def fault(policy: RequestPolicy, baton: object = None, **request_headers: str) -> Fault:
-    found = policy.fault(request(baton), RequestHeaders(**request_headers), WORKERS)
+    found = policy.fault(request(baton), request_head(**request_headers), WORKERS)
     assert found is not None
     return found
 
@@ -118,11 +119,11 @@ def test_the_error_for_an_unknown_class_lists_the_classes():
 
 def test_the_bodys_class_overrides_the_header():
     policy = RequestPolicy(slos=SLOS)
-    facts, request_headers = request({"class": "batch"}), RequestHeaders(class_name="nonsense", tenant="t-1")
+    facts, head = request({"class": "batch"}), request_head(class_name="nonsense", tenant="t-1")
 
-    placement_request = policy.placement_request(facts, request_headers, 7, (1, 2))
+    placement_request = policy.placement_request(facts, head, Mode.AUTO, 7, (1, 2))
 
-    assert policy.fault(facts, request_headers, WORKERS) is None
+    assert policy.fault(facts, head, WORKERS) is None
     assert (
         placement_request.priority,
         placement_request.targets.ttft_s,
@@ -134,7 +135,7 @@ def test_the_bodys_class_overrides_the_header():
 @pytest.mark.parametrize("wish", [{"prefill_worker": "p1"}, {"decode_worker": "d1"}, {"sources": []}])
 def test_forcing_workers_needs_permission(wish):
     assert fault(RequestPolicy(), wish).reason is Reason.FORBIDDEN
-    assert RequestPolicy(may_force=True).fault(request(wish), RequestHeaders(), WORKERS) is None
+    assert RequestPolicy(may_force=True).fault(request(wish), request_head(), WORKERS) is None
 
 
 @pytest.mark.parametrize("wish", [{"prefill_worker": "x"}, {"decode_worker": "x"}, {"sources": ["a", "x"]}])
@@ -147,8 +148,8 @@ def test_an_unknown_forced_worker_is_named(wish):
 
 def test_a_body_cannot_exceed_the_allowed_priority():
     assert fault(RequestPolicy(), {"priority": -1}).reason is Reason.FORBIDDEN
-    assert RequestPolicy(priority_min=-5).fault(request({"priority": -5}), RequestHeaders(), WORKERS) is None
-    assert RequestPolicy().placement_request(request({"priority": 7}), RequestHeaders(), 1, ()).priority == 7
+    assert RequestPolicy(priority_min=-5).fault(request({"priority": -5}), request_head(), WORKERS) is None
+    assert RequestPolicy().placement_request(request({"priority": 7}), request_head(), Mode.AUTO, 1, ()).priority == 7
 
 
 @pytest.mark.parametrize("tenant", ["a b", "a.b", "ü", "x" * 129])
@@ -158,19 +159,16 @@ def test_invalid_tenant_names_are_rejected(tenant):
 
 def test_the_bodys_mode_overrides_the_header():
     placement_request = RequestPolicy().placement_request(
-        request({"mode": "decode_first"}), RequestHeaders(mode=Mode.AGGREGATED), 1, ()
+        request({"mode": "decode_first"}), request_head(), Mode.AGGREGATED, 1, ()
     )
 
     assert placement_request.mode is Mode.DECODE_FIRST
-    assert (
-        RequestPolicy().placement_request(request(), RequestHeaders(mode=Mode.AGGREGATED), 1, ()).mode
-        is Mode.AGGREGATED
-    )
+    assert RequestPolicy().placement_request(request(), request_head(), Mode.AGGREGATED, 1, ()).mode is Mode.AGGREGATED
 
 
 def test_forced_workers_are_passed_on_unchanged():
     wish = {"prefill_worker": "p1", "decode_worker": "d1", "sources": ["a", "b"]}
-    forced = RequestPolicy(may_force=True).placement_request(request(wish), RequestHeaders(), 1, ()).forced
+    forced = RequestPolicy(may_force=True).placement_request(request(wish), request_head(), Mode.AUTO, 1, ()).forced
 
     assert forced is not None
     assert (forced.prefill_worker, forced.decode_worker, forced.sources) == ("p1", "d1", ("a", "b"))
@@ -210,7 +208,7 @@ def test_options_may_be_omitted(baton):
     facts = request(baton)
 
     assert facts.fault is None
-    assert RequestPolicy().fault(facts, RequestHeaders(), WORKERS) is None
+    assert RequestPolicy().fault(facts, request_head(), WORKERS) is None
 
 
 def test_other_endpoints_have_no_options():
@@ -220,5 +218,5 @@ def test_other_endpoints_have_no_options():
 def test_a_line_of_a_batch_has_no_targets_and_the_least_urgent_priority():
     policy = RequestPolicy(slos=read_slos('{"default": {"ttft_s": 1}}'))
     for baton in ({}, {"priority": 0, "ttft_s": 0.5}):
-        line = policy.placement_request(request(baton), RequestHeaders(is_batch=True), 1, ())
+        line = policy.placement_request(request(baton), request_head(is_batch=True), Mode.AUTO, 1, ())
         assert (line.priority, line.targets.ttft_s, line.targets.itl_s) == (PRIORITY_MAX, math.inf, math.inf)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.placement.fleet import Fleet
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.placer import CostPlacer, Fleet
-from services.router.placement.request_facts import ForcedWorkers, Mode, RequestFacts
+from services.router.placement.placer import CostPlacer
+from services.router.request.facts import ForcedWorkers, Mode, RequestFacts
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_speed import WorkerSpeed

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from services.router.http.request import Head, HttpRequest, NoConnection, Upload, UploadTotals
-from services.router.placement.decision_filter import DecisionFilter
-from services.router.placement.request_facts import RequestFacts
+from services.router.decisions.decision_filter import DecisionFilter
 from services.router.relay.accounting import ENDED_AT_ONCE_MAX
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
+from services.router.request.facts import RequestFacts
+from services.router.request.head import Head
+from services.router.request.http_request import HttpRequest, NoConnection, Upload, UploadTotals
 from shared.bus.leg_inbox import LegInbox
 from shared.contracts.ids import RouterId
 from shared.telemetry import names

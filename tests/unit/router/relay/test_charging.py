@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from services.router.placement.request_fields import read_request
-from services.router.placement.sequences import batch_size
+from services.router.request.fields import read_request
+from services.router.request.sequences import batch_size
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.engine_paths import CHAT_BATCH
 from shared.contracts.failures import Failure, Reason

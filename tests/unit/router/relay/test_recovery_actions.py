@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.router.http.errors import failed
+from services.router.request.errors import failed
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg

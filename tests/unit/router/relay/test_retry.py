@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router.placement.request_fields import MODEL_CHARS_MAX
+from services.router.request.fields import MODEL_CHARS_MAX
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.failures import Failure, Reason

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.http.request import Head, HttpRequest, Upload, UploadTotals
+from services.router.request.head import Head
+from services.router.request.http_request import HttpRequest, Upload, UploadTotals
 from services.router.responses.history import told
 from services.router.responses.inner_request import EVENT_END, InnerRequest, response_in
 from tests.unit.router.relay.test_message_streams import event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.placement.request_facts import Mode
+from services.router.request.facts import Mode
 from services.router.telemetry.request_log import cached_tokens, kv_moves
 from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport
 from shared.contracts.kv_exchange import KvRead, KvTransferReport

@@ -10,16 +10,10 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from services.router.admission.queue_metrics import OTHER_TENANTS, TENANTS_NAMED_MAX, QueueMetrics
 from services.router.telemetry.metrics import GapMetrics
 from services.router.telemetry.outcome import TargetOutcome
-from services.router.telemetry.request_metrics import (
-    OTHER_TENANTS,
-    TENANTS_NAMED_MAX,
-    UNCOUNTED_GAPS_MAX,
-    QueueMetrics,
-    RequestMetrics,
-    StreamGaps,
-)
+from services.router.telemetry.request_metrics import UNCOUNTED_GAPS_MAX, RequestMetrics, StreamGaps
 from shared.contracts.ids import RequestId
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names

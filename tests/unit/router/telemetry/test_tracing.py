@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
+from services.router.request.trace import MARKS_MAX, Trace
 from services.router.telemetry.outcome import Kept, TargetOutcome, kept, target_outcome
-from services.router.telemetry.trace import MARKS_MAX, Trace
 from services.router.telemetry.tracing import FEW_AT_ONCE, ODD_AT_ONCE_MAX, TraceShare
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Reason

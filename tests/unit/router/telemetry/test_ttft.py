@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.telemetry.ttft import Legs, Timings, exchanging_s, ttft_parts, ttft_s
+from services.router.request.timings import Timings
+from services.router.telemetry.ttft import Legs, exchanging_s, ttft_parts, ttft_s
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport

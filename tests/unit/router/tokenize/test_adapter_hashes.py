@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
 from services.router.tokenize.block_hash import HashKeys, block_hashes
 from services.router.tokenize.segments import Segments
 from services.router.tokenize.tokenizer import PromptTokenizer

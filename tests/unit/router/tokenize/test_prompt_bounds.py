@@ -9,9 +9,9 @@ from concurrent.futures import Executor, Future
 
 import pytest
 
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
+from services.router.request.prompt import Prompt
 from services.router.tokenize.block_hash import block_hashes
-from services.router.tokenize.prompt import Prompt
 from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
 from services.router.tokenize.segments import PIECE_CHARS_MAX
 from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.router.placement.decision import Decision
+from services.router.decisions.decision import Decision
 from services.router.tokenize.rendered_prompts import KEPT_S_MAX, REACHES_LAST_BLOCK, Outcome
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.failures import Reason

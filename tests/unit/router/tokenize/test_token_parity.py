@@ -8,7 +8,7 @@ import logging
 import msgspec
 import pytest
 
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
 from services.router.tokenize.parity import ASK_AGAIN_S, NEVER, Parity, ParityBook, difference, probes
 from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
 from services.worker.engines.simulated.model import SimulatedTokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
 from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed
 from services.router.tokenize.tokenizer import PromptTokenizer

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
 from services.router.tokenize.tokenizer import STEP_CHARS, PromptTokenizer
 from services.router.tokenize.turns import TENANT_WAITING_MAX, WAITING_MAX, FairSlots, NoTurn, PromptWork, Turns, Work
 from services.worker.tiny_model import ensure_tiny_tokenizer

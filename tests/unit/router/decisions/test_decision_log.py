@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
-from services.router.placement.decision import (
+from services.router.decisions.decision import (
     BASE_BYTES,
     CANDIDATE_BYTES,
     CANDIDATES_SHOWN_MAX,
@@ -19,11 +18,12 @@ from services.router.placement.decision import (
     Decision,
     DecisionLog,
 )
-from services.router.placement.decision_filter import DecisionFilter
+from services.router.decisions.decision_filter import DecisionFilter
+from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.request_facts import Mode
 from services.router.placement.shortlist import Candidate
 from services.router.placement.slo import Targets
+from services.router.request.facts import Mode
 from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.failures import Reason

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 from fastapi import Response
 
-from services.router.placement.request_facts import Fault
+from services.router.request.facts import Fault
 from shared.contracts.engine_paths import COUNT_TOKENS, MESSAGES
 from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.http.errors import ErrorResponse, HttpError, error_body

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.router.auth.api_keys import NO_KEY
-from services.router.auth.rate_limit import Bucket, RateLimit
-from shared.contracts.api_keys import Key
+from services.router.request.rate_limit import Bucket, RateLimit
+from shared.contracts.api_keys import NO_KEY, Key
 from shared.http.errors import Header
 
 CLIENT_SCOPE_KEY: Final = "baton.client"

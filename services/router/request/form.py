@@ -11,9 +11,9 @@ import re
 
 import msgspec
 
-from services.router.placement.request_facts import Body, Fault, RequestFacts
-from services.router.placement.request_fields import MODEL_CHARS_MAX, UNSPLITTABLE_PATH
-from services.router.placement.sequences import lax_count
+from services.router.request.facts import Body, Fault, RequestFacts
+from services.router.request.fields import MODEL_CHARS_MAX, UNSPLITTABLE_PATH
+from services.router.request.sequences import lax_count
 
 MEDIA_TYPE = "multipart/form-data"
 BOUNDARY = re.compile(r"[A-Za-z0-9'()+_,./:=? -]{0,69}[A-Za-z0-9'()+_,./:=?-]", re.ASCII)

@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from services.router.placement.request_facts import Mode
-from services.router.placement.request_fields import default_mode_of, default_or_requested, read_request, requested_mode
-from services.router.state.feeds import DefaultModeFeed
+from services.router.feeds.default_mode import DefaultModeFeed
+from services.router.request.facts import Mode
+from services.router.request.fields import read_request
+from services.router.request.mode import default_mode_of, default_or_requested, requested_mode
 from shared.contracts.channels import DEFAULT_MODE
 from shared.contracts.control import FLEET, DefaultMode
 from shared.contracts.engine_paths import CHAT

@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
-from services.router.placement.decision import LISTED_MAX, DecisionLog
-from services.router.placement.decision_filter import DecisionFilter
+from services.router.decisions.decision import LISTED_MAX, DecisionLog
+from services.router.decisions.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.relay.request_context import RequestContext
+from services.router.request.context import RequestContext
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, DecisionRecord, FoundDecision

@@ -11,9 +11,9 @@ import httpx
 import msgspec
 import pytest
 
-from services.router.placement.decision import LISTED_MAX
-from services.router.placement.decision_filter import DecisionFilter
-from services.router.placement.decision_service import SLICE, DecisionService
+from services.router.decisions.decision import LISTED_MAX
+from services.router.decisions.decision_filter import DecisionFilter
+from services.router.decisions.decision_service import SLICE, DecisionService
 from services.router.placement.placement import PlacementRequest, Rejection
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import DECISION

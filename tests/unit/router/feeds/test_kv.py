@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router.state.feeds import ASKS_AT_ONCE_MAX, SNAPSHOT_GAP_S, SNAPSHOT_GAP_S_MAX, KvFeed
+from services.router.feeds.kv import ASKS_AT_ONCE_MAX, SNAPSHOT_GAP_S, SNAPSHOT_GAP_S_MAX, KvFeed
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.bus.port import Envelope
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.placement.decision import best_other_s, regret_s
+from services.router.decisions.decision import best_other_s, regret_s
 from shared.contracts.decisions import CandidateRecord, Part, TtftParts
 from shared.contracts.ids import WorkerId
 

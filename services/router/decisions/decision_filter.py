@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from services.router.placement.decision import Decision
+    from services.router.decisions.decision import Decision
 
 UNKNOWN = -1.0
 

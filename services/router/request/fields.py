@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from services.router.placement.media import foreign_media
-from services.router.placement.request_facts import (
+from services.router.request.facts import (
     NO_OPTIONS,
     Body,
     Fault,
@@ -19,19 +19,16 @@ from services.router.placement.request_facts import (
     RequestOptions,
     Tool,
 )
-from services.router.placement.sequences import GENERATING, batch_size, completions, elements, is_one_input, lax_count
-from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
-from shared.contracts.control import DEFAULT_MODES, DefaultMode
+from services.router.request.sequences import GENERATING, batch_size, completions, elements, is_one_input, lax_count
 from shared.contracts.engine_paths import CHAT, CHAT_BATCH, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES, SERVER_TOOLS
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import HARMLESS_BYTES_MAX, body_fault, first_reserved, reserved_in, reserved_message
 
-if TYPE_CHECKING:
-    from services.router.state.cluster_view import ClusterView
-
-AUTO: Final = Mode.AUTO
-AGGREGATED: Final = Mode.AGGREGATED
-
+TARGET_S_MIN: Final = 0.001
+TARGET_S_MAX: Final = 86_400.0
+PRIORITY_MIN: Final = -1000
+"""The most urgent priority."""
+PRIORITY_MAX: Final = 1000
 UNSPLITTABLE_PATH: Final = "only completions, chats, messages and responses can be split"
 FETCH_MIN_TOKENS_MAX: Final = 1 << 31
 SOURCES_MAX: Final = 16
@@ -51,9 +48,6 @@ _body = msgspec.json.Decoder(Body)
 _tools = msgspec.json.Decoder(list[Tool])
 _raw_body = msgspec.json.Decoder(RawBody)
 RAW_FIELDS: Final = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
-
-
-NAME_ONE: Final = Fault(param="model", message="There are several models here: name one. /v1/models lists them.")
 
 
 def read_request(path: str, body: bytes, media_hosts: frozenset[str] = frozenset()) -> RequestFacts:
@@ -124,28 +118,6 @@ def _value(name: str, raw: msgspec.Raw) -> Any:
 def _beginning_of_text(raw: msgspec.Raw) -> str:
     cut = bytes(memoryview(raw)[: MODEL_CHARS_MAX + 1])
     return cut[1:].decode(errors="replace") if cut.startswith(b'"') else ""
-
-
-def requested_mode(facts: RequestFacts, request_headers: Mode) -> Mode:
-    """From the body, or else the header. A request with a cache hit threshold is to be refused rather than have its
-    prompt computed, so it gets no prefill leg, which would compute it: one worker decides by what it holds and can
-    fetch.
-    """
-    asked = facts.options.mode or request_headers
-    return AGGREGATED if asked is AUTO and facts.cache_hit_threshold else asked
-
-
-def default_or_requested(facts: RequestFacts, request_headers: Mode, default: Mode) -> Mode:
-    """The header's mode, or else the operator's default. The default does not apply to a body that names workers or
-    sets a cache hit threshold.
-    """
-    free = request_headers is AUTO and facts.options.forced is None and not facts.cache_hit_threshold
-    return default if free else request_headers
-
-
-def default_mode_of(stored: DefaultMode | None) -> Mode:
-    """The operator's default mode; AUTO when none, or no valid one, is stored."""
-    return Mode(stored.mode) if stored is not None and stored.mode in DEFAULT_MODES else AUTO
 
 
 def find_fault(body: Body) -> Fault | None:
@@ -264,6 +236,15 @@ def _is_sources(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= SOURCES_MAX and all(map(_is_worker, value))
 
 
+def is_target(value: Any) -> bool:
+    """Whether the value is a valid latency target in seconds."""
+    return type(value) in (int, float) and TARGET_S_MIN <= value <= TARGET_S_MAX
+
+
+def is_priority(value: Any) -> bool:
+    return type(value) is int and PRIORITY_MIN <= value <= PRIORITY_MAX
+
+
 _SECONDS: Final = f"a number of seconds from {TARGET_S_MIN:g} to {TARGET_S_MAX:g}"
 OPTION_RULES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "mode": (lambda value: isinstance(value, str) and value in list(Mode), f"one of {', '.join(Mode)}"),
@@ -277,13 +258,3 @@ OPTION_RULES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "resumes_max": (lambda value: type(value) is int and value >= 0, "an integer, 0 or more"),
 }
 """The fields of a ``baton`` object: whether a value is valid, and a description of valid values."""
-
-
-def with_primary_name(facts: RequestFacts, cluster: ClusterView) -> RequestFacts:
-    """The request under its model's primary name. With a fault if it names none, and there are several."""
-    if facts.model:
-        primary = cluster.primary_name(facts.model)
-        return facts if primary == facts.model else msgspec.structs.replace(facts, model=primary, alias=facts.model)
-    if facts.body is not None and facts.fault is None and len(cluster.models()) > 1:
-        return msgspec.structs.replace(facts, fault=NAME_ONE)
-    return facts

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from services.router.placement.request_facts import Inputs
+from services.router.request.facts import Inputs
 from shared.contracts.engine_paths import CHAT_BATCH, FORMS, INVOCATIONS, PLACED
 
 QUOTE: Final = ord('"')

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.router.http.errors import ANTHROPIC_PATHS
+from services.router.request.errors import ANTHROPIC_PATHS
 from tests.unit.router.auth.test_api_keys import ACME, KEYS, LIMITED, OPERATOR, bearer
 from tests.unit.router.http.test_http_server import running
 from tests.unit.router.world import CHAT

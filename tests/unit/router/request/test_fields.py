@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.placement.request_fields import read_request
+from services.router.request.fields import read_request
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES, SERVER_TOOLS
 
 JSON_VALUES = st.recursive(

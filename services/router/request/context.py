@@ -6,17 +6,17 @@ import re
 import secrets
 from array import array
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from services.router.admission.queues import QueueEntry
-from services.router.http.request import HttpRequest, header_lines, header_value
-from services.router.placement.decision import Decision
+from services.router.decisions.decision import Decision
 from services.router.placement.placement import Placement, PlacementRequest
-from services.router.placement.request_facts import Mode, RequestFacts
+from services.router.request.facts import Mode, RequestFacts
+from services.router.request.http_request import HttpRequest, header_lines, header_value
+from services.router.request.prompt import Prompt
+from services.router.request.timings import Timings
+from services.router.request.trace import Trace
 from services.router.state.worker_view import WorkerView
-from services.router.telemetry.trace import Trace
-from services.router.telemetry.ttft import Timings
-from services.router.tokenize.prompt import Prompt
 from shared.bus.leg_inbox import Leg, LegInbox
 from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.failures import Failure, Reason
@@ -25,6 +25,11 @@ from shared.contracts.inference import LegReport
 from shared.http.errors import NO_SNIFFING, Header
 from shared.telemetry.span_names import SpanName
 from shared.telemetry.tracing import trace_named
+
+if TYPE_CHECKING:
+    from services.router.admission.queues import QueueEntry
+    from services.router.decisions.decision import Decision
+    from services.router.placement.placement import Placement, PlacementRequest
 
 NEVER: Final = float("inf")
 CLIENT_LEFT: Final = Failure(reason=Reason.CANCELLED, message="the client left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.auth.rate_limit import Bucket, RateLimit, tokens_used
+from services.router.request.rate_limit import Bucket, RateLimit, tokens_used
 from shared.contracts.api_keys import Key
 
 

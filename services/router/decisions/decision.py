@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from services.router.placement.decision_filter import DecisionFilter
+from services.router.decisions.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import DecisionId, RequestId, RouterId
