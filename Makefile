@@ -120,7 +120,7 @@ bench-scale: setup-dev ## Routers among 1,000 played workers with 10 million blo
 outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
 	@$(PYTHON) -m tests.outside $(ARGS)
 
-catalogue: setup-check ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
+catalogue: setup-check ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
 	@$(PYTHON) -m scripts.make_pages
 	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py

@@ -1,23 +1,16 @@
-"""Writes the pages of settings and of metrics, and the Grafana dashboards: ``python -m scripts.make_pages [--check]``.
+"""Writes the pages of settings and of metrics: ``python -m scripts.make_pages [--check]``.
 
-``--check`` writes nothing and fails when a file differs. Messages have ``shared.contracts.catalogue``. The ``page_*``
-modules define the dashboards' panels; edit those, not the JSON files.
+``--check`` writes nothing and fails when a file differs. Messages have ``shared.contracts.catalogue``.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from observability.grafana.page_fleet import FLEET
-from observability.grafana.page_kv import KV_EXCHANGE
-from observability.grafana.page_requests import PLACEMENT, REQUESTS, TENANTS
-from observability.grafana.panels import Panel, dashboard, slug
 from services.collector.settings import Settings as CollectorSettings
 from services.orchestrator.settings import Settings as OrchestratorSettings
 from services.router.settings import Settings as RouterSettings
@@ -27,13 +20,6 @@ from shared.runtime.settings import CommonSettings
 from shared.telemetry.names import METRICS
 
 ROOT = Path(__file__).parents[1]
-DASHBOARDS: Mapping[str, Sequence[Panel]] = {
-    "Fleet": FLEET,
-    "Requests": REQUESTS,
-    "KV exchange": KV_EXCHANGE,
-    "Placement": PLACEMENT,
-    "Tenants": TENANTS,
-}
 METRICS_HEAD = """# Metrics
 
 Routers serve their metrics at `/metrics`. The metrics collector serves those of workers and fleet, and also pushes them
@@ -67,7 +53,7 @@ DEFAULTS = {"state_dir": "`~/.local/state/baton`", "cache_dir": "`~/.cache/baton
 
 def files() -> dict[str, str]:
     """Each file's path below the root, and its text."""
-    return {"docs/configuration.md": settings_page(), "docs/METRICS.md": metrics_page(), **dashboards()}
+    return {"docs/configuration.md": settings_page(), "docs/METRICS.md": metrics_page()}
 
 
 def metrics_page() -> str:
@@ -77,14 +63,6 @@ def metrics_page() -> str:
         for metric in METRICS.values()
     ]
     return METRICS_HEAD + "".join(rows)
-
-
-def dashboards() -> dict[str, str]:
-    """Grafana's JSON of each dashboard, by path."""
-    return {
-        f"observability/grafana/dashboards/{slug(title)}.json": json.dumps(dashboard(title, panels), indent=1) + "\n"
-        for title, panels in DASHBOARDS.items()
-    }
 
 
 def settings_page() -> str:

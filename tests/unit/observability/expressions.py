@@ -35,14 +35,18 @@ def expanded(promql: str) -> str:
     return VARIABLE.sub(".*", promql.replace("$__rate_interval", "1m"))
 
 
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
+}
+
+
 def dashboard_expressions() -> list[Expression]:
-    found = []
-    for path in sorted((ROOT / "grafana" / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            found += [
-                Expression(f"{path.stem}: {panel['title']}", expanded(target["expr"])) for target in panel["targets"]
-            ]
-    return found
+    return [
+        Expression(f"{name}: {panel['title']}", expanded(target["expr"]))
+        for name, page in DASHBOARDS.items()
+        for panel in page["panels"]
+        for target in panel["targets"]
+    ]
 
 
 def selectors(promql: str) -> Iterator[promql_parser.VectorSelector]:

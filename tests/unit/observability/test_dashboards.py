@@ -1,4 +1,4 @@
-"""The dashboards have what Grafana needs to show every panel."""
+"""The dashboards have what Grafana needs to show every panel. Metrics and labels: ``test_names``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
-from observability.grafana.panels import VARIABLES
-from scripts.make_pages import dashboards
+from shared.telemetry.names import METRICS
 from shared.telemetry.span_names import SpanName
-from tests.unit.observability.expressions import ROOT
+from tests.unit.observability.expressions import DASHBOARDS, ROOT, expanded, selectors
 
-DASHBOARDS = {name: json.loads(text) for name, text in dashboards().items()}
 PANELS = [(name, panel) for name, page in DASHBOARDS.items() for panel in page["panels"]]
+PROMETHEUS_LABEL = "instance"
+"""The router of a series: each router exports its metrics, and Prometheus sets the label."""
+EXPORTED = {"id", "version", "iteration", "annotations", "__inputs", "__requires", "__elements"}
+"""Fields that Grafana adds to an export, and that differ from one Grafana to the next."""
+VALUES_OF = re.compile(r"label_values\((\w+), (\w+)\)")
 USED = re.compile(r'"\$(\w+)"')
 UNITS = {"short", "s", "percentunit", "reqps", "bytes", "Bps"}
 
@@ -34,6 +37,17 @@ def test_there_are_five_dashboards():
     titles = {page["title"] for page in DASHBOARDS.values()}
 
     assert titles == {f"Baton: {name}" for name in ("Fleet", "Requests", "KV exchange", "Placement", "Tenants")}
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_file_has_the_form_in_which_an_export_is_kept(name):
+    text = (ROOT / f"grafana/dashboards/{name}.json").read_text()
+    page = DASHBOARDS[name]
+
+    assert text == json.dumps(page, indent=1, ensure_ascii=False) + "\n"
+    assert not EXPORTED & page.keys()
+    assert not any("pluginVersion" in panel for panel in page["panels"])
+    assert (page["uid"], page["editable"]) == (f"baton-{name}", False)
 
 
 @every_panel
@@ -55,16 +69,35 @@ def test_thresholds_ascend(panel):
 def test_a_page_has_exactly_the_variables_that_its_panels_use(page):
     used = {name for panel in page["panels"] for target in panel["targets"] for name in USED.findall(target["expr"])}
 
-    assert {each["name"] for each in page["templating"]["list"]} == used <= set(VARIABLES)
+    assert {each["name"] for each in page["templating"]["list"]} == used
     assert used, "no variables"
 
 
 @pytest.mark.parametrize("page", DASHBOARDS.values(), ids=DASHBOARDS)
 def test_a_variable_lists_the_values_of_a_label_of_its_metric(page):
     for variable in page["templating"]["list"]:
-        metric, _ = VARIABLES[variable["name"]]
-        assert variable["name"] in {*metric.labels, "instance"}
-        assert variable["query"]["query"] == f"label_values({metric.name}, {variable['name']})"
+        metric, label = VALUES_OF.fullmatch(variable["query"]["query"]).groups()
+        assert variable["definition"] == variable["query"]["query"]
+        assert label == variable["name"]
+        assert label in {*METRICS[metric].labels, PROMETHEUS_LABEL}
+        assert variable["current"] == {"text": "All", "value": "$__all"}
+
+
+@pytest.mark.parametrize("page", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_a_choice_at_the_top_of_a_page_applies_to_all_of_its_panels(page):
+    variables = {each["name"] for each in page["templating"]["list"]}
+    for panel in page["panels"]:
+        for target in panel["targets"]:
+            found = list(selectors(expanded(target["expr"])))
+            labels = {label for each in found for label in labels_of(each.name)}
+            filtered = {matcher.name for each in found for matcher in each.matchers.matchers}
+            assert not (labels & variables) - filtered, f"{panel['title']}: {target['expr']}"
+
+
+def labels_of(series: str) -> set[str]:
+    """The labels of a series that a page may have variables for."""
+    metric = METRICS.get(series) or METRICS[re.sub("_(bucket|sum|count)$", "", series)]
+    return {*metric.labels, *([PROMETHEUS_LABEL] if series.startswith("baton_router_") else [])}
 
 
 def test_histograms_show_exemplars_that_link_to_traces():
