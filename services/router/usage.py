@@ -98,7 +98,7 @@ class Used:
 
 
 class _Sum:
-    """Of the requests of one place."""
+    """What the requests of one place have used."""
 
     __slots__ = ("monthly_tokens", "place", "spender", "used")
 
@@ -123,9 +123,9 @@ class UnstoredUsage:
         self._open: dict[Place, _Sum] = {}
         self._tokens: dict[Spender, int] = {}
         self.number = 0
-        """Of the present report."""
+        """Number of the present report."""
         self.report: list[UsageRow] = []
-        """Handed out, and not stored yet."""
+        """Rows that are handed out, and not stored yet."""
         self.uncounted = 0
         """Requests that found no room."""
 
@@ -172,7 +172,7 @@ class UnstoredUsage:
 
 
 RANKS_MAX: Final = 1024
-"""Of an engine, whatever a faulty worker says."""
+"""GPUs that an engine may have, whatever a faulty worker says."""
 
 
 def count_engine_seconds(
@@ -201,7 +201,7 @@ def _ranks(view: WorkerView) -> int:
 
 
 def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:
-    """Of a worker that is not gone, as floats of Python: arithmetic on numpy's is several times slower."""
+    """The table's row of a worker that is not gone, as Python's floats: numpy's are several times slower."""
     alive = cluster.workers.get(view.record.worker_id) is view
     return cluster.table.of(view.row) if alive else None
 
@@ -222,13 +222,13 @@ def _decode_s(n: list[float] | None, used: Used, sequences: int) -> float:
 log = logging.getLogger("baton.router")
 
 REPORT_S: Final = 3.0
-"""Between two reports. What ended since the last one is lost when the router is killed."""
+"""Seconds between two reports. What ended since the last one is lost when the router is killed."""
 STORE_S_MAX: Final = 10.0
-"""For a collector to store a report."""
+"""Seconds for a collector to store a report."""
 UNSTORED_S_MAX: Final = 60.0
 """An operator is told when usage is not stored for so long, where budgets need it or it is lost."""
 CLOSE_S_MAX: Final = 2.0
-"""For the last reports of a router that stops."""
+"""Seconds for the last reports of a router that stops."""
 DAY_S: Final = 86_400
 CLIENT_GONE: Final = 499
 CLIENT_ERROR: Final = 400
@@ -372,7 +372,7 @@ class Budgets:
         self._unread_since = clock.now()
         self._is_read = False
         self._entries: dict[str, tuple[Spender, int]] = {}
-        """By entry of the ledger, of this month and later ones: who spent how many tokens."""
+        """Who spent how many tokens, by entry of the ledger, in this month and later ones."""
         self._spent: dict[Spender, int] = {}
         self._newest_month = self._month()
 

@@ -23,7 +23,7 @@ from shared.contracts.ids import DecisionId, RequestId, RouterId
 BASE_BYTES: Final = 2500
 """About the memory of one decision, apart from its candidates."""
 CANDIDATE_BYTES: Final = 350
-"""About the memory of each candidate that it keeps."""
+"""The memory, about, of each candidate that a decision keeps."""
 CANDIDATES_KEPT_MAX: Final = 24
 CANDIDATES_SHOWN_MAX: Final = 8
 """In a record, for each part of the request."""
@@ -180,7 +180,7 @@ class Decision:
 
 
 def regret_s(predicted: TtftParts, measured: TtftParts | None, candidates: list[CandidateRecord]) -> float:
-    """By how much the measured time to the first token exceeds the best prediction for another choice of workers.
+    """How far the measured time to the first token exceeds the best prediction for another choice of workers.
 
     What the router itself spent before the legs would have been the same whatever was chosen; it is taken as measured.
     0 when no other choice was predicted to be faster; -1 while nothing is measured.

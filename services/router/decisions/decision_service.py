@@ -26,11 +26,11 @@ from shared.runtime.random_ids import RandomIds
 log = logging.getLogger("baton.router")
 
 DECISION_S_MAX: Final = 2.0
-"""For another router to reply."""
+"""Seconds that another router may take to reply."""
 ENDING_S_MAX: Final = 1.5
-"""For a request to end whose client has its response; it waits for its legs' reports for a second."""
+"""Seconds to wait for the end of a request whose client has its response: its legs' reports may take one."""
 ROUTERS_ASKED_MAX: Final = 64
-"""Asked at a time for one decision."""
+"""Routers asked at a time for one decision."""
 SLICE: Final = 500
 """Decisions that are looked at in one turn of the event loop."""
 OK: Final = "ok"

@@ -25,7 +25,7 @@ LATEST = "latest"
 DECISIONS, OLD_DECISIONS = "/baton/decisions", "/v1/decisions"
 """vLLM 0.33 has an endpoint of its own under the old path."""
 DEPRECATED = {"deprecation": "@1795392000", "link": f'<{DECISIONS}>; rel="successor-version"'}
-"""Of answers under the old path (RFC 9745): since when it is deprecated, and what replaces it."""
+"""Headers of answers under the old path (RFC 9745): since when it is deprecated, and what replaces it."""
 ID_CHARS_MAX = 256
 Responses = dict[int | str, dict[str, Any]]
 BAD_REQUEST: Responses = {

@@ -33,11 +33,11 @@ JSON = "application/json"
 FILES, BATCHES = "/v1/files", "/v1/batches"
 FILE, BATCH = FILES + "/{file_id}", BATCHES + "/{batch_id}"
 FILES_MAX, BATCHES_MAX, BATCHES_DEFAULT = 10_000, 100, 20
-"""On one page."""
+"""Entries of one page of a listing."""
 UPLOADS_MAX = 16
-"""That arrive at a router at a time."""
+"""Uploads that a router receives at a time."""
 PIECE_S_MAX, UPLOAD_S_MAX = 30.0, 900.0
-"""For the next piece of an upload, and for all of it."""
+"""Seconds for the next piece of an upload, and for all of it."""
 NOT_ENABLED = HttpError(
     404, error_body(404, "This system keeps no files: ROUTER_FILES_BYTES_MAX is 0.", code="files_not_kept")
 )

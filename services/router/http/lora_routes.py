@@ -27,9 +27,9 @@ from shared.text import fleet_text
 JSON = "application/json"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ORDER_S_MAX = 600.0
-"""For all workers to load an adapter."""
+"""Seconds for all workers to load an adapter."""
 DIGEST_CHARS = 8
-"""Of a key's SHA-256, which names the key in the orchestrator's log."""
+"""Length of the part of a key's SHA-256 that names the key in the orchestrator's log."""
 NOT_TO_ORDER = "This needs a key with the permission admin."
 NO_KEYS = "Orders need an API key with the permission admin, or a router that only this machine can reach."
 STATUSES: dict[int | str, dict[str, Any]] = {

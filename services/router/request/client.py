@@ -13,7 +13,7 @@ CLIENT_SCOPE_KEY: Final = "baton.client"
 
 
 QUESTIONS_PER_MINUTE: Final = 240
-"""About decisions, at each router."""
+"""Questions about decisions that a client may ask each router."""
 
 
 class ApiClient:
@@ -28,9 +28,9 @@ class ApiClient:
         """The secret of the tenants' cache salts; empty where no key is needed."""
         self.rate_limit = rate_limit
         self.questions = Bucket(QUESTIONS_PER_MINUTE, 0.0)
-        """Questions about decisions that it may still ask."""
+        """Questions about decisions that the client may still ask."""
         self.charged_tokens = 0
-        """Of its running requests."""
+        """Tokens charged for its running requests."""
         self.is_revoked = False
         """The key is no longer valid for inference: running requests end."""
 

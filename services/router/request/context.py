@@ -66,18 +66,18 @@ class RequestContext:
     """What the request's spans are made from; None when tracing is off."""
     prompt: Prompt | None = None
     charged_tokens = 0
-    """Taken from the key's rate limit, until the request's true use is known."""
+    """Tokens taken from the key's rate limit, until the request's true use is known."""
     charged_prompt_tokens = 0
-    """Of these, for the prompt."""
+    """The prompt's part of ``charged_tokens``."""
     sequences = 0
-    """Counted for the key, until the request ends."""
+    """Sequences counted for the key, until the request ends."""
 
     request: PlacementRequest | None = None
     """What placement was last asked."""
     entry: QueueEntry | None = None
-    """In the admission queue, until the request ends."""
+    """The request's entry in the admission queue, until the request ends."""
     placement: Placement | None = None
-    """Of the present attempt."""
+    """The placement that the present attempt runs."""
     decision: Decision | None = None
     """The last placement or rejection, in the decision log."""
     stopped: Failure | None = None
@@ -86,7 +86,7 @@ class RequestContext:
     tried_at = 0.0
     """When the present attempt began."""
     place_s_before = 0.0
-    """``timings.place_s`` then."""
+    """``timings.place_s`` when the present attempt began."""
     answering = False
     """The client has received data of the present attempt."""
     deaths = 0
@@ -115,7 +115,7 @@ class RequestContext:
     """Why the request did not end well; empty when it did."""
     prefill_report: LegReport | None = None
     report: LegReport | None = None
-    """Of the leg that answered."""
+    """The report of the leg that answered."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class RequestContext:
         self.late_at = NEVER
         """When the deadline monitor found the present step late."""
         self.legs: list[Leg] = []
-        """Of the present attempt."""
+        """The legs of the present attempt."""
         self.failed_workers: dict[WorkerId, Epoch] = {}
         """Workers that failed this request. A worker that has restarted since has a later epoch."""
         self.not_serving = NO_WORKERS

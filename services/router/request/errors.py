@@ -24,7 +24,7 @@ ANTHROPIC_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Of Anthropic's errors, by status. Anthropic itself sends 529 when it is overloaded; its clients retry on 503, too."""
+"""Anthropic's error types by status. Anthropic itself sends 529 when overloaded; its clients retry on 503, too."""
 BUG: Final = "Internal error in the router; its log has details."
 CODES: Final = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
 

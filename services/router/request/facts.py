@@ -100,7 +100,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     model: str
-    """Its primary name, where that is known. Empty: any model."""
+    """The primary name of the model, where that is known. Empty: any model."""
     alias: str = ""
     """The name in the request, if it is another one."""
     stream: bool = False

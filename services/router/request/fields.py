@@ -36,12 +36,12 @@ SOURCES_MAX: Final = 16
 MODEL_CHARS_MAX: Final = 512
 """Longer names are cut: the name is logged and reported, and a client can make it up."""
 VALUE_BYTES_MAX: Final = 4096
-"""Of a field that placement reads, as JSON. A longer value is ``TOO_LONG``."""
+"""Size of a field that placement reads, as JSON. A longer value is ``TOO_LONG``."""
 VARIABLES_BYTES_MAX: Final = 64 * 1024
-"""Of ``chat_template_kwargs``; a request with more is placed by load alone."""
+"""Size of ``chat_template_kwargs``; a request with more is placed by load alone."""
 TOO_LONG: Final = object()
 MAY_BE_LONG: Final = frozenset(("cache_salt", "chat_template", "chat_template_kwargs", "prompt_cache_key"))
-"""In all other fields a value that is too long is a fault: placement cannot know what an engine would make of it."""
+"""Fields that may be too long. In another one that is a fault: placement cannot know what an engine makes of it."""
 
 
 _body = msgspec.json.Decoder(Body)

@@ -22,17 +22,17 @@ TYPE = re.compile(r'multipart/form-data\s*;\s*boundary=(?:"([^"\\]+)"|([^\s";,]+
 LINE_END = b"\r\n"
 PARTS_MAX = 64
 HEAD_BYTES_MAX = 4096
-"""Of the lines before a part's value."""
+"""Size of the lines before a part's value."""
 VALUE_BYTES_MAX = 64 * 1024
-"""Of a field that is no file."""
+"""Size of a field that is no file."""
 HEADER = re.compile(rb"(content-(?:disposition|type|transfer-encoding|length)): *([^\r\n]*)", re.IGNORECASE)
 DISPOSITION = re.compile(rb'form-data; *name="([^"\\\r\n]{1,128})"(; *filename=[^\r\n]+)?', re.IGNORECASE)
 ANOTHER_NAME = re.compile(rb";[\s\"']*name\*?\s*=", re.IGNORECASE)
-"""In what follows a file's name: another parser could take it for the field's name."""
+"""Text after a file's name that another parser could take for the field's name."""
 REPEATED_END = "[]"
-"""Of the name of a field that a form may have several times."""
+"""Ending of a name that a form may have several times."""
 TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
-"""As pydantic reads a flag."""
+"""Texts that pydantic reads as a true flag."""
 DIGITS = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
@@ -41,7 +41,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     fields: dict[str, str]
     files: dict[str, int]
-    """Their sizes in bytes."""
+    """Sizes of the files in bytes, by field."""
 
 
 class BadForm(ValueError):

@@ -53,7 +53,7 @@ class Head:
         self.client = ANYONE
         """The owner of the API key."""
         self.is_batch = False
-        """It is a line of a batch: served after all other requests."""
+        """Whether the request is a line of a batch: without targets, and less urgent than any request can ask to be."""
         self.mode: Mode | None = AUTO
         """None when the header names no mode."""
         self.class_name = ""

@@ -23,9 +23,9 @@ class Over:
     def __init__(self, kind: Kind, per_minute: int, wait_s: float) -> None:
         self.kind: Kind = kind
         self.per_minute = per_minute
-        """At once, for sequences."""
+        """The limit in one minute; of sequences, at once."""
         self.wait_s = wait_s
-        """Until a request may pass again."""
+        """Seconds until a request may pass again."""
 
     @property
     def message(self) -> str:

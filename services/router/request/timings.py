@@ -40,14 +40,14 @@ class Timings:
     ) -> None:
         self.started_at = started_at
         self.admission_s = admission_s
-        """In the admission queue, and waiting for NATS to come back."""
+        """Time in the admission queue, and waiting for NATS to come back."""
         self.tokenize_s = tokenize_s
         self.place_s = place_s
-        """All placements together."""
+        """Time of all placements together."""
         self.failed_s = failed_s
-        """Failed attempts, each from its placement to the next one, without ``place_s``."""
+        """Time of failed attempts, each from its placement to the next one, without ``place_s``."""
         self.broke_at = NOT_BROKEN
-        """While a stream is interrupted: when the client got its latest data."""
+        """When the client got its latest data of a stream that is interrupted; else ``NOT_BROKEN``."""
 
 
 def total_s(parts: TtftParts) -> float:

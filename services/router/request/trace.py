@@ -46,7 +46,7 @@ class Trace:
     def __init__(self, trace_id: int, span_id: int, parent_id: int = 0) -> None:
         self.trace_id = trace_id
         self.span_id = span_id
-        """Of the request's own span."""
+        """Id of the request's own span."""
         self.parent_id = parent_id
         """The client's span; 0: the client has none."""
         self.sampled = False

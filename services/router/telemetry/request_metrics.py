@@ -135,7 +135,7 @@ class Gaps:
 
 
 class StreamGaps:
-    """By mode."""
+    """The gaps of all streams, by mode."""
 
     def __init__(self) -> None:
         self.of = {mode: Gaps() for mode in MODES}
