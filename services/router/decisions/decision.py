@@ -21,32 +21,30 @@ from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, Tt
 from shared.contracts.ids import DecisionId, RequestId, RouterId
 
 BASE_BYTES: Final = 2500
-"""About the memory of one decision, apart from its candidates."""
+"""The memory, about, of one decision apart from its candidates."""
 CANDIDATE_BYTES: Final = 350
 """The memory, about, of each candidate that a decision keeps."""
 CANDIDATES_KEPT_MAX: Final = 24
 CANDIDATES_SHOWN_MAX: Final = 8
-"""In a record, for each part of the request."""
+"""Candidates in a record, for each part of the request."""
 UNKNOWN: Final = -1.0
 
 
 class Decision:
-    """It copies a few numbers of the ``PlacementRequest`` instead of keeping it: the block hashes in there may take
-    hundreds of kilobytes.
-    """
+    """What placement was asked, what it answered, and what came of the attempt."""
 
     outcome = ""
     """``ok``, or the reason that ended the attempt; empty while it runs."""
     measured: TtftParts | None = None
     ttft_s = -1.0
-    """-1, here and below: not known."""
+    """Seconds from the request to its first token; -1, here and below: not known."""
     itl_s = -1.0
     counted_prompt_tokens = -1
     cached_tokens = -1
     answered = False
     """The client has its response; the report of another leg may be missing."""
     on_end: tuple[Callable[[], None], ...] = ()
-    """Called at its end, for those who wait for that."""
+    """Called when the decision ends."""
 
     def __init__(  # noqa: PLR0913  # the record's fields
         self,
@@ -66,11 +64,8 @@ class Decision:
         """
         self.decision_id = decision_id
         self.request_id = request_id
-        self.model = request.model
-        self.tenant = request.tenant
-        self.priority = request.priority
-        self.targets = request.targets
-        self.prompt_tokens = request.prompt_tokens
+        self.request = replace(request, hashes=())
+        """What placement was asked, without the block hashes: they may take hundreds of kilobytes."""
         self.exact = exact
         self.why_inexact = why_inexact
         self.at_unix_s = at_unix_s
@@ -101,7 +96,7 @@ class Decision:
 
     @property
     def bytes(self) -> int:
-        """Its memory, about."""
+        """The memory that the decision takes, about."""
         considered = self.result.considered if isinstance(self.result, Placement) else 0
         return BASE_BYTES + min(considered, CANDIDATES_KEPT_MAX) * CANDIDATE_BYTES
 
@@ -116,15 +111,15 @@ class Decision:
 
     @property
     def ttft_target_s(self) -> float:
-        return self.targets.ttft_s if self.targets.ttft_s < inf else UNKNOWN
+        return self.request.targets.ttft_s if self.request.targets.ttft_s < inf else UNKNOWN
 
     @property
     def itl_target_s(self) -> float:
-        return self.targets.itl_s if self.targets.itl_s < inf else UNKNOWN
+        return self.request.targets.itl_s if self.request.targets.itl_s < inf else UNKNOWN
 
     @property
     def missed_target(self) -> bool:
-        return self.ttft_s > self.targets.ttft_s or self.itl_s > self.targets.itl_s
+        return self.ttft_s > self.request.targets.ttft_s or self.itl_s > self.request.targets.itl_s
 
     def record(self, router_id: RouterId, *, with_candidates: bool = True) -> DecisionRecord:
         """The wire message."""
@@ -138,17 +133,17 @@ class Decision:
             router_id=router_id,
             request_id=self.request_id,
             at_unix_s=self.at_unix_s,
-            model=self.model,
+            model=self.request.model,
             mode=placement.mode.value if placement is not None else "",
             reason=result.why if isinstance(result, Placement) else result.message,
             attempt=self.attempt,
             earlier=self.earlier,
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=self.request.prompt_tokens,
             counted_prompt_tokens=self.counted_prompt_tokens,
             exact=self.exact,
             why_inexact=self.why_inexact,
-            tenant=self.tenant,
-            priority=self.priority,
+            tenant=self.request.tenant,
+            priority=self.request.priority,
             ttft_target_s=self.ttft_target_s,
             itl_target_s=self.itl_target_s,
             considered=placement.considered if placement is not None else 0,
@@ -175,7 +170,7 @@ class Decision:
             best = ranked[:CANDIDATES_SHOWN_MAX]
             if chosen in ranked[CANDIDATES_SHOWN_MAX:]:
                 best[-1:] = [chosen]
-            records += [one.record(part, self.targets, chosen=one is chosen) for one in best]
+            records += [one.record(part, self.request.targets, chosen=one is chosen) for one in best]
         return records
 
 
@@ -292,7 +287,7 @@ class DecisionLog:
         """None: this router never made it, has dropped it, or it is another tenant's."""
         self._catch_up()
         decision = self._by_id.get(decision_id)
-        if decision is None or tenant not in (None, decision.tenant):
+        if decision is None or tenant not in (None, decision.request.tenant):
             return None
         return decision.record(self._router_id)
 
@@ -300,7 +295,7 @@ class DecisionLog:
         """The decision that ``find`` finds, if its client has its response and its last leg has not reported yet."""
         self._catch_up()
         decision = self._by_id.get(decision_id)
-        if decision is None or tenant not in (None, decision.tenant):
+        if decision is None or tenant not in (None, decision.request.tenant):
             return None
         return decision if decision.answered and not decision.outcome else None
 

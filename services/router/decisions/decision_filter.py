@@ -27,7 +27,7 @@ class DecisionFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     def matches(self, decision: Decision) -> bool:
         return (
-            (self.tenant is None or decision.tenant == self.tenant)
+            (self.tenant is None or decision.request.tenant == self.tenant)
             and (not self.request_id or decision.request_id == self.request_id)
             and (not self.worker_id or self.worker_id in decision.workers)
             and (not self.outcome or decision.outcome == self.outcome)
