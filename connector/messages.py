@@ -82,7 +82,7 @@ class EngineCall(Message, frozen=True, kw_only=True):
     chains_idle_s_max: float = math.inf
     """Only chains used within this time."""
     release_all: bool = False
-    """Before the engine ends: unpin everything and grant nothing more."""
+    """Whether to unpin everything and grant nothing more, because the engine ends."""
 
 
 class PeerConnected(Message, frozen=True, kw_only=True):
@@ -106,9 +106,9 @@ class ReadMeasured(Message, frozen=True, kw_only=True):
 
     measure_id: str
     bytes: int = 0
-    """In the fastest read."""
+    """Size of the fastest read."""
     bytes_per_s: float = 0.0
-    """Of the fastest read."""
+    """Speed of the fastest read."""
     memory: KvMemory = KvMemory.CPU
     failure: str = ""
     """Why nothing was measured."""
@@ -253,7 +253,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     worker_id: str
     epoch: int
     fingerprint: Fingerprint
-    """Its block size is not valid: vLLM may choose another one while the engine starts."""
+    """Fingerprint without a valid block size: vLLM may choose another one while the engine starts."""
     notifications: str = ""
     """ZMQ endpoint at which the worker receives ``EngineNotification``; empty: none."""
     lease_s: float = 30.0

@@ -50,7 +50,7 @@ class FollowedPrompt:
     granted: int = 0
     """Blocks granted so far, from the first hash on."""
     stuck_since_s: float = math.inf
-    """Since when the limits allow no pin of the next blocks."""
+    """Time from which the limits have allowed no pin of the next blocks."""
 
     def progress(self, now: float, *, granted: bool) -> None:
         """The next blocks were ready: granted, which restarts the wait, or not, for lack of memory."""

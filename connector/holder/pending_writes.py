@@ -28,7 +28,7 @@ class KnownRequests(Protocol):
     """Resumed after a preemption: ``new_block_ids`` are all blocks of the request."""
     new_block_ids: Sequence[Sequence[Sequence[int]] | None]
     num_computed_tokens: Sequence[int]
-    """Before this step."""
+    """Tokens computed before this step."""
 
 
 class Step(Protocol):
@@ -47,7 +47,7 @@ class PendingWrites:
         self.block_size = block_size
         self._tables: dict[str, list[int]] = {}
         self._written = [0] * blocks
-        """Per block: number of the last scheduled step that fills it."""
+        """Number of the last scheduled step that fills each block."""
         self._scheduled = 0
         self._computed = 0
         """All steps up to this number are computed."""

@@ -58,7 +58,7 @@ class Route:
     is_dense: bool
     """Whether, for each piece on both sides, block n + 1 directly follows block n."""
     rows: list[tuple[int, ...]]
-    """The same numbers, one row for each piece, ordered by remote address."""
+    """One row of all these numbers for each piece, ordered by remote address."""
 
 
 def routes_to(reader: ReaderRank, peer: KvHandshake) -> list[Route]:

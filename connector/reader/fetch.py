@@ -36,9 +36,9 @@ class FetchLimits:
     """Seconds."""
 
     answer_s_max: float = 0.5
-    """For a holder to reply. Without a reply the blocks are requested elsewhere or computed."""
+    """Time limit for a holder to reply. Without a reply the blocks are requested elsewhere or computed."""
     peer_s_max: float = 3.0
-    """For a source to become connected."""
+    """Time limit for a source to become connected."""
     hold_s: float = 10.0
     """Requested duration of a lease."""
     margin_s: float = 0.25
@@ -167,7 +167,7 @@ class Fetch:
         self._spent: set[tuple[PeerKey, int]] = set()
         self._local: list[int] | None = None
         self._reads: dict[int, tuple[LeaseRequest, int, int]] = {}
-        """By id, of reads under way: lease request, index of the first block, blocks that are not final."""
+        """Reads under way, by id: lease request, index of the first block, blocks that are not final."""
         self._peers_due_at = now + plan.limits.peer_s_max
         if plan.take is not None:
             self._take(plan.take, now)

@@ -19,7 +19,7 @@ class Source:
     end: int
     follow: bool = False
     leg_id: LegId = NO_LEG
-    """With ``follow``: the leg that computes the prompt."""
+    """Leg that computes the prompt, with ``follow``."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Segment:
     """Index of the first one in the prompt."""
     block_ids: list[int]
     until_s: float
-    """On the holder's clock."""
+    """Instant on the holder's clock."""
 
 
 @dataclass(slots=True)

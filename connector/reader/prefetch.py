@@ -19,7 +19,7 @@ from connector.reader.reader import Reader
 from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
 
 FETCHES_MAX = 16
-"""At a time; further ones are refused."""
+"""Fetches at a time; further ones are refused."""
 FREE_SHARE_MIN = 0.1
 """Share of the engine's blocks that stays free for requests."""
 HELD_SHARE_MAX = 0.5

@@ -134,7 +134,7 @@ class RequestState:
     has_used_offer: bool = False
     """A fetch releases the offer's lease."""
     first_token: FirstToken | None = None
-    """Of the prefill leg, until the engine may take it."""
+    """First token of the prefill leg, until the engine may take it."""
 
 
 class Reader:
@@ -154,9 +154,8 @@ class Reader:
         self.admitted: set[str] = set()
         """Admitted requests whose transfer report is not sent yet."""
         self.first_tokens: dict[str, FirstToken] = {}
-        """By id of requests that wait for their blocks, for the engine to take. It may begin the answer before the last
-        block is there: what does not arrive is computed.
-        """
+        """First tokens, by id of requests that wait for their blocks, for the engine to take. It may begin the answer
+        before the last block is there: what does not arrive is computed."""
         self.unknown_peers: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
@@ -167,7 +166,7 @@ class Reader:
         self._reply_to = reply_to
         self._now = now
         self.fetching: dict[str, RequestState] = {}
-        """By id, the requests with a fetch: most have none, and every step looks at these."""
+        """Requests with a fetch, by id: most have none, and every step looks at these."""
         self.unfinished: list[Fetch] = []
         """Abandoned fetches whose reads are not over."""
         self._requests: dict[str, RequestState] = {}

@@ -17,7 +17,8 @@ from connector.reader.prefetch import BlockAllocator
 from shared.contracts.workers import KvMemory
 
 READ_BYTES_MAX = 32 << 20
-"""In each read: 11 ms at 3 GB/s, and long enough at the 400 GB/s of NVLink for a clock that is read every 0.1 ms."""
+"""Maximum size of a read: 11 ms at 3 GB/s, and long enough at the 400 GB/s of NVLink for a clock that is read every 0.1
+ms."""
 READ_BYTES_MIN = 1 << 20
 """A speed from fewer bytes says more about latency than about the transport."""
 READ_S = 0.25
@@ -29,7 +30,7 @@ SHARE_MAX = 0.25
 READS_MAX = 5
 TEST_S_MAX = 3.0
 TESTS_MAX = 4
-"""At a time; further ones are refused."""
+"""Tests at a time; further ones are refused."""
 
 
 @dataclass(slots=True)
@@ -45,10 +46,10 @@ class _Test:
     left: int = 0
     """Blocks of the read under way that are not reported."""
     parts: list[ReadPart] = field(default_factory=list)
-    """Of the read under way."""
+    """Parts of the read under way."""
     reads: int = 0
     bytes: int = 0
-    """In the fastest read."""
+    """Size of the fastest read."""
     bytes_per_s: float = 0.0
     failure: str = ""
 

@@ -46,7 +46,7 @@ NOTIFICATION_QUEUE_MAX = 4096
 log = logging.getLogger("baton.connector")
 
 REPORT_WAIT_S = 0.003
-"""In a step that computes nothing: how long the worker role of another process waits for a read to end."""
+"""Time that a step that computes nothing waits in the worker role of another process for a read to end."""
 
 _call = msgspec.msgpack.Decoder(EngineCall)
 _encode = msgspec.msgpack.Encoder().encode
@@ -71,7 +71,7 @@ class StepOrders(KVConnectorMetadata):
 
 
 NO_ORDERS = StepOrders()
-"""Of most steps; nobody changes it."""
+"""Orders of most steps, shared: nobody changes it."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ METHOD = "kv_exchange"
 _UTILITY = EngineCoreRequestType.UTILITY
 
 Item = tuple[EngineCoreRequestType, Any]
-"""In EngineCore's input queue."""
+"""Item of EngineCore's input queue."""
 
 
 class CallsDuringSteps:

@@ -48,7 +48,7 @@ class BatonScheduling:
 
     connector: Any
     _ended_with_output = 0
-    """Of ``finished_req_ids``, how many the last output has counted as ended."""
+    """Requests of ``finished_req_ids`` that the last output has counted as ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

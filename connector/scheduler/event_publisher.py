@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import EventBatch, EventPublisherFactory, ZmqEve
 from zmq.constants import Flag
 
 NAME = "baton"
-"""Of the publisher, in vLLM's configuration."""
+"""Name of the publisher in vLLM's configuration."""
 REPLAY_POLL_MS = 100
 """How soon the thread notices that it must end; vLLM's looks as often."""
 

@@ -144,7 +144,8 @@ class GrantWays:
         self.reply_to = reply_to
         self._send_directly = send_directly
         self._paths: dict[str, str] = {}
-        """By ask id, of leases that may get more grants: they are followed, and the holder bounds their number."""
+        """Reply paths of leases that may get more grants, by ask id. They are followed, and the holder bounds their
+        number."""
 
     def note(self, ask: LeaseKv) -> None:
         """A request is about to be granted."""
@@ -181,7 +182,7 @@ class ExchangeCore:
         self.handshake: KvHandshake | None = None
         """What peers need to read this engine's memory; None until the memory is registered."""
         self.orders = Orders()
-        """For the mover of bytes: peers to connect and to forget."""
+        """Orders for the mover of bytes: peers to connect and to forget."""
         self.connecting: set[PeerKey] = set()
         self._now = now
         self._block_tokens = block_tokens
@@ -360,7 +361,7 @@ class ExchangeCore:
 
     @property
     def _device(self) -> str:
-        """Of this engine's blocks."""
+        """Device of this engine's blocks."""
         return self.handshake.ranks[0].device if self.handshake is not None and self.handshake.ranks else ""
 
     def _add_peer(self, peer: Peer) -> None:

@@ -39,7 +39,7 @@ SAMPLING = (
 STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
 """Parameters for which an engine must know which tokens are its own output."""
 UNSUPPORTED = ("logprobs", "prompt_logprobs", "logprob_token_ids", "thinking_token_budget")
-"""The same, and those that ask for more than the token. 0 has a meaning."""
+"""Parameters that count an engine's own output, as in ``STATEFUL``, or ask for more than the token. 0 has a meaning."""
 ORDER_KEY = "kv_transfer_params"
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,7 +52,7 @@ def first_token_of(request: Request, token: int, block_tokens: int) -> FirstToke
 
 
 def basis_of(request: Request, block_tokens: int) -> bytes | None:
-    """Of the prompt and ``SAMPLING``. None without a full block, or if media are in the tail, which has no hash."""
+    """Digest of prompt and ``SAMPLING``; None without a full block, or if media are in the tail, which has no hash."""
     params, tokens = request.sampling_params, request.prompt_token_ids
     full = request.num_prompt_tokens // block_tokens
     tail = full * block_tokens

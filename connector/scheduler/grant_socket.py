@@ -23,7 +23,7 @@ import msgspec
 from shared.contracts.kv_exchange import KvGrant, is_sound_grant
 
 PREFIX = "kv-grants-"
-"""Of a socket's file name; the rest is random, so that containers cannot mistake each other's paths."""
+"""Prefix of a socket's file name; the rest is random, so that containers cannot mistake each other's paths."""
 GRANT_BYTES_MAX = 1 << 17
 """More than a grant of LEASE_BLOCKS_MAX blocks has."""
 CLOSE_S_MAX = 2.0

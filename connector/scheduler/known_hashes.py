@@ -15,7 +15,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 BLOCKS_MAX = 1 << 16
-"""In each of two generations: 20 MB when all are full."""
+"""Blocks in each of two generations: 20 MB when all are full."""
 Block = tuple[bytes, tuple[int, ...], tuple[Any, ...] | None]
 """What vLLM hashes: the parent's hash, tokens, and keys of salt, adapter and media."""
 

@@ -45,7 +45,7 @@ class Behaviour:
     stalled: bool = False
     """Nothing moves, and no handle can be released."""
     hung: set[str] = field(default_factory=set)
-    """The same for reads from these agents."""
+    """Agents whose reads do not move, and whose handles cannot be released."""
     in_steps: bool = False
     """Each check of the state copies a few spans, instead of ``read`` copying all."""
     reads: list[Copying] = field(default_factory=list)

@@ -176,7 +176,7 @@ OPENING_AT_ONCE_MAX = 2
 STUCK_S = 1.0
 """A copy on the second thread normally takes milliseconds. After this time the thread gets no more until it ends."""
 CLOSE_S_MAX = 2.0
-"""For each thread to end its work."""
+"""Time limit for each thread to end its work."""
 OpenAgent = Callable[[str, Sequence[Region], bytes], ReadAgent]
 
 
@@ -186,7 +186,7 @@ class _Transfer:
 
     connection: _Connection
     handle: Any = None
-    """Of the connection's first agent; None after its release."""
+    """Handle of the connection's first agent; None after its release."""
     second_half: Future[TransferState] | None = None
     """The half that the second agent copies."""
     has_failed: bool = False
@@ -269,7 +269,7 @@ class NixlAgent:
         cores = os.sched_getaffinity(0)
         self._second_thread = DaemonThreads("kv-second-copy", 1, lambda: leave_cores(cores))
         self._second_jobs: deque[tuple[Future[Any], float]] = deque()
-        """Of the second thread, with the time of submission, oldest first."""
+        """Jobs of the second thread with the time of submission, oldest first."""
 
     def register(self, regions: Sequence[Region]) -> None:
         self._regions.extend(regions)

@@ -19,9 +19,9 @@ from connector.transfer.agent import Connecting, TransferAgent, TransferFailed, 
 from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 OPEN_S_MAX = 30.0
-"""For the agent to register all memory for a connection; several connections may wait for one another."""
+"""Time limit for the agent to register all memory for a connection; several connections may wait for one another."""
 CONNECT_S_MAX = 5.0
-"""For the first read over an opened connection."""
+"""Time limit for the first read over an opened connection."""
 PROBE_BYTES = 8
 
 

@@ -204,11 +204,10 @@ class Copier:
 
 
 POLL_S = 0.000_1
-"""Between checks of what is under way."""
+"""Pause between checks of what is under way."""
 REPORT_S_MAX = 0.005
-"""Between reports while one read follows another. The scheduler wakes for each report, often on the core that copies,
-and can do nothing with a part of a read.
-"""
+"""Interval of reports while one read follows another. The scheduler wakes for each report, often on the core that
+copies, and can do nothing with a part of a read."""
 CLOSE_S_MAX = 5.0
 ORDERS_WAITING_MAX = 4096
 """Steps whose orders may wait. The model's thread then blocks, because a lost order would leave requests waiting."""

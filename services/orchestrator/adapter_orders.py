@@ -143,7 +143,7 @@ LOG_MAX = 200
 SETTLE_MS = 5000
 """After an order, until workers that do not have the adapter get it again: records arrive a little later."""
 TRIES_MAX = 3
-"""Of one adapter on one life of a worker that started after the order."""
+"""Attempts to load one adapter in one life of a worker that started after the order."""
 
 log = logging.getLogger(__name__)
 

@@ -120,9 +120,9 @@ class Candidate:
 # What ``Candidate`` asks for is carried out: reads, claims, renewals and at the end the deletion of the entry.
 
 READ_S = 0.5
-"""Between two reads of the entry."""
+"""Interval of reads of the entry."""
 ENTRY_S_MAX = 1.5
-"""For one read or write of the entry."""
+"""Time limit for one read or write of the entry."""
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ WAKE_S_LEAST = 1.0
 REPEAT_S = 5.0
 """An order that a worker has not followed is sent again after this time."""
 FALL_ASLEEP_S_MAX = 120.0
-"""From the order to sleep until a worker registers as asleep: running legs may finish."""
+"""Time limit from the order to sleep until a worker registers as asleep: running legs may finish."""
 MODELS_MAX = 256
 OVER = (WorkerPhase.LOST, WorkerPhase.GONE)
 
@@ -95,7 +95,7 @@ class Model:
 
 
 class Sleeper:
-    """Of all models. Call ``update`` with each state of the fleet, then carry out ``orders``."""
+    """Decides for all models. Call ``update`` with each state of the fleet, then carry out ``orders``."""
 
     def __init__(self, policy: SleepPolicy) -> None:
         self._policy = policy
@@ -262,7 +262,7 @@ def read_after(values: Mapping[str, float]) -> dict[str, float]:
 
 TICK_S = 0.5
 ORDER_S_MAX = 3.0
-"""For a worker to accept an order."""
+"""Time limit for a worker to accept an order."""
 
 log = logging.getLogger(__name__)
 

@@ -185,7 +185,7 @@ class FrameSender:
         """Routers whose next batch carries the in-flight list."""
         self._loop = asyncio.get_running_loop()
         self._flush: asyncio.Handle | None = None
-        """Of the call that sends what this turn of the event loop has queued."""
+        """Handle of the call that sends what this turn of the event loop has queued."""
         self._flusher: asyncio.Task[None] | None = None
         """Sends what cannot be sent at once."""
         bus.on_unreachable(self._on_unreachable)

@@ -21,12 +21,13 @@ T = TypeVar("T", bound="_Answer")
 REPLY_S_MAX = 5.0
 """JetStream counts as down if it does not reply within this."""
 READS_AT_ONCE = 8
-"""After a restart of the server the whole fleet reads; when 10,000 requests wait, the server drops them all."""
+"""Concurrent reads. A restart of the server makes the whole fleet read; when 10,000 requests wait, the server drops
+them all."""
 VALUE_BYTES_MAX = 32 * 1024
 MESSAGE_BYTES_MAX = 2 * VALUE_BYTES_MAX
 """Value and headers, as the server counts them."""
 MEMORY_BYTES_MAX, FILE_BYTES_MAX = 64 * 1024 * 1024, 1024 * 1024
-"""Of a bucket: of all worker records, or of a setting or two, for which a small disk must have room."""
+"""Size of a bucket: of all worker records, or of a setting or two, for which a small disk must have room."""
 DUPLICATE_WINDOW_S_MAX = 1.0
 """Baton does not use it; the server has no zero."""
 NS = 1_000_000_000
@@ -113,7 +114,7 @@ class Present:
     """Lifetime of a value; 0: no limit."""
     last_revision: int
     at: datetime
-    """By the server's clock."""
+    """Instant by the server's clock."""
 
     def age_s(self, message: StreamMessage) -> float:
         return (self.at - message.time).total_seconds()

@@ -107,9 +107,8 @@ class Leg:
         self.ended = False
         """No more frames are taken: END or FAILURE arrived, or the leg was cancelled or lost."""
         self.has_failed = False
-        """It ended without an END frame, a turn of the loop ago. In that turn the frames of other legs are read that
-        came together with the failure.
-        """
+        """Whether the leg ended without an END frame, a turn of the loop ago. In that turn the frames of other legs are
+        read that came together with the failure."""
         self.held = False
         """Set by the reader, which is then called only at the end of the leg, and reads what has come when it likes."""
         self.lists_missed = 0

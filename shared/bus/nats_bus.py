@@ -55,12 +55,12 @@ UNANSWERED_PINGS_MAX: Final = 5
 healthy processes on a machine that stalls for a moment.
 """
 UNSENT_BYTES_MAX: Final = 16 * 1024 * 1024
-"""Above this a sender waits for the socket."""
+"""Unsent bytes above which a sender waits for the socket."""
 SEND_S_MAX: Final = 10.0
 """Longest wait of a sender for the socket."""
 CLOSE_S_MAX: Final = 2.0
 BATCHED_CONNECT_S_MAX: Final = 30.0
-"""For the connection of subscriptions that are read in batches."""
+"""Time limit for the connection of subscriptions that are read in batches."""
 
 
 async def connect_nats(

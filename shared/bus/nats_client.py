@@ -53,7 +53,7 @@ class DirectClient(Client):
         """Functions by subscription id."""
         self._messages: MessageReader | None = None
         self._socket: asyncio.Transport | None = None
-        """Of the established connection."""
+        """Socket of the established connection."""
         self._held: list[bytes] | None = None
         """Pieces of commands that go to the socket with ``release``; None: commands go there at once."""
 

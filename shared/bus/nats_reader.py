@@ -19,7 +19,7 @@ MSG_WORDS: Final = (3, 4)
 LINE_END: Final = b"\r\n"
 LINE_END_BYTES: Final = 2
 LINE_BYTES_MAX: Final = 1024 * 1024
-"""Of a line without its end. INFO is the longest: it lists all servers."""
+"""Maximum length of a line. INFO is the longest: it lists all servers."""
 VERSION: Final = b"NATS/1.0"
 KNOWN_MAX: Final = 4096
 """Beginnings of lines that are remembered: mostly one for each sender of each subscription."""
@@ -37,7 +37,7 @@ class MessageReader:
         self._rest = rest
         self._heard = heard
         self._takes: dict[bytes, Take] = {}
-        """By subscription id, as it stands in a line."""
+        """Handlers by subscription id, as it stands in a line."""
         self._known: dict[bytes, tuple[Take | None, str, int]] = {}
         """What ``_read_line`` has found, by line."""
         self._held: list[bytes] = []

@@ -23,7 +23,7 @@ class Permission(StrEnum):
     VIEW = "view"
     """Reading what operators see: metrics, the console and the decisions of all tenants."""
     ADMIN = "admin"
-    """The same, and orders at the console."""
+    """Reading what operators see, and orders at the console."""
     FORCE_PLACEMENT = "force-placement"
     """Choosing workers and KV sources in a body."""
 
@@ -36,14 +36,14 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     tenant: str = ""
     """The tenant of its requests; overrides the header."""
     name: str = ""
-    """Its name in the usage ledger; empty: the beginning of ``sha256``. Of one file's keys, no two have the same."""
+    """Name in the usage ledger; empty: the beginning of ``sha256``. No two keys of one file have the same."""
     note: str = ""
-    """For the operator; not used."""
+    """Remark for the operator; not used."""
     permissions: frozenset[Permission] = frozenset({Permission.INFER})
     priority: int | None = None
     """The priority of its requests, and the most urgent that they may ask for; None: the router's defaults."""
     requests_per_minute: int = 0
-    """At each router; 0: no limit."""
+    """Limit at each router; 0: no limit."""
     tokens_per_minute: int = 0
     """Prompt and completion tokens together, at each router; 0: no limit."""
     monthly_tokens: int = 0
@@ -53,7 +53,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     models: frozenset[str] = frozenset()
     """Models that it may use; empty: all."""
     public_cache: bool = False
-    """Its prompts are not secret: they share cached KV with those of all keys that have this set."""
+    """Whether the key's prompts are not secret: they share cached KV with those of all keys that have this set."""
 
     @property
     def label(self) -> str:

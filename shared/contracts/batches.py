@@ -23,7 +23,7 @@ FILES_S = 31 * 86_400.0
 """A part is lost so long after it was written: a day later than the file of a batch that took a day."""
 FILE_S_MAX = 30 * 86_400
 FILES_BYTES_MAX = 1024 * 1024 * 1024
-"""Of the bytes of all files, of all tenants."""
+"""Maximum bytes of all files of all tenants."""
 RECORDS_BYTES_MAX = 64 * 1024 * 1024
 TENANT_CHARS = 24
 UPLOAD = "upload"
@@ -40,7 +40,7 @@ class Segment(PackedMessage, frozen=True, kw_only=True):
     """So many bytes of one writer."""
 
     token: str
-    """Of its parts: see ``part_key``."""
+    """Token of the file's parts: see ``part_key``."""
     size: int
 
 
@@ -75,7 +75,7 @@ class LineFault(Message, frozen=True, kw_only=True):
     code: str
     message: str
     line: int | None = None
-    """From 1; None: the whole file."""
+    """Line from 1; None: the whole file."""
     param: str | None = None
 
 
@@ -134,7 +134,7 @@ class StoredBatch(Message, frozen=True, kw_only=True):
     total: int = 0
     """Lines, when they have been validated."""
     model: str = ""
-    """Of all lines, when they have been validated; empty: they name several."""
+    """Model of all lines, when they have been validated; empty: they name several."""
     faults: list[LineFault] = msgspec.field(default_factory=list)
     output_file_id: str = ""
     error_file_id: str = ""
@@ -142,7 +142,7 @@ class StoredBatch(Message, frozen=True, kw_only=True):
     router_id: str = ""
     """The router that runs it; empty: any may."""
     run: str = ""
-    """That router's claim."""
+    """Claim of the router that runs the batch."""
     runs: int = 0
     """Claims so far."""
 

@@ -143,7 +143,7 @@ class Channel(Generic[M]):
         return PLACEHOLDER.sub(lambda found: ids.get(found[1], "*"), self.subject)
 
     def read_as(self, message: type[P]) -> Channel[P]:
-        """The same row for a receiver that needs only the fields of ``message``, a base of the row's message."""
+        """The channel for a receiver that needs only the fields of ``message``, a base of the row's message."""
         if not issubclass(self.message, message):
             raise TypeError(f"{message.__name__} is no part of {self.message.__name__}")
         return Channel(self.subject, message, self.delivery, self.senders, self.receivers, sent_by=self.sent_by)

@@ -59,7 +59,7 @@ class DiskSpace(Message, frozen=True, kw_only=True):
 
     folder: DiskFolder
     free_bytes: int
-    """For this process's user."""
+    """Space that this process's user can fill."""
     size_bytes: int
 
     def is_below(self, limit: tuple[float, float]) -> bool:
@@ -80,9 +80,9 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     """Present activity, for people: "loading weights"."""
     pid: int = 0
     url: str = ""
-    """Its HTTP endpoint, if any."""
+    """Address of the HTTP endpoint, if there is one."""
     version: str = ""
-    """Of Baton."""
+    """Version of Baton."""
     host: str = ""
     """The machine's name."""
     at_ms: int = 0
@@ -90,7 +90,7 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     warning: str = ""
     """What an operator must correct, although the process serves: it is degraded. Empty when there is nothing."""
     router: RouterHealth | None = None
-    """Of a router."""
+    """None for other services than routers."""
     disks: list[DiskSpace] = msgspec.field(default_factory=list)
     """One for each file system that this process writes to."""
 
@@ -136,7 +136,7 @@ class PromptTokens(Message, frozen=True, kw_only=True):
 
     tokens: list[int]
     hashes: bytes
-    """Of its full blocks, packed (see ``kv_events.pack_hashes``)."""
+    """Hashes of the full blocks, packed (see ``kv_events.pack_hashes``)."""
     refusal: str = ""
     """Why the engine does not tokenize it."""
 

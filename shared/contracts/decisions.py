@@ -24,13 +24,13 @@ class TtftParts(Message, frozen=True, kw_only=True):
     """The parts of the time to the first token in seconds; their sum is the TTFT. Unknown parts are 0."""
 
     admission_s: float = 0.0
-    """In the router's admission queue."""
+    """Time in the router's admission queue."""
     tokenize_s: float = 0.0
     place_s: float = 0.0
     failed_s: float = 0.0
     """Spent on attempts that failed."""
     queue_s: float = 0.0
-    """In the queue of the engine that computes the prompt."""
+    """Time in the queue of the engine that computes the prompt."""
     fetch_s: float = 0.0
     """Requesting and reading the prompt's KV from other workers, before the rest is computed."""
     prefill_s: float = 0.0
@@ -92,9 +92,10 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     earlier: DecisionId = DecisionId("")
     """The decision of the previous, failed attempt."""
     prompt_tokens: int = 0
-    """As placement knew it: what no worker holds of the prompt is not tokenized, and its length is estimated."""
+    """Tokens as placement knew them: what no worker holds of the prompt is not tokenized, and its length is
+    estimated."""
     counted_prompt_tokens: int = -1
-    """As the engine counted it; -1 while that is unknown."""
+    """Tokens as the engine counted them; -1 while that is unknown."""
     exact: bool = False
     """Whether the prompt was tokenized exactly as by the engine; otherwise cached tokens are an estimate."""
     why_inexact: str = ""
@@ -118,7 +119,7 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     predicted_cached_tokens: int = -1
     cached_tokens: int = -1
     regret_s: float = -1.0
-    """By how much the measured time to the first token exceeds the best prediction for another candidate."""
+    """Excess of the measured time to the first token over the best prediction for another candidate."""
     outcome: str = ""
     """Empty while the request runs; then ``ok`` or the ``Reason`` for which it failed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 FORMS = frozenset({TRANSCRIPTIONS, TRANSLATIONS})
-"""Their bodies are forms (``multipart/form-data``), not JSON."""
+"""Paths whose bodies are forms (``multipart/form-data``), not JSON."""
 INVOCATIONS = "/invocations"
 """Any body of the other endpoints, which vLLM tells apart by their fields (SageMaker's convention)."""
 TOKENIZER_INFO = "/tokenizer_info"
@@ -42,4 +42,4 @@ again. All others are the client's: functions, namespaces of functions, and what
 """
 SERVED = frozenset((*PLACED, *PASSED_THROUGH, TOKENIZER_INFO))
 METHODS = {TOKENIZER_INFO: "GET"}
-"""Of paths that are not asked with POST."""
+"""Methods of paths that are not asked with POST."""

@@ -20,7 +20,7 @@ class DrainWorker(Message, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     deadline_s: float | None = None
-    """For running legs; unfinished ones are then migrated. None: the worker's own ``drain_s_max``."""
+    """Time for running legs; unfinished ones are then migrated. None: the worker's own ``drain_s_max``."""
     evacuate: bool = True
 
 
@@ -30,7 +30,7 @@ class OrderTaken(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     refusal: str = ""
-    """For people; empty if the order was accepted."""
+    """Text for people; empty if the order was accepted."""
 
 
 class WorkerDrained(Message, frozen=True, kw_only=True):
@@ -39,11 +39,11 @@ class WorkerDrained(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     seconds: float
-    """From the order to this message."""
+    """Time from the order to this message."""
     legs: int = 0
     """Running when the drain began."""
     legs_cut: int = 0
-    """Of those, unfinished at the deadline."""
+    """Legs that were unfinished at the deadline."""
     prefixes: int = 0
     """Moved to other workers."""
     prefixes_left: int = 0
@@ -52,7 +52,7 @@ class WorkerDrained(Message, frozen=True, kw_only=True):
     bytes: int = 0
     evacuation_s: float = 0.0
     ordered: bool = False
-    """By DrainWorker: a supervisor need not restart the process."""
+    """Whether a DrainWorker caused the drain: a supervisor need not restart the process."""
 
 
 class ChangeRole(Message, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class RoleChanged(Message, frozen=True, kw_only=True):
     role: Role
     """The present role."""
     seconds: float = 0.0
-    """From the order until the registry had the new role and it was verified."""
+    """Time from the order until the registry had the new role and it was verified."""
     legs: int = 0
     """Running at that time; they continue."""
     failure: str = ""
@@ -147,7 +147,7 @@ class ModelWaking(Message, frozen=True, kw_only=True):
     refusal: str = ""
     """Why it is not woken, for people."""
     retry_after_s: float = 0.0
-    """With a refusal: when it may be woken."""
+    """Time after which a refused model may be woken."""
 
 
 class OrderModel(Message, frozen=True, kw_only=True):
@@ -161,9 +161,9 @@ class ModelOrdered(Message, frozen=True, kw_only=True):
     """Orchestrator -> operator: the order is being carried out, or why not."""
 
     workers: list[WorkerId]
-    """That get orders."""
+    """Workers that get orders."""
     expected_s: float = 0.0
-    """To wake: until the model serves, as far as known."""
+    """Time until a woken model serves, as far as known."""
     refusal: str = ""
 
 
@@ -234,7 +234,7 @@ class WantedAdapter(Message, frozen=True, kw_only=True):
     """Orchestrator -> orchestrators: an adapter that the operator has ordered."""
 
     key: str
-    """Of the key-value store: made of model and name (see ``wanted_key``)."""
+    """Key of the key-value store: made of model and name (see ``wanted_key``)."""
     name: str
     model: str
     path: str
@@ -253,4 +253,4 @@ class Adapters(Message, frozen=True, kw_only=True):
 
     wanted: list[WantedAdapter] = msgspec.field(default_factory=list)
     orders: list[AdapterOrdered] = msgspec.field(default_factory=list)
-    """Of this orchestrator, the newest first."""
+    """Orders of this orchestrator, the newest first."""

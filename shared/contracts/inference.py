@@ -47,7 +47,7 @@ class StartLeg(Message, frozen=True, kw_only=True):
     epoch: Epoch | None = None
     """Epoch of the worker that placement chose; a worker of another epoch refuses the leg."""
     deadline_s: float
-    """After this many seconds the worker fails the leg with DEADLINE."""
+    """Seconds after which the worker fails the leg with DEADLINE."""
     kv_transfer: bytes = b""
     """DECODE: ``LegReport.kv_transfer`` of the prefill leg, opaque to the router (JSON of ``kv_transfer_params``)."""
     prefill_cached_tokens: int = 0
@@ -59,9 +59,9 @@ class StartLeg(Message, frozen=True, kw_only=True):
     expected_tokens: int = -1
     """Prompt tokens that placement expects this worker to compute; -1: unknown. The worker reports them as waiting."""
     cache_hit_threshold: float | None = None
-    """From the client; None: the worker's default. Ignored for prefill legs."""
+    """Threshold that the client chose; None: the worker's default. Ignored for prefill legs."""
     kv_fetch_min_tokens: int | None = None
-    """From the client; None: the worker's default."""
+    """Minimum that the client chose; None: the worker's default."""
     resume: bytes | None = None
     """Token ids that the client already received from a failed leg, packed (see ``pack_tokens``). The engine continues
     after them, and the response contains only later tokens. None: start from the beginning.
@@ -71,10 +71,11 @@ class StartLeg(Message, frozen=True, kw_only=True):
     (see ``Frame.joined``).
     """
     cached_tokens: int | None = None
-    """With ``resume``: cached prompt tokens as the usage of the first leg would have counted them (see ``Frame``).
-    """
+    """Cached prompt tokens as the usage of the first leg would have counted them (see ``Frame``); for a leg with
+    ``resume``."""
     created: int = 0
-    """With ``resume``: the ``created`` or ``created_at`` time of the response's events (Unix seconds); 0: unknown."""
+    """Time ``created`` or ``created_at`` of the response's events (Unix seconds), for a leg with ``resume``; 0:
+    unknown."""
     answer_id: str = ""
     """The ids of the response's parts are derived from it, so that a resumed stream keeps those of its first leg.
     Random, the same for all legs of a request; empty: the engine's ids are random.
@@ -126,9 +127,9 @@ class LegReport(Message, frozen=True, kw_only=True):
     received_bytes: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    """From the first scheduling to the first token."""
+    """Time from the first scheduling to the first token."""
     first_token_s: float = 0.0
-    """From the leg's arrival at the worker to its first token."""
+    """Time from the leg's arrival at the worker to its first token."""
     total_s: float = 0.0
     kv_transfer: bytes = b""
     """PREFILL: what a decode worker needs to read the KV (JSON of ``kv_transfer_params``)."""
@@ -244,7 +245,7 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     readback_tokens: int = -1
     """Prompt tokens that the prefill worker fetched from other workers."""
     kv_wait_s: float = -1.0
-    """From the first lease request to the first grant."""
+    """Time from the first lease request to the first grant."""
     kv_read_s: float = -1.0
     kv_moves: list[KvMoved] = msgspec.field(default_factory=list)
     """KV that its workers read, as far as they report it; at most ``KV_MOVES_MAX`` entries."""
@@ -285,9 +286,9 @@ class RenderedPrompt(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     tokens: int = 0
-    """Of the prompt, placeholders of media included."""
+    """Tokens of the prompt, placeholders of media included."""
     hashes: bytes = b""
-    """Of its full blocks, packed (see ``kv_events.pack_hashes``)."""
+    """Hashes of the prompt's full blocks, packed (see ``kv_events.pack_hashes``)."""
     media_end: int = 0
     """Index after the last token that stands for a medium; 0: there is none."""
     refusal: str = ""

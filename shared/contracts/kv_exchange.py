@@ -98,7 +98,7 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     epoch: Epoch
     reader_id: WorkerId
     ask_id: str
-    """From ``new_lease_id``. It is the id of the lease too."""
+    """Id made by ``new_lease_id``, which is that of the lease too."""
     hashes: bytes
     """Full hashes of consecutive blocks of one chain."""
     hold_s: float
@@ -106,7 +106,7 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     follow_s: float = 0.0
     """How long after each grant to wait for the next block that the holder computes; 0: grant only present blocks."""
     leg_id: LegId = NO_LEG
-    """With ``follow_s``: the prefill leg that computes the blocks. Its end ends the wait. Empty: unknown."""
+    """Prefill leg that computes the blocks, with ``follow_s``. Its end ends the wait. Empty: unknown."""
     reply_to: str = ""
     """Path of a socket at which the reader's engine receives the grants of an engine on the same machine."""
 
@@ -190,7 +190,7 @@ class KvSource(Message, frozen=True, kw_only=True):
     follow: bool = False
     """The source is computing the prompt: read its blocks as they are computed."""
     leg_id: LegId = NO_LEG
-    """With ``follow``: the prefill leg that computes the prompt."""
+    """Prefill leg that computes the prompt, with ``follow``."""
 
 
 class LegOrder(Message, frozen=True, kw_only=True):

@@ -64,13 +64,13 @@ class StoreState(Message, frozen=True, kw_only=True):
     """What a store holds, and what it has done since it started. Blocks are in memory (host) or in files (disk)."""
 
     block_bytes: int = 0
-    """Of one block, whole."""
+    """Size of one whole block."""
     host_blocks: int = 0
     disk_blocks: int = 0
     disk_blocks_max: int = 0
     """Capacity of its files; that of memory is the report's ``kv_blocks_total``."""
     disk_free_bytes: int = -1
-    """On the file system of its files; -1 without files."""
+    """Free space of the file system with the store's files; -1 without files."""
     loads_waiting: int = 0
     """Requested blocks that are only in files."""
     saves_waiting: int = 0

@@ -60,7 +60,7 @@ class PlanDecision(Message, frozen=True, kw_only=True):
     model: str
     fingerprint: str = ""
     revision: str = ""
-    """Of the workers that it is about."""
+    """Revision of the model."""
     demand: Demand
     roles: list[RoleCount]
     action: PlanAction
@@ -132,7 +132,7 @@ class ReportBucket(Message, frozen=True, kw_only=True):
     itl_s: float = 0.0
     e2e_s: float = 0.0
     other_ttft_s: float = 0.0
-    """The same for aggregated serving: measured with enough such requests, else estimated."""
+    """Median for aggregated serving: measured with enough such requests, else estimated."""
     other_itl_s: float = 0.0
     other_e2e_s: float = 0.0
     measured: bool = False

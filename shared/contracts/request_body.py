@@ -34,9 +34,9 @@ RENDERING_ARGUMENTS = frozenset((
     "model_config", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer",
     "tokenizer_kwargs", "truncation",
 ))  # fmt: skip
-"""Of the call that renders and tokenizes: a client could have it pad a prompt to any length."""
+"""Arguments of the call that renders and tokenizes: a client could have it pad a prompt to any length."""
 SPECIAL_NAME_END = "_token"
-"""Of the names of special tokens, such as ``eos_token`` and ``image_token``. ``add_eos_token`` is a flag."""
+"""End of the names of special tokens, such as ``eos_token`` and ``image_token``. ``add_eos_token`` is a flag."""
 FLAG_PREFIX = "add_"
 
 BRACKET_BIT = ord("[") ^ ord("{")

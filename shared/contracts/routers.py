@@ -36,7 +36,7 @@ class Quarantined(Message, frozen=True, kw_only=True):
     """A request that an engine may have died of: no router should place it."""
 
     digest: bytes
-    """Of its body, 16 bytes."""
+    """Digest of the body, 16 bytes."""
     for_s: float
     """Seconds from now."""
 
@@ -53,22 +53,22 @@ class Reservations(Message, frozen=True, kw_only=True):
 
 
 PART_BYTES = 30 * 1024
-"""Of an entry in one part; a value of a bucket has at most 32 KiB."""
+"""Bytes of an entry in one part; a value of a bucket has at most 32 KiB."""
 PARTS_MAX = 1024
 KEY_CHARS = 48
 RESPONSES_S = 86_400.0
 RESPONSES_BYTES_MAX = 256 * 1024 * 1024
-"""Of the whole bucket. When it is full, its oldest parts make room."""
+"""Size of the whole bucket. When it is full, its oldest parts make room."""
 
 
 class ResponsePart(PackedMessage, frozen=True, kw_only=True):
     """A part of an entry, compressed."""
 
     key: str
-    """Of this part: see ``part_key``."""
+    """Key of this part: see ``part_key``."""
     version: str
     parts: int
-    """Of the entry."""
+    """Number of parts that the entry has."""
     data: bytes
 
 

@@ -17,13 +17,13 @@ from shared.contracts.message import Message, PackedMessage
 
 MONTH_CHARS = len("2026-11")
 COUNT_MAX = 1 << 40
-"""Of tokens in one request. What a worker reports beyond that is an error."""
+"""Maximum count of tokens in one request. A larger one in a worker's report is an error."""
 NAME_CHARS_MAX = 256
 ROWS_PER_REPORT_MAX = 256
 LEDGER_DAYS = 400
 """An entry expires so long after it was last changed: 13 months."""
 LEDGER_BYTES_MAX = 64 * 1024 * 1024
-"""Of the whole ledger; an entry with each day of a month has about 2 KiB."""
+"""Size of the whole ledger; an entry with each day of a month has about 2 KiB."""
 
 
 class UsageCounts(PackedMessage, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class UsageCounts(PackedMessage, frozen=True, kw_only=True):
     failed: int = 0
     """Answered with an error, or broken off by one."""
     cancelled: int = 0
-    """Their client left."""
+    """Requests whose client left."""
     prompt_tokens: int = 0
     """Cached ones included."""
     cached_tokens: int = 0
@@ -43,7 +43,8 @@ class UsageCounts(PackedMessage, frozen=True, kw_only=True):
     prefill_s: float = 0.0
     """Estimated time that engines spent on the prompts, by their learned speeds, times their ranks: GPU seconds."""
     decode_s: float = 0.0
-    """The same for the completions: of each decode step the request's share."""
+    """Estimated time that engines spent on the completions, times their ranks: of each decode step the request's
+    share."""
 
     def __add__(self, other: UsageCounts) -> UsageCounts:
         names = UsageCounts.__struct_fields__
@@ -59,9 +60,9 @@ class UsageRow(Message, frozen=True, kw_only=True):
     """What one key used of one model on one day."""
 
     day: str
-    """In UTC: 2026-11-23. A request counts on the day on which it ends."""
+    """Day in UTC: 2026-11-23. A request counts on the day on which it ends."""
     tenant: str
-    """Of the key; empty without a key."""
+    """Tenant of the key; empty without a key."""
     key: str
     """Name or id of the API key, never the key itself; empty without a key."""
     model: str
@@ -76,7 +77,7 @@ class UsageRow(Message, frozen=True, kw_only=True):
 
     @property
     def entry_id(self) -> str:
-        """Of the ledger's entry that it belongs to."""
+        """Id of the ledger's entry that the report belongs to."""
         return entry_id(self.month, self.tenant, self.key, self.model)
 
 
@@ -103,20 +104,20 @@ class UsageMonth(Message, frozen=True, kw_only=True):
     entry: str
     """See ``entry_id``."""
     month: str
-    """In UTC: 2026-11."""
+    """Month in UTC: 2026-11."""
     tenant: str
     key: str
     model: str
     days: dict[str, UsageCounts]
-    """By day of the month: 01 to 31."""
+    """Counts by day of the month: 01 to 31."""
     stored: dict[str, int]
-    """By router id: the number of its last report that is contained here."""
+    """Number of the last report of each router, by its id, that is contained here."""
     monthly_tokens: int = 0
     """Budget of the key in the last report; 0: none."""
 
     @property
     def total(self) -> UsageCounts:
-        """Of the whole month."""
+        """Counts of the whole month."""
         return sum(self.days.values(), UsageCounts())
 
 

@@ -33,7 +33,7 @@ class WorkerPhase(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     ASLEEP = "asleep"
-    """It has no engine and starts one when it is woken."""
+    """No engine: the worker starts one when it is woken."""
     GONE = "gone"
     LOST = "lost"
 
@@ -101,7 +101,7 @@ class KvMemory(StrEnum):
     CPU = "cpu"
     """One end at least is host memory."""
     CUDA = "cuda"
-    """From GPU memory to GPU memory."""
+    """GPU memory at both ends."""
 
 
 class KvReadSpeed(Message, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     adapters_at_once_max: int = 0
     """Different LoRA adapters in one batch of its engine; 0: it takes none."""
     paths: list[str] = msgspec.field(default_factory=list)
-    """Those of ``engine_paths.SERVED`` that its engine serves; empty: not known."""
+    """Paths of ``engine_paths.SERVED`` that the worker's engine serves; empty: not known."""
     kv_reads: list[KvReadSpeed] = msgspec.field(default_factory=list)
     """Speeds of reads in KV self-tests, one for each source, at most ``KV_SPEEDS_MAX``."""
     attached: bool = False

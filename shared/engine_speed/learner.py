@@ -30,7 +30,8 @@ PRIOR = Prior(DEFAULT_STEP_TIMES, [0, 0, 0, 1, 1, 1], together=3.0, apart=1.0)
 SAMPLE_S_MIN = 0.02
 """A shorter sample measures the clock rather than the engine; its steps go into the next one."""
 YOUNG_SAMPLES, LATER_SAMPLE_S = 50, 1.0
-"""After so many samples without a change the estimate is settled: then fewer and longer samples do."""
+"""Count of samples without a change that settle the estimate, and the length of samples from then on: fewer and longer
+ones do."""
 MEASURED_MIN = 0.5
 """Samples' worth of a phase before its parameters count as measured."""
 AVERAGE_STEP = 0.1

@@ -106,7 +106,7 @@ class UnitCosts:
 
     @property
     def measured(self) -> list[float]:
-        """By kind, the sum of its shares in all samples."""
+        """Sum of the shares of each kind in all samples."""
         return self._measured
 
     def learn(self, work: Sequence[float], seconds: float) -> bool:

@@ -22,7 +22,7 @@ AsgiApp = Callable[
 HEALTH_PATHS = frozenset({"/health", "/ready", "/healthcheck"})
 """Load balancers ask them under any name."""
 WALK_S = 0.1
-"""Between two looks for clients that are late."""
+"""Interval at which late clients are looked for."""
 
 
 class Body(Protocol):
@@ -74,7 +74,7 @@ class HttpEdge(Generic[Request]):
     gets: Mapping[bytes, str] = {}
     """And GET requests to these."""
     headers: Sequence[tuple[str, str]] = (("x-content-type-options", "nosniff"),)
-    """On every response of the app."""
+    """Headers of every response of the app."""
 
     def __init__(
         self, app: AsgiApp, now: Callable[[], float], limits: EdgeLimits, origins: OriginPolicy | None

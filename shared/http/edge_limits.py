@@ -15,8 +15,8 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     head_s_max: float
     """From the opening of a connection, or a request's first byte, to the end of the request's head."""
     read_s_max: float
-    """For a client to read what was written."""
+    """Time limit for a client to read what was written."""
     keep_alive_s: float
     """How long an idle connection stays open."""
     drain_s_max: float
-    """For running responses to end when the server stops."""
+    """Time limit for running responses to end when the server stops."""

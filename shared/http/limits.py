@@ -154,7 +154,7 @@ class IdleClients:
         self._now = now
         self._keep_alive_s = keep_alive_s
         self._resting: dict[Client, float] = {}
-        """Since when the client has all its responses."""
+        """Clients that have all their responses, with the time since when."""
         self._head_s_max = head_s_max
         self._read_s_max = read_s_max
         self._asking: dict[Client, float] = {}
@@ -246,7 +246,7 @@ def _older(since: dict[Client, float], than: float) -> list[Client]:
 
 
 BODY_BYTES_MAX: Final = 16 * 1024
-"""Of a request to an endpoint that takes small bodies only, such as an operator's order."""
+"""Body size of an endpoint that takes small bodies only, such as an operator's order."""
 BODY_S_MAX: Final = 10.0
 
 

@@ -18,7 +18,7 @@ from shared.http.errors import Header, HttpError, error_body
 
 READ: Final = frozenset({b"host", b"origin", b"sec-fetch-site"})
 OWN_SITE: Final = frozenset({b"same-origin", b"none"})
-"""Of ``Sec-Fetch-Site``: the page is this server's own, or the user typed the address."""
+"""Values of ``Sec-Fetch-Site`` that show that the page is this server's own, or that the user typed the address."""
 LOCAL_SUFFIXES: Final = (".localhost", ".internal")
 """Reserved: nobody can register a name below them."""
 HOSTS_KEPT_MAX: Final = 256

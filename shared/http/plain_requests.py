@@ -32,7 +32,7 @@ LINE_KNOWN_BYTES_MAX: Final = 256
 
 
 class PlainRequests:
-    """Of one server. ``read`` returns what a connection needs of a request."""
+    """Requests of one server. ``read`` returns what a connection needs of a request."""
 
     def __init__(self, paths: Mapping[bytes, str]) -> None:
         """``paths``: those of POST requests that are read here."""

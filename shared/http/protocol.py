@@ -109,9 +109,8 @@ NO_EVENT: Final = _NoEvent()
 HEAD_BYTES_MAX: Final = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
 HEADERS_MAX: Final = 256
-"""In one request; more are answered with 431 too. Thousands of tiny headers fit into ``HEAD_BYTES_MAX``, and each costs
-a Python call.
-"""
+"""Headers of one request; more are answered with 431 too. Thousands of tiny headers fit into ``HEAD_BYTES_MAX``, and
+each costs a Python call."""
 FRAMING_BYTES_MAX: Final = 8 * HEAD_BYTES_MAX
 FRAMING_RATIO_MAX: Final = 8
 """Bytes around a chunked body that are allowed: a fixed number, and this many for each byte of the body. llhttp limits

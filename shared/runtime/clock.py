@@ -16,7 +16,7 @@ class Clock(Protocol):
         """Milliseconds since 1970, for what other processes or people read."""
 
     def wall_s(self) -> float:
-        """The same in seconds."""
+        """Seconds since 1970."""
 
 
 class SystemClock:

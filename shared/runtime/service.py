@@ -34,7 +34,7 @@ from shared.telemetry.tracing import SpanSink
 log = logging.getLogger("baton.service")
 
 CONNECT_S_MAX = 5.0
-"""For one attempt; their number is not limited."""
+"""Time limit for one attempt; their number is not limited."""
 STATUS_PERIOD_S = 2.0
 TELEMETRY_S_MAX = 2.0
 
@@ -43,7 +43,7 @@ EXIT_CONFIGURATION = 78
 """EX_CONFIG of sysexits.h: a restart is useless until an operator corrects the configuration."""
 
 DETAIL_CHARS_MAX, REFUSAL_CHARS_MAX = 200, 600
-"""Of the last status: why the process failed, and what an operator must correct."""
+"""Length of the last status: why the process failed, and what an operator must correct."""
 
 
 class DrainTooSlow(Exception):
@@ -63,9 +63,10 @@ class LastResorts:
     """After these times the process exits whatever its tasks and threads do; seconds."""
 
     cancel_s_max: float = 5.0
-    """For cancelled tasks."""
+    """Time for cancelled tasks to end."""
     ending_s_max: float = 15.0
-    """From the end of the main function to the end of the process: background tasks, last status, bus and telemetry."""
+    """Time from the end of the main function to the end of the process: background tasks, last status, bus and
+    telemetry."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,9 +124,9 @@ def _variables(known: list[str], prefix: str) -> str:
 T = TypeVar("T")
 
 CHECK_S = 2.0
-"""Between two looks at the file."""
+"""Interval at which the file is looked at."""
 REMIND_S = 60.0
-"""Between two log lines about the same failure."""
+"""Interval of log lines about the same failure."""
 
 FileState = tuple[int, ...]
 

@@ -41,7 +41,9 @@ def forget_refusal(state_dir: str, worker_id: str) -> None:
 
 
 def refusals(state_dir: str) -> dict[str, tuple[str, float]]:
-    """By worker id, the reason and when, in seconds since 1970. Raises OSError for a folder that cannot be read."""
+    """Refusals by worker id: the reason and when, in seconds since 1970. Raises OSError for a folder that cannot be
+    read.
+    """
     folder = _folder(state_dir)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return {file.name: (file.read_text(encoding="utf-8", errors="replace"), file.stat().st_mtime) for file in files}

@@ -39,7 +39,7 @@ T = TypeVar("T")
 ATTEMPT_S_MAX = 15.0
 RETRY_S_FIRST, RETRY_S_MAX = 0.2, 5.0
 SAID_S = 30.0
-"""Between two log lines about the same wait."""
+"""Interval of log lines about the same wait."""
 REGISTRY = "JetStream (worker registry)"
 
 CLIENTS_MAX = 64

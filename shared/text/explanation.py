@@ -219,7 +219,7 @@ ADVANTAGES = {
     "decode_s": "its decode is faster",
     "others_s": "it delays other requests less",
 }
-"""By the part of the cost."""
+"""Reasons by the part of the cost."""
 
 
 def _advantage(decision: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord) -> str:

@@ -59,7 +59,7 @@ def long_duration(seconds: float) -> str:
 
 
 def choices_of(kind: type, field: str) -> list[str]:
-    """Of a field that has a Literal or an enum as its type, or may be None instead; else empty."""
+    """Choices of a field that has a Literal or an enum as its type, or may be None instead; else empty."""
     hint = get_type_hints(kind).get(field)
     values: Iterable[object] = (hint,) if isinstance(hint, EnumType) else get_args(hint)
     found = [each for value in values for each in (value if isinstance(value, EnumType) else (value,))]

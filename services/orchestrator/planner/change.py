@@ -35,7 +35,7 @@ class RoleLoad:
     """Share of the workers with both roles that works for this one, in workers."""
     observed: Observed
     load_max: Callable[[float], float]
-    """Of the number of workers."""
+    """Highest load of a worker, as a function of the number of workers."""
     minimum: int
 
     @property

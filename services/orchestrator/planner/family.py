@@ -21,7 +21,7 @@ from shared.engine_speed.learner import combined, is_measured, is_valid
 from shared.engine_speed.steps import DEFAULT_STEP_TIMES, NO_STEPS, Steps, StepTimeModel
 
 READING_S_MIN = 0.5
-"""Between two kept readings of one worker."""
+"""Shortest time between two kept readings of one worker."""
 SILENT_S_MAX = 5.0
 """A worker that has not reported for so long may be busy: nothing is concluded about its family."""
 FORGET_S = 60.0
@@ -29,7 +29,7 @@ FORGET_S = 60.0
 
 @dataclass(slots=True)
 class EngineWork:
-    """Of one life of a worker. ``readings``: its totals at some times, the oldest from just before the window."""
+    """Work in one life of a worker. ``readings``: its totals at some times, the oldest from just before the window."""
 
     epoch: Epoch
     heard: float
@@ -49,7 +49,7 @@ class EngineWork:
 
 
 class FleetWork:
-    """Of all workers of a family that report."""
+    """Work of all workers of a family that report."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -138,7 +138,7 @@ def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
 
 
 def revision_of(key: Key, family: Iterable[FleetWorker]) -> str:
-    """Of the workers with this fingerprint: a starting worker that counts here may turn out to have another."""
+    """Revision of the workers with this fingerprint; a starting worker that counts may turn out to have another."""
     return next(each.record.fingerprint.revision for each in family if _key(each) == key)
 
 
@@ -172,7 +172,7 @@ class FamilyWorkers:
 
     @property
     def ids(self) -> list[WorkerId]:
-        """Of all ready workers."""
+        """Ids of all ready workers."""
         return [each.record.worker_id for each in self.ready]
 
     def of(self, *roles: Role) -> list[FleetWorker]:
@@ -195,9 +195,9 @@ class Family:
     rules: Rules
     since: float
     revision: str
-    """Of its workers' model; the scaler gets it."""
+    """Revision of the workers' model, for the scaler."""
     speed: EngineSpeed | None = None
-    """As last known; it outlives the workers that published it."""
+    """Last known speed, which outlives the workers that published it."""
     engines: FleetWork = field(init=False)
     requests: RequestWindow = field(init=False)
     steadiness: Steadiness = field(init=False)

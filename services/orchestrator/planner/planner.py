@@ -61,7 +61,7 @@ class Restraint:
 
 
 class Planner:
-    """Of all families. Times are monotonic seconds."""
+    """Plans all families. Times are monotonic seconds."""
 
     def __init__(self, rules: Rules, now: float) -> None:
         self.log = PlanLog()

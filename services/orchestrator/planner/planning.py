@@ -27,11 +27,11 @@ from shared.text.fleet_text import plan_text
 
 ROLE_CHANGE_S_MAX = 60.0
 SCALER_S_MAX = 10.0
-"""For the scaler's reply."""
+"""Time limit for the scaler's reply."""
 
 log = logging.getLogger(__name__)
 REFUSAL_CHARS_MAX = 200
-"""Of a webhook's reply in the refusal."""
+"""Length of the part of a webhook's reply that a refusal quotes."""
 
 
 class Planning:

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 MODELS_MAX = 256
-"""With rules of their own."""
+"""Models with rules of their own."""
 TIMES = ("sample_s", "clear_s", "window_s", "lasting_s", "spare_s", "hold_s", "cool_down_s", "refused_s")
 """The times that ``ORCHESTRATOR_PLANNER_TIME_SCALE`` multiplies."""
 
@@ -22,7 +22,7 @@ class ModelRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_models(text: str) -> dict[str, ModelRules]:
-    """By model, from the operator's JSON; none when empty. Raises ValueError."""
+    """Rules by model, from the operator's JSON; none when empty. Raises ValueError."""
     if not text.strip():
         return {}
     models = msgspec.json.decode(text.encode(), type=dict[str, ModelRules])
@@ -41,7 +41,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     load_max: float = 0.85
     """A role with more load is too small: beyond it, queues grow with small variations of the traffic."""
     sample_s: float = 5.0
-    """Between two samples of the fleet."""
+    """Interval of samples of the fleet."""
     clear_s: float = 60.0
     """Time in which a queue should be worked off: its work divided by this counts as demand."""
     window_s: float = 30.0
@@ -61,7 +61,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     prefill_min: int = 1
     decode_min: int = 1
     workers_min: int = 1
-    """Of one fleet, all roles together."""
+    """Workers of one fleet, all roles together."""
     workers_max: int = 0
     """0: no limit."""
     step_max: int = 4
@@ -79,5 +79,5 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_times(self, factor: float) -> Rules:
-        """The same rules with all reaction times multiplied."""
+        """These rules with all reaction times multiplied."""
         return msgspec.structs.replace(self, **{name: factor * getattr(self, name) for name in TIMES})

@@ -36,9 +36,9 @@ class EndedRequest:
     uncached_tokens: int = 0
     completion_tokens: int = 0
     admission_s: float = 0.0
-    """In the router's own queue."""
+    """Time in the router's own queue."""
     queue_s: float = 0.0
-    """In the router's and the engines' queues."""
+    """Time in the router's and the engines' queues."""
     ttft_s: float = -1.0
     itl_s: float = -1.0
 
@@ -53,9 +53,9 @@ class ObservedDemand:
     rejected_per_s: float = 0.0
     """Requests rejected for lack of capacity."""
     prefill_share: float = 1.0
-    """Of the prompt tokens that engines computed, those of clients' requests; the rest is of batches."""
+    """Share of the prompt tokens computed by engines that clients' requests had; the rest is of batches."""
     decode_share: float = 1.0
-    """Likewise of the generated tokens."""
+    """Share of the generated tokens that clients' requests had."""
 
     def of_clients(self, rate: Steps) -> Steps:
         """The part of the engines' work that was for clients' requests. Batches use what is there: they need no engine
@@ -178,7 +178,7 @@ class Engines:
 class Queues:
     prompt_tokens: int = 0
     requests: int = 0
-    """At workers that only decode."""
+    """Requests at workers that only decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +254,7 @@ class Observed:
     """Work in workers' worth, over the times of ``Rules``."""
 
     now: float
-    """In the last sample."""
+    """Instant of the last sample."""
     lasting: float
     """The minimum over ``lasting_s``."""
     spare: float
