@@ -120,10 +120,10 @@ bench-scale: setup-dev ## Routers among 1,000 played workers with 10 million blo
 outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
 	@$(PYTHON) -m tests.outside $(ARGS)
 
-catalogue: setup-check ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, diagram
+catalogue: setup-check ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, diagrams
 	@$(PYTHON) -m shared.contracts.catalogue
 	@$(PYTHON) -m scripts.make_pages
-	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py
+	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py tests/unit/router/relay/test_attempt.py
 
 dist: setup ## Build the wheel into dist/; pip install "dist/WHEEL[cpu]" (or [cuda]) installs what `make up` runs; PURE=1: without its parts in C
 	@rm -rf dist

@@ -34,15 +34,16 @@ MODULES = tuple(
         "shared.runtime": "random_ids",
         "shared.telemetry": "prometheus",
         "services.router": "usage",
-        "services.router.admission": "admission admission_queue fair_share placing queue_metrics queues",
+        "services.router.admission": "admission admission_queue bus_health fair_share placing queue_metrics queues"
+        " waker",
         "services.router.auth": "authenticator",
         "services.router.batches": "line_server",
         "services.router.decisions": "decision decision_service",
         "services.router.feeds": "default_mode fleet kv reservations",
         "services.router.http": "edge",
         "services.router.placement": "assembly compiled cost fleet kv_sources placer policy shortlist",
-        "services.router.relay": "accounting charging deadline_monitor legs migration relay"
-        " request_tasks retry start_leg write_coalescer",
+        "services.router.relay": "accounting answer_leg attempt charging deadline_monitor migration prefill_leg relay"
+        " request_tasks retry running_leg start_leg stream_answer whole_answer write_coalescer",
         "services.router.request": "client context errors fields head http_request mode model_name rate_limit sequences"
         " timings trace",
         "services.router.responses": "inner_request",

@@ -17,9 +17,11 @@ from prometheus_client import CollectorRegistry
 
 from services.router.admission.admission import Admission
 from services.router.admission.admission_queue import AdmissionQueue
-from services.router.admission.placing import BusHealth, Placing, Waker
+from services.router.admission.bus_health import BusHealth
+from services.router.admission.placing import Placing
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queue_metrics import QueueMetrics
+from services.router.admission.waker import Waker
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.key_file import check_access
 from services.router.batches.batches import Batches
@@ -38,11 +40,12 @@ from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
 from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.failure_policy import FailurePolicy, read_policy
-from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
+from services.router.relay.running_leg import LegServices
 from services.router.relay.start_leg import LegLoads, LegStarter
+from services.router.relay.write_coalescer import WriteCoalescer
 from services.router.request.context import ResponseHeaders
 from services.router.responses.responses import Responses
 from services.router.settings import Settings
@@ -209,7 +212,7 @@ class Router:
         bus_health = BusHealth(self.bus, cluster, self.clock)
         waker = Waker(self.bus, self.fleet, now, wake_s_max=settings.wake_s_max)
         placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=settings.bus_wait_s_max, waker=waker)
-        runner = self._make_runner(tracing, response_headers, guards_handoffs=failures.guards_handoffs)
+        legs = self._make_leg_services(tracing, response_headers, guards_handoffs=failures.guards_handoffs)
         suspects = Suspects(self.quarantine, self.reservations, self.request_log, now)
         retry = Retry(
             settings=settings,
@@ -233,7 +236,7 @@ class Router:
             prompts=self.prompts,
             queue=self.queue,
             placing=placing,
-            runner=runner,
+            legs=legs,
             retry=retry,
             suspects=suspects,
             decisions=self.decisions,
@@ -244,9 +247,11 @@ class Router:
             tasks=self.request_tasks,
         )
 
-    def _make_runner(self, tracing: Tracing, response_headers: ResponseHeaders, *, guards_handoffs: bool) -> LegRunner:
+    def _make_leg_services(
+        self, tracing: Tracing, response_headers: ResponseHeaders, *, guards_handoffs: bool
+    ) -> LegServices:
         now = self.clock.now
-        return LegRunner(
+        return LegServices(
             settings=self.settings,
             now=now,
             inbox=self.inbox,
@@ -254,8 +259,9 @@ class Router:
             loads=LegLoads(self.fleet.cluster, self.reservations, self.queue.reschedule, now),
             speeds=self.speeds,
             tracing=tracing,
-            request_log=self.request_log,
-            response_headers=response_headers,
+            metrics=self.request_log.metrics,
+            headers=response_headers.of,
+            coalescer=WriteCoalescer(self.settings.write_wait_s_max),
             tasks=self.request_tasks,
         )
 

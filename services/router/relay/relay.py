@@ -19,11 +19,12 @@ from services.router.feeds.default_mode import DefaultModeFeed
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
+from services.router.relay.attempt import Attempt
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
-from services.router.relay.legs import EngineRefused, LegRunner, NotAnswered
 from services.router.relay.migration import resumes_allowed
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
+from services.router.relay.running_leg import EngineRefused, LegServices, NotAnswered
 from services.router.request.context import CLIENT_LEFT, RequestContext, ResponseHeaders
 from services.router.request.errors import bad_request, error_event, failed, path_not_served, refused_field
 from services.router.request.facts import Mode, RequestFacts
@@ -70,7 +71,7 @@ class Relay:
         prompts: Prompts,
         queue: AdmissionQueue,
         placing: Placing,
-        runner: LegRunner,
+        legs: LegServices,
         retry: Retry,
         suspects: Suspects,
         decisions: DecisionService,
@@ -89,7 +90,7 @@ class Relay:
         self._prompts = prompts
         self._queue = queue
         self._placing = placing
-        self._runner = runner
+        self._legs = legs
         self._retry = retry
         self._suspects = suspects
         self._decisions = decisions
@@ -218,7 +219,7 @@ class Relay:
             return
         context.request = request
         context.begin_attempt(placement, self._now())
-        self._runner.run(context, placement, self._over, self._crashed)
+        Attempt(self._legs, context, placement, self._over, self._crashed).begin()
 
     def _over(self, context: RequestContext, error: NotAnswered | None) -> None:
         """An attempt has ended: with the response, or because of ``error``."""

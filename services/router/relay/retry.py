@@ -10,7 +10,8 @@ from typing import Final
 
 import msgspec
 
-from services.router.admission.placing import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth, Placing
+from services.router.admission.bus_health import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth
+from services.router.admission.placing import Placing
 from services.router.feeds.reservations import ReservationFeed
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.failure_policy import (

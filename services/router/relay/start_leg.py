@@ -43,18 +43,12 @@ class LegStarter:
         self._leg_ids = RandomIds(ID_BYTES)
 
     def make(
-        self,
-        context: RequestContext,
-        placement: Placement,
-        kind: LegKind,
-        prefill: LegReport | None = None,
-        *,
-        beside: LegId | None = None,
+        self, context: RequestContext, placement: Placement, kind: LegKind, *, beside: LegId | None = None
     ) -> StartLeg:
-        """A leg of this placement. ``prefill``: the report of the decode leg's prefill leg, if that has ended;
-        ``beside``: that prefill leg, if both run at once.
+        """A leg of this placement. ``beside``: the prefill leg that runs at the same time as this decode leg; a prefill
+        leg that has ended has its report in the context.
         """
-        http_request, facts = context.http_request, context.facts
+        http_request, facts, prefill = context.http_request, context.facts, context.prefill_report
         sources = list(placement.handoff if kind is DECODE else placement.sources)
         resumes = http_request.begun
         if beside is not None:

@@ -254,10 +254,6 @@ class RequestLog:
         """A request is retried; ``resumed``: after part of the response was sent."""
         self.metrics.retried(reason, resumed=resumed)
 
-    def resumed(self, broken_s: float) -> None:
-        """A stream continues after an interruption of ``broken_s``."""
-        self.metrics.resumed(broken_s)
-
     def quarantined(self) -> None:
         """A request is refused from now on, because an engine may have died of it."""
         self.metrics.quarantined.value += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.admission.placing import RETURN_S_MAX, BusHealth
+from services.router.admission.bus_health import RETURN_S_MAX, BusHealth
 from services.router.state.cluster_view import ClusterView
 from shared.contracts.ids import WorkerId
 from tests.support.fake_clock import FakeClock

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from services.router.admission.placing import WAITING_MAX, Waker
+from services.router.admission.waker import WAITING_MAX, Waker
 from services.router.placement.fleet import Fleet
 from services.router.placement.placement import PlacementPolicy, Rejection
 from services.router.request.context import RequestContext

@@ -119,7 +119,7 @@ async def stream_slowly(_worker: FakeWorker, _start: StartLeg, frames: LegFrames
 @in_world()
 async def test_a_held_token_is_written_at_the_common_moment_and_the_end_of_a_stream_at_once(world: World):
     loop = asyncio.get_running_loop()
-    coalescer = world.router.relay._runner.coalescer
+    coalescer = world.router.relay._legs.coalescer
     coalescer.period_s, coalescer._counted_at = 0.1, loop.time() + 60.0
     await world.worker("w1", script=stream_slowly)
     await asyncio.sleep(1.0)
