@@ -3,7 +3,7 @@
 A pure module decides and does nothing else: it imports only the modules named below and other pure ones, awaits
 nothing, opens nothing and changes no global. Which layer and which third party a module may import is checked by
 import-linter and ruff (see pyproject.toml). With ``--fragments`` it lists instead the docstrings that do not stand
-alone, which is not part of the check yet.
+alone, with ``--documents`` the lines of documents that are too long, which are not part of the check yet.
 """
 
 from __future__ import annotations
@@ -92,6 +92,12 @@ PREPOSITIONS = re.compile(
     r"|To|Under|Until|While|With|Within|Without)\b[^,]*?([.:] |;|$)"
 )
 """An attribute's docstring without a noun of its own. With a comma ("With two routers, ...") it is a sentence."""
+COLUMNS_MAX, ROW_COLUMNS_MAX = 120, 240
+"""The width of a document's prose, and of a row of a table."""
+MADE_PAGES = {
+    "docs/METRICS.md", "docs/OUTSIDE.md", "docs/benchmarks/replay.md", "docs/catalogue.md", "docs/configuration.md"
+}  # fmt: skip
+"""Documents that a program writes as a whole."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,9 @@ def main() -> int:
     modules = read_modules()
     if "--fragments" in sys.argv[1:]:
         print("\n".join(fragments(modules)))
+        return 0
+    if "--documents" in sys.argv[1:]:
+        print("\n".join(line for name, text in documents().items() for line in long_lines(name, text)))
         return 0
     problems = [*unknown_pure_modules(modules), *impurities(modules), *unused_modules(modules)]
     print("\n".join(problems) or f"{len(modules)} modules, {sum(map(is_pure, modules))} of them pure")
@@ -239,6 +248,23 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield statement.lineno, " ".join(value.value.split()), index > 0
+
+
+def documents() -> dict[str, str]:
+    """The text of each document that people write, by its path."""
+    paths = {str(path.relative_to(ROOT)): path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
+    return {name: paths[name].read_text(encoding="utf-8") for name in sorted(paths.keys() - MADE_PAGES)}
+
+
+def long_lines(name: str, text: str) -> Iterator[str]:
+    """Lines of a document beyond the width. Code, headings and the targets of links cannot be wrapped."""
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        start = line.lstrip()
+        in_code ^= start.startswith("```")
+        columns = ROW_COLUMNS_MAX if start.startswith("|") else COLUMNS_MAX
+        if len(line) > columns and not (in_code or re.match(r"#|\[[^]]+\]: ", start)):
+            yield f"{name}:{number} has {len(line)} columns of at most {columns}"
 
 
 if __name__ == "__main__":

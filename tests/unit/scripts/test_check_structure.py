@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from scripts.check_structure import Module, fragments
+from scripts.check_structure import Module, fragments, long_lines
 
 
 def found(text: str) -> list[str]:
@@ -53,3 +53,15 @@ def test_an_attribute_whose_words_stand_alone_is_accepted(words: str):
 def test_functions_begin_with_any_phrase_but_a_continuation():
     assert found('def f():\n    """For operators."""\n') == []
     assert len(found('def f():\n    """Of all requests."""\n')) == 1
+
+
+@pytest.mark.parametrize("line", ["word " * 30, f"* {'word ' * 30}", f"| {'word ' * 60} |"])
+def test_a_document_has_no_long_prose_and_no_essay_in_a_table(line):
+    assert list(long_lines("a.md", f"# Title\n\n{line}\n")) != []
+
+
+@pytest.mark.parametrize(
+    "lines", [f"```sh\n{'word ' * 30}\n```", f"| {'word ' * 30} |", f"# {'word ' * 30}", f"[a]: {'x' * 120}"]
+)
+def test_what_cannot_be_wrapped_may_be_long(lines):
+    assert not list(long_lines("a.md", lines))
