@@ -64,21 +64,20 @@ class EngineCall(Message, frozen=True, kw_only=True):
     """A worker's call to its engine; the engine carries it out in the order of the fields."""
 
     describe: bool = False
-    """Reply with ``EngineNotification.handshake``."""
+    """Whether to reply with ``EngineNotification.handshake``."""
     peers: list[Peer] = msgspec.field(default_factory=list)
     """New peers, or known ones with a newer clock."""
     gone: list[PeerGone] = msgspec.field(default_factory=list)
     releases: list[ReleaseKv] = msgspec.field(default_factory=list)
     leases: list[LeaseKv] = msgspec.field(default_factory=list)
-    """Requests of other workers."""
     grants: list[KvGrant] = msgspec.field(default_factory=list)
     """Grants of other workers to this engine."""
     fetches: list[StartFetch] = msgspec.field(default_factory=list)
     measures: list[MeasureRead] = msgspec.field(default_factory=list)
     chains_max: int = 0
-    """Reply with at most so many ``EngineNotification.chains``."""
+    """Maximum number of ``EngineNotification.chains`` in the reply."""
     chains_uses_min: int = 1
-    """Only chains that at least so many requests used."""
+    """Number of requests that must have used a chain."""
     chains_idle_s_max: float = math.inf
     """Only chains used within this time."""
     release_all: bool = False
@@ -111,7 +110,6 @@ class ReadMeasured(Message, frozen=True, kw_only=True):
     """Speed of the fastest read."""
     memory: KvMemory = KvMemory.CPU
     failure: str = ""
-    """Why nothing was measured."""
 
 
 class EngineNotification(Message, frozen=True, kw_only=True):
@@ -123,7 +121,6 @@ class EngineNotification(Message, frozen=True, kw_only=True):
     leases: list[LeaseKv] = msgspec.field(default_factory=list)
     """Requests to send to other workers."""
     grants: list[KvGrant] = msgspec.field(default_factory=list)
-    """Grants to send to readers."""
     releases: list[ReleaseKv] = msgspec.field(default_factory=list)
     answered: list[str] = msgspec.field(default_factory=list)
     """Ask ids of ``leases`` whose last grant came from the holder's engine, past the bus."""
@@ -259,7 +256,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lease_s: float = 30.0
     """Duration of a prefill leg's offer."""
     lease_s_max: float = 60.0
-    """Maximum duration of a lease."""
     lease_share_max: float = 0.5
     """Share of the block pool that leases may pin."""
     answer_s_max: float = 0.5

@@ -69,7 +69,7 @@ async def end(tasks: Collection[asyncio.Task[Any]], *, grace_s: float = GRACE_S)
 
 @contextmanager
 def keep_cancellation() -> Iterator[None]:
-    """Raise CancelledError at the end of the block if the current task was cancelled inside it and the block went on.
+    """Raise CancelledError at the end of the block if the current task was cancelled inside it and the block continued.
 
     For calls that end by themselves, soon, but may lose a cancellation: around each await on nats-py.
     """

@@ -2,7 +2,7 @@
 
 *Before an added token* such as ``<|im_start|>``, a cut changes nothing: a tokenizer splits the text at added tokens
 first and never merges across them. This holds for an added token that is matched before normalization, independently of
-its neighbours, and that no other added token can overlap from the left. Words are cut behind it, too, unless it absorbs
+its neighbours, and that no other added token can overlap from the left. Words are cut after it, too, unless it absorbs
 the space there, or the tokenizer does not give the same tokens then.
 
 *Between two words*, before a single space that a letter follows, most tokenizers begin a new word. ``find_cuts`` tests
@@ -68,13 +68,13 @@ MakeWords = Callable[[str, str, bool, tuple[str, ...]], Words]
 class PythonWords:
     """Cuts texts into words, and knows the tokens of those that it learned.
 
-    Cuts are before each space that one of ``behind`` follows and one of ``before`` precedes, and around each of the
-    added ``tokens``. ``drops_space``: a word behind a cut is given without its space; ``tokens`` must be empty then.
+    Cuts are before each space that one of ``after`` follows and one of ``before`` precedes, and around each of the
+    added ``tokens``. ``drops_space``: a word after a cut is given without its space; ``tokens`` must be empty then.
     """
 
-    def __init__(self, behind: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> None:
-        behind, before = (f"[{re.escape(chars)}]" for chars in (behind, before))
-        self._word = re.compile(f" ?[^ ]*(?: (?!{behind})[^ ]*|(?<!{before}) [^ ]*)*")
+    def __init__(self, after: str, before: str, drops_space: bool, tokens: tuple[str, ...]) -> None:
+        after, before = (f"[{re.escape(chars)}]" for chars in (after, before))
+        self._word = re.compile(f" ?[^ ]*(?: (?!{after})[^ ]*|(?<!{before}) [^ ]*)*")
         self._drops_space = drops_space
         self._tokens = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
         self._known: dict[str, bytes] = {}
@@ -103,7 +103,7 @@ class PythonWords:
         return list(map(b"".join, runs)), unknown
 
     def learn(self, words: dict[str, bytes]) -> int:
-        """Words and the tokens of each, as CBOR one behind the other. Returns how many words are known then."""
+        """Words and the tokens of each, as CBOR one after the other. Returns how many words are known then."""
         for word, tokens in words.items():
             self._known.setdefault(word, tokens)
         return len(self._known)
@@ -126,7 +126,7 @@ class Cuts:
     between_words: Words | None
     """Cuts at all of ``words``, and tokens at none."""
     drops_space: bool = False
-    """A word behind a cut is tokenized without the space before it."""
+    """A word after a cut is tokenized without the space before it."""
     chars_behind: int = 2
     """Behind a cut, as many characters as the longest match of the patterns: those alone decide that it is one, with
     the text before it.
@@ -186,8 +186,8 @@ def _word_cuts(
     around: tuple[str, ...],
     marks: str,
 ) -> Cuts:
-    # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
-    # the text behind it is tokenized separately, and its leading space must stay.
+    # No cut after an added token that absorbs the following space, nor, if spaces are dropped, after any added token:
+    # the text after it is tokenized separately, and its leading space must stay.
     ends = {token.content[-1:] for token in added if token.rstrip or drops_space}
     before = "".join(char for char in ASCII_SEEN if char not in ends) + LETTERS_SEEN
     # Begins with a literal, which ``re`` searches for fast.
@@ -209,7 +209,7 @@ def _is_plain(token: AddedToken) -> bool:
 
 
 def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
-    """Whether an added token could begin before an occurrence of ``content`` and end within or behind it."""
+    """Whether an added token could begin before an occurrence of ``content`` and end within or after it."""
     for other in contents:
         if other != content and content in other:
             return True
@@ -220,7 +220,7 @@ def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
 
 def may_cut_words(tokenizer: Tokenizer, cuts: Cuts, around: tuple[str, ...], marks: str) -> bool:
     """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of two texts:
-    of words with all neighbours, ``marks`` behind the space among them, and of the added tokens in ``around``, where
+    of words with all neighbours, ``marks`` after the space among them, and of the added tokens in ``around``, where
     words are cut on both sides.
     """
     if any(_reaches_over_space(token, marks) for token in tokenizer.get_added_tokens_decoder().values()):
@@ -276,7 +276,7 @@ def _joins_no_words(tokenizer: Tokenizer) -> bool:
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer adds before and behind a text. Raises ValueError."""
+    """The special tokens that the tokenizer adds before and after a text. Raises ValueError."""
     plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     with_special: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
     for begin in range(len(with_special) - len(plain) + 1):

@@ -35,7 +35,6 @@ class UsedChain:
     heat: float
     """Uses, decayed to ``at_s``."""
     at_s: float
-    """Instant of the last use."""
 
     def heat_at(self, now: float) -> float:
         """``heat`` decayed to ``now``."""

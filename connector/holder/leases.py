@@ -24,7 +24,7 @@ FOLLOWED_MAX = 256
 ANYONE = WorkerId("")
 """Reader of an offer: the router has not chosen it yet, so any reader that knows the lease id may release it."""
 STALE_ENDS_MAX = 1024
-"""Released grants may leave so many entries in the heap of expiries before it is rebuilt."""
+"""Entries of released grants in the heap of expiries above which it is rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ ALTERNATIVE = "run this model with WORKER_CONNECTOR=upstream"
 WINDOW_TYPES = ("sliding_attention", "chunked_attention")
 """Layer types in a model's configuration."""
 TOKENS_PRICED = 32_768
-"""Longest prompt for which the price of windows is told."""
+"""Longest prompt for which the price of windows is logged."""
 SUPPORTED = ("0.32",)
 """Release series, each with all its patch releases."""
 
@@ -216,7 +216,7 @@ def dims_of(name: str, shape: tuple[int, ...], spec: Any, blocks: int) -> str:
 
 
 def regions_of(kv_caches: dict[str, Any]) -> list[Region]:
-    """The memory behind the tensors; memory that several layers share appears once."""
+    """The memory of the tensors; memory that several layers share appears once."""
     regions = {}
     for cache in kv_caches.values():
         storage = cache.untyped_storage()

@@ -339,12 +339,12 @@ class Fetch:
         index = self._progress.next_missing(self.plan.start)
         while index < self._progress.end:
             if index in open_until:
-                behind = open_until[index]
+                end = open_until[index]
             elif (source := self._source_of(index)) is not None:
-                behind = self._request_from(source, index, now)
+                end = self._request_from(source, index, now)
             else:
                 return
-            index = self._progress.next_missing(behind)
+            index = self._progress.next_missing(end)
 
     def _open_ends(self) -> dict[int, int]:
         """Per open request: index of its first ungranted block, and its end."""
@@ -376,12 +376,12 @@ class Fetch:
         return end
 
     def _fits(self, request: LeaseRequest, grant: KvGrant, first: int, count: int) -> bool:
-        behind = first + count
+        end = first + count
         return (
             grant.first == first - request.first
-            and behind <= request.end
-            and behind <= self._progress.end
-            and grant.last_hash == self.plan.hashes[behind - 1]
+            and end <= request.end
+            and end <= self._progress.end
+            and grant.last_hash == self.plan.hashes[end - 1]
         )
 
     def _read_granted(self, now: float) -> None:

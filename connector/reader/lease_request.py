@@ -76,10 +76,8 @@ class LeaseRequest:
     """More grants may come."""
     released: bool = False
     granted_end: int = 0
-    """End of the granted blocks."""
     segments: deque[Segment] = field(default_factory=deque)
     reading: int = 0
-    """Blocks being read."""
     totals: ReadTotals = field(default_factory=ReadTotals)
 
     def granted(self, segment: Segment, now: float) -> None:

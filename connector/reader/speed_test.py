@@ -24,7 +24,7 @@ READ_BYTES_MIN = 1 << 20
 READ_S = 0.25
 """Each read is made so long, as far as the limits allow, by the speed of the one before. None follows a longer one."""
 CLOCK_S = 1e-6
-"""Shortest time that is told apart from none."""
+"""Shortest time that differs measurably from none."""
 SHARE_MAX = 0.25
 """Share of the blocks that fetches may pin together."""
 READS_MAX = 5

@@ -177,7 +177,7 @@ class ConnectorScheduler:
         self._engine_core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[output])))
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
-        """A request has ended with the KV of so many tokens."""
+        """A request has ended with the KV of its first ``computed_tokens``."""
         self._core.used(hashes, computed_tokens)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
@@ -282,7 +282,7 @@ class ConnectorScheduler:
 
     def wait_for_more(self) -> bool:
         """Call after a step without anything for the model runner: wait for what a next one could compute. Returns
-        whether the scheduler shall try again before EngineCore goes on.
+        whether the scheduler shall try again before EngineCore continues.
         """
         owes_output = bool(self._ended or self._empty or self.reader.refused)
         if self._submit is None or owes_output or self.idle_wait.is_computing:
@@ -397,9 +397,9 @@ class PoolBlockAllocator:
         if not blocks or not pool.enable_caching:
             return
         named = [BlockHash(name) for name in hashes[first : first + len(blocks)]]
-        for behind, (name, block_id) in enumerate(zip(named, blocks, strict=True), start=first + 1):
+        for end, (name, block_id) in enumerate(zip(named, blocks, strict=True), start=first + 1):
             key = make_block_hash_with_group_id(name, GROUP)
-            pool._insert_block_hash(key, pool.blocks[block_id], num_tokens=behind * self._block_tokens)
+            pool._insert_block_hash(key, pool.blocks[block_id], num_tokens=end * self._block_tokens)
         if pool.enable_kv_cache_events:
             parent = maybe_convert_block_hash(BlockHash(hashes[first - 1])) if first else None
             pool.kv_event_queue.append(

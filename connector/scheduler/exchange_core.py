@@ -42,7 +42,7 @@ from shared.contracts.kv_exchange import (
 )
 
 ANSWERED_MAX = 4096
-"""Asks that are reported as answered at a time. A worker that is not told keeps one open until it is released."""
+"""Requests that are reported as answered at a time. The worker keeps any other one open until it is released."""
 
 
 class ExchangeStats:

@@ -65,7 +65,7 @@ def basis_of(request: Request, block_tokens: int) -> bytes | None:
 
 
 def may_begin(request: Request, token: int, model: ModelConfig) -> bool:
-    """Whether the decode engine goes on after the token as after one of its own.
+    """Whether the decode engine continues after the token as after one of its own.
 
     A token that ends the answer is left to the decode engine, which knows how to end it. So is one of a seeded request,
     whose random numbers begin with the first token.

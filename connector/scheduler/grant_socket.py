@@ -57,7 +57,7 @@ class GrantSocket:
             return False
         try:
             self._sender.sendto(_encode(grant), path)
-        except OSError:  # On another machine, in another container, ended, or behind with its work.
+        except OSError:  # On another machine, in another container, ended, or slow to read.
             return False
         return True
 

@@ -49,7 +49,6 @@ class Behaviour:
     in_steps: bool = False
     """Each check of the state copies a few spans, instead of ``read`` copying all."""
     reads: list[Copying] = field(default_factory=list)
-    """All reads begun."""
 
 
 @dataclass(frozen=True, slots=True)

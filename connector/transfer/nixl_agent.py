@@ -65,7 +65,6 @@ class ReadAgent:
     agent: Any
     registered: list[Any]
     name: str
-    """Name of the peer's agent."""
 
     def prepare(self, remote: Spans, local: Spans, memories: tuple[str, str]) -> Any:
         """Return a handle. nixl's handle holds a reference to the agent, so drop it before ``end``."""
@@ -172,7 +171,7 @@ def _sleeping_progress_threads() -> Iterator[None]:
 SPLIT_BYTES = 32 << 20
 """Smaller reads end before a second thread would wake up on a machine whose cores are all busy."""
 OPENING_AT_ONCE_MAX = 2
-"""Connections."""
+"""Connections that are opened at a time."""
 STUCK_S = 1.0
 """A copy on the second thread normally takes milliseconds. After this time the thread gets no more until it ends."""
 CLOSE_S_MAX = 2.0

@@ -47,7 +47,7 @@ class Connection:
     handshake: KvHandshake
     since_s: float
     opening: list[Connecting] = field(default_factory=list)
-    """Empty when it is open."""
+    """Connections that are being opened; empty when it is open."""
     opened_s: float = 0.0
     names: list[str] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)

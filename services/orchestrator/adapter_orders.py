@@ -278,7 +278,7 @@ class AdapterOrders:
             await self._note(AdapterOrdered(order=order, at_ms=at_ms, changes=changes, automatic=True))
 
     async def _note(self, done: AdapterOrdered) -> None:
-        """The audit: this process's log has every order; operators are told."""
+        """The audit: this process's log has every order; operators are informed."""
         order, again = done.order, ", again" if done.automatic else ""
         result = done.refusal or ", ".join(_as_text(change) for change in done.changes) or "no worker had it"
         what = (order.action.value, order.name, order.path)

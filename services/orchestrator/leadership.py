@@ -159,7 +159,7 @@ async def _step(candidate: Candidate, store: KeyValueStore[Leadership], clock: C
     except WrongRevision:
         candidate.refused()
     except (BusError, TimeoutError) as error:
-        # The lease goes on meanwhile. When it ends, this orchestrator stops leading by itself.
+        # The lease continues meanwhile. When it ends, this orchestrator stops leading by itself.
         log.warning("cannot reach the leadership entry: %s", error or "timed out")
 
 

@@ -237,7 +237,7 @@ def stream_config(
     bucket: str, ttl_s: float | None, file_bytes_max: int = 0, *, drops_oldest: bool = False
 ) -> dict[str, Any]:
     """The one configuration of a bucket. It permits no headers with effects: no roll-up, lifetimes or schedules.
-    ``file_bytes_max``: values that expire are kept in files nevertheless, of at most so many bytes.
+    ``file_bytes_max``: values that expire are kept in files of at most that size nevertheless.
     """
     ttl_ns = int((ttl_s or 0) * NS)
     in_memory = ttl_ns and not file_bytes_max

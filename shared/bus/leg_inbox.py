@@ -210,7 +210,6 @@ class LegInbox:
         self._canceller: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None
         self.received = 0
-        """Frames since the start."""
         self.closed = False
         """No new legs are started."""
         self._loop = asyncio.get_running_loop()

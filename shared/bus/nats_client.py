@@ -27,10 +27,9 @@ UNSENT_BYTES_MAX: Final = 256 * 1024
 """Above this the flusher task sends, which waits for the socket."""
 READ_WAIT_PAUSES_MAX: Final = 0.5
 READS_AT_ONCE_MAX: Final = 4
-"""Pauses begin after so many reads that each came within ``READ_WAIT_PAUSES_MAX`` pauses, counted from the read, or the
+"""Reads after which pauses begin, if each came within ``READ_WAIT_PAUSES_MAX`` pauses, counted from the read, or the
 end of the pause, before it: where a pause joins only one or two messages, its timer and its changes of the socket cost
-more than it saves.
-"""
+more than it saves."""
 
 
 class NotEncrypted(nats.errors.Error):
@@ -50,7 +49,6 @@ class DirectClient(Client):
         """The last read, or the end of the pause after it."""
         self._reads_at_once = 0
         self._takes: dict[int, Take] = {}
-        """Functions by subscription id."""
         self._messages: MessageReader | None = None
         self._socket: asyncio.Transport | None = None
         """Socket of the established connection."""
@@ -195,7 +193,6 @@ class Sender:
         self._frame_budget_bytes = frame_budget_bytes
         self._locks = SubjectLocks()
         self._token = token
-        """Unique to this connection."""
         self._numbers = count()
 
     def send_now(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> bool:

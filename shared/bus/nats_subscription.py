@@ -145,7 +145,6 @@ class Inbox:
     def __init__(self, prefix: str, unreachable: Callable[[str], None]) -> None:
         self.subject = f"{prefix}.>"
         self.token = prefix.rpartition(".")[2]
-        """Unique to this connection."""
         self._prefix = prefix
         self._unreachable = unreachable
         self._asks: dict[str, tuple[str, asyncio.Future[Reply]]] = {}

@@ -237,7 +237,7 @@ class Bus(Protocol):
     ) -> None:
         """Make the bucket of a KEY_VALUE channel, or put its configuration right; only an orchestrator may. An entry
         that is not renewed within ``ttl_s`` expires. Entries that expire are lost when NATS restarts, unless
-        ``file_bytes_max`` keeps them in files of at most so many bytes. ``drops_oldest``: a full bucket drops its
+        ``file_bytes_max`` keeps them in files of at most that size. ``drops_oldest``: a full bucket drops its
         oldest entries instead of refusing new ones. Raises BusDown.
         """
 

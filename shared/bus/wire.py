@@ -24,7 +24,6 @@ INCOMPLETE_MAX: Final = 256
 """Incomplete messages that one subscription holds."""
 
 pack: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-"""A message as bytes."""
 
 
 class BadMessage(Exception):

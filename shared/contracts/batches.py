@@ -2,7 +2,7 @@
 
 The bytes of a file are one or several *segments*: byte streams to which one writer appends. A segment lies in parts of
 ``PART_BYTES``, all full but the last, and a record says how many of its bytes count. A writer that is interrupted, or
-replaced by another, may leave further bytes behind them; no reader sees those.
+replaced by another, may leave further bytes after them; no reader sees those.
 
 The record of a batch is also the claim of the router that runs it: each write needs the revision before it, and says
 in ``run`` whose it is. A router whose batch was taken over by another one cannot write any more.

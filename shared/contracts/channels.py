@@ -348,7 +348,6 @@ LEADERSHIP = Channel(
 )
 
 CHANNELS: dict[str, Channel[Any]] = {name: row for name, row in list(globals().items()) if isinstance(row, Channel)}
-"""Every row by its name."""
 
 KEY_VALUE_CHANNELS = [row for row in CHANNELS.values() if row.delivery is Delivery.KEY_VALUE]
 """A row's values are in a bucket. A value is written to ``$KV.{bucket}.{key}``; when JetStream has stored it, the

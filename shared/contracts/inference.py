@@ -89,7 +89,7 @@ class StartLeg(Message, frozen=True, kw_only=True):
     media under them. Empty: ``cache_salt`` is.
     """
     sequences: int = 1
-    """Completions or inputs that the engine computes for the leg: it counts as so many legs."""
+    """Completions or inputs that the engine computes for the leg, which counts as this number of legs."""
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -160,10 +160,8 @@ class Frame(PackedMessage, frozen=True, kw_only=True):
     status: int = 0
     """HEAD: the HTTP status."""
     content_type: str = ""
-    """HEAD: the response's content type."""
     report: LegReport | None = None
     failure: Failure | None = None
-    """FAILURE: why the leg failed."""
     joined: list[int] | None = None
     """DATA: indexes of those ``token_ids`` that the engine delivered together with the previous token. The output of
     vLLM's tool parsers can depend on this grouping, so a resuming worker replays the tokens in the same groups.

@@ -102,13 +102,11 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     role: Role
     phase: WorkerPhase
     running: int = 0
-    """Requests in the engine's batch."""
     waiting: int = 0
-    """Requests in the engine's queue."""
     waiting_tokens: int = 0
     """Prompt tokens accepted and not yet computed."""
     legs: int = 0
-    """Legs being served; a leg with several sequences counts as so many."""
+    """Legs being served; a leg counts once for each of its sequences."""
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     digest: KvDigest | None = None

@@ -71,7 +71,6 @@ class PlanDecision(Message, frozen=True, kw_only=True):
     change: int = 0
     """SCALE: number of workers to add; below 0: to drain."""
     why: str = ""
-    """Text for the operator."""
     outcome: str = ""
     """The outcome as text; empty while it is not known."""
 
@@ -149,4 +148,3 @@ class DisaggregationReport(Message, frozen=True, kw_only=True):
     """Length of the window that it covers."""
     buckets: list[ReportBucket] = msgspec.field(default_factory=list)
     summary: str = ""
-    """One sentence for the operator."""

@@ -42,11 +42,12 @@ FLAG_PREFIX = "add_"
 BRACKET_BIT = ord("[") ^ ord("{")
 """The only one in which they differ."""
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
-"""Python's parser, unlike the standard, accepts UTF-16 and UTF-32, in which quotes cannot be told by single bytes."""
+"""Marks of UTF-16, in which single bytes do not show quotes. Python's parser accepts it and UTF-32, unlike the
+standard."""
 
 PROMPT_CHARS_PER_TOKEN_MAX = 32
 PROMPT_CHARS_MIN = 256 * 1024
-"""A rendered chat may have so many characters per token of the model's maximum length, and this many in any case."""
+"""Characters of a rendered chat per token of the model's maximum length, and the least that any chat may have."""
 
 
 class _WithVariables(msgspec.Struct):
@@ -80,7 +81,7 @@ def joined(pieces: Iterable[str], chars_max: int) -> str:
 
 class BodyMeter:
     """Counts objects, arrays, fields and values of JSON that arrives in pieces. Exact up to the first error of syntax,
-    behind which no parser reads.
+    after which no parser reads.
     """
 
     __slots__ = ("_escaped", "_in_string", "fields", "values")

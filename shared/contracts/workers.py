@@ -49,7 +49,6 @@ class HashScheme(Message, frozen=True, kw_only=True):
     seed: str = "vllm-none-hash"
     """The string whose hash is the parent of the first block."""
     block_size: int
-    """Tokens in a block."""
 
 
 class Fingerprint(Message, frozen=True, kw_only=True):
@@ -130,7 +129,6 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     hashing: HashScheme
     kv_blocks: int
     legs_max: int
-    """Maximum number of concurrent legs."""
     host: str
     pid: int
     wire_version: int

@@ -62,7 +62,7 @@ class SpeedLearner:
         return done is not None and self.learn(done)
 
     def wants(self, seconds: float) -> bool:
-        """Whether totals of so many seconds may make a sample; if not, ``observe`` would do nothing."""
+        """Whether totals over ``seconds`` may make a sample; if not, ``observe`` would do nothing."""
         return self._pending.wants(seconds, self._sample_s_min)
 
     @property

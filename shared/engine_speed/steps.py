@@ -39,7 +39,6 @@ class Steps(msgspec.Struct, frozen=True):
         return Steps(*map(operator.add, astuple(self), astuple(other)))
 
     def per(self, seconds: float) -> Steps:
-        """The rate per second over so many seconds."""
         return Steps(*(each / seconds for each in astuple(self)))
 
     def work(self) -> tuple[float, ...]:
@@ -79,7 +78,7 @@ class StepTimeModel(NamedTuple):
         )
 
     def decode_step_of(self, requests: float, context_tokens: float) -> float:
-        """Duration of a decode step with so many requests in the batch, each with so many tokens of context."""
+        """Duration of a decode step with ``requests`` in the batch, each with ``context_tokens``."""
         return self.decode_step_s + requests * (self.decode_request_s + context_tokens * self.decode_context_token_s)
 
 

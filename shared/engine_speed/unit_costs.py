@@ -27,7 +27,7 @@ Matrix = list[list[float]]
 CLIPPED_BEYOND: Final = 1.5
 """Standard deviations."""
 MEDIAN_OF_NORMAL: Final = 0.6745
-"""Half of all normal errors are within so many standard deviations."""
+"""Standard deviations within which half of all normal errors are."""
 INITIAL_NOISE: Final = 0.3
 NOISE_MIN, NOISE_MAX = 0.02, 1.0
 NOISE_STEP: Final = 0.05

@@ -70,9 +70,9 @@ class HttpEdge(Generic[Request]):
     """Serves requests through an ASGI app; a subclass names the ``paths`` that it serves itself, without ASGI."""
 
     paths: Mapping[bytes, str] = {}
-    """POST requests to these are served without ASGI."""
+    """Paths of POST requests that are served without ASGI."""
     gets: Mapping[bytes, str] = {}
-    """And GET requests to these."""
+    """Paths of GET requests that are served without ASGI."""
     headers: Sequence[tuple[str, str]] = (("x-content-type-options", "nosniff"),)
     """Headers of every response of the app."""
 

@@ -39,7 +39,6 @@ class HttpError(msgspec.Struct, frozen=True):
     closes: bool = False
     """Close the connection too, because the rest of the body is not read."""
     more: tuple[Header, ...] = ()
-    """Further headers."""
 
     def headers(self) -> list[Header]:
         """All headers but Content-Length."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from shared.telemetry.metrics import LISTED, Kind, Metric, counter, gauge, listed, seconds, token_seconds
 
 METRICS = LISTED
-"""All metrics by name."""
 
 OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 

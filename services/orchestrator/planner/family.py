@@ -34,7 +34,6 @@ class EngineWork:
     epoch: Epoch
     heard: float
     waiting: int = 0
-    """Requests in the engine's queue."""
     waiting_tokens: int = 0
     reports_steps: bool = False
     speed: EngineSpeed | None = None

@@ -63,7 +63,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     workers_min: int = 1
     """Workers of one fleet, all roles together."""
     workers_max: int = 0
-    """0: no limit."""
+    """Maximum number of workers; 0: no limit."""
     step_max: int = 4
     """Workers asked for at once."""
 

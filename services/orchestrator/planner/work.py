@@ -260,7 +260,7 @@ class Observed:
     spare: float
     """The maximum over ``spare_s``; infinite before it was observed for so long."""
     hold: float
-    """The maximum over ``hold_s``, likewise."""
+    """The maximum over ``hold_s``."""
 
 
 Measure = Callable[[Work], float]

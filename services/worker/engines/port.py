@@ -364,7 +364,7 @@ class StartEngine(Protocol):
 
 
 KV_EVENTS_MAX = 10_000
-"""Events queued for the consumer; one that falls further behind gets the whole cache again."""
+"""Events queued for the consumer; when there are more, it gets the whole cache again."""
 
 
 class KvEventFeed:

@@ -146,7 +146,7 @@ def worst(results: Iterable[Result]) -> Result:
 
 
 def pause_s(rounds: int) -> float:
-    """After so many failed rounds."""
+    """Pause after this number of failed rounds."""
     return float(min(PAUSE_S_MAX, PAUSE_S * 2.0 ** min(rounds - 1, 16)))
 
 

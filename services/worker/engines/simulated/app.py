@@ -270,7 +270,7 @@ def _cached(leg: LegInput, result: LegResult) -> int:
 
 def _cached_before(leg: LegInput, result: LegResult) -> int:
     """Cached tokens of the prefill worker: from its notification if this leg streamed its KV, else from the router.
-    Where neither has told, this engine's own: it needed nothing of the prefill worker.
+    Where neither reports any, this engine's own: it needed nothing of the prefill worker.
     """
     reported = result.transfer_report.prefill_cached_tokens if result.transfer_report is not None else -1
     if reported >= 0:

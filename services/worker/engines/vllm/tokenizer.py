@@ -2,7 +2,7 @@
 processor, their blocks hashed by vLLM.
 
 The text that its server renders from one chat is bounded. vLLM checks the length of a prompt after its template has
-been rendered, and its time limit abandons the thread that renders, which goes on. A variable that a template repeats
+been rendered, and its time limit abandons the thread that renders, which continues. A variable that a template repeats
 for each message becomes gigabytes before either helps.
 """
 

@@ -161,7 +161,7 @@ class Batch:
         return True
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a finished or aborted sequence. The reader must have been told already."""
+        """Remove a finished or aborted sequence. The reader must know already."""
         if self.receiving.pop(sequence.request_id, None) is not None:
             self._still_written[sequence.request_id], sequence.blocks = sequence.blocks, []
             return

@@ -15,13 +15,13 @@ on one H100 80 GB HBM3 (SXM), as collected by NVIDIA for aiconfigurator (aiconfi
 
 * matrix products of a layer by tokens in the step (QKV 6,144 x 4,096, output 4,096 x 4,096, gate and up 12,288 x 4,096
   each, down 4,096 x 12,288), and of the vocabulary by sampled tokens (65,536 x 4,096, scaled);
-* FlashAttention 3 over prompts. It was measured without earlier context, so a chunk behind a context takes the time of
+* FlashAttention 3 over prompts. It was measured without earlier context, so a chunk after a context takes the time of
   a prompt with as many pairs of tokens, and at least the time of reading that context once;
 * FlashAttention 3 over decoding sequences, by their number and their mean context;
 * what the measurements leave out, assumed: norms, activations and residuals move about 150 KB a token and layer at 80 %
   of 3.35 TB/s, and the host adds ``HOST_S`` to each step.
 
-Beyond its ends a table goes on with its last slope.
+Beyond its ends a table continues with its last slope.
 """
 
 from __future__ import annotations
