@@ -35,12 +35,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FAST = {
     "WORKER_ENGINE": "simulated",
     "WORKER_LEGS_MAX": "4096",
-    "WORKER_SIM_PREFILL_TOKENS_PER_S": "2000000",
-    "WORKER_SIM_PREFILL_BASE_S": "0.00002",
-    "WORKER_SIM_DECODE_BASE_S": "0.00002",
-    "WORKER_SIM_DECODE_PER_SEQUENCE_S": "0",
-    "WORKER_SIM_TRANSFER_BYTES_PER_S": "0",
-    "WORKER_SIM_TRANSFER_BASE_S": "0",
+    "WORKER_SIMULATED": "instant,prefill_tokens_per_s=2000000,prefill_base_s=0.00002,decode_base_s=0.00002,transfer=auto",
 }
 """Nearly instant: the speed of an engine that takes no time at all cannot be learned."""
 COMMAND = "make bench-router"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from replay.traces import BLOCK_TOKENS
+from services.worker.engines.simulated.core.settings import PROFILES as SIMULATED
 from services.worker.engines.simulated.core.settings import StepTiming
 from shared.contracts.load import StepTotals
 
@@ -23,14 +24,6 @@ class Profile(StepTiming):
     kv_blocks: int = 800
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
-    prefill_tokens_per_s: float = 24_600.0
-    prefill_base_s: float = 0.002
-    prefill_s_per_pair: float = 1.3e-9
-    decode_base_s: float = 0.008
-    decode_per_sequence_s: float = 0.000_05
-    decode_per_context_token_s: float = 6e-8
-    transfer_bytes_per_s: float = 25e9
-    transfer_base_s: float = 0.002
     kv_bytes_per_token: int = 131_072
     host_blocks: int = 0
     """Blocks that host memory keeps beside the KV cache; 0: none."""
@@ -63,28 +56,15 @@ class Profile(StepTiming):
         return self.transfer_base_s + self.occupies_s(tokens * self.kv_bytes_per_token)
 
 
-PROFILES = {
-    # An 8-billion-parameter model with grouped-query attention (32 layers, 8 KV heads of 128, hidden 4,096) in bf16 on
-    # a GPU with 989 TFLOP/s, 3.35 TB/s and 80 GB, one per worker, and 200 Gbit/s of network each. From first principles
-    # at 40 % of the peak in prefill and 60-80 % of the bandwidth in decode, as serving engines reach:
-    #   prefill: 2 x 8e9 FLOP = 16 GFLOP per token / 396 TFLOP/s -> 24,600 tokens/s, and for attention 4 x 32 x 4,096
-    #     FLOP per earlier token -> 1.3 ns, so a prompt of 12,000 tokens takes 0.6 s and one of 40,000 takes 2.7 s;
-    #   decode: 16 GB of weights / 3.35 TB/s / 60 % -> 8 ms a step; 128 KiB of KV per token of context -> 60 ns;
-    #   KV: 80 GB x 0.9 less weights and activations -> 52 GB -> 410,000 tokens = 800 blocks of 512.
-    "8b": Profile(),
-    # A 70-billion-parameter model (80 layers, 8 KV heads of 128, hidden 8,192) on four of the same GPUs.
-    "70b": Profile(
-        kv_blocks=700,
-        prefill_tokens_per_s=10_000.0,
-        prefill_s_per_pair=1.8e-9,
-        decode_base_s=0.018,
-        decode_per_sequence_s=0.000_1,
-        decode_per_context_token_s=4e-8,
-        transfer_bytes_per_s=100e9,
-        kv_bytes_per_token=327_680,
-    ),
-}
+def profile_like(name: str, kv_blocks: int) -> Profile:
+    """An engine with the speeds of simulated engines of this name."""
+    simulated = asdict(SIMULATED[name])
+    del simulated["transfer"]
+    return Profile(kv_blocks=kv_blocks, **simulated)
 
+
+# 80 GB x 0.9 less weights and activations leave 52 GB for KV: 410,000 tokens = 800 blocks of 512.
+PROFILES = {"8b": profile_like("8b", 800), "70b": profile_like("70b", 700)}
 
 MEMORY = 0.9
 """Weight of the old value in a moving average."""

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.worker.engines.simulated.core.settings import SimulatedTiming
+from services.worker.engines.simulated.core.settings import SimulatedProfile, read_profile
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.workers import Role
 
@@ -22,7 +22,7 @@ NAMES_MAX = 64
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
-class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From WORKER_* variables."""
 
     worker_id: str = ""
@@ -49,6 +49,10 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Longest pause of that server within an answer, or before it."""
     asleep: bool = False
     """Start without an engine, and start that when a request for the model comes."""
+    simulated: str = ""
+    """With ``engine`` simulated: a profile of speeds (default, instant, 8b, 70b), and values that differ from it:
+    ``8b,speed=0.5,transfer=nixl``.
+    """
     cpu_cores: str = ""
     """CPU cores of the engine, such as ``0`` or ``0,2-3``; empty: all that the process may use."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -97,6 +101,10 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("WORKER_ASLEEP: a store has no engine to start later; unset it")
         if self.engine == "attached" and self.role is not Role.BOTH:
             raise ValueError("WORKER_ROLE: a worker with WORKER_ENGINE=attached serves whole requests; set it to both")
+        try:
+            self.profile  # noqa: B018  # It is read here, so that a mistake stops the process at once.
+        except ValueError as error:
+            raise ValueError(f"WORKER_SIMULATED: {error}") from None
         if self.attach_url:
             try:
                 root_of(self.attach_url)
@@ -121,6 +129,11 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
         if self.engine == "attached" and self.model == TINY_MODEL:
             return self.served_model_name or self.attach_model
         return self.served_model_name or self.model
+
+    @property
+    def profile(self) -> SimulatedProfile:
+        """The speeds of a simulated engine."""
+        return read_profile(self.simulated)
 
     @property
     def block_tokens(self) -> int:

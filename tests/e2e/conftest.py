@@ -10,11 +10,8 @@ from openai import OpenAI
 from tests.support.system import System
 
 START_S_MAX = 120.0
-FAST = {
-    "WORKER_SIM_PREFILL_TOKENS_PER_S": "100000",
-    "WORKER_SIM_PREFILL_BASE_S": "0",
-    "WORKER_SIM_DECODE_BASE_S": "0.002",
-}
+SPEEDS = "prefill_tokens_per_s=100000,prefill_base_s=0,decode_base_s=0.002"
+FAST = {"WORKER_SIMULATED": SPEEDS}
 
 
 @pytest.fixture(scope="package")
@@ -25,8 +22,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("simulated")
     arguments = ("--open", "--engine", "simulated", "--prefill", "2", "--decode", "2")
     settings = {
-        **FAST,
-        "WORKER_SIM_TRANSFER": "auto",
+        "WORKER_SIMULATED": f"{SPEEDS},transfer=auto",
         "ROUTER_RESPONSE_BYTES_MAX": "1000000",
         "ROUTER_FILES_BYTES_MAX": "10000000",
     }

@@ -27,7 +27,7 @@ SLOS = {"classes": {"quick": {"ttft_s": TARGET_S}, "patient": {"priority": 10}}}
 SOME = 4
 BURST = 96
 """Requests at once: 24 s of work, so that the line is long enough also when a busy machine is late to ask."""
-ENGINE = {"WORKER_SIM_PREFILL_TOKENS_PER_S": str(TOKENS / PROMPT_S), "WORKER_SIM_DECODE_BASE_S": "0.001"}
+ENGINE = {"WORKER_SIMULATED": f"prefill_tokens_per_s={TOKENS / PROMPT_S},decode_base_s=0.001"}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from shared.contracts.fleet_orders import DrainWorker, WorkerDrained
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
-from tests.e2e.conftest import FAST
+from tests.e2e.conftest import FAST, SPEEDS
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import service_process
 from tests.support.prompts import VOCABULARY
@@ -125,7 +125,7 @@ def fleet(tmp_path: Path, nats_server: NatsServer) -> Iterator[Fleet]:
         for worker_id in WORKERS:
             # Computing a history takes 0.3 s: more than a busy machine's delay to a worker, for which a router would
             # compute it elsewhere.
-            slow = {"WORKER_SIM_PREFILL_TOKENS_PER_S": "2000"}
+            slow = {"WORKER_SIMULATED": f"{SPEEDS},prefill_tokens_per_s=2000"}
             settings = {"WORKER_ENGINE": "simulated", "WORKER_WORKER_ID": worker_id}
             stack.enter_context(service_process("worker", tmp_path, **{**common, **settings, **slow}))
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False)

@@ -15,11 +15,7 @@ from shared.contracts.decisions import DecisionRecord, Part
 from tests.support.system import System, baton, until
 
 START_S_MAX = 120.0
-SLOW = {
-    "WORKER_SIM_PREFILL_TOKENS_PER_S": "8000",
-    "WORKER_SIM_PREFILL_BASE_S": "0.02",
-    "WORKER_SIM_DECODE_BASE_S": "0.01",
-}
+SLOW = {"WORKER_SIMULATED": "prefill_tokens_per_s=8000,prefill_base_s=0.02,decode_base_s=0.01"}
 """Slow enough that the simulated times exceed the machine's noise."""
 ROUTERS = 2
 CLIENT_S = 5.0

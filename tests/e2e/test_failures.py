@@ -19,7 +19,7 @@ from tests.support.system import System, until
 pytestmark = pytest.mark.nats
 
 MODEL = "baton-tiny"
-SLOW = {"WORKER_SIM_DECODE_BASE_S": "0.02", "WORKER_SIM_PREFILL_TOKENS_PER_S": "4000"}
+SLOW = {"WORKER_SIMULATED": "decode_base_s=0.02,prefill_tokens_per_s=4000"}
 CLIENTS = 12
 
 

@@ -33,7 +33,7 @@ from tests.support.system import STOP_S_MAX, Launched, System, baton, until
 
 pytestmark = pytest.mark.nats
 
-SLOW = {"WORKER_SIM_DECODE_BASE_S": "0.01", "WORKER_SIM_DECODE_PER_SEQUENCE_S": "0.002"}
+SLOW = {"WORKER_SIMULATED": "decode_base_s=0.01,decode_per_sequence_s=0.002"}
 """A worker that decodes nothing is the cheaper one, whatever a slow moment has made of its predicted transit."""
 TOKENS = 40
 CLIENTS = 6

@@ -22,7 +22,7 @@ CLIENTS = 4
 GROWN_S_MAX, SHRUNK_S_MAX = 120.0, 120.0
 FAST = {"ORCHESTRATOR_PLANNER_TIME_SCALE": "0.05"}
 """A planner for which three seconds are a minute."""
-SLOW_PREFILL = {"WORKER_SIM_PREFILL_TOKENS_PER_S": "1500"}
+SLOW_PREFILL = {"WORKER_SIMULATED": "prefill_tokens_per_s=1500"}
 
 
 @contextmanager

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.nats
 
 MODEL = "baton-tiny"
 SLOW = {
-    "WORKER_SIM_PREFILL_TOKENS_PER_S": "100000",
-    "WORKER_SIM_DECODE_BASE_S": "0.02",
+    "WORKER_SIMULATED": "prefill_tokens_per_s=100000,decode_base_s=0.02",
     "WORKER_DRAIN_S_MAX": "0.5",
     "ROUTER_BUS_WAIT_S_MAX": "20",
 }

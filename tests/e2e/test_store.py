@@ -32,10 +32,7 @@ HASH_BYTES = 8
 START_S_MAX = 120.0
 SETTINGS = {
     "engine": "simulated",
-    "sim_prefill_tokens_per_s": "0",
-    "sim_prefill_base_s": "0",
-    "sim_decode_base_s": "0",
-    "sim_transfer_base_s": "0",
+    "simulated": "prefill_tokens_per_s=0,prefill_base_s=0,decode_base_s=0,transfer_base_s=0",
     "kv_copy_uses_min": "0",
 }
 STORE = {

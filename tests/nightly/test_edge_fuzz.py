@@ -40,8 +40,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """All engines answer at once."""
     arguments = ("--open", "--engine", "simulated", "--prefill", "1", "--decode", "1")
     settings = {
-        "WORKER_SIM_PREFILL_BASE_S": "0",
-        "WORKER_SIM_DECODE_BASE_S": "0",
+        "WORKER_SIMULATED": "prefill_base_s=0,decode_base_s=0",
         "ROUTER_RESPONSE_BYTES_MAX": "1000000",
         "ROUTER_FILES_BYTES_MAX": "1000000",
     }

@@ -42,7 +42,6 @@ nats = {{ port = {self.nats} }}
 router = {{ port = {self.port} }}
 collector = {{ port = {free_port()} }}
 [env]
-WORKER_SIM_TRANSFER = "tcp"
 """
             + "".join(f"{name} = {json.dumps(value)}\n" for name, value in FAST.items())
             + '[[host]]\nname = "one"\nworkers = [{ role = "both", count = 2 }]\n'

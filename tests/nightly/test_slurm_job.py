@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import FAST
+from tests.e2e.conftest import SPEEDS
 from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
 from tests.support.slurm_cluster import SlurmCluster, why_not
@@ -26,7 +26,7 @@ STOP_S_MAX = 240.0
 WORKERS = {"one-prefill-1", "two-decode-1", "two-decode-2"}
 REQUEST_S_MAX = 120.0
 TOKENS = 1500
-SLOW = {**FAST, "WORKER_SIM_DECODE_BASE_S": "0.01"}
+SLOW = {"WORKER_SIMULATED": f"{SPEEDS},decode_base_s=0.01"}
 """So that the stream takes longer than the signal, and less than a drain."""
 
 
@@ -43,7 +43,6 @@ nats = {{ port = {self.nats} }}
 router = {{ port = {self.port} }}
 collector = {{ port = {free_port()} }}
 [env]
-WORKER_SIM_TRANSFER = "tcp"
 """
             + "".join(f"{name} = {json.dumps(value)}\n" for name, value in SLOW.items())
             + """

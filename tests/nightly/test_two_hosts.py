@@ -29,8 +29,8 @@ LOST_S_MAX = 60.0
 COMMAND_S_MAX = 60.0
 ADDRESS, OTHER = "10.0.0.1", "10.0.0.2"
 BATON = ".venv/bin/baton"
-FAST = {"WORKER_SIM_PREFILL_BASE_S": "0", "WORKER_SIM_DECODE_BASE_S": "0.002"}
-OVER_TCP = {"WORKER_SIM_TRANSFER": "tcp", "UCX_TLS": "tcp,self"}
+FAST = {"WORKER_SIMULATED": "prefill_base_s=0,decode_base_s=0.002"}
+OVER_TCP = {"UCX_TLS": "tcp,self"}
 """Namespaces of one machine share memory, unlike two machines: KV would go that way."""
 ASK = """
 import json, sys, urllib.request

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-
-import msgspec
 
 from services.router.placement.fleet import Fleet as View
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
@@ -34,12 +32,12 @@ TRANSIT_S = 0.003
 """Round trip to a worker."""
 BLOCK = 32
 SPEEDS = {
-    "sim_prefill_tokens_per_s": 8000.0,
-    "sim_prefill_base_s": 0.002,
-    "sim_decode_base_s": 0.01,
-    "sim_decode_per_sequence_s": 0.0002,
-    "sim_decode_per_context_token_s": 5e-8,
-    "sim_transfer_bytes_per_s": 2e8,
+    "prefill_tokens_per_s": 8000.0,
+    "prefill_base_s": 0.002,
+    "decode_base_s": 0.01,
+    "decode_per_sequence_s": 0.0002,
+    "decode_per_context_token_s": 5e-8,
+    "transfer_bytes_per_s": 2e8,
 }
 TOGETHER = {f"w{number}": Role.BOTH for number in range(3)}
 APART = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
@@ -127,8 +125,7 @@ class PredictedFleet:
     def change(self, worker_id: str, **speeds: float) -> None:
         """From its next step on."""
         core = self.member(worker_id).core
-        core.settings = msgspec.structs.replace(core.settings, **speeds)
-        core._timing = core.settings.step_timing()
+        core.settings = core._timing = replace(core.settings, **speeds)
 
     def member(self, worker_id: str) -> Member:
         return self.fleet.members[worker_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from replay.legs import Leg, ReplayedRequest
-from replay.profile import Profile
+from replay.profile import PROFILES
 from replay.simworker import MODEL
 from replay.split import Split
 from replay.traces import Request
@@ -26,7 +27,7 @@ from shared.contracts.planning import ReportBucket
 
 REPORT_S = 1.0
 SILENT_S_MAX = 1e9
-PROFILE = Profile(kv_blocks=4000)
+PROFILE = replace(PROFILES["8b"], kv_blocks=4000)
 
 
 class Truth(NamedTuple):

@@ -13,7 +13,7 @@ from tests.support.examples import SEEDS, seeded
 from tests.unit.worker.simulated.fleet import carried_well
 
 WORKERS = 20
-SCARCE = {"kv_blocks": 64, "max_model_len": 256, "sim_transfer_bytes_per_s": 4e6}
+SCARCE = {"kv_blocks": 64, "max_model_len": 256, "transfer_bytes_per_s": 4e6}
 """Memory for two or three prompts, and reads as slow as computing: blocks are recycled all the time."""
 
 

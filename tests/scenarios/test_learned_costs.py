@@ -47,7 +47,7 @@ def test_speeds_are_learned_from_shared_steps():
 
 def test_a_slow_worker_is_measured_as_slow_and_gets_less_work():
     made = PredictedFleet(4, TOGETHER)
-    made.change("w1", sim_prefill_tokens_per_s=2000.0, sim_decode_base_s=0.04)
+    made.change("w1", prefill_tokens_per_s=2000.0, decode_base_s=0.04)
     requests = made.run(250, per_s=4.0, lengths=mixed)
 
     known = made.speeds.all()

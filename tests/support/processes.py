@@ -21,8 +21,6 @@ FREEZE_S_MAX = 60.0
 RUN_S = 0.005
 """How long a slowed process runs before it is stopped."""
 SAMPLES_MAX = 5
-LIGHT_TRANSFER = {"WORKER_SIM_TRANSFER": "tcp"}
-"""Simulated workers start in a third of the time without NIXL, which imports torch."""
 
 
 class ServiceProcess:
@@ -34,7 +32,7 @@ class ServiceProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{name}"],
                 cwd=ROOT,
-                env={**os.environ, **LIGHT_TRANSFER, **settings},
+                env={**os.environ, **settings},
                 stdout=out,
                 stderr=out,
             )

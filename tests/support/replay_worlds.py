@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 from bench.policies.base import PolicyContext
 from bench.policies.systems import BASELINES
 from bench.policies.world import PolicyWorld
-from replay.profile import Profile
+from replay.profile import PROFILES, Profile
 from replay.split import Split
 from replay.traces import Request
 
-PROFILE = Profile(kv_blocks=60, max_num_seqs=16, prefill_tokens_per_s=20_000.0)
+PROFILE = replace(PROFILES["8b"], kv_blocks=60, max_num_seqs=16, prefill_tokens_per_s=20_000.0)
 THREE = Split(both=3)
 
 

@@ -28,7 +28,6 @@ from services.launcher.system import state_file
 from shared.contracts.channels import Party
 from shared.contracts.load import LoadReport
 from tests.support.nats_server import free_port
-from tests.support.processes import LIGHT_TRANSFER
 
 STOP_S_MAX = 120.0
 """From the signal to the launcher's end: drains included."""
@@ -121,7 +120,7 @@ class Launched:
         self._program = command() if program is None else [str(program)]
         self._arguments = arguments
         self._mark = uuid.uuid4().hex
-        self._env = {**environment(), **LIGHT_TRANSFER, **(env or {}), MARK: self._mark}
+        self._env = {**environment(), **(env or {}), MARK: self._mark}
         if program is not None:
             del self._env["PYTHONPATH"]
         self._log = folder / f"launcher-{self._mark[:6]}.log"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nats
 
 ROUTERS, WORKERS = 3, 4
 PATIENCE_S = 120.0
-SLOW = {"WORKER_ENGINE": "simulated", "WORKER_SIM_DECODE_BASE_S": "0.02"}
+SLOW = {"WORKER_ENGINE": "simulated", "WORKER_SIMULATED": "decode_base_s=0.02"}
 """Engines whose legs last longer than a burst."""
 
 

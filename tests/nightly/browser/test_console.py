@@ -46,7 +46,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterat
     folder = tmp_path_factory.mktemp("console")
     keys = folder / "admin_keys"
     keys.write_text(hashlib.sha256(ADMIN_KEY.encode()).hexdigest() + "\n")
-    settings = {"WORKER_SIM_PREFILL_BASE_S": "0.03", "COLLECTOR_ADMIN_KEY_FILE": str(keys)}
+    settings = {"WORKER_SIMULATED": "prefill_base_s=0.03", "COLLECTOR_ADMIN_KEY_FILE": str(keys)}
     with simulated_system(folder, nats, **settings) as system:
         yield system
 

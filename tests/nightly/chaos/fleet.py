@@ -31,9 +31,7 @@ DEADLINES = {
 REQUEST_S_MAX = float(DEADLINES["ROUTER_REQUEST_S_MAX"])
 PACE = {
     "WORKER_ENGINE": "simulated",
-    "WORKER_SIM_TRANSFER": "tcp",
-    "WORKER_SIM_DECODE_BASE_S": "0.02",
-    "WORKER_SIM_PREFILL_TOKENS_PER_S": "6000",
+    "WORKER_SIMULATED": "decode_base_s=0.02,prefill_tokens_per_s=6000",
     "WORKER_KV_LEASE_S": f"{LEASE_S:g}",
     "WORKER_KV_CACHE_BYTES": str(64 * 1024 * 1024),
 }

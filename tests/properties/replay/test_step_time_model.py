@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from zlib import crc32
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay.engine import Engine, Job
-from replay.profile import Profile
+from replay.profile import PROFILES, Profile
 from services.worker.engines.simulated.core.batch import RequestParams
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.core.settings import SimulationSettings, StepTiming
 from tests.support.examples import examples
 
 BLOCK = 4
@@ -68,15 +69,7 @@ def run_core(profile, rows):
             max_model_len=profile.kv_blocks * BLOCK,
             max_num_batched_tokens=profile.max_num_batched_tokens,
             max_num_seqs=profile.max_num_seqs,
-            sim_prefill_tokens_per_s=profile.prefill_tokens_per_s,
-            sim_prefill_base_s=profile.prefill_base_s,
-            sim_prefill_s_per_pair=profile.prefill_s_per_pair,
-            sim_decode_base_s=profile.decode_base_s,
-            sim_decode_per_sequence_s=profile.decode_per_sequence_s,
-            sim_decode_per_context_token_s=profile.decode_per_context_token_s,
-            sim_step_model=profile.step_model,
-            sim_speed=profile.speed,
-            sim_noise=profile.noise,
+            **{each.name: getattr(profile, each.name) for each in fields(StepTiming)},
         ),
         VOCABULARY,
     )
@@ -144,7 +137,7 @@ def test_every_prompt_begins_and_ends_as_in_the_simulated_engine(profile, rows):
     st.integers(0, 40),
 )
 def test_steps_that_are_alike_add_up_to_their_closed_form(step_model, noise, decoding, each, begun):
-    profile = Profile(step_model=step_model, noise=noise, noise_seed=3, speed=0.7)
+    profile = replace(PROFILES["8b"], step_model=step_model, noise=noise, noise_seed=3, speed=0.7)
     context = decoding * each - (decoding - 1) // 2
     count = min(profile.steps_alike(begun, decoding, context), 2000)
     times = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,14 +12,15 @@ from bench.planned_replay import Delays
 from bench.planned_runs import UNDONE_S, Course, run, splits, undone
 from bench.planned_traffic import Traffic, traffic
 from bench.study.results import Slo
-from replay.profile import Profile
+from replay.profile import PROFILES
 from replay.split import Split
 from replay.traces import Request
 from services.orchestrator.planner.rules import Rules
 from shared.contracts.planning import Demand, PlanAction, PlanDecision
 from shared.contracts.workers import Role
 
-SLOW = Profile(
+SLOW = replace(
+    PROFILES["8b"],
     kv_blocks=200,
     max_num_seqs=16,
     prefill_tokens_per_s=800.0,

@@ -14,7 +14,7 @@ from replay.capacity.plan import Impossible, Inputs, case_of, make_plan
 from replay.capacity.speeds import EngineSpeeds, SpeedsError, profile_of, read_speeds, speeds_of
 from replay.capacity.trial import Case, Question, Runner, Target, runner, try_out
 from replay.capacity.workload import Workload, busiest, generated, rate_of, read_workload, summary_of
-from replay.profile import Profile
+from replay.profile import PROFILES, Profile
 from replay.split import Split, SplitError, split_of
 from replay.traces import Request, TraceError
 from replay.world import World
@@ -261,7 +261,7 @@ def test_with_speeds_that_workers_learned_a_simulation_says_what_it_says_with_th
 
     speeds = speeds_of([worker.record for worker in workers], [worker.load_now() for worker in workers])
 
-    learned = profile_of(speeds, Profile())
+    learned = profile_of(speeds, PROFILES["8b"])
     assert learned.kv_blocks == true.kv_blocks
     question = Question(Split(1, 1), load=0.4, to_the_end=True)
     wanted, found = (try_out(case(conversations(200, seed=2), profile), question) for profile in (true, learned))

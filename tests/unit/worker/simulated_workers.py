@@ -81,7 +81,7 @@ class Workers:
         async def start_engine(_settings, _common, _say, *, identity) -> Any:
             self.made.append(worker_id)
             timing = SimulationSettings(
-                **{"kv_blocks": 512, "max_model_len": 2048, **INSTANT, "sim_transfer": "memory"},
+                **{"kv_blocks": 512, "max_model_len": 2048, **INSTANT, "transfer": "memory"},
                 worker_id=worker_id,
                 epoch=identity.epoch,
                 prefix_caching=prefix_caching,

@@ -8,10 +8,9 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-
-import msgspec
 
 from services.worker.engines.adapters import LoadedAdapters
 from services.worker.engines.port import (
@@ -26,7 +25,7 @@ from services.worker.engines.port import (
 from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.core.settings import SimulatedTiming, SimulationSettings
+from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.jobs import JobMaker, SimulatedRenderer, engine_tokens
 from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
 from services.worker.engines.simulated.model import (
@@ -53,9 +52,7 @@ async def start_engine(
     report("loading the tokenizer")
     directory, revision = await asyncio.to_thread(find_model, settings, Path(common.cache_dir))
     model = SimulatedModel(directory=directory, names=settings.model_names, revision=settings.revision or revision)
-    simulation = msgspec.structs.replace(simulation_settings(settings), epoch=identity.epoch)
-    if simulation.sim_transfer == "auto":
-        simulation = msgspec.structs.replace(simulation, sim_transfer="nixl" if find_spec("nixl") else "tcp")
+    simulation = simulation_settings(settings, identity.epoch)
     return await open_simulated_engine(simulation, model, legs_max=settings.legs_max)
 
 
@@ -67,23 +64,26 @@ async def open_simulated_engine(
     return SimulatedEngine(settings, model, tokenizer, legs_max)
 
 
-def simulation_settings(settings: Settings) -> SimulationSettings:
+def simulation_settings(settings: Settings, epoch: int = 0) -> SimulationSettings:
     """The simulation's settings from a worker's. 0 means the default, reduced where it does not fit."""
-    timing = {name: getattr(settings, name) for name in SimulatedTiming.__struct_fields__}
+    profile = settings.profile
+    if profile.transfer == "auto":
+        profile = replace(profile, transfer="nixl" if find_spec("nixl") else "tcp")
     defaults = SimulationSettings()
-    block_bytes = settings.block_tokens * settings.sim_kv_bytes_per_token
+    block_bytes = settings.block_tokens * profile.kv_bytes_per_token
     kv_blocks = (
         settings.kv_cache_bytes // block_bytes if settings.kv_cache_bytes and block_bytes else defaults.kv_blocks
     )
     return SimulationSettings(
+        **asdict(profile),
         worker_id=settings.worker_id,
+        epoch=epoch,
         host=settings.kv_host,
         kv_lease_s=settings.kv_lease_s,
         block_size=settings.block_tokens,
         kv_blocks=kv_blocks,
         max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_tokens),
         max_num_seqs=settings.legs_max,
-        **timing,
     )
 
 

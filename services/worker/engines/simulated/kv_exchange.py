@@ -264,11 +264,11 @@ def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -
     """The mover that the settings choose; the engine closes it."""
     settings = core.settings
     name = agent_name(settings.worker_id, settings.epoch)
-    if settings.sim_transfer == "nixl":
+    if settings.transfer == "nixl":
         from connector.transfer.nixl_agent import NixlAgent  # A machine for simulated workers may have no NIXL.
 
         return threaded_mover(core, NixlAgent(name), fingerprint, clock)
-    if settings.sim_transfer == "tcp":
+    if settings.transfer == "tcp":
         return threaded_mover(core, TcpAgent(name, settings.host), fingerprint, clock)
     return direct_mover(core, THIS_PROCESS.agent(name), fingerprint, clock)
 

@@ -50,7 +50,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         revision=model.revision,
         dtype="simulated",
         block_size=settings.block_size,
-        kv_layout=f"simulated-{settings.sim_kv_bytes_per_token}",
+        kv_layout=f"simulated-{settings.kv_bytes_per_token}",
         connector=f"baton-{PROTOCOL_VERSION}/simulated",
         # Block contents are computed with Python's ``hash``, which may differ between versions.
         engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",

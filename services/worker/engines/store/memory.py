@@ -93,7 +93,7 @@ class Direct(DirectMover):
 
 def mover_of(settings: Settings, engine: str) -> MoverOf:
     """The mover for workers with that kind of engine. Raises ValueError for a transfer that a store cannot use."""
-    transfer = settings.sim_transfer if engine == "simulated" else "nixl"
+    transfer = settings.profile.transfer if engine == "simulated" else "nixl"
     if transfer == "auto":
         transfer = "nixl" if find_spec("nixl") else "tcp"
     if transfer == "nixl":
@@ -104,7 +104,7 @@ def mover_of(settings: Settings, engine: str) -> MoverOf:
         from services.worker.engines.simulated.kv_exchange import TcpAgent
 
         return threaded(lambda name: TcpAgent(name, settings.kv_host))
-    raise ValueError(f"WORKER_SIM_TRANSFER={transfer}: a store needs nixl or tcp")
+    raise ValueError(f"WORKER_SIMULATED: transfer={transfer}: a store needs nixl or tcp")
 
 
 def threaded(make_agent: Callable[[str], TransferAgent]) -> MoverOf:

@@ -10,12 +10,12 @@ VOCABULARY = 1000
 MODEL = ModelTokens(size=VOCABULARY, sayable=list(range(10, VOCABULARY)), eos=1)
 BLOCK = 4
 INSTANT = {
-    "sim_prefill_tokens_per_s": 0.0,
-    "sim_prefill_base_s": 0.0,
-    "sim_decode_base_s": 0.0,
-    "sim_decode_per_sequence_s": 0.0,
-    "sim_transfer_bytes_per_s": 0.0,
-    "sim_transfer_base_s": 0.0,
+    "prefill_tokens_per_s": 0.0,
+    "prefill_base_s": 0.0,
+    "decode_base_s": 0.0,
+    "decode_per_sequence_s": 0.0,
+    "transfer_bytes_per_s": 0.0,
+    "transfer_base_s": 0.0,
 }
 
 

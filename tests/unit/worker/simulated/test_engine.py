@@ -339,7 +339,7 @@ async def test_every_transfer_agent_moves_the_right_bytes(directory, transfer):
     if transfer == "nixl":
         pytest.importorskip("nixl")
     body = {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True}
-    with_it = {"sim_transfer": transfer}
+    with_it = {"transfer": transfer}
     async with (
         running(directory, worker_id="p", **with_it) as prefiller,
         running(directory, worker_id="d", **with_it) as decoder,
@@ -354,7 +354,7 @@ async def test_every_transfer_agent_moves_the_right_bytes(directory, transfer):
 
 
 async def test_a_tcp_reader_gets_registered_memory_only(directory):
-    async with running(directory, worker_id="p", sim_transfer="tcp") as engine:
+    async with running(directory, worker_id="p", transfer="tcp") as engine:
         told = (await engine.exchange.call(EngineCall(describe=True))).handshake
         reader = TcpAgent("reader", "127.0.0.1")
         name = reader.connect(told.ranks[0].agent).name()
@@ -369,7 +369,7 @@ async def test_a_tcp_reader_gets_registered_memory_only(directory):
 
 
 async def test_a_streamed_handoff_reports_prefill_cached_tokens(directory):
-    slow = {"sim_prefill_tokens_per_s": 2000.0, "max_num_batched_tokens": 64}
+    slow = {"prefill_tokens_per_s": 2000.0, "max_num_batched_tokens": 64}
     body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
     async with running(directory, worker_id="p", **slow) as prefiller, running(directory, worker_id="d") as decoder:
         await handshake(prefiller, decoder)
@@ -445,7 +445,7 @@ async def test_a_fetch_by_command_computes_no_token(engine, directory):
 
 
 async def test_the_legs_result_has_its_costs(directory):
-    async with running(directory, sim_prefill_base_s=0.01, sim_decode_base_s=0.001) as engine:
+    async with running(directory, prefill_base_s=0.01, decode_base_s=0.001) as engine:
         leg, taken = new_leg(), []
         result = leg.result
 
@@ -467,7 +467,7 @@ async def test_the_legs_result_has_its_costs(directory):
 
 
 async def test_a_cancelled_call_frees_its_blocks(directory):
-    async with running(directory, sim_decode_base_s=0.001) as engine:
+    async with running(directory, decode_base_s=0.001) as engine:
         begun = asyncio.Event()
         body = {"prompt": PROMPT, "max_tokens": 1000, "stream": True, "ignore_eos": True}
         lost = asyncio.create_task(call(engine, "/v1/completions", body, on_piece=begun.set))
@@ -481,7 +481,7 @@ async def test_a_cancelled_call_frees_its_blocks(directory):
 
 
 async def test_closing_the_engine_fails_running_and_new_requests(directory):
-    async with running(directory, sim_decode_base_s=0.001) as engine:
+    async with running(directory, decode_base_s=0.001) as engine:
         begun = asyncio.Event()
         body = {"prompt": PROMPT, "max_tokens": 1000, "stream": True, "ignore_eos": True}
         request = asyncio.create_task(call(engine, "/v1/completions", body, on_piece=begun.set))
@@ -541,7 +541,7 @@ async def test_the_engine_reports_a_requests_tokens_and_hashes(directory, salt):
 
 async def test_a_worker_starts_the_engine_from_its_settings(tmp_path):
     settings = Settings(
-        worker_id="w1", engine="simulated", kv_cache_bytes=100 * 32 * 4096, legs_max=7, sim_transfer="memory"
+        worker_id="w1", engine="simulated", kv_cache_bytes=100 * 32 * 4096, legs_max=7, simulated="transfer=memory"
     )
     said = []
     engine = await start_engine(

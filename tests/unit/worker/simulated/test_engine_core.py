@@ -185,10 +185,10 @@ def test_a_stop_token_ends_the_answer_with_it():
 def test_steps_take_the_simulated_time():
     core = engine(
         max_num_batched_tokens=100,
-        sim_prefill_base_s=0.5,
-        sim_prefill_tokens_per_s=10.0,
-        sim_decode_base_s=0.25,
-        sim_decode_per_sequence_s=0.125,
+        prefill_base_s=0.5,
+        prefill_tokens_per_s=10.0,
+        decode_base_s=0.25,
+        decode_per_sequence_s=0.125,
     )
     first, second = (core.add(None, prompt(10, seed), params(3), now=0.0) for seed in (1, 2))
 
@@ -199,7 +199,7 @@ def test_steps_take_the_simulated_time():
 
 
 def test_the_totals_of_its_steps_explain_how_long_they_took():
-    core = engine(sim_prefill_base_s=0.5, sim_prefill_tokens_per_s=10.0, sim_decode_base_s=0.25)
+    core = engine(prefill_base_s=0.5, prefill_tokens_per_s=10.0, decode_base_s=0.25)
     for seed, length in enumerate((10, 40, 7)):
         core.add(None, prompt(length, seed), params(3 + seed), now=0.0)
 
@@ -215,7 +215,7 @@ def test_the_totals_of_its_steps_explain_how_long_they_took():
 
 
 def test_tokens_wait_until_the_step_that_computes_them_has_ended():
-    core = engine(max_num_batched_tokens=32, sim_prefill_base_s=1.0)
+    core = engine(max_num_batched_tokens=32, prefill_base_s=1.0)
     core.add(None, prompt(40), params(2), now=0.0)
     waiting = [core.waiting_tokens()]
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_tokens_wait_until_the_step_that_computes_them_has_ended():
 
 
 def test_a_slightly_late_caller_does_not_slow_the_engine_down():
-    core = engine(sim_decode_base_s=1.0)
+    core = engine(decode_base_s=1.0)
     core.add(None, prompt(4), params(5), now=0.0)
     core.advance(0.0)
     planned = core.wakes_at()
@@ -246,8 +246,6 @@ def test_settings_that_cannot_work_are_refused_with_their_reason():
         settings(kv_blocks=2, max_model_len=9)
     with pytest.raises(ValueError, match="max_num_seqs must be at least 1"):
         settings(max_num_seqs=0)
-    with pytest.raises(ValueError, match="negative"):
-        settings(sim_decode_base_s=-1.0)
 
 
 def test_expected_cache_hits_do_not_count_as_waiting_work():

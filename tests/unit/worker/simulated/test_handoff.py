@@ -100,7 +100,7 @@ def test_only_what_the_decode_engine_has_not_cached_is_received():
 
     assert leg.stats.cached_tokens == 8 * BLOCK
     assert leg.stats.received_tokens == 6 * BLOCK
-    assert leg.stats.received_bytes == 6 * BLOCK * d.core.settings.sim_kv_bytes_per_token
+    assert leg.stats.received_bytes == 6 * BLOCK * d.core.settings.kv_bytes_per_token
     assert (leg.stats.transfer_report.local_tokens, leg.stats.transfer_report.fetched_tokens) == (8 * BLOCK, 6 * BLOCK)
     assert leg.stats.transfer_report.recomputed_tokens == 1
 
@@ -129,7 +129,7 @@ def test_what_was_received_is_cached_for_the_next_request():
 
 
 def test_transfers_share_the_link_one_after_the_other():
-    timing = {**INSTANT, "sim_kv_bytes_per_token": 100, "sim_transfer_bytes_per_s": 1000.0, "sim_transfer_base_s": 0.5}
+    timing = {**INSTANT, "kv_bytes_per_token": 100, "transfer_bytes_per_s": 1000.0, "transfer_base_s": 0.5}
     made = fleet("p", "d", **timing)
     p, d = made.members.values()
     offers = [prefill(made, p, prompt(4 * BLOCK + 1, seed)) for seed in (1, 2)]
@@ -147,7 +147,7 @@ def test_transfers_share_the_link_one_after_the_other():
 
 
 def test_a_lease_that_would_end_during_the_read_is_not_read():
-    timing = {**INSTANT, "sim_kv_bytes_per_token": 100, "sim_transfer_bytes_per_s": 1000.0}
+    timing = {**INSTANT, "kv_bytes_per_token": 100, "transfer_bytes_per_s": 1000.0}
     made = fleet("p", "d", kv_lease_s=1.0, **timing)
     p, d = made.members.values()
 
@@ -208,9 +208,9 @@ def test_an_unneeded_offer_is_released_at_once():
 
 def test_a_streamed_handoff_waits_only_for_the_prompts_end():
     timing = {
-        "sim_prefill_tokens_per_s": 1000.0,
-        "sim_kv_bytes_per_token": 1000,
-        "sim_transfer_bytes_per_s": 2e6,
+        "prefill_tokens_per_s": 1000.0,
+        "kv_bytes_per_token": 1000,
+        "transfer_bytes_per_s": 2e6,
         "max_num_batched_tokens": 40,
         "kv_blocks": 256,
     }
@@ -235,7 +235,7 @@ def test_a_streamed_handoff_waits_only_for_the_prompts_end():
 
 
 def test_a_decode_leg_begins_when_the_prefill_leg_has_sampled():
-    timing = {"sim_prefill_tokens_per_s": 1000.0, "sim_kv_bytes_per_token": 1000, "sim_transfer_bytes_per_s": 1e6}
+    timing = {"prefill_tokens_per_s": 1000.0, "kv_bytes_per_token": 1000, "transfer_bytes_per_s": 1e6}
     made, tokens = fleet("p", "d", kv_blocks=256, **timing), prompt(403)
     p, d = made.members.values()
     followed = made.ask(d, tokens, fetch(p, follow=True, leg_id="leg"))
@@ -267,7 +267,7 @@ def test_a_token_of_another_prompt_or_vocabulary_is_not_used():
 def test_without_memory_for_the_first_token_it_is_sampled_again(spare):
     made, tokens = fleet("p"), prompt(8 * BLOCK)
     p = made.members["p"]
-    d = made.add(settings(worker_id="d", epoch=1, kv_blocks=16 + spare, sim_decode_base_s=1.0))
+    d = made.add(settings(worker_id="d", epoch=1, kv_blocks=16 + spare, decode_base_s=1.0))
     offer = prefill(made, p, tokens)
     other = made.ask(d, prompt(8 * BLOCK - 3, seed=5), params(3))
     made.until(lambda: other.stats.first_token_at is not None)
@@ -409,7 +409,7 @@ def test_a_preempted_sequence_fetches_again_instead_of_computing_again():
 
 @pytest.mark.parametrize("steps", range(8))
 def test_an_abort_at_any_moment_of_a_handoff_leaves_nothing_pinned(steps):
-    timing = {**INSTANT, "sim_transfer_base_s": 0.02}
+    timing = {**INSTANT, "transfer_base_s": 0.02}
     made = fleet("p", "d", **timing)
     p, d = made.members.values()
     leg = made.ask(d, prompt(41), take(prefill(made, p, prompt(41)), 50))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from dataclasses import replace
 from statistics import mean, pstdev
 
 import numpy as np
 import pytest
 
-from replay.profile import PROFILES
-from services.worker.engines.simulated.core.settings import SimulationSettings, StepTiming
+from services.worker.engines.simulated.core.settings import PROFILES, SimulatedProfile, StepTiming, read_profile
 from services.worker.engines.simulated.core.step_models import (
     HOST_S,
     LAYERS,
@@ -18,12 +19,12 @@ from services.worker.engines.simulated.core.step_models import (
     OTHER_KERNELS_US,
     noise_factor,
 )
+from services.worker.settings import Settings
+from shared.runtime.settings import SettingsError, load
 
 
 def timing(step_model: str = "linear", **settings: float) -> StepTiming:
-    profile = PROFILES["8b"]
-    speeds = {f"sim_{name}": getattr(profile, name) for name in StepTiming.__dataclass_fields__ if name != "noise_seed"}
-    return SimulationSettings(**speeds | {"sim_step_model": step_model} | settings).step_timing()
+    return replace(PROFILES["8b"], step_model=step_model, **settings)
 
 
 @pytest.mark.parametrize("step_model", ["linear", "roofline", "table"])
@@ -88,7 +89,7 @@ def test_only_the_linear_model_is_what_a_learner_of_unit_costs_can_represent(ste
 
 @pytest.mark.parametrize("step_model", ["linear", "roofline", "table"])
 def test_half_the_speed_takes_twice_the_time(step_model):
-    fast, slow = timing(step_model), timing(step_model, sim_speed=0.5)
+    fast, slow = timing(step_model), timing(step_model, speed=0.5)
 
     for work in [(2048, 1e7, 0, 0), (0, 0.0, 17, 30_000), (100, 5000.0, 60, 90_000)]:
         assert slow.step_s(*work) == pytest.approx(2 * fast.step_s(*work))
@@ -104,6 +105,24 @@ def test_noise_keeps_the_mean_and_is_decided_by_its_seed():
     assert timing().noise_of(5) == 1.0
 
 
-def test_a_speed_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="sim_speed"):
-        SimulationSettings(sim_speed=0.0)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("9b", "there is no profile '9b'; there are default, instant, 8b, 70b"),
+        ("8b,sped=2", "has no 'sped'; it has prefill_tokens_per_s, "),
+        ("speed=0", "speed: Expected `float` > 0.0"),
+        ("decode_base_s=-1", "decode_base_s: Expected `float` >= 0.0"),
+        ("decode_base_s", "there is no profile 'decode_base_s'"),
+        ("8b,decode_base_s", "decode_base_s: Expected `float`, got `str`"),
+        ("transfer=pigeon", "transfer: Invalid enum value 'pigeon'"),
+    ],
+)
+def test_a_wrong_profile_stops_the_worker_with_a_reason(text, message):
+    with pytest.raises(SettingsError, match=f"WORKER_\\*: WORKER_SIMULATED: .*{re.escape(message)}"):
+        load(Settings, "WORKER_", {"WORKER_SIMULATED": text})
+
+
+def test_values_of_a_profile_can_be_changed_one_by_one():
+    assert read_profile("") == read_profile("default") == SimulatedProfile()
+    assert read_profile("8b, speed=0.5, transfer=nixl") == replace(PROFILES["8b"], speed=0.5, transfer="nixl")
+    assert read_profile("speed=2,speed=3,decode_base_s=0").speed == 3.0

@@ -8,7 +8,7 @@ from tests.unit.worker.simulated.builders import INSTANT, settings
 
 
 def test_a_long_prompt_takes_more_than_its_parts():
-    attending = settings(**INSTANT, sim_prefill_s_per_pair=1e-9).step_timing()
+    attending = settings(**INSTANT, prefill_s_per_pair=1e-9)
 
     first = attending.step_s(1000, 1000 * 500.0, 0, 0)
     second = attending.step_s(1000, 1000 * 1500.0, 0, 0)
@@ -17,4 +17,4 @@ def test_a_long_prompt_takes_more_than_its_parts():
 
 
 def test_attention_takes_no_time_by_default():
-    assert settings(**INSTANT).step_timing().step_s(1000, 1e9, 0, 0) == 0.0
+    assert settings(**INSTANT).step_s(1000, 1e9, 0, 0) == 0.0

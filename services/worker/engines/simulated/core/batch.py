@@ -305,7 +305,7 @@ class Batch:
             stats = sequence.stats
             stats.received_tokens = tokens
             stats.received_s = now - stats.admitted_at if stats.admitted_at is not None else 0.0
-            stats.received_bytes = tokens * self._settings.sim_kv_bytes_per_token
+            stats.received_bytes = tokens * self._settings.kv_bytes_per_token
 
     def _name_blocks(self, sequence: Sequence) -> None:
         parent = None

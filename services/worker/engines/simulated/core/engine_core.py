@@ -7,7 +7,7 @@ core.wakes_at()                                   # when to call advance again; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 from zlib import crc32
@@ -61,7 +61,7 @@ class EngineCore:
         self.exchange = Exchange(settings, self.cache, lambda: self._now)
         self.batch = Batch(settings, self.cache, self.exchange.reader)
         self.measures = Measures()
-        self._timing = settings.step_timing(noise_seed=crc32(settings.worker_id.encode()))
+        self._timing = replace(settings, noise_seed=settings.noise_seed or crc32(settings.worker_id.encode()))
         self._hasher = BlockHasher(settings.block_size, model.size)
         self._sampler = TokenSampler(model.sayable, model.eos)
         self._eos = model.eos

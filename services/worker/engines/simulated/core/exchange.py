@@ -158,8 +158,8 @@ class SimulatedLink:
     """Reads in progress. Times are on the engine's clock."""
 
     def __init__(self, settings: SimulationSettings) -> None:
-        self._wire = TransferLink(settings.step_timing())
-        self._block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
+        self._wire = TransferLink(settings)
+        self._block_bytes = settings.block_size * settings.kv_bytes_per_token
         self._due: list[tuple[float, int]] = []
         self._waiting: dict[int, _Transfer] = {}
         """Reads whose simulated bytes have not arrived, by read id."""

@@ -1,9 +1,9 @@
-"""Settings of a simulated engine: sizes, speeds, and the step-time model, which the replay uses, too."""
+"""Settings of a simulated engine: named profiles of speeds, and the step-time model, which the replay uses, too."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,106 +18,39 @@ from services.worker.engines.simulated.core.step_models import (
     table_steps_alike,
 )
 
-
-class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Simulated speeds, and how KV bytes are moved. A speed of 0 means that the work takes no time."""
-
-    sim_prefill_tokens_per_s: float = 8000.0
-    sim_prefill_base_s: float = 0.002
-    """Seconds that any prefill adds to a step."""
-    sim_prefill_s_per_pair: float = 0.0
-    """Seconds for each earlier token that a computed one attends to."""
-    sim_decode_base_s: float = 0.004
-    """Seconds of one decode step, with one sequence."""
-    sim_decode_per_sequence_s: float = 0.0001
-    """Seconds that each further sequence adds to a decode step."""
-    sim_decode_per_context_token_s: float = 0.0
-    """Seconds that each token of context, of all sequences, adds to a decode step."""
-    sim_step_model: StepModelName = "linear"
-    """How these times make a step's. linear: their sum; roofline: the longer of compute and memory; table: they do not
-    count, a step takes what published measurements of an 8-billion-parameter model on an H100 say.
-    """
-    sim_speed: float = 1.0
-    """Speed of this engine's steps: 0.5 makes each take twice as long."""
-    sim_noise: float = 0.0
-    """Standard deviation of the logarithm of a step's time; 0.1 is about ten per cent."""
-    sim_transfer_bytes_per_s: float = 2e9
-    """Bandwidth of the one link through which KV arrives."""
-    sim_transfer_base_s: float = 0.001
-    """Seconds until the first byte of a transfer arrives."""
-    sim_kv_bytes_per_token: int = 4096
-    sim_transfer: Literal["auto", "memory", "tcp", "nixl"] = "auto"
-    """What copies the bytes. memory: within this process only; auto: NIXL if it is installed, otherwise TCP."""
-
-    def step_timing(self, noise_seed: int = 0) -> StepTiming:
-        """The speeds among these settings."""
-        names = StepTiming.__dataclass_fields__.keys() - {"noise_seed"}
-        return StepTiming(**{name: getattr(self, f"sim_{name}") for name in names}, noise_seed=noise_seed)
-
-
-class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
-    """Settings of one simulated engine. Raises ValueError for values that cannot work."""
-
-    worker_id: str = "simulated"
-    host: str = "127.0.0.1"
-    """Address on which the TCP transfer agent listens."""
-    epoch: int = 0
-    """Epoch of the worker, which with its id identifies this engine to KV peers."""
-    kv_lease_s: float = 30.0
-    kv_lease_share_max: float = 0.5
-    """Share of the KV blocks that leases may pin."""
-    block_size: int = 32
-    """Tokens in a KV block."""
-    kv_blocks: int = 8192
-    max_model_len: int = 131_072
-    max_num_batched_tokens: int = 2048
-    """Tokens computed in one step, at most."""
-    max_num_seqs: int = 256
-    """Sequences in one step, at most."""
-    prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.sim_speed > 0:
-            raise ValueError(f"sim_speed must be above 0, got {self.sim_speed}")
-        sizes = (name for name in SimulatedTiming.__struct_fields__ if name not in {"sim_transfer", "sim_step_model"})
-        if any(getattr(self, name) < 0 for name in sizes):
-            raise ValueError("a simulated speed, time or size cannot be negative")
-        if self.max_model_len > self.kv_blocks * self.block_size:
-            raise ValueError(
-                f"max_model_len {self.max_model_len} does not fit into {self.kv_blocks} KV blocks of {self.block_size}"
-                " tokens: lower it or raise the KV cache"
-            )
+Transfer = Literal["tcp", "nixl", "auto", "memory"]
+NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
     """Speeds of a simulated engine and its link. A rate of 0 means that the work takes no time."""
 
-    prefill_tokens_per_s: float
-    prefill_base_s: float
-    """Seconds that any prompt token adds to a step."""
-    prefill_s_per_pair: float
+    prefill_tokens_per_s: NotNegative = 8000.0
+    prefill_base_s: NotNegative = 0.002
+    """Seconds added to a step that computes any prompt token."""
+    prefill_s_per_pair: NotNegative = 0.0
     """Seconds for each earlier token that a computed token attends to."""
-    decode_base_s: float
-    """Seconds of a step in which one sequence decodes."""
-    decode_per_sequence_s: float
-    """Seconds for each further decoding sequence."""
-    decode_per_context_token_s: float
-    """Seconds for each token of context, of all decoding sequences."""
-    transfer_bytes_per_s: float
+    decode_base_s: NotNegative = 0.004
+    """Duration of a step in which one sequence decodes."""
+    decode_per_sequence_s: NotNegative = 0.0001
+    """Seconds that each further decoding sequence adds to a step."""
+    decode_per_context_token_s: NotNegative = 0.0
+    """Seconds that each token of context, of all decoding sequences, adds to a step."""
+    transfer_bytes_per_s: NotNegative = 2e9
     """Bandwidth of the one link through which KV arrives."""
-    transfer_base_s: float
+    transfer_base_s: NotNegative = 0.001
     """Latency of a transfer; it does not occupy the link."""
     step_model: StepModelName = "linear"
-    """How the times above make a step's; see ``step_models``."""
-    speed: float = 1.0
-    """Divides all step times."""
-    noise: float = 0.0
-    """Standard deviation of the logarithm of a step's time."""
+    """How these times make a step's. linear: their sum; roofline: the longer of compute and memory; table: they do not
+    count, a step takes what published measurements of an 8-billion-parameter model on an H100 say.
+    """
+    speed: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
+    """Divides all step times: 0.5 makes each step take twice as long."""
+    noise: NotNegative = 0.0
+    """Standard deviation of the logarithm of a step's time; 0.1 is about ten per cent."""
     noise_seed: int = 0
+    """Which noise; 0: an engine makes it of its worker's id."""
 
     def step_s(self, prefill_tokens: int, prefill_pairs: float, decoding: int, context_tokens: float) -> float:
         """Seconds of one step without noise: ``prefill_tokens`` that attend to ``prefill_pairs`` earlier tokens in sum,
@@ -163,6 +96,110 @@ class StepTiming:
     def occupies_s(self, size_bytes: int) -> float:
         """Seconds for which a transfer occupies the link."""
         return size_bytes / self.transfer_bytes_per_s if self.transfer_bytes_per_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedProfile(StepTiming):
+    """What an operator chooses for simulated engines: see ``read_profile``."""
+
+    kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    transfer: Transfer = "tcp"
+    """What copies the bytes. auto: NIXL if it is installed, otherwise TCP; memory: within this process only. NIXL
+    imports torch, with which a worker takes three times as long to start.
+    """
+
+
+PROFILES = {
+    "default": SimulatedProfile(),
+    "instant": SimulatedProfile(
+        prefill_tokens_per_s=0.0,
+        prefill_base_s=0.0,
+        decode_base_s=0.0,
+        decode_per_sequence_s=0.0,
+        transfer_bytes_per_s=0.0,
+        transfer_base_s=0.0,
+    ),
+    # An 8-billion-parameter model with grouped-query attention (32 layers, 8 KV heads of 128, hidden 4,096) in bf16 on
+    # a GPU with 989 TFLOP/s, 3.35 TB/s and 80 GB, one per worker, and 200 Gbit/s of network each. From first principles
+    # at 40 % of the peak in prefill and 60-80 % of the bandwidth in decode, as serving engines reach:
+    #   prefill: 2 x 8e9 FLOP = 16 GFLOP per token / 396 TFLOP/s -> 24,600 tokens/s, and for attention 4 x 32 x 4,096
+    #     FLOP per earlier token -> 1.3 ns, so a prompt of 12,000 tokens takes 0.6 s and one of 40,000 takes 2.7 s;
+    #   decode: 16 GB of weights / 3.35 TB/s / 60 % -> 8 ms a step; 128 KiB of KV per token of context -> 60 ns.
+    "8b": SimulatedProfile(
+        prefill_tokens_per_s=24_600.0,
+        prefill_s_per_pair=1.3e-9,
+        decode_base_s=0.008,
+        decode_per_sequence_s=0.000_05,
+        decode_per_context_token_s=6e-8,
+        transfer_bytes_per_s=25e9,
+        transfer_base_s=0.002,
+        kv_bytes_per_token=131_072,
+    ),
+    # A 70-billion-parameter model (80 layers, 8 KV heads of 128, hidden 8,192) on four of the same GPUs.
+    "70b": SimulatedProfile(
+        prefill_tokens_per_s=10_000.0,
+        prefill_s_per_pair=1.8e-9,
+        decode_base_s=0.018,
+        decode_per_sequence_s=0.000_1,
+        decode_per_context_token_s=4e-8,
+        transfer_bytes_per_s=100e9,
+        transfer_base_s=0.002,
+        kv_bytes_per_token=327_680,
+    ),
+}
+
+
+def read_profile(text: str) -> SimulatedProfile:
+    """A profile by its name, and values that differ from it, such as ``8b,speed=0.5``; without a name from the default.
+    A later value counts. Raises ValueError with a message for the operator.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    name = parts.pop(0) if parts and "=" not in parts[0] else "default"
+    if name not in PROFILES:
+        raise ValueError(f"there is no profile {name!r}; there are {', '.join(PROFILES)}")
+    given = dict(part.partition("=")[::2] for part in parts)
+    known = [field.name for field in fields(SimulatedProfile)]
+    if unknown := given.keys() - set(known):
+        raise ValueError(f"a simulated engine has no {min(unknown)!r}; it has {', '.join(known)}")
+    try:
+        return msgspec.convert(asdict(PROFILES[name]) | given, SimulatedProfile, strict=False)
+    except msgspec.ValidationError as error:
+        wrong, _, where = str(error).partition(" - at `$.")
+        raise ValueError(f"{where.rstrip('`')}: {wrong}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSettings(SimulatedProfile):
+    """Settings of one simulated engine. Raises ValueError for values that cannot work."""
+
+    transfer: Transfer = "memory"
+    worker_id: str = "simulated"
+    host: str = "127.0.0.1"
+    """Address on which the TCP transfer agent listens."""
+    epoch: int = 0
+    """Identifies this engine to KV peers, with the worker's id."""
+    kv_lease_s: float = 30.0
+    kv_lease_share_max: float = 0.5
+    """Share of the KV blocks that leases may pin."""
+    block_size: int = 32
+    """Tokens in a KV block."""
+    kv_blocks: int = 8192
+    max_model_len: int = 131_072
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step, at most."""
+    max_num_seqs: int = 256
+    """Sequences in one step, at most."""
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len > self.kv_blocks * self.block_size:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} does not fit into {self.kv_blocks} KV blocks of {self.block_size}"
+                " tokens: lower it or raise the KV cache"
+            )
 
 
 class TransferLink:
