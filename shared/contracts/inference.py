@@ -27,7 +27,9 @@ class LegKind(StrEnum):
     AGGREGATED = "aggregated"
     """Prefill and decode on this worker."""
     PREFILL = "prefill"
-    """Computes the prompt's KV and one token, which is discarded; the report carries the KV transfer."""
+    """Computes the prompt's KV and samples the answer's first token, which goes to the decode worker's engine with the
+    last grant of the KV, or with the offer in this leg's report.
+    """
     DECODE = "decode"
     """Generates the completion from the KV that ``StartLeg.kv_transfer`` describes."""
 

@@ -38,8 +38,8 @@ delays other requests and gains nothing; without a bound, on the conversation tr
 between tokens from 15 ms to 103 ms. While nothing else runs there is no bound.
 """
 LATE_LOAD_MAX: Final = 0.5
-"""They begin where prompts take at most this share of the engine's time, which leaves room for the next burst. At the
-knees of the conversation trace and of the made agents prompts take two thirds and a fifth of it on average.
+"""Late prompts begin where prompts take at most this share of the engine's time, which leaves room for the next burst.
+At the knees of the conversation trace and of the made agents prompts take two thirds and a fifth of it on average.
 """
 WAIT_TARGET_SHARE: Final = 0.8
 """A waiting request is rejected when its first token is predicted for later than this share of its target. Predictions

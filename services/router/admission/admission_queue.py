@@ -16,7 +16,7 @@ from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 
 PASS_S_MIN: Final = 0.001
-"""Between two scheduling passes: changes in between are handled together."""
+"""Shortest time between two scheduling passes: changes in between are handled together."""
 PASSES_SHARE_MAX: Final = 0.2
 """Share of the event loop's time for scheduling passes. Each change in the fleet triggers a pass, and with a long queue
 a pass takes milliseconds: without this bound, passes would delay the streams that the router relays.

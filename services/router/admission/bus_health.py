@@ -22,7 +22,7 @@ BUS_UNREACHABLE: Final = Rejection(
 )
 
 RETURN_S_MAX: Final = 2.0
-"""Wait after a reconnection for workers to report again; later ones are used once they report."""
+"""Longest wait for workers to report again after a reconnection; later ones are used once they report."""
 CHECK_S_MIN: Final = 0.02
 CHECK_S_MAX: Final = 0.25
 """Delay between two checks of one waiting request, doubled each time so that many waiting requests cost little."""

@@ -19,7 +19,7 @@ PROMPT_TOKEN_COST: Final = 1.0
 OUTPUT_TOKEN_COST: Final = 2.0
 """Completion tokens are generated one by one, and take more engine time than as many prompt tokens."""
 REQUEST_COST_MIN: Final = 1.0
-"""Of a request whose prompt is fully cached, too."""
+"""Least cost of a request, which one with a fully cached prompt has."""
 TOKENS_OUT_AT_FIRST: Final = 256.0
 """Assumed length of a tenant's completions before one has ended."""
 TOKENS_OUT_LEARNED: Final = 0.1
@@ -45,7 +45,7 @@ class Tenant:
         self.served = 0.0
         """Cost of the service that it received, divided by its weight."""
         self.waiting = 0
-        """Requests."""
+        """Number of its requests that wait."""
         self.tokens_out = TOKENS_OUT_AT_FIRST
         """Mean length of its completions, lately."""
 
@@ -56,7 +56,7 @@ class FairShare:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._known: dict[str, Tenant] = {}
-        """In the order in which they last stopped waiting."""
+        """Tenants in the order in which they last stopped waiting."""
         self._waiting: dict[str, Tenant] = {}
         self._last: Tenant | None = None
         """The tenant that stopped waiting last."""

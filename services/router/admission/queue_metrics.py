@@ -10,7 +10,7 @@ from shared.telemetry import names
 from shared.telemetry.prometheus import counter, gauge, histogram
 
 TENANTS_NAMED_MAX: Final = 32
-"""The first this many tenants have series of their own; all others share one."""
+"""Number of tenants with series of their own, first come; all others share one."""
 NO_TENANT: Final = "(none)"
 """The label of requests without a tenant; no tenant's name has parentheses."""
 OTHER_TENANTS: Final = "(others)"

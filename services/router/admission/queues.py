@@ -21,11 +21,11 @@ ANY_WORKER: Final = WorkerId("")
 THROUGHPUT_MEMORY_S: Final = 20.0
 """Time constant with which a queue's throughput is forgotten."""
 LOAD_MEMORY_S: Final = 60.0
+"""Time constant with which a worker's prefill work is forgotten."""
 LOAD_SEEN_S_MIN: Final = 10.0
+"""Shortest time over which a worker's prefill work is averaged."""
 LOAD_FORGOTTEN_S: Final = 0.001
-"""Seconds: the time constant with which a worker's prefill work is forgotten, the shortest time over which it is
-averaged, and the work below which a worker is forgotten.
-"""
+"""Prefill work below which a worker is forgotten."""
 WAITED_S_MIN: Final = 0.5
 """A queue's throughput is an estimate only after requests waited for this long."""
 WORK_AT_FIRST_S: Final = 0.05
@@ -64,7 +64,7 @@ class QueueEntry:
         self.deadline = math.inf
         """When its first token should be there."""
         self.expires_at = math.inf
-        """From then on it is too late to begin."""
+        """When it becomes too late to begin."""
         self.work_s = 0.0
         """Predicted engine time of its prompt."""
         self.cost = 0.0
@@ -91,7 +91,7 @@ class PriorityQueue:
         self.count = 0
         self.work_s = 0.0
         self._work_of: dict[str, float] = {}
-        """Of each tenant, in seconds."""
+        """Seconds of waiting work by tenant."""
 
     def add(self, entry: QueueEntry) -> None:
         tenant = entry.request.tenant
@@ -244,7 +244,7 @@ class ModelQueue:
         self.count = 0
         self.throughput = QueueThroughput()
         self.late_allowed_at = -math.inf
-        """Before that, no prompt begins that even an idle engine would complete too late."""
+        """When a prompt may begin that even an idle engine would complete too late."""
         self.work_s = WORK_AT_FIRST_S
         """Mean work of a request, lately."""
         self.resume_position = 0
@@ -309,7 +309,7 @@ HELD_MAX: Final = 8
 other half follow the position where the last pass stopped, so that every request is tried in time.
 """
 HELD_LIKE_NEXT: Final = HELD_MAX // 2
-"""Counted for a request that waits for something that the next requests most likely wait for, too."""
+"""How many held requests one counts as, when the next requests most likely wait for the same thing."""
 BEGUN_MAX: Final = 64
 """Requests that begin in one pass. A placement takes a good tenth of a millisecond, so that more of them would hold up
 the streams that the router relays.
@@ -338,7 +338,7 @@ class SchedulingPass:
         self._held = 0
         self.decided: list[tuple[QueueEntry, Placement | Rejection]] = []
         self.unfinished = False
-        """Another pass, right after this one, may begin more requests."""
+        """Whether another pass, right after this one, may begin more requests."""
 
     def run(self, now: float) -> None:
         """The number of placements is bounded, however many requests wait."""

@@ -24,20 +24,20 @@ from shared.contracts.workers import WorkerPhase
 log = logging.getLogger("baton.router")
 
 ASK_S: Final = 2.0
-"""Between two asks about one model, however many requests wait for it."""
+"""Time between two asks about one model, however many requests wait for it."""
 ANSWER_S_MAX: Final = 2.0
 POLL_S: Final = 0.1
 SETTLE_S_MAX: Final = 10.0
-"""For an adapter to be loaded, and for this router to learn of it, once its model is awake."""
+"""Time for an adapter to be loaded, and for this router to learn of it, once its model is awake."""
 WAITING_MAX: Final = 512
 """Requests that wait for models to wake; each holds its body."""
 RETRY_AFTER_S: Final = 5.0
-"""When no orchestrator answers, or too many requests wait."""
+"""Retry-After when no orchestrator answers, or too many requests wait."""
 RETRY_AFTER_S_MAX: Final = 600.0
 
 
 class Waker:
-    """For all requests of one router."""
+    """Wakes models for all requests of one router."""
 
     def __init__(self, bus: Bus, fleet: Fleet, now: Callable[[], float], *, wake_s_max: float) -> None:
         """``wake_s_max``: longest wait of a request."""
@@ -46,7 +46,7 @@ class Waker:
         self._now = now
         self._wake_s_max = wake_s_max
         self._asked: dict[str, tuple[float, asyncio.Task[ModelWaking | None]]] = {}
-        """By model: the newest ask, and when it was sent."""
+        """The newest ask by model, and when it was sent."""
         self._waiting = 0
 
     async def wake(self, context: RequestContext, model: str) -> Rejection | bool:

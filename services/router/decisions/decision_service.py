@@ -12,7 +12,7 @@ import msgspec
 
 from services.router.decisions.decision import LISTED_MAX, DecisionLog
 from services.router.decisions.decision_filter import DecisionFilter
-from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.placement import Placement, Rejection
 from services.router.request.context import RequestContext
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import DECISION
@@ -68,11 +68,12 @@ class DecisionService:
         if self._subscription is not None:
             await self._subscription.close()
 
-    def made(self, context: RequestContext, request: PlacementRequest, result: Placement | Rejection) -> None:
+    def made(self, context: RequestContext, result: Placement | Rejection) -> None:
         """The request is placed, or cannot be."""
+        assert context.request is not None
         context.decision = self.log.add(
             context.http_request.head.request_id,
-            request,
+            context.request,
             result,
             at_unix_s=self._clock.wall_s(),
             attempt=context.attempts + 1,

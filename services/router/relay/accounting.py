@@ -17,7 +17,7 @@ from services.router.usage import UsageLog
 log = logging.getLogger("baton.router")
 
 ENDED_AT_ONCE_MAX: Final = 32
-"""Accounting for more would hold up the streams that the event loop relays."""
+"""Maximum number of ended requests that wait: accounting for more would hold up the streams of the event loop."""
 
 
 class Ended:
@@ -31,7 +31,7 @@ class Ended:
         self.used = used
         """Prompt and completion tokens."""
         self.decoding = decoding
-        """The decode worker's row of the fleet table at that time; None: the worker is gone, or there is none."""
+        """The decode worker's row of the fleet table at ``at``; None: the worker is gone, or there is none."""
 
 
 class Accounting:

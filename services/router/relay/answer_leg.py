@@ -32,7 +32,7 @@ class AnswerLeg(RunningLeg):
         self._stream: StreamAnswer | None = None
         self._whole: WholeAnswer | None = None
         self._waiting = False
-        """The client must read before more is relayed."""
+        """Nothing is relayed until the client has read."""
 
     def waits(self, leg: Leg) -> bool:
         if self._waiting:

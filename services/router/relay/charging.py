@@ -8,6 +8,7 @@ from typing import Final
 from services.router.auth.authenticator import limited
 from services.router.request.context import RequestContext
 from services.router.request.errors import bad_request
+from services.router.request.prompt import Prompt
 from services.router.request.rate_limit import tokens_used
 from services.router.request.sequences import GENERATING
 from shared.contracts.failures import Reason
@@ -16,7 +17,7 @@ from shared.http.errors import HttpError
 DEADLINE: Final = Reason.DEADLINE
 
 TOKENS_OUT_CHARGED: Final = 256
-"""Charged for each completion until its length is known, unless the client's limit is lower. Charging the limit itself
+"""Tokens charged for each completion until its length is known, unless the client's limit is lower. Charging the limit
 would refuse a key's parallel requests for completions that seldom get that long.
 """
 ITL_S_MIN: Final = 0.001
@@ -35,25 +36,25 @@ def too_many_sequences(context: RequestContext, sequences_max: int) -> HttpError
     )
 
 
-def charge(context: RequestContext, prompt_tokens: int, now: float) -> HttpError | None:
+def charge(context: RequestContext, prompt: Prompt, now: float) -> HttpError | None:
     """Take what the request is expected to use from its key's limits; an error when one is reached."""
     client, sequences = context.http_request.head.client, context.facts.sequences
-    tokens = prompt_tokens + sequences * _tokens_out(context)
+    tokens = prompt.tokens + sequences * _tokens_out(context)
     over = client.rate_limit.admit(now, sequences=sequences, tokens=tokens)
     if over is not None:
         return limited(over, client, now)
     client.charged_tokens += tokens
-    context.sequences, context.charged_tokens, context.charged_prompt_tokens = sequences, tokens, prompt_tokens
+    context.sequences, context.charged_tokens = sequences, tokens
     return None
 
 
 def used_by(context: RequestContext, now: float) -> tuple[int, int]:
     """Prompt and completion tokens that a request has used. One that reached no worker has used nothing."""
     report = context.report
-    if context.placement is None:
+    if context.placement is None or context.prompt is None:
         return 0, 0
     return tokens_used(
-        prompt_charged=context.charged_prompt_tokens,
+        prompt_charged=context.prompt.tokens,
         prompt=-1 if report is None else report.prompt_tokens,
         completion=-1 if report is None else report.completion_tokens,
         relayed=len(context.relayed),

@@ -16,7 +16,7 @@ from shared.runtime.clock import Clock
 
 WALK_S: Final = 0.05
 LATE_S_MAX: Final = 5.0
-"""For a request to end after its legs were stopped. A request that takes longer is blocked on a client that does not
+"""Time for a request to end after its legs were stopped. One that takes longer is blocked on a client that does not
 read: its connection is dropped.
 """
 

@@ -62,7 +62,7 @@ PLACING = (
     RecoveryAction.PREFILL_ON_DECODE,
     RecoveryAction.BOUNCE_TO_PREFILL,
 )
-"""For requests whose client has received nothing yet."""
+"""Actions for requests whose client has received nothing yet."""
 IN_THE_ENGINE = (FailureKind.HANDOFF_REFUSED, FailureKind.READ_FAILED, FailureKind.DECODE_PREEMPTED)
 """Failures that the decode engine recovers from by itself when PREFILL_ON_DECODE is their first action."""
 HANDOFF_SHARE_MIN = 0.5
@@ -86,7 +86,7 @@ class Recovery(msgspec.Struct, frozen=True):
     """What the router does about one failure."""
 
     actions: tuple[RecoveryAction, ...]
-    """In order: the first that can be carried out."""
+    """Actions in order: the first that can be carried out is."""
     wait_s: float = 0.0
     """How long the actions are tried again when none can be carried out."""
 
@@ -96,9 +96,9 @@ class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     actions: dict[FailureKind, tuple[RecoveryAction, ...]] = msgspec.field(default_factory=DEFAULT_ACTIONS.copy)
     wait_s_max: float = 5.0
-    """WAIT, for a request whose client has received nothing yet."""
+    """The longest WAIT of a request whose client has received nothing yet."""
     stream_wait_s_max: float = 30.0
-    """WAIT, for a stream that has begun."""
+    """The longest WAIT of a stream that has begun."""
 
     def recovery(self, kind: FailureKind, *, begun: bool) -> Recovery:
         """``begun``: the client has received part of the response."""
@@ -126,9 +126,9 @@ WORKER_UNUSABLE = frozenset({
     Reason.WORKER_DRAINING, Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.SERVER_LOST, Reason.DEADLINE,
     Reason.CANCELLED,
 })  # fmt: skip
-"""The worker can no longer serve this request; another one may."""
+"""Reasons for which the worker can no longer serve this request; another one may."""
 MAY_FREE_SOON = frozenset({FailureKind.WORKER_BUSY, FailureKind.DECODE_PREEMPTED})
-"""The worker may have room again in a moment."""
+"""Failures after which the worker may have room again in a moment."""
 
 
 def kind_of(reason: Reason, *, prefill: bool, answering: bool, after_prefill: bool) -> FailureKind | None:

@@ -1,4 +1,24 @@
-"""Serves a request: places it, runs its legs, retries it when they fail, and tells the client when nothing helps."""
+"""Serves a request: places it, runs its legs, retries it when they fail, and tells the client when nothing helps.
+
+    begin ──► check ──► admit ──► try ──► legs, which call back ──► over ──► finish
+           1         2         3   ▲                                 │
+                                   └────────── try again ◄── 4 ──────┘
+
+A request is a chain of plain calls for as long as it waits for nothing. Where it waits, a task continues the chain:
+
+1. ``read-request``: a large body is read in a thread.
+2. ``read-prompt``: a long prompt is tokenized in a thread, or a worker renders it.
+3. ``admit``: the request waits in the admission queue, for NATS, or for a model that sleeps.
+4. ``retry``: the failure policy waits for a worker that can take over.
+
+Within an attempt (``attempt.py``), ``start-leg`` waits for the bus and ``wait-for-client`` for a client that reads
+slowly. From each step a request that is refused or has failed goes to ``finish``, which accounts for it.
+
+So a wait has two forms. The one that ends in ``_now`` (``Prompts.read_now``, ``Placing.first_now``,
+``LegInbox.start_now``) answers at once, or with None where the other form, a coroutine, must follow. Most requests wait
+for nothing, and a chain of plain calls is what the compiler gains from: both together halved a request's CPU (0.55
+times at 64 connections, see docs/benchmarks/router.md), and compiled coroutines gained nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +36,7 @@ from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import salted
 from services.router.decisions.decision_service import DecisionService
 from services.router.feeds.default_mode import DefaultModeFeed
-from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.placement import Placement, Rejection
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
 from services.router.relay.attempt import Attempt
@@ -54,10 +74,7 @@ ENGINE_FULL: Final = Failure(reason=Reason.WORKER_BUSY, message="the engine take
 
 
 class Relay:
-    """Serves requests side by side. A request is a chain of plain calls for as long as nothing must be waited for: from
-    ``begin`` to its legs, whose frames call it back, to ``_finish``. What waits (a large body, the admission queue,
-    what follows a failed attempt) is a task that continues the chain.
-    """
+    """Serves requests side by side."""
 
     def __init__(  # noqa: PLR0913  # wiring
         self,
@@ -128,14 +145,14 @@ class Relay:
             if facts is None:
                 self._later(context, self._read(context), "read-request")
             else:
-                self._place(context, facts)
+                self._check(context, facts)
         except Exception as bug:
             self._crashed(context, bug)
 
     async def _read(self, context: RequestContext) -> None:
-        self._place(context, await self._prompts.read(context.http_request))
+        self._check(context, await self._prompts.read(context.http_request))
 
-    def _place(self, context: RequestContext, facts: RequestFacts) -> None:
+    def _check(self, context: RequestContext, facts: RequestFacts) -> None:
         """Check what the request asks for, and read its prompt."""
         head = context.http_request.head
         key = head.client.key
@@ -176,7 +193,7 @@ class Relay:
         if context.http_request.left:
             self._fail(context, CLIENT_LEFT)
             return
-        over = self._budgets.refusal(context.http_request.head.client) or charge(context, prompt.tokens, ended_at)
+        over = self._budgets.refusal(context.http_request.head.client) or charge(context, prompt, ended_at)
         if over is not None:
             self._refuse(context, over)
             return
@@ -191,10 +208,10 @@ class Relay:
         if placement is None:
             self._later(context, self._wait_for_placement(context, entry), "admit")
         else:
-            self._try(context, request, placement, None)
+            self._try(context, placement, None)
 
     async def _wait_for_placement(self, context: RequestContext, entry: QueueEntry) -> None:
-        self._try(context, entry.request, await self._placing.first(context, entry), None)
+        self._try(context, await self._placing.first(context, entry), None)
 
     def _path_fault(self, context: RequestContext) -> HttpError | None:
         """404 when no engine serves the path of the request; else notes which do not."""
@@ -205,19 +222,12 @@ class Relay:
         context.not_serving = lacking
         return None
 
-    def _try(
-        self,
-        context: RequestContext,
-        request: PlacementRequest,
-        placement: Placement | Rejection,
-        lost: LegFailed | None,
-    ) -> None:
+    def _try(self, context: RequestContext, placement: Placement | Rejection, lost: LegFailed | None) -> None:
         """Run an attempt, unless it was rejected. ``lost``: why the one before failed."""
-        self._decisions.made(context, request, placement)
+        self._decisions.made(context, placement)
         if isinstance(placement, Rejection):
             self._reject(context, placement, lost)
             return
-        context.request = request
         context.begin_attempt(placement, self._now())
         Attempt(self._legs, context, placement, self._over, self._crashed).begin()
 
@@ -233,14 +243,15 @@ class Relay:
 
     async def _try_again(self, context: RequestContext, lost: LegFailed) -> None:
         """Further attempts do not wait in the admission queue again."""
-        assert context.request is not None
-        found = await self._retry.next_attempt(context, context.request, lost)
+        timings = context.timings
+        placed_s = timings.place_s
+        found = await self._retry.next_attempt(context, lost)
         if isinstance(found, Failure):
             self._fail(context, found)
             return
-        timings = context.timings
-        timings.failed_s += max(0.0, self._now() - context.tried_at - (timings.place_s - context.place_s_before))
-        self._try(context, *found, lost)
+        timings.failed_s += max(0.0, self._now() - context.tried_at - (timings.place_s - placed_s))
+        context.request, placement = found
+        self._try(context, placement, lost)
 
     def _lost(self, context: RequestContext, error: NotAnswered) -> LegFailed | None:
         """What the next attempt must know of the failure; None when the client gets the engine's own error."""

@@ -78,11 +78,10 @@ class Retry:
         self._request_log = request_log
         self._suspects = suspects
 
-    async def next_attempt(
-        self, context: RequestContext, request: PlacementRequest, lost: LegFailed
-    ) -> NextAttempt | Failure:
+    async def next_attempt(self, context: RequestContext, lost: LegFailed) -> NextAttempt | Failure:
         """After ``lost`` ended an attempt: the next one, or the failure to send to the client."""
-        begun, failure = context.http_request.begun, lost.failure
+        request, begun, failure = context.request, context.http_request.begun, lost.failure
+        assert request is not None
         if (blamed := self._suspects.blame(context, lost)) is not None:
             context.give_up(blamed)
             return blamed
@@ -213,8 +212,8 @@ def suits(action: RecoveryAction, placement: Placement) -> bool:
 
 
 DEATHS_MAX: Final = 1
-"""Engines that a request may lose while it is not under suspicion: those that had generated tokens for it, and workers
-of which is not known why they are gone.
+"""Engines that a request may lose before it is quarantined, where they had generated tokens for it or the cause of the
+loss is unknown.
 """
 
 

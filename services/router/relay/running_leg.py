@@ -71,7 +71,6 @@ class LegServices:
     tracing: Tracing
     metrics: RequestMetrics
     headers: Callable[[RequestContext, Placement, str], bytes]
-    """``ResponseHeaders.of``."""
     coalescer: WriteCoalescer
     tasks: RequestTasks
 
@@ -88,7 +87,7 @@ class RunningLeg(LegReader):
         self.over = False
         self.load = LegLoad(services.loads, start, attempt.placement.context_tokens)
         self.frames: list[Frame] = []
-        """What has been read, as long as it must be kept."""
+        """Frames that were read and are still needed."""
         self._leg: Leg | None = None
         self._times = services.tracing.leg(self.context, start)
 

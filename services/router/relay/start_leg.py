@@ -30,7 +30,7 @@ pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED: Final = 0.0
 ID_BYTES: Final = 16
 REFUSED: Final = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
-"""As it stands in a refusing event. Generated text cannot imitate it: JSON escapes the quotes inside of text."""
+"""What a refusing event contains. Generated text cannot imitate it: JSON escapes the quotes inside of text."""
 
 
 class LegStarter:

@@ -37,7 +37,7 @@ class StreamAnswer:
         self._is_uncounted = context.cached_tokens is None
         """The frame that tells of cached tokens may come yet."""
         self.first_at = 0.0
-        """When the leg's first data came; 0: none has."""
+        """When the leg's first data came; 0: it has not."""
         self.must_wait = False
         """The next write waits for the common moment of all streams (see ``WriteCoalescer``)."""
 

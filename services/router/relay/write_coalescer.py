@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Final
 
 BUSY_EVENTS_PER_S: Final = 10_000
-"""Counted as frames of all legs. A router with fewer writes each event at once."""
+"""Frames of all legs: a router with fewer writes each event at once."""
 WRITES_PER_S: Final = 5_000
-"""Of all streams of a router with more."""
+"""Writes of all streams together, in a router with more events."""
 HELD_PERIODS: Final = 1.5
-"""A stream that has written within so many periods waits. More than one, because the moment of all comes a period after
-the first of them began to wait, and each writes a little later than the one before it.
+"""A stream that has written within this many periods waits. One would be too few: the common moment comes a period
+after the first stream began to wait, and each stream writes a little later than the one before it.
 """
 WINDOW_S: Final = 0.05
-"""Over which events are counted."""
+"""Seconds over which events are counted."""
 RESUMED_AT_ONCE: Final = 64
 """Streams that write in one turn of the event loop, about a millisecond's work."""
 
@@ -30,11 +30,11 @@ class WriteCoalescer:
 
     def __init__(self, period_s_max: float) -> None:
         self.period_s = 0.0
-        """How long the first stream that waits does; 0: none must."""
+        """How long the first waiting stream waits; 0: no stream must."""
         self._period_s_max = period_s_max
         self._streams = 0
         self._received = 0
-        """Frames of all legs, at ``_counted_at``."""
+        """Frames of all legs, counted at ``_counted_at``."""
         self._counted_at = 0.0
         self._waiting: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()

@@ -67,8 +67,6 @@ class RequestContext:
     prompt: Prompt | None = None
     charged_tokens = 0
     """Tokens taken from the key's rate limit, until the request's true use is known."""
-    charged_prompt_tokens = 0
-    """The prompt's part of ``charged_tokens``."""
     sequences = 0
     """Sequences counted for the key, until the request ends."""
 
@@ -85,8 +83,6 @@ class RequestContext:
     attempts = 0
     tried_at = 0.0
     """When the present attempt began."""
-    place_s_before = 0.0
-    """``timings.place_s`` when the present attempt began."""
     answering = False
     """The client has received data of the present attempt."""
     deaths = 0
@@ -183,7 +179,6 @@ class RequestContext:
     def begin_attempt(self, placement: Placement, now: float) -> None:
         """Run this placement next. What the attempt before reported does not count for it."""
         self.tried_at = now
-        self.place_s_before = self.timings.place_s
         self.legs.clear()
         self.stopped = CLIENT_LEFT if self.http_request.left else None
         self.attempts += 1
@@ -235,7 +230,7 @@ class RequestContext:
         return [(DECISION_HEADER.encode(), self.decision.decision_id.encode())]
 
     def client_left(self) -> None:
-        """The client has disconnected."""
+        """Called by ``HttpRequest.client_left``, which tells what else happens then."""
         self.stop(CLIENT_SLOW if self.http_request.slow else CLIENT_LEFT)
 
     def close(self) -> None:

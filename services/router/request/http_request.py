@@ -164,11 +164,17 @@ class HttpRequest:
         """
 
     def client_left(self) -> None:
-        """The connection has closed."""
+        """The client has disconnected: its connection is lost (``shared/http/protocol.py``), or was dropped because the
+        client did not read in time (``slow``).
+
+        ``on_left`` ends every wait of the request: ``RequestContext.client_left`` stops the attempt's legs, here and at
+        their workers; ``AdmissionQueue.wait`` leaves the queue; ``BusHealth.pause`` and the wait for a tokenizing
+        thread end; ``Responses`` passes it on to the request that it made of this one. The request then takes its
+        usual way to the end: ``Retry.next_attempt`` makes no further attempt, and ``Relay`` sends nothing, notes
+        status 499 and accounts for what was used.
+        """
         self.left = True
-        if not (
-            self.upload.complete and self.is_current
-        ):  # Else it is being served: the body is released when that ends.
+        if not (self.upload.complete and self.is_current):  # One that is being served keeps its body until its end.
             self.upload.over()
         if not self.ended:
             for callback in tuple(self.on_left):
