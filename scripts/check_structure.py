@@ -30,7 +30,6 @@ PURE = {
     "services.launcher.cluster": "folder",
     "services.launcher.doctor": "findings installation services workers",
     "services.launcher.fleet": "fleet_file",
-    "services.launcher.service_files": "host_services systemd",
     "services.launcher.system": "devices options plan process_plan",
     "services.orchestrator": "lifecycle",
     "services.orchestrator.planner": "change family planner rules work",

@@ -21,6 +21,7 @@ from replay.capacity.speeds import read_speeds
 from services.launcher.cluster.folder import variables
 from shared.bus.nats_credentials import new_seed
 from shared.contracts.channels import Party
+from shared.runtime.service import EXIT_CONFIGURATION
 from tests.e2e.conftest import START_S_MAX
 from tests.support.nats_server import free_port, is_free
 from tests.support.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
@@ -174,7 +175,7 @@ def test_what_this_machine_cannot_do_is_said_without_a_traceback(tmp_path: Path,
 def test_a_misspelled_setting_stops_the_start_and_is_named(tmp_path: Path):
     with System(tmp_path, *SIMULATED, env={"ROUTER_BODY_BYTE_MAX": "1"}) as wrong:
         assert wrong.process is not None
-        assert wrong.process.wait(STOP_S_MAX) == 1
+        assert wrong.process.wait(STOP_S_MAX) == EXIT_CONFIGURATION
 
     assert "ROUTER_BODY_BYTES_MAX" in wrong.said()
 

@@ -1,11 +1,10 @@
-"""A host that runs from its units alone, and the upgrade of its workers under requests."""
+"""A host that runs from its unit alone, and the upgrade of its workers under requests."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.launcher.system.rolling_restart import running_processes
 from tests.e2e.conftest import FAST
 from tests.support import unit_manager
 from tests.support.nats_server import free_port
@@ -30,7 +30,7 @@ WORKERS = ("one-both-1", "one-both-2")
 
 
 class Installed:
-    """The units of a host with two workers, written by `baton service install`."""
+    """The unit of a host with two workers, written by `baton service install`."""
 
     def __init__(self, folder: Path) -> None:
         self.units, self.state = folder / "units", folder / "state"
@@ -71,25 +71,25 @@ collector = {{ port = {free_port()} }}
         found = json.loads(out)["workers"] if code == 0 else []
         return {each["record"]["worker_id"]: each["phase"] for each in found}
 
-    def pids(self) -> list[str]:
-        return [(self.units / f"baton-worker@{each}.service.pid").read_text() for each in WORKERS]
+    def pids(self) -> set[int]:
+        return {each.process.pid for each in running_processes(str(self.state)) if each.name in WORKERS}
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installed]:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def host(tmp_path: Path) -> Iterator[Installed]:
     installed = Installed(tmp_path)
-    for file in (installed.state / "services").glob("*.env"):  # The package may be installed from another checkout.
-        file.write_text(f'{file.read_text()}PYTHONPATH="{ROOT}"\n')
+    variables = installed.state / "service.env"  # The package may be installed from another checkout.
+    variables.write_text(f'{variables.read_text()}PYTHONPATH="{ROOT}"\n')
+    process = unit_manager.start(installed.units / "baton.service")
     try:
-        unit_manager.start_target(installed.units)
         yield installed
     finally:
-        unit_manager.stop_target(installed.units)
+        left = unit_manager.stop(process)
         installed.http.close()
+    assert (process.returncode, left) == (0, [])
 
 
-def test_units_serve_and_an_upgrade_restarts_workers_in_turn_without_a_failed_request(host: Installed, tmp_path: Path):
+def test_a_unit_serves_and_an_upgrade_restarts_processes_in_turn_without_a_failed_request(host: Installed):
     ready = dict.fromkeys(WORKERS, "ready")
     until(lambda: host.phases() == ready, "both workers are ready", START_S_MAX)
     until(lambda: host.answered() == 200, "a request is served")
@@ -99,30 +99,33 @@ def test_units_serve_and_an_upgrade_restarts_workers_in_turn_without_a_failed_re
         while not ended.wait(PAUSE_S):
             statuses.append(host.answered())
 
-    systemctl = tmp_path / "bin" / "systemctl"
-    systemctl.parent.mkdir()
-    systemctl.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.support.unit_manager "$@"\n')
-    systemctl.chmod(0o755)
     client = threading.Thread(target=ask)
     client.start()
     try:
-        path = f"{systemctl.parent}:{os.environ['PATH']}"
-        code, out, err = baton(
-            "service",
-            "upgrade",
-            "--state-dir",
-            str(host.state),
-            env={"PATH": path, "UNIT_FOLDER": str(host.units)},
-            s_max=UPGRADE_S_MAX,
+        workers = baton("service", "upgrade", "--state-dir", str(host.state), s_max=UPGRADE_S_MAX)
+        others = baton(
+            "service", "upgrade", "orchestrator", "collector", "--state-dir", str(host.state), s_max=UPGRADE_S_MAX
         )
     finally:
         ended.set()
         client.join()
 
-    assert code == 0, out + err
-    assert [line for line in out.splitlines() if line.endswith("is ready.")] == [
-        f"{each} is ready." for each in WORKERS
-    ]
-    assert not set(before) & set(host.pids())
+    assert (workers[0], others[0]) == (0, 0), (workers, others)
+    assert restarted(workers[1]) == list(WORKERS)
+    assert restarted(others[1]) == ["orchestrator", "collector"]
+    assert len(host.pids() - before) == len(WORKERS)
     assert set(statuses) == {200}, statuses
     assert host.phases() == ready
+
+
+def restarted(output: str) -> list[str]:
+    return re.findall(r"(\S+) is ready", output)
+
+
+def test_a_process_that_does_not_run_is_named(host: Installed):
+    until(lambda: len(host.pids()) == len(WORKERS), "both workers run", START_S_MAX)
+
+    code, out, err = baton("service", "upgrade", "nobody", "--state-dir", str(host.state))
+
+    assert code == 1
+    assert "No nobody runs" in out + err

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -92,15 +93,18 @@ def show_workers(console: Console, found: Fleet, host: HostTable) -> None:
         console.print("  no workers")
 
 
-def run_host(config: Path, name: str, head_address: str, state_dir: Path) -> int:
+def run_host(config: Path, name: str, head_address: str, state_dir: Path, *, keep_trying: bool) -> int:
     """Run the host of that name; returns the exit code."""
     found = fleet_of(config, head_address)
     part = part_named(config, found, name)
     if part.name == found.head.name:
-        return run_head(found, part, state_dir)
+        from services.launcher.system.launch import run_up
+
+        options = head_of(found, part, state_dir, sys.stdout)
+        return asyncio.run(run_up(msgspec.structs.replace(options, keep_trying=keep_trying)))
     from services.launcher.commands.tokens import run_joined
 
-    return run_joined(state_dir, token_of(config, found, part, state_dir), part)
+    return run_joined(state_dir, token_of(config, found, part, state_dir), part, keep_trying=keep_trying)
 
 
 def token_of(config: Path, found: Fleet, part: HostPart, state_dir: Path) -> Token:
@@ -114,13 +118,6 @@ def token_of(config: Path, found: Fleet, part: HostPart, state_dir: Path) -> Tok
             f"--name {part.name}`, then here `baton join TOKEN`."
         )
     return stored(state_dir, part.name)
-
-
-def run_head(found: Fleet, part: HostPart, state_dir: Path) -> int:
-    """Run NATS, the services and the head host's own workers."""
-    from services.launcher.system.launch import run_up
-
-    return asyncio.run(run_up(head_of(found, part, state_dir, sys.stdout)))
 
 
 def head_of(found: Fleet, part: HostPart, state_dir: Path, output: TextIO) -> UpOptions:

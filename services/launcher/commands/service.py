@@ -1,4 +1,4 @@
-"""``baton service``: files with which systemd, Podman or Slurm run a fleet; an upgrade of workers one after another."""
+"""``baton service``: files with which systemd, Podman or Slurm run a fleet; a restart of processes in turn."""
 
 from __future__ import annotations
 
@@ -7,32 +7,27 @@ import os
 import pwd
 import re
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from services.launcher.commands.options import StateDir, fail, state_folder
-from services.launcher.system.process_plan import PlanRefused
-from shared.bus.nats_credentials import Access
 from shared.bus.port import BusError
-from shared.contracts.channels import Party
 
 if TYPE_CHECKING:
-    from services.launcher.service_files.host_services import File, HostServices
-    from services.launcher.service_files.quadlet import Containers
-    from services.launcher.service_files.upgrade import RunningWorkers, Systemctl
-    from services.launcher.system.options import UpOptions
-    from services.launcher.system.process_plan import Machine, ProcessPlan
+    from services.launcher.fleet.fleet_file import HostPart
+    from services.launcher.service_files.files import HostService
+    from services.launcher.system.rolling_restart import RunningProcess
 
-VARIABLES = "services"
-"""In the state directory: the variables of each process."""
+VARIABLES_FILE = "service.env"
+"""In the state directory, for its owner only: it may have variables such as HF_TOKEN."""
 SYSTEM_UNITS, USER_UNITS = "/etc/systemd/system", "~/.config/systemd/user"
 SYSTEM_QUADLETS, USER_QUADLETS = "/etc/containers/systemd", "~/.config/containers/systemd"
 CDI_FOLDERS = ("/etc/cdi", "/var/run/cdi")
@@ -45,11 +40,11 @@ Config = Annotated[
     Path | None, typer.Option(help="A fleet file; on a host that has joined, its token suffices.", metavar="FLEET.TOML")
 ]
 Name = Annotated[str, typer.Option(help="The host in the fleet file.", show_default="this machine's name")]
-User = Annotated[bool, typer.Option("--user", help="Units of this user's own service manager.")]
+User = Annotated[bool, typer.Option("--user", help="A unit of this user's own service manager.")]
 
 
 class Kind(StrEnum):
-    """Who runs the processes."""
+    """The program that runs a host or a fleet."""
 
     SYSTEMD = "systemd"
     QUADLET = "quadlet"
@@ -62,16 +57,21 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton service install --user[/]   on a host that has joined with a token
 
-[cyan]baton service install --config fleet.toml --out units[/]   to look at them, and to copy them as root
+[cyan]baton service install --config fleet.toml --out units[/]   to look at it, and to copy it as root
 
-[cyan]baton service install --kind quadlet --image localhost/baton-engine-cuda:dev[/]   in containers, with the token
+[cyan]baton service install --kind quadlet --image localhost/baton-engine-cuda:dev[/]   in a container, with the token
 
 [cyan]baton service install --kind slurm --config fleet.toml --sbatch partition=gpu --sbatch time=7-0[/]   one job
 
-Then, without --user as root: [cyan]systemctl --user daemon-reload; systemctl --user enable --now baton.target[/],
+Then, without --user as root: [cyan]systemctl --user daemon-reload; systemctl --user enable --now baton[/],
 or with Slurm [cyan]sbatch baton.sbatch[/]"""
+UPGRADE_EPILOG = """[bold]Examples[/]
 
-service = typer.Typer(no_args_is_help=True, help="Run a host's processes with systemd or Podman, a fleet with Slurm.")
+[cyan]baton service upgrade[/]   all workers of this host, one after another
+
+[cyan]baton service upgrade gpu-1-decode-1 router[/]   these processes"""
+
+service = typer.Typer(no_args_is_help=True, help="Run a host with systemd or Podman, a fleet with Slurm.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -81,11 +81,15 @@ def add_to(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """Files to write, and what to do then."""
+    """A file to write, and what to do then."""
 
-    files: Sequence[File]
-    variables: Sequence[File] = ()
+    name: str
+    text: str
+    folder: str
+    """The folder in which its reader looks for it."""
+    variables: str = ""
     folders: Sequence[str] = ()
+    """Folders that must exist, because a container writes there."""
     then: Sequence[str]
 
 
@@ -93,41 +97,46 @@ class Installation:
 def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
     config: Config = None,
     name: Name = "",
-    kind: Annotated[Kind, typer.Option(help="systemd units, Podman quadlets, or an sbatch file.")] = Kind.SYSTEMD,
+    kind: Annotated[Kind, typer.Option(help="A systemd unit, a Podman quadlet, or an sbatch file.")] = Kind.SYSTEMD,
     user: User = False,
-    image: Annotated[str, typer.Option(help="Of all containers (quadlet).", metavar="IMAGE")] = "",
+    image: Annotated[str, typer.Option(help="Image of the container (quadlet).", metavar="IMAGE")] = "",
     sbatch: Annotated[
         list[str] | None, typer.Option(help="An option of sbatch (slurm); may be repeated.", metavar="OPTION[=VALUE]")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the files into this folder.", metavar="DIR")] = None,
-    only_print: Annotated[bool, typer.Option("--print", help="Print files and variables, and write none.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the file into this folder.", metavar="DIR")] = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Print file and variables, and write none.")] = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Write what runs this host as services, or the fleet as a Slurm job. Repeat after changes."""
+    """Write what runs this host as a service, or the fleet as a Slurm job. Repeat after changes."""
+    from services.launcher.cluster.files import write_private
+    from services.launcher.service_files.files import CannotWriteService
+
     folder = state_folder(state_dir)
     check_options(kind, name=name, user=user, image=image, sbatch=sbatch)
     if not (out or only_print):
         check_program(kind)
-    made = (
-        slurm_job(config, folder, sbatch or ())
-        if kind is Kind.SLURM
-        else services_of(config, name, folder, image, user)
-    )
-    if only_print:
-        for each in (*made.files, *made.variables):
-            print(f"# {each.name}\n{each.text}")
-        return
     try:
-        places = {write_file(out or place_of(each, user=user), each) for each in made.files}
-        if kind is not Kind.SLURM:
-            write_variables(folder / VARIABLES, made.variables)
+        if kind is Kind.SLURM:
+            made = slurm_job(config, folder, sbatch or ())
+        else:
+            made = service_of(config, name, folder, image, user)
+    except CannotWriteService as refused:
+        fail(str(refused))
+    if only_print:
+        print(f"# {made.name}\n{made.text}" + (f"# {VARIABLES_FILE}\n{made.variables}" if made.variables else ""))
+        return
+    place = out or Path(made.folder).expanduser()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / made.name).write_text(made.text, encoding="utf-8")
+        if made.variables:
+            write_private(folder / VARIABLES_FILE, made.variables.encode())
         for needed in made.folders:
             Path(needed).mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}. Write the files elsewhere with --out, or use --user.")
-    systemds = {str(place_of(each, user=user)) for each in made.files} if out and kind is not Kind.SLURM else set()
-    then = f"Copy them to {' and '.join(sorted(systemds))}, then" if systemds else "To start"
-    print(f"Written: {', '.join(sorted(map(str, places)))}. {then}:")
+        fail(f"{error.filename}: {error.strerror}. Write the file elsewhere with --out, or use --user.")
+    is_elsewhere = out and kind is not Kind.SLURM
+    print(f"Written: {place / made.name}. {f'Copy it to {made.folder}, then' if is_elsewhere else 'To start'}:")
     for line in made.then:
         print(f"  {line}")
 
@@ -147,13 +156,13 @@ def check_options(kind: Kind, *, name: str, user: bool, image: str, sbatch: list
 
 
 def check_program(kind: Kind) -> None:
-    """Exits if what shall run the files is not here."""
+    """Exits if what shall run the file is not here."""
     if kind is Kind.SLURM and not shutil.which("sbatch"):
         fail(
             "Slurm is not here: sbatch was not found. Run this where jobs are submitted, or write the file with --out."
         )
     if kind is Kind.QUADLET and podman_version() < PODMAN_MIN:
-        fail("Podman 4.5 or newer is not here. Install it, or write the files for another host with --out.")
+        fail("Podman 4.5 or newer is not here. Install it, or write the file for another host with --out.")
 
 
 def podman_version() -> tuple[int, ...]:
@@ -167,62 +176,98 @@ def podman_version() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", done.stdout)[:2]))
 
 
-def services_of(config: Path | None, name: str, state_dir: Path, image: str, user: bool) -> Installation:
-    """Units, or quadlets if there is an image; exits with the reason if the host cannot run."""
-    from services.launcher.service_files import quadlet, systemd
-    from services.launcher.service_files.host_services import CannotWriteService, HostServices
+def service_of(config: Path | None, name: str, state_dir: Path, image: str, user: bool) -> Installation:
+    """A unit, or a quadlet if there is an image; exits with the reason if the host cannot run."""
+    from services.launcher.service_files import files
+    from services.launcher.system.process_plan import STOP_SPARE_S
 
-    try:
-        processes = processes_of(config, name, state_dir, in_containers=bool(image))
-        owner = "" if user else owner_of(state_dir)
-        host = HostServices(
-            processes=processes, inherited=inherited(image), folder=str(state_dir / VARIABLES), user=owner
-        )
-        if not image:
-            then = then_start(user=user)
-            return Installation(files=systemd.unit_files(host), variables=systemd.variable_files(host), then=then)
-        containers = containers_of(state_dir, image)
-        return Installation(
-            files=quadlet.quadlet_files(host, containers),
-            variables=quadlet.plain_variable_files(host),
-            folders=quadlet.folders(host, containers),
-            then=[*about_gpus(host), *then_start(user=user)],
-        )
-    except (PlanRefused, CannotWriteService) as refused:
-        fail(str(refused))
-
-
-def then_start(*, user: bool) -> list[str]:
-    """Commands that start units."""
+    variables = inherited(image)  # Before the fleet file's are set here: the host reads them again at each start.
+    part, runs, is_head = host_part(config, name, state_dir)
+    baton = ("baton",) if image else (sys.executable, "-m", "services.launcher")
+    at = ("--state-dir", str(state_dir))
+    host = files.HostService(
+        command=(*baton, *runs, "--keep-trying", *at),
+        upgrade=(*baton, "service", "upgrade", *at),
+        variables=variables,
+        variables_file=str(state_dir / VARIABLES_FILE),
+        stop_s=files.host_stop_s(part, variables, is_head=is_head) + STOP_SPARE_S,
+        of_system=not user,
+    )
     systemctl = "systemctl --user" if user else "systemctl"
-    linger = ["loginctl enable-linger    # they keep running when you log out"] if user else []
-    return [f"{systemctl} daemon-reload && {systemctl} enable --now baton.target", *linger]
+    then = [f"{systemctl} daemon-reload && {systemctl} enable --now baton"]
+    then += ["loginctl enable-linger    # it keeps running when you log out"] if user else []
+    if image:
+        return container_of(config, part, host, state_dir, image, then)
+    return Installation(
+        name="baton.service",
+        text=files.systemd_unit(host, owner_of(state_dir)),
+        folder=USER_UNITS if user else SYSTEM_UNITS,
+        variables=files.quoted_variables(variables),
+        then=then,
+    )
 
 
-def containers_of(state_dir: Path, image: str) -> Containers:
-    """Exits if the cache of models is somewhere that containers would not find."""
-    from services.launcher.service_files.quadlet import Containers
+def container_of(
+    config: Path | None, part: HostPart, host: HostService, state_dir: Path, image: str, then: list[str]
+) -> Installation:
+    """A quadlet; exits if the cache of models is somewhere that the container would not find."""
+    from services.launcher.service_files import files
+    from services.launcher.system import machine
 
     if os.environ.get("HF_HUB_CACHE"):
-        fail("HF_HUB_CACHE is set: for containers, name the cache of models with HF_HOME.")
+        fail("HF_HUB_CACHE is set: for a container, name the cache of models with HF_HOME.")
     models = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser().absolute()
-    return Containers(image=image, state_dir=str(state_dir), models=str(models), uid=os.geteuid(), gid=os.getegid())
+    key_files = {f"{number}_FILE": each.attach_key_file for number, each in enumerate(part.models)}
+    reads = files.folders_read({**part.env, **host.variables, **key_files})
+    reads += [each.model for each in part.models if each.model.startswith("/")]
+    owner_of(state_dir)
+    container = files.Container(
+        image=image,
+        state_dir=str(state_dir),
+        models=str(models),
+        reads=[*([str(config.expanduser().absolute())] if config else []), *reads],
+        uid=os.geteuid(),
+        gid=os.getegid(),
+        has_gpus=part.engine == "vllm" and bool(part.gpus or machine.gpus()),
+    )
+    if container.has_gpus and not any([*Path(each).glob("nvidia*")] for each in CDI_FOLDERS):
+        cdi = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml    # as root, once: containers see the GPUs"
+        then = [cdi, *then]
+    return Installation(
+        name="baton.container",
+        text=files.quadlet(host, container),
+        folder=SYSTEM_QUADLETS if host.of_system else USER_QUADLETS,
+        variables=files.plain_variables(files.container_variables(host, container)),
+        folders=[f"{state_dir}/cache", str(models)],
+        then=then,
+    )
 
 
-def about_gpus(host: HostServices) -> list[str]:
-    """What makes GPUs known to containers, unless it was done."""
-    used = any("CUDA_VISIBLE_DEVICES" in each.env for each in host.workers)
-    if not used or any([*Path(each).glob("nvidia*")] for each in CDI_FOLDERS):
-        return []
-    return ["nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml    # as root, once: containers see the GPUs"]
+def host_part(config: Path | None, name: str, state_dir: Path) -> tuple[HostPart, tuple[str, ...], bool]:
+    """What the host runs, the arguments of `baton` that run it, and whether it is the head host, whose keys exist
+    afterwards. Writes a first API key, once.
+    """
+    from services.launcher.commands import fleet, tokens
+    from services.launcher.fleet.joining import TOKEN, joined_folder
+
+    if not config:
+        token = tokens.stored(state_dir, name or tokens.only_host(state_dir))
+        return token.part, ("join", str(joined_folder(state_dir, token.part.name) / TOKEN)), False
+    found = fleet.fleet_of(config)
+    part = fleet.part_named(config, found, name or socket.gethostname())
+    is_head = part.name == found.head.name
+    if is_head:
+        fleet.head_of(found, part, state_dir, sys.stderr)  # A service's log is no place for an API key.
+    else:
+        fleet.token_of(config, found, part, state_dir)
+    return part, ("up", "--config", str(config.expanduser().absolute()), "--name", part.name), is_head
 
 
 def slurm_job(config: Path | None, state_dir: Path, options: Sequence[str]) -> Installation:
     """An sbatch file; exits with the reason if there can be none."""
     from services.launcher.commands.fleet import fleet_of, head_of
     from services.launcher.fleet.fleet_file import WrongFleetFile, part_of
-    from services.launcher.service_files.host_services import CannotWriteService
-    from services.launcher.service_files.slurm import NAME, SlurmJob, sbatch_file
+    from services.launcher.service_files.slurm import SlurmJob, sbatch_file
 
     if not config:
         fail("--kind slurm needs the fleet file: --config.")
@@ -235,143 +280,66 @@ def slurm_job(config: Path | None, state_dir: Path, options: Sequence[str]) -> I
         options=options,
     )
     try:
-        file = sbatch_file(found, job)
-    except (WrongFleetFile, CannotWriteService) as error:
-        fail(f"{config}: {error}" if isinstance(error, WrongFleetFile) else str(error))
+        text = sbatch_file(found, job)
+    except WrongFleetFile as error:
+        fail(f"{config}: {error}")
     head_of(found, part_of(found, found.head.name), state_dir, sys.stderr)  # A job's output is no place for an API key.
-    return Installation(files=[file], then=[f"sbatch {NAME}"])
-
-
-@service.command()
-def upgrade(user: User = False, state_dir: StateDir = None) -> None:
-    """Restart the workers of this host one after another: each drains, and must be ready before the next one.
-
-    Of units, or if there are none, of the `baton up` or `baton join` that runs with the state directory.
-    """
-    from services.launcher.service_files.upgrade import RunningWorkers, Systemctl, UpgradeStopped
-
-    folder = state_folder(state_dir)
-    running = RunningWorkers(str(folder))
-    try:
-        if workers := workers_in(folder / VARIABLES):
-            asyncio.run(_upgrade(workers, Systemctl(user=user)))
-        elif workers := running.variables():
-            asyncio.run(_upgrade(workers, running))
-        else:
-            fail(f"There are no workers of {folder} here: neither units of `baton service install`, nor running ones.")
-    except UpgradeStopped as stopped:
-        fail(f"{stopped}. Workers that come after it were not restarted.")
-    except BusError as error:
-        fail(f"The workers' NATS: {error}")
-
-
-def workers_in(folder: Path) -> Sequence[Mapping[str, str]]:
-    """The variables of the workers that have units on this host."""
-    from services.launcher.service_files.host_services import read_variables
-
-    found = [read_variables(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.env"))]
-    return [each for each in found if "WORKER_WORKER_ID" in each]
-
-
-async def _upgrade(workers: Sequence[Mapping[str, str]], manager: Systemctl | RunningWorkers) -> None:
-    from services.launcher.service_files.upgrade import restart_workers
-    from shared.bus.nats_bus import connect_nats
-
-    key = Access(
-        party=Party.WORKER,
-        nkey_file=workers[0].get("BATON_NATS_NKEY_FILE", ""),
-        ca_file=workers[0].get("BATON_NATS_CA_FILE", ""),
-    )
-    url = workers[0]["BATON_NATS_URL"]
-    bus = await connect_nats(url, name="baton-upgrade", connect_s_max=CONNECT_S_MAX, access=key)
-    try:
-        await restart_workers(bus, [each["WORKER_WORKER_ID"] for each in workers], manager.restart, print)
-    finally:
-        await bus.close()
+    return Installation(name="baton.sbatch", text=text, folder=".", then=["sbatch baton.sbatch"])
 
 
 def owner_of(state_dir: Path) -> str:
     """The user that the processes run as: the one who types, to whom the files must belong; exits if they do not."""
     owner = pwd.getpwuid(state_dir.stat().st_uid).pw_name
     if state_dir.stat().st_uid != os.geteuid():
-        fail(f"{state_dir} belongs to {owner}: write the units as {owner} with --out, and copy them.")
+        fail(f"{state_dir} belongs to {owner}: write the unit as {owner} with --out, and copy it.")
     return owner
 
 
-def processes_of(
-    config: Path | None, name: str, state_dir: Path, *, in_containers: bool = False
-) -> Sequence[ProcessPlan]:
-    """What this host runs. Raises PlanRefused."""
-    from services.launcher.system import machine
-    from services.launcher.system.launch import narrowed, with_model_folder
-    from services.launcher.system.plan import plan_system
-
-    options = host_options(config, name, state_dir)
-    models = tuple(map(with_model_folder, options.models))
-    above = max(options.port, options.collector_port, options.nats_port)
-    ports = machine.free_ports(options.host, above, options.routers) if options.routers > 1 else ()
-    options = msgspec.structs.replace(options, models=models, router_ports=ports)
-    here = machine_with_containers() if in_containers else machine.describe_machine()
-    return plan_system(options, narrowed(here, options)).processes
-
-
-def machine_with_containers() -> Machine:
-    """Facts for the programs of an image. GPUs count here without vLLM."""
-    from services.launcher.system import machine
-    from services.launcher.system.process_plan import Machine
-
-    return Machine(python="python", nats_server="nats-server", cores=machine.physical_cores(), **machine.gpu_facts())
-
-
-def host_options(config: Path | None, name: str, state_dir: Path) -> UpOptions:
-    """Of the host in the fleet file, or of the one that has joined."""
-    from services.launcher.commands import fleet, tokens
-
-    if not config:
-        token = tokens.stored(state_dir, name or tokens.only_host(state_dir))
-        return tokens.options_of(state_dir, token, token.part)
-    found = fleet.fleet_of(config)
-    part = fleet.part_named(config, found, name)
-    if part.name == found.head.name:
-        return fleet.head_of(found, part, state_dir, sys.stderr)
-    return tokens.options_of(state_dir, fleet.token_of(config, found, part, state_dir), part)
-
-
 def inherited(image: str = "") -> dict[str, str]:
-    """The variables of this environment that processes of Baton read, also in containers of this image."""
-    from services.launcher.fleet.fleet_file import FOR_SERVICES, FOR_WORKERS
-    from services.launcher.system.machine import inherited_environment
+    """The variables of this environment that Baton reads, also in a container of this image."""
+    from services.launcher.fleet.fleet_file import FOR_SERVICES, FOR_WORKERS, OWN
+    from services.launcher.system.machine import API_KEY_VARIABLE, NATS_SERVER_VARIABLE
 
     names = (*FOR_SERVICES, *FOR_WORKERS, *(() if image else TO_FIND_PROGRAMS))
-    return {key: value for key, value in inherited_environment().items() if key.startswith(names)}
+    left_out = {*OWN, API_KEY_VARIABLE, *((NATS_SERVER_VARIABLE,) if image else ())}
+    return {key: value for key, value in os.environ.items() if key.startswith(names) and key not in left_out}
 
 
-def place_of(file: File, *, user: bool) -> Path:
-    """The folder in which its reader looks for it."""
-    if file.name.endswith(".sbatch"):
-        return Path.cwd()
-    if file.name.endswith(".container"):
-        return Path(USER_QUADLETS if user else SYSTEM_QUADLETS).expanduser()
-    return Path(USER_UNITS if user else SYSTEM_UNITS).expanduser()
+@service.command(epilog=UPGRADE_EPILOG)
+def upgrade(
+    names: Annotated[list[str] | None, typer.Argument(help="Processes.", show_default="all workers")] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Restart processes of this host one after another: each drains, and must be ready before the next one.
+
+    They are those of the `baton up` or `baton join` that runs with the state directory.
+    """
+    from services.launcher.system.rolling_restart import SERVICES, RestartStopped, running_processes
+
+    folder = state_folder(state_dir)
+    running = running_processes(str(folder))
+    if unknown := sorted({*(names or ())} - {each.name for each in running}):
+        fail(f"No {unknown[0]} runs with {folder}. Running: {', '.join(each.name for each in running) or 'nothing'}.")
+    chosen = [each for each in running if each.name in names] if names else []
+    chosen = chosen or [each for each in running if each.service is SERVICES[-1]]
+    if not chosen:
+        fail(f"No workers run with {folder}.")
+    try:
+        asyncio.run(_upgrade(chosen))
+    except RestartStopped as stopped:
+        fail(f"{stopped}. Processes that come after it were not restarted.")
+    except BusError as error:
+        fail(f"NATS: {error}")
 
 
-def write_file(folder: Path, file: File) -> Path:
-    """Replace it, or the one of its name; returns the folder. Raises OSError."""
-    from services.launcher.cluster.files import write_private
+async def _upgrade(processes: Sequence[RunningProcess]) -> None:
+    from services.launcher.system.rolling_restart import restart_in_turn
+    from shared.bus.nats_bus import connect_nats
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if file.is_secret:
-        write_private(folder / file.name, file.text.encode())
-    else:
-        (folder / file.name).write_text(file.text, encoding="utf-8")
-    return folder
-
-
-def write_variables(folder: Path, files: Sequence[File]) -> None:
-    """Also delete the variables of processes that this host no longer runs. Raises OSError."""
-    kept = {each.name for each in files}
-    for file in folder.glob("*.env"):
-        if file.name not in kept:
-            file.unlink()
-    for each in files:
-        write_file(folder, each)
+    bus = await connect_nats(
+        processes[0].nats_url, name="baton-upgrade", connect_s_max=CONNECT_S_MAX, access=processes[0].access
+    )
+    try:
+        await restart_in_turn(bus, processes, print)
+    finally:
+        await bus.close()

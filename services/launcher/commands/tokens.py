@@ -20,7 +20,6 @@ from shared.contracts.ids import is_subject_token
 if TYPE_CHECKING:
     from services.launcher.fleet.fleet_file import HostPart
     from services.launcher.fleet.joining import Token
-    from services.launcher.system.options import UpOptions
     from services.launcher.system.state_file import RunningSystem
 
 
@@ -153,6 +152,9 @@ def join(
     given: Annotated[
         str, typer.Argument(metavar="[TOKEN]", help="A file with the token, - for standard input, or the token.")
     ] = "",
+    keep_trying: Annotated[
+        bool, typer.Option("--keep-trying", help="Start a worker that fails again, while the others serve.")
+    ] = False,
     state_dir: StateDir = None,
 ) -> None:
     """Run this host's workers for a system on another host, until Ctrl-C."""
@@ -165,7 +167,7 @@ def join(
             joining.store(folder, found)
     except OSError as error:
         fail(f"{error.filename or folder}: {error.strerror}")
-    sys.exit(run_joined(folder, found, found.part))
+    sys.exit(run_joined(folder, found, found.part, keep_trying=keep_trying))
 
 
 def only_host(state_dir: Path) -> str:
@@ -208,20 +210,15 @@ def stored(state_dir: Path, host_name: str) -> Token:
         fail(f"The token in {joining.joined_folder(state_dir, host_name)}: {error}.")
 
 
-def run_joined(state_dir: Path, found: Token, part: HostPart) -> int:
+def run_joined(state_dir: Path, found: Token, part: HostPart, *, keep_trying: bool) -> int:
     """Run the part with the keys of the token; returns the exit code."""
-    from services.launcher.system.launch import join_with_token
-
-    return asyncio.run(join_with_token(options_of(state_dir, found, part)))
-
-
-def options_of(state_dir: Path, found: Token, part: HostPart) -> UpOptions:
-    """The options of a host that has joined, with its variables set; exits with the reason if it cannot run."""
     from services.launcher.fleet import joining
     from services.launcher.fleet.joining import WrongToken
+    from services.launcher.system.launch import join_with_token
 
     try:
-        return joining.joined_options(state_dir, found, part)
+        options = joining.joined_options(state_dir, found, part)
+        return asyncio.run(join_with_token(msgspec.structs.replace(options, keep_trying=keep_trying)))
     except WrongToken as error:
         fail(f"The token: {error}.")
     except PlanRefused as refused:

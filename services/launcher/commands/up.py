@@ -180,6 +180,9 @@ Join = Annotated[bool, option("Workers", "Add workers to a running system.", Tru
 AwakeMax = Annotated[
     int, option("Workers", "Models that may be awake at a time; the others sleep.", "all", min=0, metavar="N")
 ]
+KeepTrying = Annotated[
+    bool, option("Workers", "Start a worker that fails again, while the others serve.", True, "--keep-trying")
+]
 Engine = Annotated[EngineKind | None, option("Workers", "Engine of the workers.", "vllm")]
 Host = Annotated[str, option("Network", "Address to listen on.")]
 Port = Annotated[int, option("Network", "Port of the OpenAI API.", **PORTS)]
@@ -203,7 +206,7 @@ Name = Annotated[str, option("Several hosts", "The host in the fleet file.", "th
 Address = Annotated[
     str, option("Several hosts", "Where other hosts reach the head host.", "that of the file", metavar="ADDRESS")
 ]
-WITH_CONFIG = {"config", "name", "address", "state_dir"}
+WITH_CONFIG = {"config", "name", "address", "keep_trying", "state_dir"}
 """Options that `baton up --config` takes."""
 EPILOG = """[bold]Examples[/]
 
@@ -272,6 +275,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     awake_max: AwakeMax = 0,
     engine: Engine = None,
     join: Join = False,
+    keep_trying: KeepTrying = False,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     routers: Routers = 1,
@@ -290,7 +294,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     """Start a whole system on this machine and run it until Ctrl-C."""
     folder = state_folder(state_dir)
     if config or name or address:
-        up_host(ctx, config, name, address, folder)
+        up_host(ctx, config, folder)
     running = state_file.find(folder) if join else None
     nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir)
     same = {name: value for name, value in ctx.params.items() if name in UpOptions.__struct_fields__}
@@ -312,8 +316,9 @@ def run(options: UpOptions) -> NoReturn:
     sys.exit(asyncio.run(run_up(options)))
 
 
-def up_host(ctx: typer.Context, config: Path | None, name: str, address: str, state_dir: Path) -> NoReturn:
+def up_host(ctx: typer.Context, config: Path | None, state_dir: Path) -> NoReturn:
     """Run one host of a fleet file."""
+    name, address, keep_trying = (ctx.params[each] for each in ("name", "address", "keep_trying"))
     if not config:
         option = "--name" if name else "--address"
         fail(f"{option} is of a host of a fleet file: give the file with --config.")
@@ -321,7 +326,7 @@ def up_host(ctx: typer.Context, config: Path | None, name: str, address: str, st
         fail(f"--{others[0].replace('_', '-')} has no effect with --config: write it into {config}.")
     from services.launcher.commands.fleet import run_host  # Imported here so that `baton --help` is quick.
 
-    sys.exit(run_host(config, name, address, state_dir))
+    sys.exit(run_host(config, name, address, state_dir, keep_trying=keep_trying))
 
 
 def models_of(ctx: typer.Context, *, join: bool) -> tuple[ModelOptions, ...]:

@@ -1,1 +1,1 @@
-"""Files with which others run a fleet: systemd, Podman (quadlets) and Slurm. And the upgrade of what runs."""
+"""Files with which systemd, Podman or Slurm run a fleet: templates, and what is filled in."""

@@ -97,6 +97,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     access_configured: bool = False
     """The environment configures client access to the routers."""
     join: bool = False
+    keep_trying: bool = False
+    """A worker that cannot be started does not end the others; unless its configuration is wrong, it is tried again."""
     host_name: str = ""
     """Of this host in a fleet; empty: no fleet. Ids of workers begin with it, and other hosts may have the workers that
     are missing here.

@@ -223,9 +223,18 @@ class WorkerPlans:
         if device.engine_args:
             env["WORKER_ENGINE_ARGS"] = f"{device.engine_args} {settings.get('WORKER_ENGINE_ARGS', '')}".rstrip()
         command = (self.machine.python, "-m", "services.worker")
-        several = len(self.options.models) > 1
+        several, keeps_trying = len(self.options.models) > 1, self.options.keep_trying
         note = f"{self.options.models[model].model}, {device.text}" if several else device.text
-        return ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env=env, note=note, model=model)
+        return ProcessPlan(
+            name=name,
+            stage=Stage.WORKERS,
+            command=command,
+            env=env,
+            note=note,
+            model=model,
+            is_extra=keeps_trying,
+            keeps_trying=keeps_trying,
+        )
 
     def attached(self, model: int, server: str, name: str) -> ProcessPlan:
         """A worker of ``options.models[model]`` without an engine, for this server."""

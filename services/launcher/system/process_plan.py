@@ -50,6 +50,8 @@ class ProcessPlan:
     """A worker's model: index in ``UpOptions.models``."""
     is_extra: bool = False
     """The system continues if this process cannot be started."""
+    keeps_trying: bool = False
+    """Of a worker: after a failed first start it is started again, as services are."""
     serves_requests: bool = True
     """False: requests are served without it, so it is restarted even if its configuration is wrong."""
 

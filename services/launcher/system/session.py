@@ -23,6 +23,7 @@ from services.launcher.system.process_plan import Machine, Stage, SystemPlan
 from services.launcher.system.scaling import Scaler
 from services.launcher.system.screen import Screen
 from services.launcher.system.supervisor import StartFailed, Supervisor
+from shared.runtime.service import EXIT_CONFIGURATION
 from shared.runtime.settings import load_common
 from shared.runtime.waiting import first_of
 
@@ -55,9 +56,10 @@ class Session:
                 self.screen.show("Stopping. Running requests may finish; Ctrl-C again kills everything.")
                 with self.screen.watching():
                     await system.take_down()
-        if failure:
-            self.screen.show_error(failure)
-        return 1 if failure else 0
+        if not failure:
+            return 0
+        self.screen.show_error(failure)
+        return EXIT_CONFIGURATION if system.is_misconfigured else 1
 
     @property
     def logs(self) -> Path:

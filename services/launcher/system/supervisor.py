@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
@@ -74,6 +73,8 @@ class Supervisor:
         self._restarting: set[str] = set()
         self._stopping = asyncio.Event()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.is_misconfigured = False
+        """It broke because of a process with a wrong configuration: to start it again would not help."""
         self._bus: Bus | None = None
         for process in plan.processes:
             self._screen.board.plan(process.name, process.note)
@@ -152,17 +153,16 @@ class Supervisor:
                 starts.create_task(self._start(process, slots), name=f"start-{process.name}")
 
     async def _start(self, process: ProcessPlan, slots: asyncio.Semaphore) -> None:
-        """Until it is ready. It may wait for something that comes late, so there is no deadline."""
+        """Until it is ready or given up. It may wait for something that comes late, so there is no deadline."""
         name, s_max = process.name, START_S_MAX[process.stage]
         async with slots:
-            self._keep(process)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ready[name].wait(), s_max)
-        if not self._ready[name].is_set():
+            kept = self._keep(process)
+            await first_of(self._ready[name].wait(), asyncio.shield(kept), within_s=s_max)
+        if not (self._ready[name].is_set() or kept.done()):
             self._screen.show_error(
                 f"{name} is not ready after {s_max:.0f} s{self._detail(name)}. Its log: {self._starter.log_of(name)}"
             )
-            await self._ready[name].wait()
+            await first_of(self._ready[name].wait(), asyncio.shield(kept))
 
     def _detail(self, name: str) -> str:
         return f": {self.rows[name].detail}" if self.rows[name].detail else ""
@@ -220,9 +220,9 @@ class Supervisor:
                 f"[green]●[/] {row.name} is ready again, {row.seconds(self._clock.now()):.1f} s after its start."
             )
 
-    def _keep(self, process: ProcessPlan) -> None:
+    def _keep(self, process: ProcessPlan) -> asyncio.Task[None]:
         reset_saved_role(process)
-        self._tasks.create_task(self._keep_running(process), name=f"keep-{process.name}")
+        return self._tasks.create_task(self._keep_running(process), name=f"keep-{process.name}")
 
     async def _keep_running(self, process: ProcessPlan) -> None:
         """Start the process and restart it when it dies, until the system stops or the process is given up."""
@@ -289,7 +289,7 @@ class Supervisor:
         now = self._clock.now()
         self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
         if self._is_final(process, exit_code):
-            self._give_up(process, f"{why}\nIts log: {self._starter.log_of(process.name)}")
+            self._give_up(process, exit_code, f"{why}\nIts log: {self._starter.log_of(process.name)}")
             return None
         restart = history.died(now)
         self._restarting.add(process.name)
@@ -306,9 +306,9 @@ class Supervisor:
         was_ready = self._ready[process.name].is_set()
         if exit_code == EXIT_CONFIGURATION:
             return process.serves_requests or not was_ready
-        return not was_ready and process.stage is not Stage.SERVICES
+        return not was_ready and process.stage is not Stage.SERVICES and not process.keeps_trying
 
-    def _give_up(self, process: ProcessPlan, why: str) -> None:
+    def _give_up(self, process: ProcessPlan, exit_code: int, why: str) -> None:
         """The process stays down. The system ends with it during its start, or when none is left that does its work."""
         self._restarting.discard(process.name)
         if not self._ready[process.name].is_set():
@@ -317,11 +317,11 @@ class Supervisor:
             like_it = [p for p in self.plan.stage(process.stage) if p.serves_requests and p.name != process.name]
             text = f"{process.name} is not restarted: its configuration is wrong. {why}"
             ends = not any(self._is_kept(p.name) for p in like_it)
-        (self._break if ends else self._screen.show_error)(text)
-
-    def _break(self, reason: str) -> None:
-        if not self._broken.done():
-            self._broken.set_result(reason)
+        if not ends:
+            self._screen.show_error(text)
+        elif not self._broken.done():
+            self.is_misconfigured = exit_code == EXIT_CONFIGURATION
+            self._broken.set_result(text)
 
     async def take_down(self) -> None:
         """Workers first, so that running requests can finish; then routers, which report what these used; then the

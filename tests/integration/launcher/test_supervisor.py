@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -214,12 +215,32 @@ async def test_a_service_that_dies_while_it_starts_is_started_until_it_finds_wha
         await starting
 
 
+async def test_workers_that_keep_trying_leave_the_others_in_peace(tmp_path: Path):
+    """One finds later what it needs, and one is given up because of its configuration."""
+    late, wrong = tmp_path / "late", tmp_path / "wrong"
+    wrong.touch()
+    out = io.StringIO()
+    async with system_of(tmp_path, out=out, w1=(f"needs:{late}",), w2=(f"wrong-if:{wrong}",), w3=()) as system:
+        kept = [
+            replace(each, keeps_trying=True, is_extra=True) if each.stage is Stage.WORKERS else each
+            for each in system.plan.processes
+        ]
+        system.plan = replace(system.plan, processes=tuple(kept))
+        start = asyncio.create_task(system.bring_up())
+        await until(lambda: system.rows["w3"].phase is ServicePhase.READY and "Restarting it" in out.getvalue())
+        late.touch()
+
+        await asyncio.wait_for(start, WAIT_S_MAX)
+        assert [system.rows[each].phase.value for each in ("w1", "w2", "w3")] == ["ready", "failed", "ready"]
+
+
 async def test_a_wrong_configuration_ends_the_start(tmp_path: Path):
     wrong = tmp_path / "keys.toml"
     wrong.touch()
     async with system_of(tmp_path, collector=(f"wrong-if:{wrong}",), w1=()) as system:
         with pytest.raises(StartFailed, match=r"collector did not start. .*keys.toml is wrong"):
             await system.bring_up()
+        assert system.is_misconfigured
 
 
 async def test_a_configuration_that_became_wrong_ends_a_system_only_if_it_cannot_serve(tmp_path: Path):

@@ -71,17 +71,42 @@ def test_an_old_podman_is_refused(fleet: Path):
     assert "Podman 4.5 or newer is not here" in output
 
 
-def test_files_and_folders_of_containers_are_written(fleet: Path):
+def test_a_unit_runs_the_host_with_the_variables_of_the_shell_and_the_first_api_key_is_shown(fleet: Path):
+    out, state = fleet.parent / "units", fleet.parent / "state"
+
+    code, output = install(fleet, "--name", "one", "--out", str(out))
+
+    assert code == 0, output
+    unit = (out / "baton.service").read_text()
+    assert f"up --config {fleet} --name one --keep-trying --state-dir {state}" in unit
+    assert f"EnvironmentFile={state}/service.env" in unit
+    assert (state / "service.env").stat().st_mode & 0o777 == 0o600
+    assert 'PATH="/nowhere"' in (state / "service.env").read_text()
+    assert "The first API key" in output
+    assert "systemctl daemon-reload && systemctl enable --now baton" in output
+
+
+def test_variables_of_the_fleet_file_stay_in_the_fleet_file(fleet: Path):
+    """The host reads them at each start, where a variable of its environment takes precedence."""
+    fleet.write_text(f"env = {{ WORKER_LEGS_MAX = 7 }}\n{FLEET}")
+
+    code, output = install(fleet, "--name", "one", "--out", str(fleet.parent))
+
+    assert code == 0, output
+    assert "WORKER_LEGS_MAX" not in (fleet.parent / "state" / "service.env").read_text()
+
+
+def test_files_and_folders_of_a_container_are_written(fleet: Path):
     out, state = fleet.parent / "units", fleet.parent / "state"
 
     code, output = install(fleet, *QUADLET, "--image", "localhost/x", "--name", "one", "--out", str(out))
 
     assert code == 0, output
-    assert (out / "baton-worker@one-both-1.container").is_file()
-    assert (state / "services" / "one-both-1.env").stat().st_mode & 0o777 == 0o600
-    assert (state / "containers" / "router").is_dir()
-    assert "systemctl daemon-reload && systemctl enable --now baton.target" in output
-    assert "Copy them to /etc/containers/systemd and /etc/systemd/system, then:" in " ".join(output.split())
+    assert f"Exec=baton up --config {fleet} --name one" in (out / "baton.container").read_text()
+    assert f"Volume={fleet}:{fleet}:ro" in (out / "baton.container").read_text()
+    assert (state / "service.env").stat().st_mode & 0o777 == 0o600
+    assert (state / "cache").is_dir()
+    assert "Copy it to /etc/containers/systemd, then:" in " ".join(output.split())
 
 
 def test_the_first_api_key_of_a_job_is_shown_here_and_not_in_its_output(fleet: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher.fleet.fleet_file import WrongFleetFile, read_fleet_file
-from services.launcher.service_files.host_services import CannotWriteService
+from services.launcher.service_files.files import CannotWriteService
 from services.launcher.service_files.slurm import SlurmJob, sbatch_file
 
 FLEET = """
@@ -32,7 +32,7 @@ def written(fleet: str = FLEET, *options: str, drain: str = "") -> str:
         inherited={"WORKER_DRAIN_S_MAX": drain} if drain else {},
         options=options,
     )
-    return sbatch_file(read_fleet_file(fleet, "127.0.0.1"), job).text
+    return sbatch_file(read_fleet_file(fleet, "127.0.0.1"), job)
 
 
 def asked(text: str) -> dict[str, str]:

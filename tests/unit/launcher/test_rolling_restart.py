@@ -1,17 +1,24 @@
-"""An upgrade restarts one worker at a time, and stops at the first that does not come back."""
+"""A rolling restart ends one process at a time, and stops at the first that does not come back."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from threading import Event
+from typing import Any, cast
 
 import pytest
 
-from services.launcher.service_files.upgrade import Systemctl, UpgradeStopped, restart_workers
-from shared.contracts.channels import SERVICE_STATUS
+from services.launcher.system.rolling_restart import RestartStopped, RunningProcess, restart_in_turn, running_processes
+from shared.bus.nats_credentials import Access
+from shared.contracts.channels import SERVICE_STATUS, Party
 from shared.contracts.control import ServicePhase, ServiceStatus
 from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.system import until
 
 SOON_S = 20.0
 SHORT_S = 0.2
@@ -24,6 +31,13 @@ class Manager:
         self.restarted: list[str] = []
         self.changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+
+    def process(self, worker_id: str) -> RunningProcess:
+        access = Access(party=Party.WORKER)
+        process = cast("Any", ProcessOf(self, worker_id))
+        return RunningProcess(
+            name=worker_id, service=Party.WORKER, instance=worker_id, nats_url="", access=access, process=process
+        )
 
     def restart(self, worker_id: str) -> None:
         said = Event()
@@ -42,6 +56,19 @@ class Manager:
                 await self.changed.wait()
 
 
+class ProcessOf:
+    """A psutil.Process that ends at once."""
+
+    def __init__(self, manager: Manager, worker_id: str) -> None:
+        self._manager, self._worker_id = manager, worker_id
+
+    def terminate(self) -> None:
+        self._manager.restart(self._worker_id)
+
+    def wait(self, _s_max: float) -> None:
+        """It has ended."""
+
+
 async def publish(bus: MemoryBus, worker: str, phase: ServicePhase) -> None:
     await bus.publish(SERVICE_STATUS, ServiceStatus(service="worker", instance=worker, phase=phase, detail="broken"))
 
@@ -50,8 +77,8 @@ async def begun(count: int, ready_s_max: float = SOON_S) -> tuple[MemoryBus, Man
     hub = MemoryHub()
     manager, shown = Manager(), list[str]()
     show: Callable[[str], None] = shown.append
-    workers = [f"w-{number}" for number in range(1, count + 1)]
-    task = asyncio.create_task(restart_workers(MemoryBus(hub), workers, manager.restart, show, ready_s_max))
+    workers = [manager.process(f"w-{number}") for number in range(1, count + 1)]
+    task = asyncio.create_task(restart_in_turn(MemoryBus(hub), workers, show, ready_s_max))
     return MemoryBus(hub), manager, task, shown
 
 
@@ -85,7 +112,7 @@ async def test_a_worker_that_fails_stops_the_upgrade():
 
     await until_done(task, bus, "w-1", ServicePhase.FAILED)
 
-    with pytest.raises(UpgradeStopped, match="w-1 failed: broken"):
+    with pytest.raises(RestartStopped, match="w-1 failed: broken"):
         await task
     assert len(manager.restarted) == 1
 
@@ -93,11 +120,29 @@ async def test_a_worker_that_fails_stops_the_upgrade():
 async def test_a_worker_that_is_not_ready_in_time_stops_the_upgrade():
     _bus, manager, task, _shown = await begun(2, ready_s_max=SHORT_S)
 
-    with pytest.raises(UpgradeStopped, match="w-1 is not ready after 0 s"):
+    with pytest.raises(RestartStopped, match="w-1 is not ready after 0 s"):
         await task
     assert len(manager.restarted) == 1
 
 
-def test_a_missing_systemctl_stops_the_upgrade():
-    with pytest.raises(UpgradeStopped, match=r"restart baton-worker@x\.service"):
-        Systemctl(user=True, program="/nowhere/systemctl").restart("x")
+def test_processes_are_found_by_state_directory_and_have_the_names_of_baton_up(tmp_path: Path):
+    """Each plays a service: its command line and its variables are those of one."""
+    (tmp_path / "services").mkdir()
+    for each in ("router", "worker"):
+        (tmp_path / "services" / f"{each}.py").write_text("import time\ntime.sleep(60)\n")
+    own = {"PATH": os.environ["PATH"], "BATON_NATS_URL": "nats://x", "BATON_STATE_DIR": str(tmp_path)}
+    given = [
+        ("services.worker", {**own, "WORKER_WORKER_ID": "w-1"}),
+        ("services.router", own),
+        ("services.router", {**own, "BATON_STATE_DIR": "/another"}),
+    ]
+    played = [subprocess.Popen([sys.executable, "-m", module], cwd=tmp_path, env=env) for module, env in given]
+    try:
+        until(lambda: len(running_processes(str(tmp_path))) == 2, "both are found", SOON_S)
+        found = running_processes(str(tmp_path))
+
+        assert [(each.name, each.instance) for each in found] == [("router", ""), ("w-1", "w-1")]
+    finally:
+        for each in played:
+            each.kill()
+            each.wait()
