@@ -31,7 +31,7 @@ PURE = {
     "services.launcher.doctor": "findings installation services workers",
     "services.launcher.fleet": "fleet_file",
     "services.launcher.system": "devices options plan process_plan",
-    "services.orchestrator": "lifecycle",
+    "services.orchestrator": "lifecycle settings",
     "services.orchestrator.planner": "change family planner rules work",
     "services.router": "settings",
     "services.router.admission": "admission fair_share policy queues",

@@ -27,7 +27,7 @@ def main() -> None:
     except PortTaken as error:  # A restart may help: an earlier collector may still hold the port.
         sys.exit(f"collector: {error}")
     serve = partial(run_collector, settings=settings, listener=listener, otlp_endpoint=common.otlp_endpoint)
-    instance = settings.instance or f"collector-{secrets.token_hex(3)}"
+    instance = f"collector-{secrets.token_hex(3)}"
     url = f"http://{settings.host}:{settings.port}"
     run_service("collector", instance, common, serve, url=url, listener=listener)
 

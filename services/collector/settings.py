@@ -10,8 +10,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     host: str = "127.0.0.1"
     port: int = 8001
-    instance: str = ""
-    """A name unique among metrics collectors, one subject token; generated when empty."""
     published_host: str = ""
     """The address at which clients reach this port, where it is not ``host``: for a container's published port."""
     insecure: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from services.orchestrator.service import Orchestrator
+from services.orchestrator.service import Orchestrator, check
 from services.orchestrator.settings import Settings
 from shared.contracts.control import ServicePhase
 from shared.runtime.service import Service, refuse, run_service
@@ -14,6 +14,7 @@ from shared.runtime.settings import SettingsError, load, load_common
 def main() -> None:
     try:
         common, settings = load_common(), load(Settings, "ORCHESTRATOR_")
+        check(settings)
     except SettingsError as error:
         refuse("orchestrator", error)
 

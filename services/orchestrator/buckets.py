@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from services.orchestrator.settings import Settings
 from shared.bus.port import Bus, BusError
 from shared.contracts.batches import FILES_BYTES_MAX, FILES_S, RECORDS_BYTES_MAX
 from shared.contracts.channels import (
@@ -39,6 +40,15 @@ class KeptFor:
     """0: there is no bucket for responses."""
     files_bytes_max: int = FILES_BYTES_MAX
     """0: there are no buckets for files and batches."""
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> KeptFor:
+        return cls(
+            usage_days=settings.usage_days,
+            responses_s=settings.responses_s,
+            responses_bytes_max=settings.responses_bytes_max,
+            files_bytes_max=settings.files_bytes_max,
+        )
 
 
 async def make_buckets(bus: Bus, lease_s: float, kept: KeptFor = KeptFor()) -> None:

@@ -7,13 +7,13 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from services.orchestrator.adapter_orders import AdapterOrders
-from services.orchestrator.buckets import keep_buckets, make_buckets
+from services.orchestrator.buckets import KeptFor, keep_buckets, make_buckets
 from services.orchestrator.leadership import Candidate, stand_for_leadership
 from services.orchestrator.lifecycle import Fleet, Limits
 from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
-from services.orchestrator.sleeping import Sleeping
+from services.orchestrator.sleeping import Sleeping, SleepPolicy
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, StoredValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.control import Leadership
@@ -22,6 +22,7 @@ from shared.contracts.load import LoadReport
 from shared.contracts.workers import DescribeFleet, FleetState, FleetWorker, WorkerLost, WorkerRecord
 from shared.deadline import unless
 from shared.runtime.clock import Clock
+from shared.runtime.settings import SettingsError
 from shared.runtime.waiting import REGISTRY, Waits
 
 ROLE = "orchestrator"
@@ -31,6 +32,15 @@ TICK_S = 0.1
 """Delay with which a silent worker may be noticed."""
 
 log = logging.getLogger(__name__)
+
+
+def check(settings: Settings) -> None:
+    """Raises SettingsError for values that are well-formed but invalid."""
+    try:
+        Rules.from_settings(settings)
+        SleepPolicy.from_settings(settings)
+    except ValueError as error:
+        raise SettingsError(f"{error}; correct it or unset it") from error
 
 
 class Orchestrator:
@@ -51,12 +61,12 @@ class Orchestrator:
         self._waits = waits or Waits(clock.now)
         self._fleet = Fleet(Limits())
         self._candidate = Candidate(ROLE, name, settings.lease_s)
-        self._kept_for = settings.kept_for()
-        self._planning = Planning(bus, clock, settings, rules or settings.rules(), leading=lambda: self.leading)
+        self._kept_for = KeptFor.from_settings(settings)
+        rules = rules or Rules.from_settings(settings)
+        self._planning = Planning(bus, clock, settings, rules, leading=lambda: self.leading)
         self._adapters = AdapterOrders(bus, clock, self._workers, leading=lambda: self.leading)
-        self._sleeping = Sleeping(
-            bus, clock, settings.sleep_policy(), leading=lambda: self.leading, fleet=self._workers
-        )
+        sleep_policy = SleepPolicy.from_settings(settings)
+        self._sleeping = Sleeping(bus, clock, sleep_policy, leading=lambda: self.leading, fleet=self._workers)
         self._unpublished: list[WorkerLost] = []
         """Losses to publish. A standby drops them: its fleet still has them when it takes over."""
         self._fleet_known = asyncio.Event()

@@ -6,9 +6,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from services.orchestrator.buckets import KeptFor
-from services.orchestrator.planner.rules import Rules, read_models
-from services.orchestrator.sleeping import SleepPolicy, read_after
 from shared.contracts.batches import FILES_BYTES_MAX
 from shared.contracts.control import LEADERSHIP_TTL_S
 from shared.contracts.routers import RESPONSES_BYTES_MAX, RESPONSES_S
@@ -16,7 +13,7 @@ from shared.contracts.usage import LEDGER_DAYS
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises ValueError for settings that cannot work."""
+    """An orchestrator's settings. Every ``_s`` is in seconds, every ``_bytes_max`` in bytes."""
 
     instance: str = ""
     """One NATS subject token that no other orchestrator has or had; generated when empty."""
@@ -37,23 +34,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     planner: Literal["off", "advise", "act"] = "advise"
     """Whether the leader publishes how many workers of which role it wants, and whether it changes the fleet."""
-    planner_ttft_s: float = Rules().ttft_s
+    planner_ttft_s: Annotated[float, msgspec.Meta(ge=0.0)] = 2.0
     """Target for the time to the first token of 95 of 100 requests; 0: no target."""
-    planner_itl_s: float = Rules().itl_s
+    planner_itl_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.05
     """Target for the time between tokens, which limits decode batches; 0: no target."""
-    planner_workers_min: int = Rules().workers_min
-    """Workers of one model, all roles together."""
-    planner_workers_max: int = Rules().workers_max
-    """Workers of one model, all roles together; 0: no limit."""
     planner_models: str = ""
-    """JSON: targets and limits of single models, such as ``{"my-model": {"ttft_s": 1, "workers_max": 4}}`` with any of
-    ``ttft_s``, ``itl_s``, ``workers_min`` and ``workers_max``."""
-    planner_time_scale: float = 1.0
+    """JSON: targets and limits of single models, such as ``{"my-model": {"ttft_s": 1, "workers_min": 1, "workers_max":
+    4}}`` with any of ``ttft_s``, ``itl_s``, ``workers_min`` and ``workers_max`` (all roles of a model together). The
+    model ``*`` stands for all others. Without it a model has one worker or more, and no limit.
+    """
+    planner_time_scale: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
     """Multiplies all times of the planner: below 1 it reacts sooner, and also to shorter peaks."""
-    scaler: Literal["launcher", "webhook", "advice"] = "launcher"
-    """Starts and stops workers: `baton up --workers-max`, the webhook ``scaler_url``, or nothing."""
     scaler_url: str = ""
-    """POST, with a ``ScaleFleet`` as JSON."""
+    """Webhook that starts and stops workers: it gets a POST with a ``ScaleFleet`` as JSON. Empty: `baton up
+    --workers-max` does.
+    """
 
     sleep_after_s: str = ""
     """JSON: seconds without a request after which a model's workers end their engines and sleep, such as
@@ -62,48 +57,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Models that may be awake at a time; 0: all. For another one, the model that was unused longest goes to sleep."""
     wake_on_request: bool = True
     """Whether a request for a model that sleeps wakes it; otherwise only `baton wake` does."""
-
-    def __post_init__(self) -> None:
-        if self.scaler == "webhook" and not self.scaler_url:
-            raise ValueError("the scaler is a webhook, so ORCHESTRATOR_SCALER_URL must be set")
-        if self.planner_time_scale <= 0.0:
-            raise ValueError("a planner's time_scale must be above 0")
-        if self.planner_workers_min < 1:
-            raise ValueError("a fleet needs at least one worker")
-        try:
-            self.sleep_policy()
-        except (ValueError, msgspec.DecodeError) as error:
-            raise ValueError(f"ORCHESTRATOR_SLEEP_AFTER_S: {error}; correct it or unset it") from error
-        try:
-            rules = self.rules()
-        except (ValueError, msgspec.DecodeError) as error:
-            raise ValueError(f"ORCHESTRATOR_PLANNER_MODELS: {error}; correct it or unset it") from error
-        for model in rules.models:
-            least, most = rules.of(model).workers_min, rules.of(model).workers_max
-            if 0 < most < least:
-                raise ValueError(f"ORCHESTRATOR_PLANNER_MODELS: {model} has workers_min {least}, workers_max {most}")
-
-    def rules(self) -> Rules:
-        """The planner's rules with these targets and limits."""
-        rules = Rules(
-            ttft_s=self.planner_ttft_s,
-            itl_s=self.planner_itl_s,
-            workers_min=self.planner_workers_min,
-            workers_max=self.planner_workers_max,
-            models=read_models(self.planner_models),
-        )
-        return rules.with_times(self.planner_time_scale)
-
-    def kept_for(self) -> KeptFor:
-        """How long and how much the buckets keep."""
-        return KeptFor(
-            usage_days=self.usage_days,
-            responses_s=self.responses_s,
-            responses_bytes_max=self.responses_bytes_max,
-            files_bytes_max=self.files_bytes_max,
-        )
-
-    def sleep_policy(self) -> SleepPolicy:
-        """Which models sleep, and when they wake. Raises ValueError, msgspec.DecodeError."""
-        after_s = msgspec.json.decode(self.sleep_after_s.strip().encode() or b"{}", type=dict[str, float])
-        return SleepPolicy(after_s=read_after(after_s), awake_max=self.awake_max, on_request=self.wake_on_request)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from services.orchestrator.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import ORDER_MODEL, REQUESTS_FINISHED, SLEEP, WAKE, WAKE_MODEL
 from shared.contracts.fleet_orders import ModelOrdered, ModelWaking, OrderModel, SleepWorker, WakeModel, WakeWorker
@@ -47,6 +48,22 @@ class SleepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Models that may be awake at a time; 0: all. Beyond it, the one that was unused longest makes room."""
     on_request: bool = True
     """Whether a request may wake a model."""
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> SleepPolicy:
+        """Raises ValueError with a message for the operator."""
+        try:
+            after_s = msgspec.json.decode(settings.sleep_after_s.strip().encode() or b"{}", type=dict[str, float])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"ORCHESTRATOR_SLEEP_AFTER_S: {error}") from error
+        if len(after_s) > MODELS_MAX:
+            raise ValueError(f"ORCHESTRATOR_SLEEP_AFTER_S: {len(after_s)} models; at most {MODELS_MAX} can be named")
+        for model, seconds in after_s.items():
+            if not model or not 0.0 < seconds < math.inf:
+                raise ValueError(
+                    f"ORCHESTRATOR_SLEEP_AFTER_S: {model!r}: {seconds}; it is a model and a number of seconds above 0"
+                )
+        return cls(after_s=after_s, awake_max=settings.awake_max, on_request=settings.wake_on_request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,16 +265,6 @@ def _new_orders(model: Model, workers: Iterable[FleetWorker], now: float, *, asl
         if before is not asleep or now - at >= REPEAT_S:
             model.ordered[worker_id] = (asleep, now)
             yield Order(worker_id, asleep)
-
-
-def read_after(values: Mapping[str, float]) -> dict[str, float]:
-    """Checked idle times. Raises ValueError."""
-    if len(values) > MODELS_MAX:
-        raise ValueError(f"{len(values)} models; at most {MODELS_MAX} can be named")
-    for model, seconds in values.items():
-        if not model or not 0.0 < seconds < math.inf:
-            raise ValueError(f"{model!r}: {seconds}; it is a model and a number of seconds above 0")
-    return dict(values)
 
 
 TICK_S = 0.5

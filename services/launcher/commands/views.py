@@ -59,8 +59,8 @@ example with the header x-baton-mode: aggregated. Otherwise they are estimated f
 
 [cyan]baton up --workers-max 4[/]   let it also start and drain workers
 
-ORCHESTRATOR_PLANNER_TTFT_S and ORCHESTRATOR_PLANNER_ITL_S set the targets. With ORCHESTRATOR_SCALER=webhook
-the planner requests workers from the service at ORCHESTRATOR_SCALER_URL.""",
+ORCHESTRATOR_PLANNER_TTFT_S and ORCHESTRATOR_PLANNER_ITL_S set the targets. The planner requests
+workers from `baton up --workers-max`, or from the webhook at ORCHESTRATOR_SCALER_URL.""",
     "health": """[bold]Example[/]
 
 [cyan]baton health router[/]   in a container's HEALTHCHECK: prints healthy or unhealthy""",

@@ -132,16 +132,9 @@ def planner_limits(options: UpOptions) -> dict[str, str]:
     """The planner's settings; none when nothing scales."""
     if not options.scales:
         return {}
-    if len(options.models) == 1:
-        [model] = options.models
-        return {
-            "ORCHESTRATOR_PLANNER": "act",
-            "ORCHESTRATOR_PLANNER_WORKERS_MIN": str(model.workers_min),
-            "ORCHESTRATOR_PLANNER_WORKERS_MAX": str(model.workers_max),
-        }
     # Of a model that does not scale, the planner may change roles.
     limits = {
-        each.model: {
+        each.model if len(options.models) > 1 else "*": {
             "workers_min": each.workers_min if each.workers_max else len(each.roles),
             "workers_max": each.workers_max or len(each.roles),
         }

@@ -147,13 +147,8 @@ class Planning:
 
 
 def make_scaler(bus: Bus, settings: Settings) -> Scaler:
-    match settings.scaler:
-        case "launcher":
-            return LauncherScaler(bus, SCALER_S_MAX)
-        case "webhook":
-            return WebhookScaler(settings.scaler_url, SCALER_S_MAX)
-        case "advice":
-            return AdviceScaler()
+    url = settings.scaler_url
+    return WebhookScaler(url, SCALER_S_MAX) if url else LauncherScaler(bus, SCALER_S_MAX)
 
 
 class Scaler(Protocol):
@@ -206,10 +201,3 @@ class WebhookScaler:
         if not reply.content.strip():
             return FleetScaled(change=order.change)
         return msgspec.json.decode(reply.content, type=FleetScaled)
-
-
-class AdviceScaler:
-    """Starts and stops nothing: a person reads the plan."""
-
-    async def scale(self, order: ScaleFleet) -> FleetScaled:
-        return FleetScaled(refusal=f"advice only: {order.change:+d} {order.role}")

@@ -6,8 +6,12 @@ from typing import Annotated
 
 import msgspec
 
+from services.orchestrator.settings import Settings
+
 MODELS_MAX = 256
 """Models with rules of their own."""
+OTHERS = "*"
+"""The name that stands for all models without rules of their own."""
 TIMES = ("sample_s", "clear_s", "window_s", "lasting_s", "spare_s", "hold_s", "cool_down_s", "refused_s")
 """The times that ``ORCHESTRATOR_PLANNER_TIME_SCALE`` multiplies."""
 
@@ -19,16 +23,6 @@ class ModelRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     itl_s: Annotated[float, msgspec.Meta(ge=0.0)] | msgspec.UnsetType = msgspec.UNSET
     workers_min: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
     workers_max: Annotated[int, msgspec.Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
-
-
-def read_models(text: str) -> dict[str, ModelRules]:
-    """Rules by model, from the operator's JSON; none when empty. Raises ValueError."""
-    if not text.strip():
-        return {}
-    models = msgspec.json.decode(text.encode(), type=dict[str, ModelRules])
-    if len(models) > MODELS_MAX:
-        raise ValueError(f"{len(models)} models; at most {MODELS_MAX} can be planned")
-    return models
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +64,30 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[str, ModelRules] = msgspec.field(default_factory=dict)
     """Models with targets and limits of their own."""
 
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Rules:
+        """Raises ValueError with a message for the operator."""
+        try:
+            models = msgspec.json.decode(settings.planner_models.strip().encode() or b"{}", type=dict[str, ModelRules])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"ORCHESTRATOR_PLANNER_MODELS: {error}") from error
+        if len(models) > MODELS_MAX:
+            raise ValueError(f"ORCHESTRATOR_PLANNER_MODELS: {len(models)} models; at most {MODELS_MAX} can be planned")
+        rules = cls(ttft_s=settings.planner_ttft_s, itl_s=settings.planner_itl_s)
+        rules = msgspec.structs.replace(rules.over(models.pop(OTHERS, ModelRules())), models=models)
+        for model in (OTHERS, *models):
+            least, most = rules.of(model).workers_min, rules.of(model).workers_max
+            if 0 < most < least:
+                raise ValueError(f"ORCHESTRATOR_PLANNER_MODELS: {model} has workers_min {least}, workers_max {most}")
+        return rules.with_times(settings.planner_time_scale)
+
     def of(self, model: str) -> Rules:
+        """The rules for this model."""
         own = self.models.get(model)
-        if own is None:
-            return self
+        return self if own is None else self.over(own)
+
+    def over(self, own: ModelRules) -> Rules:
+        """These rules, except where ``own`` has others."""
         return msgspec.structs.replace(
             self, **{name: value for name, value in msgspec.structs.asdict(own).items() if value is not msgspec.UNSET}
         )

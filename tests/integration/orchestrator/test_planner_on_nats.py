@@ -28,7 +28,7 @@ async def test_a_spare_worker_changes_its_role_and_the_plan_has_the_outcome(nats
             changed.set_result(decision)
 
     await bus.subscribe(PLAN, hear)
-    settings = {"ORCHESTRATOR_PLANNER": "act", "ORCHESTRATOR_SCALER": "advice", "BATON_NATS_URL": nats_server.url}
+    settings = {"ORCHESTRATOR_PLANNER": "act", "BATON_NATS_URL": nats_server.url}
     settings["ORCHESTRATOR_PLANNER_TIME_SCALE"] = TIME_SCALE
     with service_process("orchestrator", tmp_path, **settings):
         async with planned_fleet(lambda: bus) as workers:

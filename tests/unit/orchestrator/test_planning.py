@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.service import Orchestrator
+from services.orchestrator.service import Orchestrator, check
 from services.orchestrator.settings import Settings
 from shared.bus.port import NoResponders
 from shared.contracts.channels import PLAN, PLANS, SCALE
@@ -159,21 +159,24 @@ async def test_without_a_spare_worker_the_launcher_gets_a_request(answer: FleetS
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"SCALER": "webhook"}, "ORCHESTRATOR_SCALER_URL"),
-        ({"PLANNER_TIME_SCALE": "0"}, "time_scale"),
-        ({"PLANNER_WORKERS_MIN": "0"}, "at least one"),
+        ({"PLANNER_MODELS": '{"*": {"workers_min": 3, "workers_max": 2}}'}, r"\* has workers_min 3, workers_max 2"),
+        ({"PLANNER_TIME_SCALE": "0"}, "ORCHESTRATOR_PLANNER_TIME_SCALE"),
+        ({"PLANNER_MODELS": '{"m": {"workers_min": 0}}'}, "ORCHESTRATOR_PLANNER_MODELS"),
         ({"PLANNER": "yes"}, "ORCHESTRATOR_PLANNER"),
     ],
 )
 def test_settings_that_cannot_work_stop_the_start(variables: dict[str, str], text: str):
     with pytest.raises(SettingsError, match=text):
-        load(Settings, "ORCHESTRATOR_", {f"ORCHESTRATOR_{name}": value for name, value in variables.items()})
+        check(load(Settings, "ORCHESTRATOR_", {f"ORCHESTRATOR_{name}": value for name, value in variables.items()}))
 
 
 def test_settings_become_the_planners_rules():
-    variables = {"TTFT_S": "1.5", "ITL_S": "0.1", "WORKERS_MIN": "2", "WORKERS_MAX": "9", "TIME_SCALE": "0.5"}
+    models = '{"*": {"workers_min": 2, "workers_max": 9}, "m": {"ttft_s": 3}}'
+    variables = {"TTFT_S": "1.5", "ITL_S": "0.1", "MODELS": models, "TIME_SCALE": "0.5"}
     named = {f"ORCHESTRATOR_PLANNER_{name}": value for name, value in variables.items()}
-    rules = load(Settings, "ORCHESTRATOR_", named).rules()
+    rules = Rules.from_settings(load(Settings, "ORCHESTRATOR_", named))
+    own = rules.of("m")
 
     assert (rules.ttft_s, rules.itl_s, rules.workers_min, rules.workers_max) == (1.5, 0.1, 2, 9)
+    assert (own.ttft_s, own.itl_s, own.workers_min, own.workers_max) == (3.0, 0.1, 2, 9)
     assert (rules.hold_s, rules.load_max) == (0.5 * Rules().hold_s, Rules().load_max)

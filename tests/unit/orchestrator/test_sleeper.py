@@ -206,4 +206,4 @@ def test_an_operators_order_to_wake_respects_the_bound():
 @pytest.mark.parametrize("text", ['{"a": 0}', '{"a": -1}', '{"": 5}', "5", "nonsense", '{"a": "x"}'])
 def test_bad_idle_times_are_refused(text: str):
     with pytest.raises(ValueError, match="ORCHESTRATOR_SLEEP_AFTER_S"):
-        Settings(sleep_after_s=text)
+        SleepPolicy.from_settings(Settings(sleep_after_s=text))
