@@ -126,7 +126,8 @@ class PlannedWorld(World):
         if now < self._until:
             self.at(now + TICK_S, self._tick, number + 1)
         for worker in [each for each in self.workers.values() if self._has_drained(each)]:
-            self.leave(worker)
+            del self.workers[worker.worker_id]
+            self._knowledge.left(worker, now)
             self.left.append(worker)
         ready = Counter(each.record.role for each in self.workers.values() if each.record.phase is WorkerPhase.READY)
         everybody = len(self.workers) + len(self._coming)
@@ -180,12 +181,20 @@ class PlannedWorld(World):
         self._coming.remove(worker)
         self._since[worker.worker_id] = now
         worker.record = msgspec.structs.replace(worker.record, phase=WorkerPhase.READY)
-        self.join(worker)
+        self.workers[worker.worker_id] = worker
+        self._knowledge.joined(worker, now)
+        self._schedule_pass(now)
 
-    def _drain_workers(self, role: Role, wanted: int, _now: float) -> None:
+    def _drain_workers(self, role: Role, wanted: int, now: float) -> None:
         ready = [each for each in self.workers.values() if each.record.phase is WorkerPhase.READY]
         for worker in [each for each in ready if each.record.role is role][-wanted:]:
-            self.rewrite(worker, msgspec.structs.replace(worker.record, phase=WorkerPhase.DRAINING))
+            self._rewrite(worker, now, phase=WorkerPhase.DRAINING)
+
+    def _rewrite(self, worker: SimWorker, now: float, **changes: Any) -> None:
+        worker.changes(now)
+        worker.record = msgspec.structs.replace(worker.record, **changes)
+        self.fleet.cluster.record(worker.record, now)
+        self._schedule_pass(now)
 
     def _has_drained(self, worker: SimWorker) -> bool:
         is_leaving = worker.record.phase is WorkerPhase.DRAINING
@@ -194,7 +203,7 @@ class PlannedWorld(World):
     def _change_role(self, now: float, planner: Planner, decision: PlanDecision) -> None:
         worker = self.workers[decision.worker_id]
         assert decision.role is not None
-        self.rewrite(worker, msgspec.structs.replace(worker.record, role=decision.role))
+        self._rewrite(worker, now, role=decision.role)
         planner.set_outcome(decision, done=True, outcome="done", now=now)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # What simulates is imported when it runs: without a workload
     from replay.split import Split
 
 RUNNING = "running"
-"""In place of a file: the speeds that the running system has measured."""
+"""Stands for a file: the speeds that the running system has measured."""
 SAMPLE = 2000
 GPUS_MAX = 4096
 LOAD = "The workload"
@@ -73,7 +73,7 @@ class ProfileName(StrEnum):
 
 
 GPUS = {ProfileName.SMALL: 1, ProfileName.LARGE: 4}
-"""Of a worker with such a profile."""
+"""GPUs of a worker with each profile."""
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -375,7 +375,7 @@ def engine_of(profile: ProfileName, measured: EngineSpeeds | None) -> Profile:
 
 
 def speeds_of(source: str, nats_url: str, state_dir: Path | None, model: str) -> EngineSpeeds:
-    """Of a file or of the running system."""
+    """Read a file's speeds, or those of the running system."""
     from replay.capacity.speeds import SpeedsError, read_speeds
 
     if source == RUNNING:

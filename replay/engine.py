@@ -32,15 +32,15 @@ class Job:
     """
 
     number: int
-    """Unique among all jobs."""
+    """A number unique among all jobs."""
     chain: tuple[int, ...]
     """Names of the prompt's full blocks, and of those that its answer fills, if they are known."""
     prompt_tokens: int
     output_tokens: int
     owner: Any = None
-    """Set and read by the caller only."""
+    """A value that only the caller sets and reads."""
     fetches: bool = False
-    """It fetches KV from other workers before it is computed."""
+    """Whether the job fetches KV from other workers before it is computed."""
     granted: int | None = None
     """Prompt tokens, from the start, that are cached here or granted by others; None: not requested yet."""
     has_requested: bool = False
@@ -52,14 +52,14 @@ class Job:
     order: int = 0
     """Order of admission to the batch; 0: not in it."""
     since_step: int = -1
-    """Step in which it began to decode; -1: not decoding."""
+    """Step in which the job began to decode; -1: not decoding."""
     cached_tokens: int = 0
     """Prompt tokens cached here when it was first scheduled."""
     loaded_tokens: int = 0
     """Prompt tokens that host memory held when it was first scheduled."""
     received_tokens: int = 0
     received_s: float = 0.0
-    """From the reservation of blocks to their arrival."""
+    """Seconds from the reservation of blocks to their arrival."""
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -170,7 +170,7 @@ class Step:
         """Added duration of each further step."""
         self.prefill_tokens = 0
         self.prefill_pairs = 0.0
-        """Sum over these tokens of the tokens before them."""
+        """Sum over the prefill tokens of the tokens before each."""
         self.decoding = 0
         self.context_tokens = 0
         """Context tokens of the decoding sequences in the first step."""
@@ -249,7 +249,7 @@ class Engine:
         """Jobs with blocks for the whole prompt; KV is being read into some of them."""
         self.received_jobs: deque[Job] = deque()
         self.running: dict[Job, None] = {}
-        """In order of admission. All but possibly the last one decode."""
+        """Running jobs in order of admission. All but possibly the last one decode."""
         self.decoders = Decoders(profile)
         self.waiting_tokens = 0
         """Prompt tokens accepted and not yet computed."""

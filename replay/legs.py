@@ -58,7 +58,7 @@ class Leg:
     job: Job
     sent: Sent
     uncached_tokens: int = 0
-    """As predicted by placement."""
+    """Uncached prompt tokens that placement predicted."""
     sources: tuple[KvSource, ...] = ()
     reads_from: Leg | None = None
     """The prefill leg whose KV this one reads."""
@@ -66,7 +66,7 @@ class Leg:
     booked_tokens: int = 0
     """Prompt tokens, from the start, that have arrived or are on a link."""
     loaded_at: float = 0.0
-    """When what host memory holds of them has arrived; 0: nothing is loaded."""
+    """Time at which the tokens that host memory holds have arrived; 0: nothing is loaded."""
     pins: list[tuple[SimWorker, list[int]]] = field(default_factory=list)
     """Blocks pinned at other workers until they are read."""
 

@@ -28,9 +28,11 @@ class Profile(StepTiming):
     host_blocks: int = 0
     """Blocks that host memory keeps beside the KV cache; 0: none."""
     host_bytes_per_s: float = 50e9
-    """Of loading them: PCIe 5.0 with 16 lanes has 64 GB/s in each direction, of which copies reach some 80 %."""
+    """Bandwidth of loading host blocks: PCIe 5.0 with 16 lanes has 64 GB/s in each direction, of which copies reach
+    some 80 %.
+    """
     ask_s: float = 0.004
-    """From requesting KV of another worker to its grant."""
+    """Seconds from requesting KV of another worker to its grant."""
     tail_tokens: int = 16
     """Tokens of a handed-over prompt that the decode worker computes. A real tail is shorter than a block of 16; the
     blocks of the trace have 512 tokens.
@@ -133,7 +135,7 @@ def blend(old: float, sample: float, times: int) -> float:
 
 
 def bucket_of(seconds: float) -> int:
-    """Of a time between tokens."""
+    """The bucket of a time between tokens."""
     return math.floor(math.log(max(seconds, 1e-9)) / LOG_ITL_GROWTH)
 
 

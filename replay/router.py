@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from replay.legs import ReplayedRequest
+from replay.legs import At, ReplayedRequest
 from replay.simworker import SimWorker
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
@@ -23,7 +23,7 @@ from shared.contracts.kv_events import KvEventBatch, KvSnapshot
 NETWORK_S = 0.001
 """One-way latency between router and worker."""
 KV_EVENTS_S = 0.01
-"""From a cache change in an engine to the router's index."""
+"""Seconds from a cache change in an engine to the router's index."""
 
 
 class Knowledge:
@@ -41,7 +41,7 @@ class Knowledge:
             self.joined(worker, 0.0)
 
     def ignore_speeds(self) -> None:
-        """Neither the workers nor the router learn how fast engines are, because no policy reads it."""
+        """Stop learning how fast engines are, in workers and router, because no policy reads it."""
         self._learns = False
         for worker in self._workers:
             worker.learns = False
@@ -99,9 +99,7 @@ class Knowledge:
 
 
 PASS_S_MIN = 0.02
-"""Between two scheduling passes: a router limits passes to a share of its time."""
-
-At = Callable[..., None]
+"""Least time between two scheduling passes: a router limits passes to a share of its time."""
 
 
 class RouterQueue(Protocol):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import msgspec
 
@@ -33,7 +34,7 @@ class SimWorker:
         self.record = record_of(number, role, profile)
         self.engine = Engine(profile, listener)
         self.scheduled_at = math.inf
-        """When the world wakes the engine."""
+        """Time at which the world wakes the engine."""
         self.legs = 0
         self.link = TransferLink(profile)
         self.host_link = TransferLink(replace(profile, transfer_bytes_per_s=profile.host_bytes_per_s))
@@ -41,16 +42,15 @@ class SimWorker:
         self._totals = Totals()
         self._learner = SpeedLearner()
         self.learns = True
-        self._past: tuple[Any, ...] | None = None
+        self._past: Callable[[], LoadReport] | None = None
         """``_state`` as of the newest tick before the last change."""
         self._past_tick = self._told_tick = -1
         self._seq = 0
         self.due_at = -math.inf
-        """No unread report was sent before."""
+        """Time before which no unread report was sent."""
 
     @property
     def worker_id(self) -> WorkerId:
-        """Worker id."""
         return self.record.worker_id
 
     def changes(self, now: float) -> None:
@@ -67,7 +67,7 @@ class SimWorker:
         self._told_tick = tick
         self.due_at = (tick + 1) * PERIOD_S + self._tick_offset_s - CLOCK_S
         state = self._past if self._past_tick >= tick and self._past is not None else self._state()
-        return self._report(state), tick * PERIOD_S + self._tick_offset_s
+        return state(), tick * PERIOD_S + self._tick_offset_s
 
     def kv_events(self) -> KvEventBatch | None:
         """KV events since the last call."""
@@ -95,67 +95,37 @@ class SimWorker:
 
     def load_now(self) -> LoadReport:
         """Load report as of now."""
-        return msgspec.structs.replace(self._report(self._state()), steps=self.engine.speeds.totals())
+        return msgspec.structs.replace(self._state()(), steps=self.engine.speeds.totals())
 
-    def _state(self) -> tuple[Any, ...]:
-        """What a report of now would say. Many states are never reported, so they are no messages yet."""
-        engine, totals, pool = self.engine, self._totals, self.engine.pool
+    def _state(self) -> Callable[[], LoadReport]:
+        """Make the load report of this moment, when called; many are never read. It lacks the step totals, which no
+        router reads.
+        """
+        engine, totals, pool, record = self.engine, self._totals, self.engine.pool, self.record
         speeds = engine.speeds
         if self.learns and self._learner.wants(speeds.busy_s):
             self._learner.observe(speeds.totals())
-        return (
-            self.record,
-            len(engine.running),
-            engine.queued,
-            engine.waiting_tokens,
-            self.legs,
-            pool.blocks - pool.free,
-            totals.prompt,
-            totals.cached,
-            totals.received,
-            totals.received_s,
-            speeds.prefill_tokens_per_s,
-            speeds.decode_s_per_token,
-            self._learner.speed,
-        )
-
-    def _report(self, state: tuple[Any, ...]) -> LoadReport:
-        """Of that state. It lacks the step totals, which no router reads."""
-        (
-            record,
-            running,
-            waiting,
-            waiting_tokens,
-            legs,
-            blocks_used,
-            prompt,
-            cached,
-            received,
-            received_s,
-            prefill_tokens_per_s,
-            decode_s_per_token,
-            speed,
-        ) = state
-        return LoadReport(
+        return partial(
+            LoadReport,
             worker_id=record.worker_id,
             epoch=record.epoch,
             role=record.role,
             phase=record.phase,
-            running=running,
-            waiting=waiting,
-            waiting_tokens=waiting_tokens,
-            legs=legs,
-            kv_blocks_used=blocks_used,
-            kv_blocks_total=self.engine.pool.blocks,
-            prompt_tokens_total=prompt,
-            computed_tokens_total=prompt - cached - received,
-            cached_tokens_total=cached,
-            received_tokens_total=received,
-            received_bytes_total=received * self.engine.profile.kv_bytes_per_token,
-            received_seconds_total=received_s,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            decode_s_per_token=decode_s_per_token,
-            speed=speed,
+            running=len(engine.running),
+            waiting=engine.queued,
+            waiting_tokens=engine.waiting_tokens,
+            legs=self.legs,
+            kv_blocks_used=pool.blocks - pool.free,
+            kv_blocks_total=pool.blocks,
+            prompt_tokens_total=totals.prompt,
+            computed_tokens_total=totals.prompt - totals.cached - totals.received,
+            cached_tokens_total=totals.cached,
+            received_tokens_total=totals.received,
+            received_bytes_total=totals.received * engine.profile.kv_bytes_per_token,
+            received_seconds_total=totals.received_s,
+            prefill_tokens_per_s=speeds.prefill_tokens_per_s,
+            decode_s_per_token=speeds.decode_s_per_token,
+            speed=self._learner.speed,
         )
 
     def _tick(self, now: float) -> int:

@@ -41,14 +41,16 @@ class Request:
     answer: tuple[int, ...] = ()
     """Contents of the blocks that its answer fills, if a later prompt may have them."""
     session: int = -1
-    """Requests of one session follow each other; -1: of no session."""
+    """Number of the session, whose requests follow each other; -1: no session."""
     gap_s: float | None = None
-    """Closed loop: it arrives so long after the session's request before it has ended. None: it arrives at ``at_s``."""
+    """Closed loop: seconds from the end of the session's previous request to the arrival of this one. None: the request
+    arrives at ``at_s``.
+    """
     tenant: str = ""
 
     @property
     def tokens(self) -> int:
-        """Of prompt and completion."""
+        """Prompt and completion tokens."""
         return self.input_tokens + self.output_tokens
 
 
@@ -109,7 +111,7 @@ def read_azure(path: Path, _chance: random.Random) -> Iterator[Request]:
 
 
 def at_load(requests: list[Request], load: float) -> list[Request]:
-    """The same requests, arriving ``load`` times as fast.
+    """The requests, arriving ``load`` times as fast.
 
     In a closed loop only sessions start faster. Turns that are then planned after the end of the trace are left out:
     nothing else would arrive beside them.
@@ -141,6 +143,6 @@ def chains(requests: Iterable[Request]) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=NAMES_KEPT)
 def _name(parent: int, block: int) -> int:
-    """Of a block behind another. Kept, because the policies of a comparison get the same prompts."""
+    """The name of a block that follows another. Kept, because the policies of a comparison get the same prompts."""
     digest = blake2b(f"{parent:x} {block:x}".encode(), digest_size=HASH_BYTES).digest()
     return int.from_bytes(digest, "big")

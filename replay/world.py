@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from replay.engine import Engine, Job
-from replay.legs import Exchange, Leg, ReplayedRequest
+from replay.legs import At, Exchange, Leg, ReplayedRequest
 from replay.profile import Profile
-from replay.router import NETWORK_S, At, Knowledge, RouterQueue, VirtualAdmission
+from replay.router import NETWORK_S, Knowledge, RouterQueue, VirtualAdmission
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.split import Split
 from replay.traces import Request, chains
@@ -23,7 +23,6 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.worker_view import Sent
 from shared.contracts.inference import LegKind
-from shared.contracts.workers import WorkerRecord
 
 NOISE_SEEDS = 4096
 """More workers than any fleet has: no two runs share a worker's noise."""
@@ -49,7 +48,7 @@ class World:
         self.workers = {worker.worker_id: worker for worker in made}
         self.fleet = Fleet(PlacementPolicy(silent_s_max=math.inf))
         self.targets: Targets = NO_TARGETS
-        """Of every request."""
+        """Targets of every request."""
         self._admission: RouterQueue | None = None
         self._knowledge = Knowledge(self.fleet, made)
         self._exchange = Exchange(self.workers, self.at, self._woken)
@@ -106,24 +105,6 @@ class World:
             assert replayed.request.gap_s is not None
             replayed.request = replace(replayed.request, at_s=now + replayed.request.gap_s)
             self.at(replayed.request.at_s, self._arrives, replayed)
-
-    def join(self, worker: SimWorker) -> None:
-        """Add a ready worker."""
-        self.workers[worker.worker_id] = worker
-        self._knowledge.joined(worker, self.now)
-        self._schedule_pass(self.now)
-
-    def rewrite(self, worker: SimWorker, record: WorkerRecord) -> None:
-        """Change a worker's registry record, for example its role or phase."""
-        worker.changes(self.now)
-        worker.record = record
-        self.fleet.cluster.record(record, self.now)
-        self._schedule_pass(self.now)
-
-    def leave(self, worker: SimWorker) -> None:
-        """Remove a worker that has no legs."""
-        del self.workers[worker.worker_id]
-        self._knowledge.left(worker, self.now)
 
     def ignore_speeds(self) -> None:
         """The policy does not read the learned speeds of engines: nobody learns them, which saves time."""

@@ -18,7 +18,7 @@ from replay.traces import Request
 from shared.text.formats import duration
 
 ROUNDING = 1e-9
-"""1 - 0.95 is a little more than 0.05."""
+"""Tolerance of the share: 1 - 0.95 is a little more than 0.05 in floating point."""
 NAMED_MAX = 3
 """Requests that a message names."""
 RUNNERS_UP = 2
@@ -35,12 +35,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan takes an engine to be."""
 
     name: str
-    """Of the profile, or of the model whose measured speeds are used."""
+    """Name of the profile, or of the model whose measured speeds are used."""
     measured: bool
     gpus: int
-    """Of one worker."""
+    """GPUs of one worker."""
     prompt_s: float
-    """To compute the mean prompt alone."""
+    """Time to compute the mean prompt alone."""
     kv_tokens: int
 
 
@@ -57,14 +57,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     workload: str
     size: Summary
-    """Of the whole workload."""
+    """Size of the whole workload."""
     searched: Summary
-    """Of the piece that the search simulated."""
+    """Size of the piece that the search simulated."""
     target: Target
     engine: Engine
     workers: int
     splits: list[SplitResult]
-    """The best one first."""
+    """Results of all splits, the best one first."""
     enough: bool
     """Whether these workers keep the targets at the workload's own load."""
     headroom: float

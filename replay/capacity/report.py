@@ -237,7 +237,7 @@ FORMATS = (".png", ".svg", ".pdf")
 PICTURED_MAX = 8
 CURVES_MAX = 4
 FAR_BEYOND = 1.6
-"""Beyond so many times the limit nothing is drawn."""
+"""Multiple of the limit up to which loads are drawn."""
 ROLE_COLORS = {"prefill": "#d1693b", "decode": "#3b75af", "both": "#6a9a58"}
 CURVE_COLORS = ("#222222", "#d1693b", "#3b75af", "#6a9a58")
 OTHERS = "#8a8a8a"

@@ -18,15 +18,15 @@ from replay.capacity.trial import Question, Resource, Runner, Trial
 from replay.split import Split
 
 PRECISION = 1.03
-"""Of a limit: at so many times the load that is kept, too many requests are late."""
+"""Precision of a limit: at this multiple of the load that is kept, too many requests are late."""
 COARSE = 1.15
 """Precision of the limit of a split that may not be the last best one."""
 FAR, NEAR = 2.0, 1.3
-"""From a load that is kept to the next one to try: without knowledge, and just beyond the limit of another split."""
+"""Steps to the next load to try: without knowledge, and just beyond the limit of another split."""
 LOAD_MAX = 256.0
 LOAD_MIN = 1 / 64
 BEYOND = 1.1
-"""At so many times its limit, a fleet is examined for what limits it."""
+"""Multiple of its limit at which a fleet is examined for what limits it."""
 WORKERS_MAX = 1024
 GAIN_MIN = 0.005
 """Share of the requests by which twice as much of a resource must help to be what limits a fleet."""
@@ -39,9 +39,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     keeps: float
     """The largest multiple at which enough requests were in time; 0: none was found."""
     fails: float
-    """The smallest tried multiple at which they were not; infinite: none was found."""
+    """The smallest tried multiple at which too few requests were in time; infinite: none was found."""
     beaten: bool = False
-    """It was not examined further than to be worse than the best split: ``keeps`` may be larger."""
+    """Whether the search stopped once the split was worse than the best one; ``keeps`` may then be larger."""
 
 
 class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +49,11 @@ class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
 
     load: float
     in_time: float
-    """With the engines as they are."""
+    """Share of requests in time with unchanged engines."""
     with_twice: dict[str, float]
     """Share of requests in time, by the doubled resource."""
     resource: str
-    """The one that helps most; empty: none helps."""
+    """The resource that helps most; empty: none helps."""
 
 
 class Search:
@@ -116,7 +116,9 @@ class Search:
         return known is not None and known.fails <= load
 
     def _limit_of(self, split: Split, keeps: float, precision: float = PRECISION, step: float = FAR) -> Limit:
-        """By bisection, with as many loads at a time as there are processes. ``keeps``: a load known to be kept."""
+        """Find the limit by bisection, with as many loads at a time as there are processes. ``keeps``: a load known to
+        be kept.
+        """
         low, high = keeps, math.inf
         for load, trial in self._tried(split):
             if trial.keeps(self._share):

@@ -24,7 +24,7 @@ class EngineSpeeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str = ""
     gpus: int = 1
-    """Of one worker."""
+    """GPUs of one worker."""
     prefill_step_s: float
     """Seconds that each step with prompt tokens takes beside its tokens."""
     prefill_token_s: float
@@ -34,7 +34,7 @@ class EngineSpeeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     decode_request_s: float
     """Seconds for each request in the batch of a decode step."""
     decode_context_token_s: float
-    """Seconds for each token of context of these requests."""
+    """Seconds for each token of context of the requests in a decode step."""
     kv_tokens: int
     """Size of the KV cache."""
     step_tokens_max: int = 2048
@@ -42,9 +42,9 @@ class EngineSpeeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     requests_max: int = 256
     """Requests in one step, at most."""
     kv_bytes_per_token: int | None = None
-    """None, like the next: that of the profile."""
+    """None: the profile's value."""
     transfer_bytes_per_s: float | None = None
-    """At which a worker reads KV of another one."""
+    """Bandwidth at which a worker reads KV of another one; None: the profile's value."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_token_s", "decode_step_s", "kv_tokens", "step_tokens_max", "requests_max", "gpus"):

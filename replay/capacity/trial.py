@@ -39,7 +39,7 @@ class Resource(StrEnum):
 
 
 def doubled(profile: Profile, resource: Resource | None) -> Profile:
-    """The same engine with twice as much of one resource."""
+    """An engine like this one with twice as much of one resource."""
     match resource:
         case Resource.PREFILL:
             return replace(
@@ -67,9 +67,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What a share of the requests must meet."""
 
     ttft_s: float
-    """From the arrival to the first token."""
+    """Seconds from the arrival to the first token."""
     itl_s: float
-    """Between tokens, on average over a request."""
+    """Seconds between tokens, on average over a request."""
     share: float
 
 
@@ -93,20 +93,22 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     split: Split
     load: float
     requests: int
-    """Those that do not fit into any engine included."""
+    """All requests, including those that do not fit into any engine."""
     in_time: float
     """Share of the requests that met both targets; an upper bound if ``stopped``."""
     stopped: bool
-    """It ended early, because too many requests had missed a target; what follows is then of those that ended."""
+    """The simulation ended early, because too many requests had missed a target; the other figures are then of the
+    requests that ended.
+    """
     late: int
     """Requests with a late first token."""
     slow: int
     """Requests whose first token was in time and whose tokens were too far apart."""
     refused: int
-    """By the router, because they would have been late."""
+    """Requests that the router refused, because they would have been late."""
     ttft: Spread
     itl: Spread
-    """Of the mean time between tokens of each request."""
+    """Spread of each request's mean time between tokens."""
     hit_share: float
     """Share of the prompt tokens found in the cache of the worker that computed the prompt."""
     busy: dict[str, float]
@@ -116,7 +118,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Length of the load."""
     cpu_s: float
-    """Of the simulation."""
+    """CPU time of the simulation."""
 
     def keeps(self, share: float) -> bool:
         """Whether enough requests were in time."""
@@ -128,7 +130,7 @@ class Case:
     """Common to all simulations of a plan."""
 
     requests: list[Request]
-    """To search with, at load 1."""
+    """Requests to search with, at load 1."""
     whole: list[Request]
     too_large: int
     """Requests beside ``requests`` that do not fit into any engine: a router refuses them."""
@@ -274,7 +276,7 @@ def cores() -> int:
 
 
 _case: Case | None = None
-"""Of this process of the pool."""
+"""The case of this process of the pool."""
 
 
 def _begin(case: Case) -> None:

@@ -33,9 +33,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     requests_per_s: float
     prompt_tokens: float
-    """Mean."""
+    """Mean number of prompt tokens."""
     output_tokens: float
-    """Mean."""
+    """Mean number of output tokens."""
     shared: float
     """Share of the prompt tokens that repeat the beginning of an earlier prompt: the hits of an unlimited cache."""
 
@@ -47,7 +47,7 @@ class Workload:
     name: str
     requests: list[Request]
     note: str = ""
-    """What is not known of it."""
+    """What is not known of the workload."""
 
 
 def read_workload(path: Path, seed: int) -> Workload:

@@ -63,7 +63,7 @@ class Access:
         self._key_file = key_file
         self._seen: tuple[int, ...] = ()
         self._permissions: dict[str, frozenset[str]] = {}
-        """By digest, as of the file ``_seen``."""
+        """Permissions by digest, as of the file ``_seen``."""
 
     @property
     def key_needed(self) -> bool:
@@ -74,10 +74,6 @@ class Access:
     def possible(self) -> bool:
         """Whether any client may give orders."""
         return self.key_needed or self._on_loopback
-
-    def check(self) -> None:
-        """Raises SettingsError when the file cannot be used."""
-        self.permissions()
 
     def permissions(self) -> dict[str, frozenset[str]]:
         """What each key permits, by digest. Raises SettingsError when the file cannot be used."""
@@ -121,7 +117,7 @@ class Access:
 def check(settings: Settings) -> None:
     """Raises SettingsError when other machines could read without a key."""
     access = Access(settings.host, settings.admin_key_file, settings.published_host)
-    access.check()
+    access.permissions()
     if not (access.is_local or access.key_needed or settings.insecure):
         raise SettingsError(
             f"COLLECTOR_HOST={settings.published_host or settings.host} (compose: CONSOLE_BIND): other machines could "

@@ -48,7 +48,7 @@ class Sample:
     e2e_s: float
     completion_tokens: int
     computed_tokens: int
-    """Of the prompt."""
+    """Prompt tokens that were computed."""
     parts: TtftParts
 
     def with_itl(self, ttft_s: float, itl_s: float) -> float:
@@ -59,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Of one request, in seconds."""
+    """Latencies of one request, in seconds."""
 
     ttft_s: float
     itl_s: float
@@ -68,7 +68,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregated:
-    """The same fleet, aggregated."""
+    """Estimate of the fleet when all of its engines serve requests aggregated."""
 
     itl_ratio: float
     """Predicted ITL over the present ITL."""
@@ -220,7 +220,7 @@ class FleetWork:
     """Engines that decode; one that does both counts in ``prefills`` as well."""
     work: Steps
     prefill_work: Steps
-    """Of the engines in ``prefills``; ``decode_work``: of those in ``decodes``."""
+    """Work of the engines in ``prefills``; ``decode_work``: of those in ``decodes``."""
     decode_work: Steps
 
 

@@ -43,7 +43,7 @@ SECURITY_HEADERS = (
     ("cross-origin-opener-policy", "same-origin"),
     ("cache-control", "no-store"),
 )
-"""On every response: other sites can neither embed nor read the pages, and no foreign script runs in them."""
+"""Headers of every response: other sites can neither embed nor read the pages, and no foreign script runs in them."""
 
 
 LIMITS = EdgeLimits(
@@ -94,7 +94,7 @@ CONTENT_TYPES = {
     "png": "image/png",
     "woff2": "font/woff2",
 }
-"""By file extension."""
+"""Content types by file extension."""
 CHALLENGE = {"www-authenticate": "Bearer"}
 FULL = b'{"error":{"message":"Too many browsers watch the console already."}}'
 RETRY_AFTER_S = "10"

@@ -70,7 +70,7 @@ class Alternative:
     latencies: Sequence[Latencies] = ()
     measured: bool = False
     biased: bool = False
-    """It was measured on engines that computed hardly any prompts; more aggregated requests would be slower."""
+    """The measured engines computed hardly any prompts; more aggregated requests would be slower."""
     overloaded: bool = False
     """Aggregated engines could not carry this load."""
     unknown: str = ""

@@ -22,7 +22,6 @@ from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.settings import Settings
 from services.collector.usage_ledger import LedgerStore
 from shared.bus.port import Bus, Envelope, watch_store
-from shared.contracts.batches import StoredBatch
 from shared.contracts.channels import (
     ADAPTER_ORDERED,
     BATCHES,
@@ -57,7 +56,7 @@ log = logging.getLogger(__name__)
 WATCHERS = WatcherLimits()
 
 PUSH_S = 5.0
-"""Between two pushes of OTLP metrics."""
+"""Seconds between two pushes of OTLP metrics."""
 
 
 class Collector:
@@ -164,15 +163,12 @@ class Collector:
         self._console.usage.heard(name, entry)
         self.feed.wake()
 
-    def _on_batch(self, key: str, batch: StoredBatch | None) -> None:
-        self._console.batches.heard(key, batch)
-        self.feed.wake()
-
     async def follow_batches(self) -> None:
         """Watch the batches of all tenants until cancelled."""
         async for entry in watch_store(self._bus, BATCHES):
             if entry is not None:
-                self._on_batch(entry.key, entry.value)
+                self._console.batches.heard(entry.key, entry.value)
+                self.feed.wake()
 
     def _on_plan(self, decision: PlanDecision, _envelope: Envelope) -> None:
         moment = self._moment()

@@ -70,7 +70,7 @@ class Worker:
             silent_s=max(0.0, now - self.heard),
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
-            kv_used=load.kv_blocks_used / load.kv_blocks_total if load and load.kv_blocks_total else 0.0,
+            kv_used=load.kv_used if load else 0.0,
         )
 
 

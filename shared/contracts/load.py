@@ -124,6 +124,11 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     engine_silent_s: float = 0.0
     """For how long the engine has answered no call of its worker, although it should; see ``ENGINE_SILENT_S_MAX``."""
 
+    @property
+    def kv_used(self) -> float:
+        """Share of the engine's KV blocks in use, 0.0 to 1.0."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
 
 class LoadReport(WorkerLoad, frozen=True, kw_only=True):
     """Worker -> all services: how busy it is; also the sign that it lives. Totals count from the epoch's start."""

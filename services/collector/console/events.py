@@ -19,7 +19,6 @@ LIFECYCLE, PLANNER, SERVICE, ACTION, HEALTH = "lifecycle", "planner", "service",
 OVER = (WorkerPhase.GONE, WorkerPhase.LOST)
 WORKER = "worker"
 """Service statuses of workers are skipped: the fleet state has the same facts with more detail."""
-LEVELS = {ServicePhase.FAILED: ERROR}
 ENDED = (ServicePhase.STOPPED, ServicePhase.FAILED)
 """Phases after which a service sends no more statuses."""
 Life = tuple[Epoch, WorkerPhase, Role]
@@ -31,7 +30,7 @@ class EventLog:
     def __init__(self) -> None:
         self._events: deque[EventLine] = deque(maxlen=EVENTS_MAX)
         self._lives: dict[WorkerId, Life] | None = None
-        """From the leader's last fleet state; None before the first."""
+        """Lives in the leader's last fleet state; None before the first."""
         self._leader = ""
         self._term = 0
         self._services: dict[tuple[str, str], ServicePhase] = {}
@@ -84,7 +83,7 @@ class EventLog:
             return
         self._services[key] = status.phase
         text = f"{status.service} {status.phase.value}{f': {status.detail}' if status.detail else ''}"
-        self._note(at, SERVICE, status.instance, text, LEVELS.get(status.phase, INFO))
+        self._note(at, SERVICE, status.instance, text, ERROR if status.phase is ServicePhase.FAILED else INFO)
 
     def services_heard(self, living: set[tuple[str, str]], at: float) -> None:
         """Only these services still publish their status."""

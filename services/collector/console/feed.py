@@ -34,7 +34,7 @@ class WatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     total: int = 32
     for_operators: int = 8
-    """Of the total: only for clients that may give orders."""
+    """Places of the total that only clients that may give orders take."""
     per_address: int = 8
     """Clients that may not give orders, from one address (for IPv6: one /64 network)."""
 
@@ -47,7 +47,7 @@ class Watcher:
         """The client's address or network; empty for an operator."""
         self._frames: asyncio.Queue[bytes | None] = asyncio.Queue(CLIENT_FRAMES_MAX + 1)
         self.is_new = True
-        """It has not received the whole page yet."""
+        """Whether the client has not received the whole page yet."""
 
     async def next(self) -> bytes | None:
         """The next frame to send; None at the end of the stream."""

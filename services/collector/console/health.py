@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from services.collector.console.tables import SILENT_S_MIN
 from services.collector.console.traffic import LastMinute
@@ -30,7 +29,7 @@ SENTENCES_MAX = 12
 NAMED_MAX = 4
 """Workers that one sentence names; it counts the rest."""
 FULL = 0.95
-"""Of a worker's KV memory: above this, requests wait for free blocks."""
+"""Share of a worker's KV memory above which requests wait for free blocks."""
 REQUESTS_MIN = 10
 """With fewer requests per minute, shares are noise."""
 FAILED_SHARE_DEGRADED, FAILED_SHARE_UNHEALTHY = 0.01, 0.1
@@ -68,7 +67,7 @@ def health_of(
         findings.insert(0, _all_healthy(cards, minute, now))
     ordered = sorted(findings, key=lambda one: RANK[one.level])
     status = {RANK[ERROR]: UNHEALTHY, RANK[WARNING]: DEGRADED}.get(worst, HEALTHY)
-    return Health(status=status, sentences=list(islice(ordered, SENTENCES_MAX)))
+    return Health(status=status, sentences=ordered[:SENTENCES_MAX])
 
 
 def _all_healthy(cards: list[WorkerCard], minute: LastMinute, now: float) -> Sentence:

@@ -138,11 +138,11 @@ def adapter_order(request: AdapterRequest) -> OrderAdapter:
 
 
 ACCEPT_S_MAX = 5.0
-"""For a worker to accept an order."""
+"""Time for a worker to accept an order."""
 ROLE_S_MAX = 60.0
-"""For a worker to verify another role: longer than all of its attempts."""
+"""Time for a worker to verify another role: longer than all of its attempts."""
 ADAPTER_S_MAX = 600.0
-"""For all workers to load an adapter."""
+"""Time for all workers to load an adapter."""
 AUTO = "auto"
 NATS_DOWN = Refusal(status=503, message="The collector cannot reach NATS. Try again shortly.")
 NOT_STORED = Refusal(

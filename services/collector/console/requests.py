@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from services.collector.console.views import PartTime, RequestRow
@@ -15,14 +16,14 @@ from shared.text.explanation import PART_NAMES
 
 REQUESTS_MAX = 200
 SAMPLES_MAX = 64
-"""Per model: times to the first token from which the median is taken."""
+"""Times to the first token of each model from which the median is taken."""
 SAMPLES_MIN = 16
 SORTED_EVERY = 8
 """Requests between two updates of the median."""
 MODELS_MAX = 64
 SLOW_RATIO = 3.0
 """Without a target, a request is slow when its TTFT exceeds this multiple of the median."""
-MEANINGS = {
+MEANINGS: Mapping[str, str] = {
     Reason.MODEL_UNKNOWN: "No worker has ever offered that model.",
     Reason.NO_WORKER: "No worker that could have served it was ready.",
     Reason.MODEL_ASLEEP: "The workers of its model slept, and it could not wait until they were awake.",
@@ -45,6 +46,7 @@ MEANINGS = {
     Reason.BAD_MESSAGE: "A message could not be read.",
     Reason.INTERNAL: "A bug: see the logs.",
 }
+"""What a failure reason means."""
 
 
 class TtftMedian:
@@ -191,11 +193,5 @@ def text_of(decision: DecisionRecord) -> dict[str, Any]:
         "cached": explanation.cached_text(decision),
         "regret": explanation.regret_text(decision),
         "targets": explanation.target_text(decision),
-        "reason": meaning_of(decision.outcome),
+        "reason": MEANINGS.get(decision.outcome, ""),
     }
-
-
-def meaning_of(outcome: str) -> str:
-    """What a failure reason means; empty on success."""
-    known = {reason.value: meaning for reason, meaning in MEANINGS.items()}
-    return known.get(outcome, "") if outcome != explanation.OK else ""

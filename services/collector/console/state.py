@@ -10,7 +10,7 @@ from typing import Any
 from services.collector.console.events import EventLog
 from services.collector.console.health import health_of
 from services.collector.console.requests import RecentRequests
-from services.collector.console.tables import Batches, Models, MonthUsage, WorkerCards
+from services.collector.console.tables import Batches, Models, MonthUsage, model_names, worker_cards
 from services.collector.console.traffic import Flows, LastMinute, Tenants
 from services.collector.console.views import Health, Page, View, WorkerCard
 from services.collector.metrics.fleet_metrics import FleetMetrics
@@ -40,11 +40,10 @@ class ConsoleState:
         self.usage = MonthUsage()
         self.batches = Batches()
         self.month = ""
-        """The present one in UTC: 2026-11."""
+        """The present month in UTC, such as 2026-11."""
         self.default_mode = ""
         """The mode of requests that do not ask for one; empty: not known."""
         self._metrics = metrics
-        self._worker_cards = WorkerCards()
         self._flows = Flows()
         self._tenants = Tenants()
         self._models = Models()
@@ -62,7 +61,6 @@ class ConsoleState:
     def fleet_updated(self, moment: Moment) -> None:
         state = self._metrics.fleet.state
         if state is not None:
-            self._worker_cards.update(state)
             self.events.fleet_state(state, moment.at)
         self.tick(moment)
 
@@ -76,7 +74,7 @@ class ConsoleState:
         return Page(
             at=round(moment.at, 3),
             default_mode=self.default_mode,
-            model_names=self._worker_cards.model_names(cards),
+            model_names=model_names(self._metrics, cards),
             health=health,
             workers=cards,
             flows=self._flows.lines(moment.now),
@@ -92,7 +90,7 @@ class ConsoleState:
         self._refreshed_at = moment.now
         self._metrics.expire(moment.now)
         self.events.services_heard(set(self._metrics.services), moment.at)
-        cards = self._worker_cards.cards(self._metrics, moment.now)
+        cards = worker_cards(self._metrics, moment.now)
         self._models.update(cards, moment.now)
         health = health_of(self._metrics, cards, self._minute, moment.now, connected=connected)
         self.events.health_changed(health, moment.at)

@@ -20,7 +20,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.usage import UsageCounts, UsageMonth
-from shared.contracts.workers import WITHOUT_ENGINE, FleetState, FleetWorker, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, WorkerPhase, WorkerRecord
 
 SILENT_S_MIN = 3
 """Workers report at least once a second; a shorter gap does not count as silence."""
@@ -31,63 +31,53 @@ OVER = (WorkerPhase.GONE, WorkerPhase.LOST)
 READY = WorkerPhase.READY.value
 
 
-class WorkerCards:
-    """Builds the cards. Keeps the last fleet state's records, for times without an orchestrator."""
-
-    def __init__(self) -> None:
-        self._records: dict[WorkerId, WorkerRecord] = {}
-
-    def update(self, state: FleetState) -> None:
-        self._records = {each.record.worker_id: each.record for each in state.workers}
-
-    def model_names(self, cards: list[WorkerCard]) -> list[str]:
-        """Models that the workers on these cards serve, sorted."""
-        shown = {card.id for card in cards if card.phase not in OVER}
-        records = [record for worker_id, record in self._records.items() if worker_id in shown]
-        return sorted({name for record in records for name in record.models})
-
-    def cards(self, metrics: FleetMetrics, now: float) -> list[WorkerCard]:
-        """One card for each worker, sorted by id."""
-        state = metrics.fleet.state
-        listed = {each.record.worker_id: each for each in state.workers} if state is not None else {}
-        heard = {worker_id for worker_id, view in metrics.workers.items() if now - view.heard < SHOWN_S}
-        shown = sorted(heard | set(listed))
-        return [self._card(each, listed.get(each), metrics.workers.get(each), now) for each in shown]
-
-    def _card(self, worker_id: WorkerId, listed: FleetWorker | None, view: WorkerView | None, now: float) -> WorkerCard:
-        record = listed.record if listed is not None else self._records.get(worker_id)
-        if listed is not None and listed.phase in WITHOUT_ENGINE:
-            view = None  # Of its engine before it slept or was restarted.
-        load = view.load if view is not None else None
-        silent_s = now - view.heard if view is not None else listed.silent_s if listed is not None else 0.0
-        if listed is not None and listed.phase in {*WITHOUT_ENGINE, WorkerPhase.GONE}:
-            silent_s = 0.0  # Engines report; without one, a worker only renews its record, which expires with it.
-        hits, prompt = (view.cached.per_second(now), view.prompt.per_second(now)) if view is not None else (0.0, 0.0)
-        return WorkerCard(
-            id=worker_id,
-            role=_role(record, load),
-            phase=_phase(listed, load, record),
-            model=record.model if record is not None else "",
-            engine=record.engine if record is not None else "",
-            revision=record.fingerprint.revision if record is not None else "",
-            host=record.host if record is not None else "",
-            note=record.note if record is not None else "",
-            running=load.running if load is not None else 0,
-            waiting=load.waiting if load is not None else 0,
-            waiting_tokens=load.waiting_tokens if load is not None else 0,
-            legs=load.legs if load is not None else 0,
-            kv_used=round(kv_used(load), 3),
-            hit_ratio=round(min(1.0, hits / prompt), 3) if prompt > 0 else None,
-            prompt_tokens_per_s=round(view.tokens_in.per_second(now), 1) if view is not None else 0.0,
-            generation_tokens_per_s=round(view.tokens_out.per_second(now), 1) if view is not None else 0.0,
-            heard_s_ago=int(silent_s) if silent_s >= SILENT_S_MIN else 0,
-            adapters=adapter_texts(record),
-        )
+def model_names(metrics: FleetMetrics, cards: list[WorkerCard]) -> list[str]:
+    """Models that the workers on these cards serve, sorted."""
+    shown = {card.id for card in cards if card.phase not in OVER}
+    records = [record for worker_id, record in metrics.fleet.records.items() if worker_id in shown]
+    return sorted({name for record in records for name in record.models})
 
 
-def kv_used(load: LoadReport | None) -> float:
-    """0.0 to 1.0."""
-    return load.kv_blocks_used / load.kv_blocks_total if load is not None and load.kv_blocks_total else 0.0
+def worker_cards(metrics: FleetMetrics, now: float) -> list[WorkerCard]:
+    """One card for each worker, sorted by id."""
+    state = metrics.fleet.state
+    listed = {each.record.worker_id: each for each in state.workers} if state is not None else {}
+    heard = {worker_id for worker_id, view in metrics.workers.items() if now - view.heard < SHOWN_S}
+    shown = sorted(heard | set(listed))
+    known = metrics.fleet.records
+    return [_card(each, listed.get(each), known.get(each), metrics.workers.get(each), now) for each in shown]
+
+
+def _card(
+    worker_id: WorkerId, listed: FleetWorker | None, record: WorkerRecord | None, view: WorkerView | None, now: float
+) -> WorkerCard:
+    if listed is not None and listed.phase in WITHOUT_ENGINE:
+        view = None  # Of its engine before it slept or was restarted.
+    load = view.load if view is not None else None
+    silent_s = now - view.heard if view is not None else listed.silent_s if listed is not None else 0.0
+    if listed is not None and listed.phase in {*WITHOUT_ENGINE, WorkerPhase.GONE}:
+        silent_s = 0.0  # Engines report; without one, a worker only renews its record, which expires with it.
+    hits, prompt = (view.cached.per_second(now), view.prompt.per_second(now)) if view is not None else (0.0, 0.0)
+    return WorkerCard(
+        id=worker_id,
+        role=_role(record, load),
+        phase=_phase(listed, load, record),
+        model=record.model if record is not None else "",
+        engine=record.engine if record is not None else "",
+        revision=record.fingerprint.revision if record is not None else "",
+        host=record.host if record is not None else "",
+        note=record.note if record is not None else "",
+        running=load.running if load is not None else 0,
+        waiting=load.waiting if load is not None else 0,
+        waiting_tokens=load.waiting_tokens if load is not None else 0,
+        legs=load.legs if load is not None else 0,
+        kv_used=round(load.kv_used, 3) if load is not None else 0.0,
+        hit_ratio=round(min(1.0, hits / prompt), 3) if prompt > 0 else None,
+        prompt_tokens_per_s=round(view.tokens_in.per_second(now), 1) if view is not None else 0.0,
+        generation_tokens_per_s=round(view.tokens_out.per_second(now), 1) if view is not None else 0.0,
+        heard_s_ago=int(silent_s) if silent_s >= SILENT_S_MIN else 0,
+        adapters=adapter_texts(record),
+    )
 
 
 def adapter_texts(record: WorkerRecord | None) -> list[str]:
@@ -171,8 +161,7 @@ def _row(model: str, ready: dict[str, int], traffic: ModelTraffic, now: float) -
 
 
 KEYS_SHOWN_MAX = 50
-"""Those with the most tokens are shown."""
-ENTRIES_MAX = 50_000
+"""Keys that are shown: those with the most tokens."""
 
 
 class KeyMonth(NamedTuple):
@@ -181,34 +170,34 @@ class KeyMonth(NamedTuple):
     entry: UsageMonth
     total: UsageCounts
     key_tokens: int
-    """Of the key, with all models."""
+    """Tokens of the key, with all models."""
 
 
 class MonthUsage:
-    """What each API key used of each model in one month, from the usage ledger."""
+    """What each API key used of each model in one month, from the entries that the usage ledger holds in memory."""
 
     def __init__(self) -> None:
         self._month = ""
         self._entries: dict[str, tuple[UsageMonth, UsageCounts]] = {}
-        """Of the month and later ones, with their sums."""
+        """Entries of the month and later ones, with their sums."""
         self._largest: list[KeyMonth] | None = None
-        """None: must be found anew."""
+        """The entries with the most tokens; None: must be found anew."""
         self._more = 0
         """Entries of the month that are not among the largest."""
         self._table: UsageTable | None = None
-        """Of the largest."""
+        """Table of the largest entries; None: must be made anew."""
 
     def heard(self, name: str, entry: UsageMonth | None) -> None:
         """An entry of the ledger has changed; None: it is gone."""
         if entry is None:
             if self._entries.pop(name, None) is not None:
                 self._largest = None
-        elif entry.month >= self._month and (name in self._entries or len(self._entries) < ENTRIES_MAX):
+        elif entry.month >= self._month:
             self._entries[name] = (entry, entry.total)
             self._largest = None
 
     def table(self, month: str) -> UsageTable:
-        """Of this month in UTC; earlier ones are forgotten."""
+        """The table of this month in UTC; earlier months are forgotten."""
         largest = self.largest(month)
         if self._table is None:
             self._table = UsageTable(month=month, rows=[_key_usage(*each) for each in largest], more=self._more)
@@ -261,7 +250,7 @@ class Batches:
     def __init__(self) -> None:
         self._known: dict[str, BatchRow] = {}
         self._ended_at: dict[str, int] = {}
-        """Of those that have ended, in seconds since 1970."""
+        """Ends of the batches that have ended, in seconds since 1970."""
         self._table: BatchTable | None = None
         """None: must be made anew."""
 

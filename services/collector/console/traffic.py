@@ -45,7 +45,7 @@ class Flows:
 
     def __init__(self) -> None:
         self._flows: dict[tuple[str, str, str], Flow] = {}
-        """In order of last use: the least recently used comes first."""
+        """Flows in order of last use: the least recently used comes first."""
 
     def add(self, request: RequestFinished, now: float) -> None:
         first = request.prefill_worker or request.decode_worker

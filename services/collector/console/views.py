@@ -45,7 +45,7 @@ class WorkerCard(View, frozen=True, kw_only=True):
     waiting_tokens: int
     legs: int
     kv_used: float
-    """0.0 to 1.0."""
+    """Share of the KV memory in use, 0.0 to 1.0."""
     hit_ratio: float | None
     """Share of the last minute's prompt tokens that were in its own prefix cache."""
     prompt_tokens_per_s: float
@@ -91,7 +91,7 @@ class RequestRow(View, frozen=True, kw_only=True):
     prompt_tokens: int | None
     cached_tokens: int | None
     fetched_tokens: int | None
-    """Read from other workers by the prefill worker."""
+    """Prompt tokens that the prefill worker read from other workers."""
     tokens_out: int | None
     ttft_s: float | None
     total_s: float | None
@@ -104,7 +104,7 @@ class RequestRow(View, frozen=True, kw_only=True):
     """A line of a batch, for which no user waits."""
     slow: bool
     parts: list[PartTime]
-    """Of the time to the first token, in order; they add up to it. Empty when not known."""
+    """Parts of the time to the first token, in order; they add up to it. Empty when not known."""
 
 
 class EventLine(View, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class ModelRow(View, frozen=True, kw_only=True):
     tokens_out_per_s: float
     failed_per_s: float
     ttft_s: float | None
-    """Mean."""
+    """Mean time to the first token."""
 
 
 class KeyUsage(View, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ class KeyUsage(View, frozen=True, kw_only=True):
 
     tenant: str
     key: str
-    """Its name or the beginning of its digest; empty for requests without a key."""
+    """Name of the key or the beginning of its digest; empty for requests without a key."""
     model: str
     requests: int
     failed: int
@@ -154,18 +154,18 @@ class KeyUsage(View, frozen=True, kw_only=True):
     cached_ratio: float | None
     completion_tokens: int
     engine_s: float
-    """Estimated."""
+    """Estimated engine time."""
     budget_tokens: int | None
-    """Of the key, for the month."""
+    """Budget of the key, for the month."""
     budget_used: float | None
-    """Share of it, by the key's use of all models."""
+    """Share of the budget, by the key's use of all models."""
 
 
 class UsageTable(View, frozen=True, kw_only=True):
     """Usage of one month, the largest rows first."""
 
     month: str
-    """In UTC: 2026-11."""
+    """The month in UTC, such as 2026-11."""
     rows: list[KeyUsage]
     more: int
     """Rows that are left out."""
@@ -184,9 +184,9 @@ class BatchRow(View, frozen=True, kw_only=True):
     completed: int
     failed: int
     router: str
-    """That runs it now; empty: none, or it has ended."""
+    """Router that runs the batch now; empty: none, or it has ended."""
     fault: str
-    """Why it failed; empty when it has not."""
+    """Why the batch failed; empty when it has not."""
 
 
 class BatchTable(View, frozen=True, kw_only=True):
@@ -209,7 +209,7 @@ class Page(View, frozen=True, kw_only=True):
     workers: list[WorkerCard]
     flows: list[FlowLine]
     requests: list[RequestRow]
-    """The newest first; likewise the events."""
+    """Newest requests first; ``events`` have the same order."""
     events: list[EventLine]
     tenants: list[TenantRow]
     models: list[ModelRow]

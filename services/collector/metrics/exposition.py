@@ -6,17 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from services.collector.console.tables import KeyMonth
-from services.collector.metrics.fleet_metrics import (
-    Bounds,
-    FleetMetrics,
-    Handoffs,
-    Latencies,
-    PlanView,
-    Requests,
-    WorkerView,
-)
+from services.collector.metrics.fleet_metrics import Bounds, FleetMetrics, Handoffs, PlanView, Requests, WorkerView
 from services.collector.metrics.windows import Histogram
 from shared.bus.port import BusCounts
 from shared.contracts.fleet_orders import NAME_CHARS_MAX
@@ -38,17 +31,12 @@ BOUNDS = Bounds(
 PROMPT_SOURCES = {"computed": "computed_tokens", "cached": "cached_tokens", "received": "received_tokens"}
 
 
-def kv_used(view: WorkerView) -> float:
-    """The share of the engine's KV blocks that is in use, 0.0 to 1.0."""
-    return view.load.kv_blocks_used / view.load.kv_blocks_total if view.load.kv_blocks_total else 0.0
-
-
 WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
     names.WORKER_RUNNING: lambda view, _now: view.load.running,
     names.WORKER_WAITING: lambda view, _now: view.load.waiting,
     names.WORKER_WAITING_TOKENS: lambda view, _now: view.load.waiting_tokens,
     names.WORKER_LEGS: lambda view, _now: view.load.legs,
-    names.WORKER_KV_USED: lambda view, _now: kv_used(view),
+    names.WORKER_KV_USED: lambda view, _now: view.load.kv_used,
     names.WORKER_PREFILL_SPEED: lambda view, _now: view.load.prefill_tokens_per_s,
     names.WORKER_TOKEN_INTERVAL: lambda view, _now: view.load.decode_s_per_token,
     names.WORKER_GENERATION_TOKENS: lambda view, _now: view.totals.values["generation_tokens"],
@@ -93,16 +81,12 @@ STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
     names.STORE_GRANTED: {(): "granted_bytes"},
 }
 """Label values -> total of the store."""
-WORKER_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
-    names.WORKER_TTFT: lambda latencies: latencies.ttft,
-    names.WORKER_ITL: lambda latencies: latencies.itl,
-    names.WORKER_E2E: lambda latencies: latencies.e2e,
-}
-FLEET_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
-    names.FLEET_TTFT: lambda latencies: latencies.ttft,
-    names.FLEET_ITL: lambda latencies: latencies.itl,
-    names.FLEET_E2E: lambda latencies: latencies.e2e,
-}
+LATENCIES = (
+    (names.WORKER_TTFT, names.FLEET_TTFT, attrgetter("ttft")),
+    (names.WORKER_ITL, names.FLEET_ITL, attrgetter("itl")),
+    (names.WORKER_E2E, names.FLEET_E2E, attrgetter("e2e")),
+)
+"""Metric of a worker, metric of the fleet, and which of the latencies both have."""
 
 
 def families(metrics: FleetMetrics, bus: BusCounts, now: float) -> list[Family]:
@@ -158,7 +142,7 @@ def _workers(metrics: FleetMetrics, now: float) -> Iterator[Family]:
         [Sample((*labels, reason), count) for labels, view in views for reason, count in view.failures.items()],
     )
     yield Family(names.WORKER_CACHED_MISSED, [Sample(labels, float(view.predictions.missed)) for labels, view in views])
-    for metric, pick in WORKER_LATENCIES.items():
+    for metric, _of_fleet, pick in LATENCIES:
         yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
 
 
@@ -264,7 +248,7 @@ def _requests(requests: Requests, now: float) -> Iterator[Family]:
     yield Family(
         names.FLEET_REQUEST_TOKENS, [Sample(labels, float(count)) for labels, count in requests.tokens.items()]
     )
-    for metric, pick in FLEET_LATENCIES.items():
+    for _of_worker, metric, pick in LATENCIES:
         yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])
     yield from _handoffs(requests.handoffs)
     yield from _unlabelled(
@@ -330,7 +314,7 @@ def _distribution(histogram: Histogram) -> Distribution:
 NUMBERS: Mapping[Metric, Callable[[WorkerView], float]] = {
     names.VLLM_RUNNING: lambda view: float(view.load.running),
     names.VLLM_WAITING: lambda view: float(view.load.waiting),
-    names.VLLM_KV_USED: kv_used,
+    names.VLLM_KV_USED: lambda view: view.load.kv_used,
 }
 
 

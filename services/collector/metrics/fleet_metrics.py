@@ -19,7 +19,9 @@ MODELS_MAX = 64
 STREAMED, OFFERED = HANDOFFS = ("streamed", "offered")
 MODES = ("aggregated", "disaggregated", "decode_first")
 TOKENS_MAX = 1 << 32
-"""Of one request. Workers report the counts; a total that has taken in more is a float too coarse to count on."""
+"""Largest token count of one request that is added. Workers report the counts; a total that has taken in more is a
+float too coarse to count on.
+"""
 REASONS = frozenset(reason.value for reason in Reason)
 
 
@@ -106,13 +108,13 @@ class Requests:
 
     def __init__(self, bounds: Bounds, now: float) -> None:
         self.finished: Counter[tuple[str, str, str]] = Counter()
-        """By model, mode and HTTP status."""
+        """Requests by model, mode and HTTP status."""
         self.failed: Counter[tuple[str, str]] = Counter()
-        """By model and reason."""
+        """Failed requests by model and reason."""
         self.tokens: Counter[tuple[str, str]] = Counter()
-        """By model and kind: prompt or completion."""
+        """Tokens by model and kind: prompt or completion."""
         self.latencies: dict[tuple[str, str], Latencies] = {}
-        """By model and mode."""
+        """Latencies by model and mode."""
         self.predictions = CachePredictions()
         self.handoffs = Handoffs(bounds)
         self.rate = Rate(now)
@@ -161,7 +163,7 @@ class PlanView:
 
     def __init__(self) -> None:
         self.changes: Counter[tuple[str, str]] = Counter()
-        """By action and role."""
+        """Changes by action and role."""
         self._plans: dict[tuple[str, str], tuple[PlanDecision, float]] = {}
 
     def update(self, decision: PlanDecision, now: float) -> None:
@@ -185,7 +187,7 @@ class PlanView:
         return dict(wanted)
 
     def load(self) -> dict[tuple[str, str], float]:
-        """By model and role: the highest among the model's fingerprints."""
+        """Load by model and role: the highest among the model's fingerprints."""
         load: dict[tuple[str, str], float] = {}
         for decision, _at in self._plans.values():
             for each in decision.roles:
@@ -227,7 +229,7 @@ EXCHANGE_TOTALS = (
     "recomputed_tokens",
     "first_tokens_received",
 )
-"""The same of their ``exchange``."""
+"""Counters in a load report's ``exchange`` since the start of the epoch, in fields named ``<total>_total``."""
 STORE_TOTALS = (
     "loaded_blocks",
     "saved_blocks",
@@ -237,7 +239,7 @@ STORE_TOTALS = (
     "evicted_disk_blocks",
     "granted_bytes",
 )
-"""The same of their ``store``."""
+"""Counters in a load report's ``store`` since the start of the epoch, in fields named ``<total>_total``."""
 
 
 class WorkerView:
@@ -252,13 +254,13 @@ class WorkerView:
         self.prompt, self.cached = Rate(now, HITS_S), Rate(now, HITS_S)
         """Prompt tokens, and how many of them were in its own prefix cache."""
         self.latencies = Latencies(bounds)
-        """Of requests that it decoded."""
+        """Latencies of requests that the worker decoded."""
         self.requests: Counter[str] = Counter()
         """Requests that it decoded, by mode."""
         self.failures: Counter[str] = Counter()
         """Failed requests that were placed on it for decode, by reason."""
         self.predictions = CachePredictions()
-        """Of requests whose prompts it computed."""
+        """Predictions of requests whose prompts the worker computed."""
 
     def grow(self, load: LoadReport, now: float) -> dict[str, float]:
         """Take a newer report; returns the increase of each total."""
@@ -278,7 +280,7 @@ class FleetView:
         self.state: FleetState | None = None
         """The leader's newest state; None after it has stopped publishing."""
         self.records: dict[WorkerId, WorkerRecord] = {}
-        """Of the newest state that was published."""
+        """Records in the newest state that was published."""
         self.workers_lost = 0
         self._heard = 0.0
         self._lives_lost: deque[tuple[WorkerId, Epoch]] = deque(maxlen=LIVES_MAX)
@@ -317,7 +319,7 @@ class FleetMetrics:
         self.worker_totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
         """Over all workers, past and present."""
         self.services: dict[tuple[str, str], tuple[ServiceStatus, float]] = {}
-        """By service and instance: its last status, and when it arrived."""
+        """The last status of each service and instance, and when it arrived."""
         self.requests = Requests(bounds, now)
         self.fleet = FleetView()
         self.plans = PlanView()

@@ -244,7 +244,7 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
         what = f"The engine of {load.worker_id} has answered nothing for {duration(load.engine_silent_s)}."
         why = "Routers send it no new requests. If it stays so for three minutes, its worker ends and is started again."
         yield _finding(Level.WARNING, what, why, f"The log of {load.worker_id} may say why.")
-    used = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+    used = load.kv_used
     if store is None:
         if used > KV_FULL and load.waiting:
             what = f"The KV cache of {load.worker_id} is full ({used:.0%}) and {many(load.waiting, 'request')} wait."

@@ -322,7 +322,7 @@ def test_a_key_file_without_digests_stops_the_start(tmp_path, text):
     file.write_text(text)
 
     with pytest.raises(SettingsError, match="COLLECTOR_ADMIN_KEY_FILE"):
-        Access("127.0.0.1", str(file)).check()
+        Access("127.0.0.1", str(file)).permissions()
     with pytest.raises(SettingsError, match="no-such-file"):
         read_permissions(str(tmp_path / "no-such-file"))
 
