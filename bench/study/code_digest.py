@@ -28,7 +28,8 @@ DEPENDS = (
     "services/router/admission/*.py",
     "services/router/state/*.py",
     "services/router/native/*.[ch]",
-    "services/router/telemetry/ttft.py",
+    "services/router/request/facts.py",
+    "services/router/request/timings.py",
     "services/worker/engines/simulated/core/settings.py",
     "services/worker/engines/simulated/core/step_models.py",
     "shared/engine_speed/*.py",
@@ -40,14 +41,8 @@ IGNORED = (
     "services/router/admission/bus_health.py",
     "services/router/admission/placing.py",
     "services/router/admission/waker.py",
-    "services/router/decisions/decision.py",
-    "services/router/decisions/decision_service.py",
     "services/router/placement/evaluation.py",
-    "services/router/request/form.py",
     "services/router/placement/media.py",
-    "services/router/request/fields.py",
-    "services/router/request/sequences.py",
-    "services/router/state/feeds.py",
     "services/router/state/quarantine.py",
     "services/router/state/reservations.py",
 )
@@ -64,7 +59,7 @@ BATON_ONLY = (
     "services/router/native/placement.c",
     "services/router/native/placement.h",
     "services/router/native/placement_module.c",
-    "services/router/telemetry/ttft.py",
+    "services/router/request/timings.py",
 )
 """Modules that only Baton's own placement runs."""
 
