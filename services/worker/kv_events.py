@@ -136,7 +136,6 @@ class CachePublisher:
             raise EngineDead("the engine's KV events have ended")
 
     async def answer(self, _ask: AskKvSnapshot, _envelope: Envelope) -> KvSnapshot:
-        """Handler of KV_SNAPSHOT."""
         return KvSnapshot(
             worker_id=self._worker_id,
             epoch=self._epoch,

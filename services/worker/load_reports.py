@@ -49,7 +49,6 @@ class LoadPublisher:
             exchange.on_changed(self.changed)
 
     def changed(self) -> None:
-        """Something in the report may have changed."""
         self._is_changed.set()
 
     async def publish(self, now: Callable[[], tuple[WorkerPhase, int]]) -> None:

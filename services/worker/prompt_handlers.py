@@ -51,7 +51,6 @@ class TokenizerHandler:
         await self._bus.answer(TOKENS, self.tokens, worker_id=self._worker_id)
 
     async def answer(self, _ask: AskTokenizer, _envelope: Envelope) -> TokenizerAsset:
-        """Handler of TOKENIZER."""
         async with self._reading:
             if self._asset is None:
                 files = await asyncio.to_thread(self._engine.tokenizer_files)
@@ -67,7 +66,6 @@ class TokenizerHandler:
             return self._asset
 
     async def tokens(self, ask: AskTokens, _envelope: Envelope) -> TokensFound:
-        """Handler of TOKENS."""
         async with self._tokenizing:
             until = asyncio.get_running_loop().time() + TOKENS_S_MAX
             found = [await self._tokens_of(prompt, until) for prompt in ask.prompts[:PROMPTS_MAX]]
@@ -109,12 +107,10 @@ class RenderHandler:
         self._count = 0
 
     async def open(self) -> None:
-        """Answer asks from now on; the engine runs."""
         if self._renderer is not None:
             await self._bus.answer(RENDER, self.render, worker_id=self._worker_id)
 
     async def render(self, ask: RenderPrompt, _envelope: Envelope) -> RenderedPrompt:
-        """Handler of RENDER."""
         if len(ask.body) > RENDERED_BODY_BYTES_MAX:
             return self._refused(f"the body is larger than {RENDERED_BODY_BYTES_MAX} bytes")
         if self._count >= AT_ONCE_MAX + WAITING_MAX:

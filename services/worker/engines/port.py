@@ -283,8 +283,6 @@ class EngineRenderer(Protocol):
 
 
 class EngineExchange(Protocol):
-    """The engine's end of the KV exchange."""
-
     async def call(self, call: EngineCall) -> EngineNotification:
         """Run the call between two engine steps. Later results come as notifications. Raises EngineDead."""
 
@@ -293,8 +291,6 @@ class EngineExchange(Protocol):
 
 
 class EngineAdapters(Protocol):
-    """The LoRA adapters of an engine."""
-
     @property
     def loaded(self) -> list[LoraAdapter]:
         """Those that requests may name now."""

@@ -50,7 +50,6 @@ class OpenAsks:
         return [no_grant(self._open.pop(next(iter(self._open))), NoGrant.UNREACHABLE)]
 
     def released(self, release: ReleaseKv) -> None:
-        """The engine has released these."""
         for ask_id in release.ask_ids:
             self._open.pop(ask_id, None)
 
@@ -190,7 +189,6 @@ class MessageHandler:
         self._calls.add(call)
 
     async def follow(self) -> None:
-        """Send until cancelled."""
         while True:
             await self._has_out.wait()
             self._has_out.clear()
@@ -280,8 +278,6 @@ def _key(message: Message) -> str:
 
 
 class FetchHandler:
-    """Answers KV_FETCH."""
-
     def __init__(self, calls: EngineCalls) -> None:
         self.is_closed = False
         """Whether the worker drains, so that fetched blocks would be lost."""

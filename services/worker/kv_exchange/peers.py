@@ -71,7 +71,6 @@ class PeerTable:
         return sum(known.connected for known in self._known.values())
 
     def record(self, record: WorkerRecord, now: float) -> list[PeerGone]:
-        """A record was written."""
         if record.worker_id == self._worker_id:
             return []
         fits = record.phase in EXCHANGING and record.fingerprint.key() == self._fingerprint
@@ -88,7 +87,6 @@ class PeerTable:
         return gone
 
     def missing(self, worker_id: WorkerId, now: float) -> None:
-        """A record was removed or has expired."""
         self._set_record(worker_id, None)
         if known := self._known.get(worker_id):
             known.missing_since = min(known.missing_since, now)
@@ -244,7 +242,6 @@ class PeerWatch:
                 await self._until(self._table.next_at())
 
     async def _until(self, at: float) -> None:
-        """Wait for that time, or for a change."""
         wait_s = None if at == math.inf else max(0.0, at - self._clock.now())
         try:
             async with asyncio.timeout(wait_s):

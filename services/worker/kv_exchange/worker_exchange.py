@@ -65,7 +65,6 @@ class WorkerExchange:
         await self._bus.answer(KV_FETCH, self._fetches.answer, worker_id=self._me.worker_id)
 
     async def follow(self) -> None:
-        """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._calls.follow(), name="call-engine")
             tasks.create_task(self._handler.follow(), name="send-exchange")
@@ -73,7 +72,6 @@ class WorkerExchange:
             tasks.create_task(self._watch_expiry(), name="watch-expiry")
 
     def on_changed(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each change of ``state``."""
         self._listeners.append(listener)
 
     async def unpinned(self) -> None:
@@ -94,7 +92,6 @@ class WorkerExchange:
             return []
 
     async def measure_read(self, worker_id: WorkerId, epoch: Epoch) -> ReadMeasured:
-        """How fast the engine reads blocks of this worker."""
         return await self._measurer.measure(worker_id, epoch)
 
     def refuse_fetches(self) -> None:

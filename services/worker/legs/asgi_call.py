@@ -117,7 +117,6 @@ class AsgiCall(_Call):
         self._created = start.created if start.resume is not None else 0
 
     async def send(self, message: AsgiMessage) -> None:
-        """Status and headers, then pieces of the body."""
         if self._disconnected.is_set():
             return
         if message["type"] == "http.response.start":
@@ -192,7 +191,6 @@ class _Ask(_Call):
         self.parts: list[bytes] = []
 
     async def send(self, message: AsgiMessage) -> None:
-        """Status and headers, then pieces of the body."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         elif message["type"] == "http.response.body":

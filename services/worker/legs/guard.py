@@ -32,7 +32,6 @@ async def refusal(body: bytes) -> bytes:
 
 
 def refusal_of(body: bytes) -> bytes:
-    """See ``refusal``."""
     if too_costly := body_fault(body):
         return _error(f"The body {too_costly}.", None)
     if any(hint in body for hint in HINTS) and (name := reserved_in(body)):

@@ -143,7 +143,6 @@ class LegServer:
         self._on_changed()
 
     def cancel(self, order: CancelLeg, _envelope: Envelope) -> None:
-        """Handler of CANCEL_LEG."""
         leg = self._legs.get(order.leg_id)
         if leg is not None and leg.task.cancel():
             leg.frames.abandon()

@@ -68,8 +68,6 @@ async def evacuate(
 
 @dataclass(frozen=True, slots=True)
 class DrainPlan:
-    """Why and how the worker drains."""
-
     s_max: float
     """Time for running legs."""
     evacuate: bool = False
@@ -154,7 +152,6 @@ class Drain:
     def _drained(
         self, plan: DrainPlan, copied: CopyTotals, *, legs: int, legs_cut: int, seconds: float
     ) -> WorkerDrained:
-        """What the drain has done."""
         return WorkerDrained(
             worker_id=self._record().worker_id,
             epoch=self._record().epoch,

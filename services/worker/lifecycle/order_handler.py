@@ -39,8 +39,6 @@ NO_LORA = "its engine was started without LoRA: set WORKER_LORA_DIR, or --enable
 
 
 class OrderHandler:
-    """Answers DRAIN, SLEEP and CHANGE_ROLE."""
-
     def __init__(
         self, service: Service, server: LegServer, prober: Prober | None, status: WorkerStatus, drain_s_max: float
     ) -> None:
@@ -54,7 +52,6 @@ class OrderHandler:
         self._is_changing = False
 
     async def open(self) -> None:
-        """Take orders from now on."""
         worker_id = self._status.record.worker_id
         await self._service.bus.answer(DRAIN, self._drain, worker_id=worker_id)
         await self._service.bus.answer(SLEEP, self._sleep, worker_id=worker_id)
@@ -71,7 +68,6 @@ class OrderHandler:
         return self._order.result() if self._order.done() else DrainPlan(s_max=self._drain_s_max)
 
     async def _drain(self, order: DrainWorker, _envelope: Envelope) -> OrderTaken:
-        """Handler of DRAIN."""
         record = self._status.record
         if self._order.done() or self._service.stopping.is_set():
             return OrderTaken(worker_id=record.worker_id, epoch=record.epoch, refusal="it drains already")
@@ -81,7 +77,6 @@ class OrderHandler:
         return OrderTaken(worker_id=record.worker_id, epoch=record.epoch)
 
     async def _sleep(self, _order: SleepWorker, _envelope: Envelope) -> OrderTaken:
-        """Handler of SLEEP."""
         record = self._status.record
         if refusal := self._why_not_sleep():
             return OrderTaken(worker_id=record.worker_id, epoch=record.epoch, refusal=refusal)
@@ -148,11 +143,9 @@ class AdapterHandler:
         self._lora_dir = lora_dir
 
     async def open(self) -> None:
-        """Take orders from now on."""
         await self._bus.answer(CHANGE_ADAPTER, self._change, worker_id=self._status.record.worker_id)
 
     async def _change(self, order: ChangeAdapter, _envelope: Envelope) -> AdapterChanged:
-        """Handler of CHANGE_ADAPTER."""
         began, digest, failure = self._clock.now(), "", ""
         try:
             if self._status.phase is not WorkerPhase.READY:

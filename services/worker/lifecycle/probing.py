@@ -51,8 +51,6 @@ class SelfTests(Protocol):
 
 
 class Prober:
-    """Runs a worker's KV self-tests."""
-
     def __init__(self, worker_id: WorkerId, peers: Peers, self_tests: SelfTests, *, lends: bool = True) -> None:
         """``lends``: whether other workers can read this one's KV by block hash, which takes prefix caching."""
         self._worker_id = worker_id
@@ -123,5 +121,4 @@ class Prober:
 
 
 def failed(results: Results) -> bool:
-    """Whether any kind of partner failed."""
     return any(outcome_of(attempts) is Outcome.FAILED for attempts in results.values())

@@ -82,7 +82,6 @@ class Registration:
         await self._write()
 
     async def follow(self) -> None:
-        """Renew until cancelled."""
         while True:
             is_written = await self._write()
             self._is_changed.clear()
@@ -167,12 +166,10 @@ class WorkerStatus:
 
     @property
     def record(self) -> WorkerRecord:
-        """As registered."""
         return self._registration.record
 
     @property
     def phase(self) -> WorkerPhase:
-        """The phase of the leg server."""
         return self._server.phase
 
     async def enter(self, phase: WorkerPhase, note: str = "") -> None:
@@ -218,7 +215,6 @@ class WorkerStatus:
 
 
 def detail(phase: WorkerPhase, note: str) -> str:
-    """Detail of the service status."""
     if phase is WorkerPhase.PROBING:
         return f"probing: {note}" if note else "probing"
     return ""

@@ -87,8 +87,6 @@ PASSED = Result(Outcome.PASSED)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A self-test with one partner."""
-
     partner: WorkerId
     result: Result
 

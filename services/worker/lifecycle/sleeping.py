@@ -40,8 +40,6 @@ FLUSH_S_MAX = 2.0
 
 
 class Sleep:
-    """One sleep of this worker."""
-
     def __init__(self, service: Service, registration: Registration) -> None:
         self._service = service
         self._registration = registration

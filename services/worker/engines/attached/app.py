@@ -135,8 +135,6 @@ class AttachedApp:
 
 
 class _Forwarded:
-    """One request on its way through."""
-
     def __init__(self, path: str, asked: ServerBody, result: LegResult, request: MeteredRequest, send: Send) -> None:
         self.path = path
         self.asked = asked
@@ -147,7 +145,6 @@ class _Forwarded:
         self._began = time.monotonic()
 
     async def event(self, event: bytes) -> None:
-        """Relay an event of the server."""
         shown = self.reader.event(event)
         if self.reader.events > self.request.tokens:
             self._note_first_token()

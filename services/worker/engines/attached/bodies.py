@@ -17,8 +17,6 @@ OWN_FIELDS = frozenset({"baton", "cache_hit_threshold", "kv_fetch_min_tokens"}) 
 
 
 class ServerBody(NamedTuple):
-    """What the server gets."""
-
     body: bytes
     model: str
     """Model as the client named it; empty if it named none."""

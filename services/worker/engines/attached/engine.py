@@ -84,7 +84,6 @@ class AttachedEngine(Engine):
         raise ValueError("an attached server shows no tokenizer")
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:  # noqa: ARG002  # the port's
-        """Refuses."""
         return EngineTokens(refusal="an attached server shows no tokens")
 
     async def dead(self) -> str:

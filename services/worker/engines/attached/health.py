@@ -118,7 +118,6 @@ class Meter:
 
     @property
     def running(self) -> int:
-        """Requests that the server has from this worker."""
         return self._running
 
     def on_changed(self, listener: Callable[[], None]) -> None:
@@ -217,7 +216,6 @@ class MeteredRequest:
         self._meter.ended(self.usage, generating=self._generating, failed=not self.is_done)
 
     def progress(self, tokens: int = 1) -> None:
-        """More of the answer has come."""
         before, self.tokens = self.tokens, self.tokens + tokens
         if not self._generating:
             self._generating = True
@@ -271,7 +269,6 @@ class ServerHealth:
         self._listeners: list[Callable[[], None]] = []
 
     def on_changed(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` when ``fault`` has changed."""
         self._listeners.append(listener)
 
     def doubt(self) -> None:
@@ -284,7 +281,6 @@ class ServerHealth:
         self._set(KEY_REFUSED)
 
     async def follow(self) -> None:
-        """Probe until cancelled."""
         while True:
             pause_s = LIST_PERIOD_S if self._path == MODELS and not self.fault else PROBE_PERIOD_S
             with suppress(TimeoutError):

@@ -34,8 +34,6 @@ MakeJob = Callable[[bytes, LegInput], Awaitable[Job]]
 
 
 class Submitter(Protocol):
-    """The engine's interface for the server."""
-
     def submit(self, choice: Choice, params: RequestParams) -> Sequence:
         """Start a completion; its tokens arrive in ``choice.inbox``. Raises EngineDead."""
 
@@ -57,7 +55,6 @@ class SimulatedApp:
         self._posts: dict[str, MakeJob] = {COMPLETIONS: jobs.completion, CHAT: jobs.chat, RESPONSES: jobs.response}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or the lifespan protocol."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
             return

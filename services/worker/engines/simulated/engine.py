@@ -59,7 +59,6 @@ async def start_engine(
 async def open_simulated_engine(
     settings: SimulationSettings, model: SimulatedModel, *, legs_max: int = 256
 ) -> SimulatedEngine:
-    """Start an engine; ``close`` ends it."""
     tokenizer = await asyncio.to_thread(SimulatedTokenizer, model.directory)
     return SimulatedEngine(settings, model, tokenizer, legs_max)
 
@@ -137,7 +136,6 @@ class SimulatedEngine(Engine):
         )
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each step."""
         self._load_listeners.append(listener)
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
@@ -154,7 +152,6 @@ class SimulatedEngine(Engine):
         return await asyncio.shield(self._died)
 
     async def close(self, deadline_s: float) -> None:
-        """Stop the engine; running requests fail."""
         self._running.cancel()
         await asyncio.wait([self._running], timeout=deadline_s)
         await asyncio.to_thread(self.exchange.close)

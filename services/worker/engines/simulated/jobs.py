@@ -95,7 +95,6 @@ class JobMaker:
         self._max_model_len = max_model_len
 
     async def completion(self, raw: bytes, leg: LegInput) -> Job:
-        """POST /v1/completions."""
         body = read_completion(raw)
         model = self._check_model(body.model)
         prompts = [
@@ -112,7 +111,6 @@ class JobMaker:
         return self._job(body, prompts, CompletionResponses(model, leg.request_id), view, leg)
 
     async def chat(self, raw: bytes, leg: LegInput) -> Job:
-        """POST /v1/chat/completions."""
         body = read_chat(raw)
         model = self._check_model(body.model)
         variables = {"tools": body.tools, "add_generation_prompt": body.add_generation_prompt}
@@ -123,7 +121,6 @@ class JobMaker:
         return self._job(body, [prompt], ChatResponses(model, leg.request_id), view, leg)
 
     async def response(self, raw: bytes, leg: LegInput) -> Job:
-        """POST /v1/responses."""
         body = read_response(raw)
         model = self._check_model(body.model)
         if leg.resume is not None:

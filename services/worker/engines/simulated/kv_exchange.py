@@ -58,11 +58,9 @@ class TcpAgent:
         threading.Thread(target=self._listen, name="simulated-kv", daemon=True).start()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory readable by peers."""
         self._regions.extend(regions)
 
     def metadata(self) -> bytes:
-        """The packed address of the agent."""
         host, port = self._listening.getsockname()[:2]
         return msgspec.msgpack.encode(_Address(self._name, host, port))
 
@@ -102,17 +100,14 @@ class TcpAgent:
         return TransferState.DONE
 
     def state(self, handle: Any) -> TransferState:
-        """Always done, since ``read`` blocks."""
         state: TransferState = handle
         return state
 
     def release(self, handle: Any) -> bool:
-        """Always True: no transfer can still be running."""
         del handle
         return True
 
     def close(self) -> None:
-        """Close the listener and all connections, incoming and outgoing."""
         for one in (self._listening, *list(self._readers)):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # Wakes the thread that blocks on it.
@@ -203,11 +198,9 @@ class DirectMover:
         self._copier = copier
 
     def submit(self, orders: Orders) -> None:
-        """Start these orders."""
         self._copier.submit(orders)
 
     def take_results(self) -> Results:
-        """Results since the last call."""
         self._copier.advance()
         return self._copier.take_results()
 
@@ -215,7 +208,6 @@ class DirectMover:
         """See ``Mover``."""
 
     def close(self) -> None:
-        """Abort transfers."""
         self._copier.close()
 
 
@@ -311,10 +303,8 @@ class SimulatedExchange:
 
     @property
     def moving(self) -> bool:
-        """Whether blocks are being moved."""
         return self._core.exchange.moving
 
     def close(self) -> None:
-        """Abort transfers; later calls raise EngineDead."""
         self._closed = True
         self._mover.close()

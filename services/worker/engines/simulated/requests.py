@@ -51,8 +51,6 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(SamplingBody, frozen=True, kw_only=True):
-    """POST /v1/completions."""
-
     prompt: str | list[str | int | list[int]] | None = None
     max_tokens: Positive | None = 16
     echo: bool | None = False
@@ -61,8 +59,6 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
 
 
 class ChatBody(SamplingBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
-
     messages: list[dict[str, Any]]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = False
@@ -74,8 +70,6 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
 
 
 class ResponseBody(SamplingBody, frozen=True, kw_only=True):
-    """POST /v1/responses."""
-
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Positive | None = None

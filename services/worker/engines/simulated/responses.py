@@ -200,7 +200,6 @@ def split_chunk(responses: Responses, index: int) -> tuple[bytes, bytes]:
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """The usage object."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -239,7 +238,6 @@ class _ChoiceResponses:
         return self._event([], usage)
 
     def _content(self, text: str) -> dict[str, Any]:
-        """The content of a whole choice."""
         raise NotImplementedError
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
@@ -248,8 +246,6 @@ class _ChoiceResponses:
 
 
 class CompletionResponses(_ChoiceResponses):
-    """/v1/completions."""
-
     def __init__(self, model: str, request_id: str) -> None:
         super().__init__(model, f"cmpl-{request_id or uuid.uuid4().hex}", "text_completion", "text_completion")
 
@@ -272,8 +268,6 @@ class CompletionResponses(_ChoiceResponses):
 
 
 class ChatResponses(_ChoiceResponses):
-    """/v1/chat/completions."""
-
     def __init__(self, model: str, request_id: str) -> None:
         identifier = f"chatcmpl-{request_id or uuid.uuid4().hex}"
         super().__init__(model, identifier, "chat.completion", "chat.completion.chunk")

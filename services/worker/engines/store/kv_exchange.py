@@ -73,7 +73,6 @@ class StoreExchange:
         outbox.reads, outbox.cancel = [], []
 
     def wakes_at(self) -> float | None:
-        """When ``poll`` must run next."""
         core = self._core
         polls = core.works_without_request or core.holder.has_followed
         now, expiry_s = self._now(), core.holder.counts.next_expiry_s or None
@@ -82,12 +81,10 @@ class StoreExchange:
         return min((at for at in times if at is not None), default=None)
 
     def take_orders(self) -> Orders:
-        """Orders for the mover since the last call."""
         orders, self._core.orders = self._core.orders, Orders()
         return orders
 
     def results(self, results: Results) -> None:
-        """Apply results of the mover."""
         self._core.on_connected(results.connected)
         for part in results.parts:
             self._core.on_part(part)
@@ -97,16 +94,13 @@ class StoreExchange:
         return self.tiers.next_job(self._now())
 
     def ended(self, job: Job, checksums: list[bytes]) -> None:
-        """Apply the result of a job; see ``Tiers.ended``."""
         self.tiers.ended(job, checksums, self._now())
 
     @property
     def moving(self) -> bool:
-        """Whether the mover has unfinished orders."""
         return bool(self._core.connecting) or self._core.works_without_request
 
     def take_notifications(self) -> EngineNotification | None:
-        """Notifications for the worker, or None."""
         return self._count_grants(self._core.notifications()) if self._core.has_notifications else None
 
     def state(self, block_bytes: int, disk_free_bytes: int = -1) -> StoreState:

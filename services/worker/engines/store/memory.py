@@ -54,7 +54,6 @@ class Storage:
     thread: ThreadPoolExecutor
 
     def as_text(self, blocks: int) -> str:
-        """Text for the worker's note."""
         files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.description})"
         return f"{blocks} blocks in memory, {files}"
 
@@ -186,7 +185,6 @@ class FileJobs:
             await asyncio.wait([self._under_way])
 
     async def close(self) -> None:
-        """Close the files and end the thread."""
         if self._storage.files is not None:
             self._storage.thread.submit(self._storage.files.close, self._core.tiers.files.records())
         await asyncio.to_thread(self._storage.thread.shutdown)

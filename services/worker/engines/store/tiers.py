@@ -270,12 +270,10 @@ class Tiers:
             self._saved(job, checksums, now)
 
     def take_events(self) -> list[KvEvent]:
-        """Changes since the last call."""
         memory = [msgspec.structs.replace(event, tier=KvTier.HOST) for event in self.memory.take_events()]
         return [*memory, *self.files.take_events()]
 
     def whole_as_events(self) -> list[KvEvent]:
-        """Events that bring any reader to the present state."""
         held = ((KvTier.HOST, self.memory.hashes()), (KvTier.DISK, self.files.names()))
         stored = [
             KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(map(block_hash64, names)), tier=tier)

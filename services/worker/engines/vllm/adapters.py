@@ -56,7 +56,6 @@ class VllmAdapters:
         self._give_up(self._models.lora_requests.pop(name))
 
     def close(self) -> None:
-        """The engine ends."""
         for task in self._leaving:
             task.cancel()
 

@@ -395,11 +395,9 @@ class VllmEngine(Engine):
         return self._llm.meter.load()
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
-        """After each step of the engine."""
         self._llm.meter.on_changed(listener)
 
     async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
-        """Changes of the prefix cache, in order."""
         async for events in self._source.batches():
             yield events
         raise EngineDead("the event stream ended")
@@ -426,7 +424,6 @@ class VllmEngine(Engine):
         return str(self._llm.dead_error)
 
     async def close(self, deadline_s: float) -> None:
-        """End EngineCore and all its processes."""
         await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
         self._source.close()
         if self.exchange is not None:

@@ -116,7 +116,6 @@ def _short(value: Any) -> str:
 
 
 def has_own_connector(config: Any) -> bool:
-    """Whether KV moves through Baton's connector."""
     return bool(config.kv_transfer_config.kv_connector == OWN_CONNECTOR)
 
 

@@ -98,7 +98,6 @@ class KvEventSource:
         return events
 
     def close(self) -> None:
-        """Close the sockets."""
         self._context.destroy(linger=0)
 
     async def _recover(self, until: int) -> list[KvEvent]:

@@ -60,11 +60,9 @@ class VllmExchange:
             raise
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
-        """Call ``listener`` with each notification that EngineCore pushes."""
         self._listeners.append(listener)
 
     def close(self) -> None:
-        """Close the socket."""
         if self._following is not None:
             self._following.cancel()
         self._context.destroy(linger=0)

@@ -48,7 +48,6 @@ def take_transfer_report(result: LegResult, request_id: str, output: Any) -> Non
 
 
 def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
-    """The sum of two prompts' reports."""
     sums: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in SUMMED}
     return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
 
@@ -171,7 +170,6 @@ class EngineMeter(StatLoggerBase):
         logging.getLogger("vllm.v1.metrics.loggers").addFilter(NoIterations())
 
     def on_changed(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each step of the engine."""
         self._listeners.append(listener)
 
     def expect(self, prompt: Any, expected_tokens: int, more: int = 0) -> Waiting:
@@ -232,7 +230,6 @@ class _Totals(msgspec.Struct):
         self.received_seconds_total += sum(transfers.get("transfer_duration", ()))
 
     def add_step(self, step: Any) -> None:
-        """From vLLM's statistics of a step."""
         if step.num_prompt_tokens:
             prompts = step.prompt_token_stats
             self.prompt_tokens_total += prompts.total

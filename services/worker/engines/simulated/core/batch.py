@@ -89,17 +89,14 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
         return len(self.tokens)
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Full hashes of all full blocks."""
         return self.hashes
 
     @property
     def generated(self) -> int:
-        """Tokens of the completion so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -145,7 +142,6 @@ class Batch:
 
     @property
     def queued(self) -> int:
-        """Number of sequences that are not running."""
         return len(self.waiting) + len(self.receiving) + len(self._received)
 
     def add(self, sequence: Sequence) -> None:

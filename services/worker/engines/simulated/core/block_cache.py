@@ -58,7 +58,6 @@ class BlockCache:
 
     @property
     def address(self) -> int:
-        """Address of the first block's content."""
         return self.contents.buffer_info()[0]
 
     def block_of(self, name: bytes) -> int | None:

@@ -90,12 +90,10 @@ class Exchange:
             self.holder.note_prompt(sequence.hashes[full - 1], sequence.stats.cached_tokens, leg_id)
 
     def take_orders(self) -> Orders:
-        """Orders for the mover since the last call."""
         orders, self._core.orders = self._core.orders, Orders()
         return orders
 
     def results(self, results: Results) -> None:
-        """Apply results of the mover."""
         self._core.on_connected(results.connected)
         for part in results.parts:
             landed = self._link.landed(part, self._now())
@@ -105,11 +103,9 @@ class Exchange:
 
     @property
     def moving(self) -> bool:
-        """Whether the mover has unfinished orders."""
         return bool(self._core.connecting) or self._link.copying
 
     def take_notifications(self) -> EngineNotification | None:
-        """Notifications for the worker, or None."""
         return self._core.notifications() if self._core.has_notifications else None
 
     def _offer(self, sequence: Sequence, first_token: FirstToken | None) -> KvOffer | None:
@@ -166,7 +162,6 @@ class SimulatedLink:
         self._copying: dict[int, _Transfer] = {}
 
     def begin(self, read: Read, now: float) -> None:
-        """Queue a read on the link."""
         began, arrives = self._wire.book(len(read.local_blocks) * self._block_bytes, now)
         self._waiting[read.read_id] = _Transfer(read, began, len(read.local_blocks))
         heapq.heappush(self._due, (arrives, read.read_id))
@@ -206,5 +201,4 @@ class SimulatedLink:
 
     @property
     def copying(self) -> bool:
-        """Whether the mover is copying."""
         return bool(self._copying)
