@@ -16,8 +16,9 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from services.worker.engines.asgi_answers import Receive, Send
 from services.worker.engines.port import Identity
-from services.worker.engines.simulated.app import Receive, Send, SimulatedApp
+from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.engine import start_engine
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId

@@ -218,7 +218,7 @@ class EngineFacts:
     """Remark for operators."""
 
 
-class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLoad(msgspec.Struct, kw_only=True):
     """The engine's state now and totals since its start; see ``LoadReport`` for units."""
 
     running: int = 0

@@ -35,7 +35,7 @@ log = logging.getLogger("baton.worker")
 
 UNLOAD_NOTICE_S = 0.5
 """Time for routers to learn that an adapter goes, before the engine refuses requests for it."""
-NO_LORA = "its engine was started without LoRA: set WORKER_LORA_DIR, or --enable-lora in WORKER_ENGINE_ARGS"
+TAKES_NO_ADAPTERS = "its engine was started without LoRA: set WORKER_LORA_DIR, or --enable-lora in WORKER_ENGINE_ARGS"
 
 
 class OrderHandler:
@@ -68,21 +68,23 @@ class OrderHandler:
         return self._order.result() if self._order.done() else DrainPlan(s_max=self._drain_s_max)
 
     async def _drain(self, order: DrainWorker, _envelope: Envelope) -> OrderTaken:
-        record = self._status.record
         if self._order.done() or self._service.stopping.is_set():
-            return OrderTaken(worker_id=record.worker_id, epoch=record.epoch, refusal="it drains already")
+            return self._taken("it drains already")
         plan = plan_of(order, self._drain_s_max)
         log.info("ordered to drain: running legs have %g s", plan.s_max)
         self._order.set_result(plan)
-        return OrderTaken(worker_id=record.worker_id, epoch=record.epoch)
+        return self._taken()
 
     async def _sleep(self, _order: SleepWorker, _envelope: Envelope) -> OrderTaken:
-        record = self._status.record
         if refusal := self._why_not_sleep():
-            return OrderTaken(worker_id=record.worker_id, epoch=record.epoch, refusal=refusal)
+            return self._taken(refusal)
         log.info("ordered to sleep: running legs have %g s", self._drain_s_max)
         self._order.set_result(DrainPlan(s_max=self._drain_s_max, sleeps=True))
-        return OrderTaken(worker_id=record.worker_id, epoch=record.epoch)
+        return self._taken()
+
+    def _taken(self, refusal: str = "") -> OrderTaken:
+        record = self._status.record
+        return OrderTaken(worker_id=record.worker_id, epoch=record.epoch, refusal=refusal)
 
     def _why_not_sleep(self) -> str:
         if self._order.done() or self._service.stopping.is_set():
@@ -151,7 +153,7 @@ class AdapterHandler:
             if self._status.phase is not WorkerPhase.READY:
                 raise AdapterRefused(f"it is {self._status.phase.value}")
             if self._adapters is None:
-                raise AdapterRefused(NO_LORA)
+                raise AdapterRefused(TAKES_NO_ADAPTERS)
             if order.action is AdapterAction.LOAD:
                 digest = await self._load(self._adapters, order)
             else:

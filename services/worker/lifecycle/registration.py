@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import fields
 
 import msgspec
 
@@ -221,24 +222,8 @@ def detail(phase: WorkerPhase, note: str) -> str:
 
 
 def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, note: str) -> WorkerRecord:
-    return msgspec.structs.replace(
-        record,
-        phase=phase,
-        note=note,
-        engine=facts.engine,
-        models=facts.models,
-        max_model_len=facts.max_model_len,
-        fingerprint=facts.fingerprint,
-        hashing=facts.hashing,
-        kv_blocks=facts.kv_blocks,
-        legs_max=facts.legs_max,
-        step_tokens_max=facts.step_tokens_max,
-        prefix_caching=facts.prefix_caching,
-        renders=facts.renders,
-        attached=facts.attached,
-        adapters_at_once_max=facts.adapters_at_once_max,
-        paths=sorted(facts.paths),
-    )
+    known = {field.name: getattr(facts, field.name) for field in fields(facts)}
+    return msgspec.structs.replace(record, **known | {"phase": phase, "note": note, "paths": sorted(facts.paths)})
 
 
 class ChangedRole(msgspec.Struct, frozen=True, kw_only=True):

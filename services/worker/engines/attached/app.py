@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
 from email.utils import parsedate_to_datetime
 
 import httpx
 import msgspec
 
+from services.worker.engines.asgi_answers import Receive, Send, part, respond, start
 from services.worker.engines.attached.bodies import AnswerReader, BadAnswer, EventCutter, ServerBody, server_body
 from services.worker.engines.attached.health import Meter, MeteredRequest, ServerHealth
 from services.worker.engines.attached.server import REFUSES_KEY, Server, ServerAway
-from services.worker.engines.port import CURRENT_LEG, AsgiMessage, Leg, LegFailed, LegInput, LegResult, Scope
+from services.worker.engines.port import CURRENT_LEG, Leg, LegFailed, LegInput, LegResult, Scope
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind
 from shared.deadline import end
-
-Receive = Callable[[], Awaitable[AsgiMessage]]
-Send = Callable[[AsgiMessage], Awaitable[None]]
 
 ANSWER_BYTES_MAX = 64 << 20
 """Maximum size of an answer that is no stream."""
@@ -29,7 +26,7 @@ ERROR_BYTES_MAX = 64 << 10
 RETRY_AFTER_S = 1.0
 """Pause when a busy server does not say for how long."""
 RETRY_AFTER_S_MAX = 60.0
-JSON, EVENT_STREAM = "application/json", "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 OK, BAD_REQUEST, TOO_MANY, SERVER_ERROR, UNAVAILABLE = 200, 400, 429, 500, 503
 GONE = frozenset({502, 504})
 """Statuses of a proxy whose server is away."""
@@ -66,11 +63,11 @@ class AttachedApp:
         leg = CURRENT_LEG.get() or Leg(LegInput())
         if leg.input.resume is not None or leg.input.kind is not LegKind.AGGREGATED:
             leg.result.cannot_resume = NO_TOKENS
-            await _respond(send, SERVER_ERROR, _error(NO_TOKENS, SERVER_ERROR))
+            await respond(send, SERVER_ERROR, _error(NO_TOKENS, SERVER_ERROR))
             return
         asked = server_body(path, body, self._model, salts=self._salts)
         if asked is None:
-            await _respond(send, BAD_REQUEST, _error("The body is not a JSON object.", BAD_REQUEST))
+            await respond(send, BAD_REQUEST, _error("The body is not a JSON object.", BAD_REQUEST))
             return
         if (wait_s := self._busy_until - time.monotonic()) > 0.0:
             raise LegFailed(_busy(wait_s))
@@ -94,10 +91,10 @@ class AttachedApp:
                 self._check(body)
                 answer = leg.reader.whole(body)
                 leg.done(time.monotonic())
-                await _respond(leg.send, OK, answer)
+                await respond(leg.send, OK, answer)
 
     async def _stream(self, leg: _Forwarded, response: httpx.Response) -> None:
-        await leg.send(_start(OK, EVENT_STREAM))
+        await leg.send(start(OK, EVENT_STREAM))
         cutter = EventCutter()
         async for piece in self._server.pieces(response):
             for event in cutter.add(piece):
@@ -106,7 +103,7 @@ class AttachedApp:
         if not (leg.reader.is_complete or (leg.path in (COMPLETIONS, CHAT) and leg.reader.finish_reason)):
             raise ServerAway("its stream ended before the answer did")
         leg.done(time.monotonic())
-        await leg.send(_body(b"", more=False))
+        await leg.send(part(b"", more=False))
 
     async def _refused(self, leg: _Forwarded, response: httpx.Response, key: str) -> None:
         """Another status than 200. Raises LegFailed where another worker may serve the request."""
@@ -127,7 +124,7 @@ class AttachedApp:
             is_fit = isinstance(msgspec.json.decode(body), dict) and not self._server.has_key(body)
         except (BadAnswer, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             body, is_fit = b"", False
-        await _respond(leg.send, status, body if is_fit else _error(WITHHELD, status))
+        await respond(leg.send, status, body if is_fit else _error(WITHHELD, status))
 
     def _check(self, data: bytes) -> None:
         if self._server.has_key(data):
@@ -150,7 +147,7 @@ class _Forwarded:
             self._note_first_token()
             self.request.progress()
         if shown:
-            await self.send(_body(shown))
+            await self.send(part(shown))
             await self._result.shown()
 
     def _note_first_token(self) -> None:
@@ -200,16 +197,3 @@ def _content_type(response: httpx.Response) -> str:
 def _error(message: str, status: int) -> bytes:
     kind = "BadRequestError" if status < SERVER_ERROR else "InternalServerError"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
-
-
-def _start(status: int, content_type: str) -> AsgiMessage:
-    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type.encode())]}
-
-
-def _body(data: bytes, *, more: bool = True) -> AsgiMessage:
-    return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-async def _respond(send: Send, status: int, body: bytes) -> None:
-    await send(_start(status, JSON))
-    await send(_body(body, more=False))

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, Leg, LegInput, LegResult, Scope
+from services.worker.engines.asgi_answers import Receive, Send, part, respond, start
+from services.worker.engines.port import CURRENT_LEG, EngineDead, Leg, LegInput, LegResult, Scope
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.jobs import Job, JobMaker, caught_up
 from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.engines.simulated.requests import ApiError
 from services.worker.engines.simulated.responses import (
     EVENT_STREAM,
-    JSON,
     UNFINISHED,
     Choice,
     Ending,
@@ -28,8 +28,6 @@ from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport
 
-Receive = Callable[[], Awaitable[AsgiMessage]]
-Send = Callable[[AsgiMessage], Awaitable[None]]
 MakeJob = Callable[[bytes, LegInput], Awaitable[Job]]
 
 
@@ -62,11 +60,11 @@ class SimulatedApp:
         if method == "POST" and path in self._posts:
             await self._serve(self._posts[path], await _read_body(receive), send)
         elif method == "GET" and path in self._gets:
-            await _respond(send, 200, self._gets[path]())
+            await respond(send, 200, self._gets[path]())
         elif path in self._posts or path in self._gets:
-            await _respond(send, 405, b'{"detail":"Method Not Allowed"}')
+            await respond(send, 405, b'{"detail":"Method Not Allowed"}')
         else:
-            await _respond(send, 404, b'{"detail":"Not Found"}')
+            await respond(send, 404, b'{"detail":"Not Found"}')
 
     async def _serve(self, make: MakeJob, raw: bytes, send: Send) -> None:
         leg = CURRENT_LEG.get() or Leg(LegInput())
@@ -76,7 +74,7 @@ class SimulatedApp:
             if leg.input.resume is not None:
                 job = caught_up(job, result, leg.input.resume, self._tokenizer)
         except ApiError as error:
-            await _respond(send, error.status, error.body)
+            await respond(send, error.status, error.body)
             return
         streaming = False
         try:
@@ -88,18 +86,18 @@ class SimulatedApp:
             await (self._stream(job, result, send) if streaming else self._collect(job, result, send))
         except EngineDead as dead:
             failure = ApiError(str(dead), status=500, kind="InternalServerError")
-            await (send(_body(b"", more=False)) if streaming else _respond(send, failure.status, failure.body))
+            await (send(part(b"", more=False)) if streaming else respond(send, failure.status, failure.body))
         finally:
             for choice in job.choices:
                 if choice.sequence is not None:
                     self._engine.abort(choice.sequence)
 
     async def _stream(self, job: Job, result: LegResult, send: Send) -> None:
-        await send(_start(200, EVENT_STREAM))
+        await send(start(200, EVENT_STREAM))
         opening = b"".join(job.responses.opening(choice.index) for choice in job.choices)
         opening += b"".join(self._echo_event(job, choice) for choice in job.choices if job.view.echo)
         if opening and job.leg.resume is None:
-            await send(_body(opening))
+            await send(part(opening))
         # Most events contain text only. Such an event is the concatenation of three byte strings.
         plain = job.view.logprobs is None and not job.view.usage_each
         pieces = [split_chunk(job.responses, choice.index) for choice in job.choices] if plain else []
@@ -124,11 +122,11 @@ class SimulatedApp:
                     open_choices -= 1
                     self._note_end(job, result, choice)
             if events:
-                await send(_body(b"".join(events) if len(events) > 1 else events[0]))
+                await send(part(b"".join(events) if len(events) > 1 else events[0]))
         result.is_over = True
         done = job.responses.done
         end = job.responses.usage(_usage(job, result)) + done if job.view.usage else done
-        await send(_body(end, more=False))
+        await send(part(end, more=False))
 
     def _event(self, job: Job, result: LegResult, choice: Choice, token: int | None, finish_reason: str) -> bytes:
         """An event with more than text, or b"" while text is held back for a stop string."""
@@ -173,7 +171,7 @@ class SimulatedApp:
                 if choice.has_ended():
                     open_choices -= 1
                     self._note_end(job, result, choice)
-        await _respond(send, 200, encode(self._whole(job, result)))
+        await respond(send, 200, encode(self._whole(job, result)))
 
     def _whole(self, job: Job, result: LegResult) -> dict[str, Any]:
         texts, logprobs = [], []
@@ -274,20 +272,6 @@ def _cached_before(leg: LegInput, result: LegResult) -> int:
         return reported
     followed = leg.order is not None and leg.order.take is None
     return result.cached_tokens if followed else leg.prefill_cached_tokens
-
-
-def _start(status: int, content_type: str) -> AsgiMessage:
-    headers = [(b"content-type", content_type.encode())]
-    return {"type": "http.response.start", "status": status, "headers": headers}
-
-
-def _body(data: bytes, *, more: bool = True) -> AsgiMessage:
-    return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-async def _respond(send: Send, status: int, body: bytes) -> None:
-    await send(_start(status, JSON))
-    await send(_body(body, more=False))
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -88,7 +88,7 @@ class JobMaker:
         max_model_len: int,
         adapters: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
-        """``adapters``: by name, those that are loaded, as ``RequestParams.lora``; it may change."""
+        """``adapters``: by name, those that are loaded, as ``RequestParams.adapter``; it may change."""
         self._tokenizer = tokenizer
         self._models = models
         self._adapters = adapters if adapters is not None else {}
@@ -187,7 +187,7 @@ class JobMaker:
 
     def _params(self, body: SamplingBody, tokens_max: int, leg: LegInput) -> RequestParams:
         order = leg.order or NO_ORDER
-        salt, lora = body.cache_salt or "", self._adapters.get(body.model or "")
+        salt, adapter = body.cache_salt or "", self._adapters.get(body.model or "")
         if leg.kind is LegKind.PREFILL:
             return RequestParams(
                 max_tokens=1,
@@ -195,7 +195,7 @@ class JobMaker:
                 ignore_eos=body.ignore_eos,
                 order=order,
                 cache_salt=salt,
-                lora=lora,
+                adapter=adapter,
                 expected_tokens=leg.expected_tokens,
             )
         asked = body.max_tokens
@@ -210,7 +210,7 @@ class JobMaker:
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             order=order,
             cache_salt=salt,
-            lora=lora,
+            adapter=adapter,
             expected_tokens=leg.expected_tokens,
         )
 
@@ -255,7 +255,7 @@ async def engine_tokens(
         return EngineTokens(refusal=str(error))
     tokens = job.choices[0].prompt
     hashes: list[bytes] = []
-    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt, job.params.lora)
+    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt, job.params.adapter)
     return EngineTokens(tokens=tokens, hashes=[block_hash64(full) for full in hashes])
 
 

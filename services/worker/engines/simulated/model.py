@@ -118,7 +118,7 @@ class SimulatedAdapters:
 
     def __init__(self) -> None:
         self.by_name: dict[str, tuple[str, str]] = {}
-        """``RequestParams.lora`` of each loaded adapter."""
+        """``RequestParams.adapter`` of each loaded adapter."""
 
     async def enter(self, name: str, files: AdapterFiles) -> str:
         """See the port. The files are needed for their digest only."""
@@ -132,7 +132,7 @@ class SimulatedAdapters:
 
 
 def adapters_of(sequences: Iterable[Sequence]) -> list[str]:
-    return sorted({sequence.params.lora[0] for sequence in sequences if sequence.params.lora is not None})
+    return sorted({sequence.params.adapter[0] for sequence in sequences if sequence.params.adapter is not None})
 
 
 SAYABLE_MIN = 64

@@ -152,7 +152,6 @@ def chat_logprobs(tokens: list[int], texts: list[str], _offset: int, *, top: int
 
 
 DONE = b"data: [DONE]\n\n"
-JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 _PLACE = "\x00"
 _PLACE_JSON = b'"\\u0000"'

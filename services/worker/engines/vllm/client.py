@@ -172,12 +172,12 @@ class LegEngine(AsyncLLM):
             await outputs.aclose()
 
     async def _render(
-        self, prompt: Any, params: SamplingParams, request_id: str, rendered: asyncio.Future[Any], lora: Any
+        self, prompt: Any, params: SamplingParams, request_id: str, rendered: asyncio.Future[Any], adapter: Any
     ) -> None:
         """Makes the request as vLLM does for its engine, and waits to be cancelled. Raises what vLLM raises."""
         tasks = await self.get_supported_tasks()
         request = self.input_processor.process_inputs(
-            request_id, prompt, params, supported_tasks=tasks, lora_request=lora
+            request_id, prompt, params, supported_tasks=tasks, lora_request=adapter
         )
         if not rendered.done():
             rendered.set_result(request)

@@ -165,7 +165,8 @@ class EngineMeter(StatLoggerBase):
         self.kv_blocks = 0
         self._queues: Any = None
         """The scheduler's statistics of the last step that had any."""
-        self._totals = _Totals()
+        self._load = EngineLoad()
+        """Totals since the engine's start, and moving averages; the rest is filled in when asked."""
         self._listeners: list[Callable[[], None]] = []
         logging.getLogger("vllm.v1.metrics.loggers").addFilter(NoIterations())
 
@@ -183,8 +184,7 @@ class EngineMeter(StatLoggerBase):
     def prefilled(self, tokens: int, seconds: float) -> None:
         """The uncached part of a prompt was computed."""
         if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
-            totals = self._totals
-            totals.prefill_tokens_per_s = smooth(totals.prefill_tokens_per_s, tokens / seconds)
+            self._load.prefill_tokens_per_s = smooth(self._load.prefill_tokens_per_s, tokens / seconds)
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""
@@ -198,48 +198,34 @@ class EngineMeter(StatLoggerBase):
             self.steps.step(scheduler_stats, time.monotonic())
             self._queues = scheduler_stats
             if scheduler_stats.kv_connector_stats:
-                self._totals.add_transfers(scheduler_stats.kv_connector_stats)
+                self._add_transfers(scheduler_stats.kv_connector_stats)
         if iteration_stats is not None:
-            self._totals.add_step(iteration_stats)
+            self._add_step(iteration_stats)
         for listener in self._listeners:
             listener()
 
     def load(self) -> EngineLoad:
         queues = {} if self._queues is None else _queues(self._queues, self.kv_blocks)
-        totals = msgspec.structs.asdict(self._totals)
-        return EngineLoad(waiting_tokens=self.waiting_tokens, steps=self.steps.totals(), **queues, **totals)
+        steps = self.steps.totals()
+        return msgspec.structs.replace(self._load, waiting_tokens=self.waiting_tokens, steps=steps, **queues)
 
-
-class _Totals(msgspec.Struct):
-    """Since the engine's start, and moving averages. The names are those of ``EngineLoad``."""
-
-    prompt_tokens_total: int = 0
-    computed_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    received_tokens_total: int = 0
-    received_bytes_total: int = 0
-    received_seconds_total: float = 0.0
-    generation_tokens_total: int = 0
-    preemptions_total: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_s_per_token: float = 0.0
-
-    def add_transfers(self, transfers: Any) -> None:
+    def _add_transfers(self, transfers: Any) -> None:
         """From the NIXL connector's lists of transfers that ended in this step."""
-        self.received_bytes_total += sum(transfers.get("bytes_transferred", ()))
-        self.received_seconds_total += sum(transfers.get("transfer_duration", ()))
+        self._load.received_bytes_total += sum(transfers.get("bytes_transferred", ()))
+        self._load.received_seconds_total += sum(transfers.get("transfer_duration", ()))
 
-    def add_step(self, step: Any) -> None:
+    def _add_step(self, step: Any) -> None:
+        load = self._load
         if step.num_prompt_tokens:
             prompts = step.prompt_token_stats
-            self.prompt_tokens_total += prompts.total
-            self.computed_tokens_total += prompts.computed
-            self.cached_tokens_total += prompts.local_cache_hit
-            self.received_tokens_total += prompts.external_kv_transfer
-        self.generation_tokens_total += step.num_generation_tokens
-        self.preemptions_total += step.num_preempted_reqs
+            load.prompt_tokens_total += prompts.total
+            load.computed_tokens_total += prompts.computed
+            load.cached_tokens_total += prompts.local_cache_hit
+            load.received_tokens_total += prompts.external_kv_transfer
+        load.generation_tokens_total += step.num_generation_tokens
+        load.preemptions_total += step.num_preempted_reqs
         if gaps := step.inter_token_latencies_iter:
-            self.decode_s_per_token = smooth(self.decode_s_per_token, sum(gaps) / len(gaps))
+            load.decode_s_per_token = smooth(load.decode_s_per_token, sum(gaps) / len(gaps))
 
 
 def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:

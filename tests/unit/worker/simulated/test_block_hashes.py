@@ -15,11 +15,11 @@ VOCABULARY = 70_000
 """More than 16 bits of token id."""
 
 
-def plainly(tokens, size, salt="", lora=None):
+def plainly(tokens, size, salt="", adapter=None):
     """The rule, as slowly and clearly as it can be written."""
     chain, parent = [], hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
     for start in range(0, len(tokens) - size + 1, size):
-        extra = [("lora", *lora)] if lora else []
+        extra = [("lora", *adapter)] if adapter else []
         extra += [("cache_salt", salt)] if salt and not start else []
         block = (parent, tuple(tokens[start : start + size]), tuple(extra) or None)
         parent = hashlib.sha256(cbor2.dumps(block, canonical=True)).digest()
@@ -32,9 +32,9 @@ def hasher(size):
     return BlockHasher(size, VOCABULARY)
 
 
-def chain(tokens, size, salt="", lora=None):
+def chain(tokens, size, salt="", adapter=None):
     hashes = []
-    hasher(size).extend(hashes, tokens, salt, lora)
+    hasher(size).extend(hashes, tokens, salt, adapter)
     return hashes
 
 
@@ -43,10 +43,10 @@ def chain(tokens, size, salt="", lora=None):
     tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=200),
     size=st.sampled_from([1, 16, 23, 24, 32]),
     salt=st.sampled_from(["", "tenant"]),
-    lora=st.sampled_from([None, ("sql", "sha256:1")]),
+    adapter=st.sampled_from([None, ("sql", "sha256:1")]),
 )
-def test_cached_pieces_hash_like_a_general_encoder(tokens, size, salt, lora):
-    assert chain(tokens, size, salt, lora) == plainly(tokens, size, salt, lora)
+def test_cached_pieces_hash_like_a_general_encoder(tokens, size, salt, adapter):
+    assert chain(tokens, size, salt, adapter) == plainly(tokens, size, salt, adapter)
 
 
 @pytest.mark.parametrize("size", [128, 256, 300])

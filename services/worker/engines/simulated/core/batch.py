@@ -34,7 +34,7 @@ class RequestParams:
     """Prompt tokens that the router expects to be computed; -1: unknown."""
     cache_salt: str = ""
     """Only prompts with the same salt share blocks."""
-    lora: tuple[str, str] | None = None
+    adapter: tuple[str, str] | None = None
     """LoRA adapter: the name, and what is hashed for its files."""
     order: LegOrder = NO_ORDER
     """The worker's order about KV."""

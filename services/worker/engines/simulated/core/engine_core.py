@@ -86,7 +86,7 @@ class EngineCore:
             params=params,
             stats=SequenceStats(arrived_at=now),
         )
-        self._hasher.extend(sequence.hashes, tokens, params.cache_salt, params.lora)
+        self._hasher.extend(sequence.hashes, tokens, params.cache_salt, params.adapter)
         self.batch.add(sequence)
         return sequence
 
@@ -198,7 +198,7 @@ class EngineCore:
         for index in range(sequence.computed // size, (end - 1) // size + 1):
             start = index * size
             held = sequence.tokens[start : min(start + size, end)]
-            previous = contents[blocks[index - 1]] if index else root_content(sequence.params.lora)
+            previous = contents[blocks[index - 1]] if index else root_content(sequence.params.adapter)
             contents[blocks[index]] = block_content(previous, held)
             if len(held) == size:
                 filled.append((sequence, index))
@@ -208,7 +208,7 @@ class EngineCore:
     def _name(self, sequence: Sequence, index: int) -> None:
         hashes = sequence.hashes
         if index == len(hashes):
-            self._hasher.extend(hashes, sequence.tokens, sequence.params.cache_salt, sequence.params.lora)
+            self._hasher.extend(hashes, sequence.tokens, sequence.params.cache_salt, sequence.params.adapter)
         self.cache.name(sequence.blocks[index], hashes[index], hashes[index - 1] if index else None)
 
     def _end(self, step: _Step, now: float) -> list[tuple[Sequence, int]]:

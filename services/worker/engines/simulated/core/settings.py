@@ -72,12 +72,11 @@ class StepTiming:
         return seconds / self.speed
 
     def compute_s(self, tokens: float, pairs: float) -> float:
-        """Seconds that so many tokens take at ``prefill_tokens_per_s`` and ``prefill_s_per_pair``."""
+        """Seconds that ``tokens`` take which attend to ``pairs`` earlier ones in sum."""
         seconds = self.prefill_s_per_pair * pairs
         return seconds + tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else seconds
 
     def decode_s(self, sequences: int, context_tokens: float) -> float:
-        """Seconds of a step in which sequences only decode."""
         return self.step_s(0, 0.0, sequences, context_tokens)
 
     def steps_alike(self, step: int, decoding: int, context_tokens: int) -> int:
@@ -94,7 +93,6 @@ class StepTiming:
         return noise_factor(self.noise, self.noise_seed, step) if self.noise else 1.0
 
     def occupies_s(self, size_bytes: int) -> float:
-        """Seconds for which a transfer occupies the link."""
         return size_bytes / self.transfer_bytes_per_s if self.transfer_bytes_per_s else 0.0
 
 

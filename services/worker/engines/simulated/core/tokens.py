@@ -34,11 +34,11 @@ _THREE_AND_PARENT = b"\x83\x58\x20"
 _NO_EXTRA_KEYS = b"\xf6"
 
 
-def root_content(lora: tuple[str, str] | None) -> int:
+def root_content(adapter: tuple[str, str] | None) -> int:
     """What precedes the first block of a request, with or without a LoRA adapter: an adapter changes all content."""
-    if lora is None:
+    if adapter is None:
         return ROOT_CONTENT
-    return int.from_bytes(hashlib.sha256(repr(lora).encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(repr(adapter).encode()).digest()[:7], "big")
 
 
 def block_content(previous: int, tokens: Sequence[int]) -> int:
@@ -73,7 +73,7 @@ class BlockHasher:
         self._array_head = cbor2.dumps([0] * block_size)[:-block_size]
 
     def extend(
-        self, hashes: list[bytes], tokens: Sequence[int], salt: str = "", lora: tuple[str, str] | None = None
+        self, hashes: list[bytes], tokens: Sequence[int], salt: str = "", adapter: tuple[str, str] | None = None
     ) -> None:
         """``hashes`` are the hashes of the first blocks of ``tokens``. Append those of its further full blocks.
 
@@ -82,7 +82,7 @@ class BlockHasher:
         size = self.block_size
         parent = hashes[-1] if hashes else ROOT_HASH
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            extra = _extra_keys("" if start else salt, lora)
+            extra = _extra_keys("" if start else salt, adapter)
             parent = self._block(parent, tokens[start : start + size], extra)
             hashes.append(parent)
 
@@ -97,8 +97,8 @@ def _packed_tokens(vocabulary: int) -> list[bytes]:
     return [cbor2.dumps(token) for token in range(vocabulary)]
 
 
-def _extra_keys(salt: str, lora: tuple[str, str] | None) -> bytes:
-    if not salt and lora is None:
+def _extra_keys(salt: str, adapter: tuple[str, str] | None) -> bytes:
+    if not salt and adapter is None:
         return _NO_EXTRA_KEYS
-    adapter = (("lora", *lora),) if lora is not None else ()
-    return cbor2.dumps((*adapter, *((("cache_salt", salt),) if salt else ())), canonical=True)
+    keys = (("lora", *adapter),) if adapter is not None else ()
+    return cbor2.dumps((*keys, *((("cache_salt", salt),) if salt else ())), canonical=True)
