@@ -94,15 +94,11 @@ class PeerConnected(Message, frozen=True, kw_only=True):
 
 
 class FetchEnded(Message, frozen=True, kw_only=True):
-    """A StartFetch has ended."""
-
     fetch_id: str
     result: FetchedKv
 
 
 class ReadMeasured(Message, frozen=True, kw_only=True):
-    """A MeasureRead has ended."""
-
     measure_id: str
     bytes: int = 0
     """Size of the fastest read."""
@@ -152,8 +148,6 @@ class Read:
 
 @dataclass(slots=True)
 class Orders:
-    """Orders of one step."""
-
     connect: list[Peer] = field(default_factory=list)
     forget: list[PeerKey] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)

@@ -46,8 +46,6 @@ PIECE_CHARS_MAX: Final = 256 * 1024
 
 
 class Words(Protocol):
-    """See ``PythonWords``."""
-
     def cut(self, text: str) -> list[str]: ...
 
     def recall(self, text: str) -> tuple[list[bytes], list[str]]: ...

@@ -28,8 +28,6 @@ COOLING_S = 300.0
 
 @dataclass(slots=True)
 class UsedChain:
-    """A chain and its use."""
-
     hashes: list[bytes]
     uses: int
     heat: float
@@ -62,7 +60,6 @@ class HotChains:
 
     @property
     def blocks(self) -> int:
-        """Blocks in all chains."""
         return self._blocks
 
     def note(self, hashes: list[bytes], now: float) -> None:

@@ -29,8 +29,6 @@ STALE_ENDS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class LeaseLimits:
-    """Limits of one table."""
-
     pinned_blocks_max: int
     leases_max: int = LEASES_MAX
     followed_max: int = FOLLOWED_MAX

@@ -30,8 +30,6 @@ FEW_PIECES = 256
 
 @dataclass(frozen=True, slots=True)
 class ReaderRank:
-    """The rank that reads."""
-
     memory: KvRank
     ranks: int
     """Tensor-parallel ranks of its engine."""

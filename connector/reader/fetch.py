@@ -201,7 +201,6 @@ class Fetch:
 
     @property
     def reads_under_way(self) -> int:
-        """Reads that are not over."""
         return len(self._reads)
 
     def has_request(self, lease_id: str) -> bool:
@@ -212,7 +211,6 @@ class Fetch:
         return next((request.granted_end for request in self.requests if request.lease_id == lease_id), 0)
 
     def is_reading(self, read_id: int) -> bool:
-        """Whether this fetch has the read under way."""
         return read_id in self._reads
 
     def missing(self) -> list[int]:

@@ -9,7 +9,6 @@ from shared.contracts.ids import WorkerId
 
 
 def key_of(peer: Peer) -> PeerKey:
-    """Worker id and epoch."""
     return peer.handshake.worker_id, peer.handshake.epoch
 
 

@@ -54,8 +54,6 @@ class BlockAllocator(Protocol):
 
 @dataclass(slots=True)
 class Prefetch:
-    """One fetch under way."""
-
     order: StartFetch
     fetch: Fetch
     hashes: list[bytes]
@@ -108,7 +106,6 @@ class Prefetcher:
 
     @property
     def reads_under_way(self) -> int:
-        """Number of reads that are not over."""
         return sum(prefetch.fetch.reads_under_way for prefetch in self.under_way)
 
     def start(self, order: StartFetch) -> None:

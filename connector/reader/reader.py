@@ -246,7 +246,6 @@ class Reader:
         return transfer_report
 
     def transfer_report(self, request_id: str) -> KvTransferReport:
-        """The report so far."""
         state = self._requests.get(request_id)
         return state.counts.transfer_report(None) if state is not None else KvTransferReport()
 
@@ -342,7 +341,6 @@ class Reader:
 
     @property
     def reads_under_way(self) -> int:
-        """Number of reads that are not over."""
         return 0 if self.idle else sum(fetch.reads_under_way for fetch in self._fetches())
 
     @property

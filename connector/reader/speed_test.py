@@ -72,7 +72,6 @@ class SpeedTests:
 
     @property
     def reads_under_way(self) -> int:
-        """Number of reads that are not over."""
         return len(self.under_way)
 
     def start(self, order: MeasureRead, peer: PeerMemory | None, device: str) -> None:

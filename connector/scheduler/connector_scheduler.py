@@ -87,8 +87,6 @@ class StepReport(KVConnectorWorkerMetadata):
 
 
 class ConnectorScheduler:
-    """See the module docstring."""
-
     def __init__(self, settings: ConnectorSettings, shape: EngineShape) -> None:
         self._settings = settings
         self._shape = shape
@@ -181,7 +179,6 @@ class ConnectorScheduler:
         self._core.used(hashes, computed_tokens)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
-        """A request has ended."""
         return self._core.finished(request_id, offer, order)
 
     def step_orders(self, scheduled_tokens: int) -> StepOrders:

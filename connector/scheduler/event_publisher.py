@@ -52,7 +52,6 @@ class StepEventPublisher(ZmqEventPublisher):
             log.warning("KV events %d were not sent: %s", number, error)
 
     def shutdown(self) -> None:
-        """Close the sockets."""
         self._running = False
         self._thread.join(timeout=self.SHUTDOWN_TIMEOUT)
         for socket in (self._pub, self._replay):

@@ -16,8 +16,6 @@ Spans = NDArray[np.uint64]
 
 
 class TransferState(Enum):
-    """State of a read."""
-
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -29,8 +27,6 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory."""
-
     base: int
     length: int
     device: str

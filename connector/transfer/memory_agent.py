@@ -26,8 +26,6 @@ class MemoryNetwork:
 
 @dataclass(slots=True)
 class Copying:
-    """One read under way."""
-
     peer: str
     remote: Spans
     local: Spans

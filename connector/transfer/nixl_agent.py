@@ -204,8 +204,6 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """To one peer."""
-
     first: ReadAgent
     metadata: bytes
     opening: Future[ReadAgent] | None = None
@@ -334,7 +332,6 @@ class NixlAgent:
         return transfer
 
     def state(self, handle: Any) -> TransferState:
-        """State of a read."""
         state: TransferState = handle.state()
         return state
 

@@ -68,7 +68,6 @@ class Connections:
 
     @property
     def busy(self) -> bool:
-        """Whether a connection is being opened or tested."""
         return any(one.opening or one.probes for one in self._connections.values())
 
     def of(self, key: PeerKey) -> Connection | None:

@@ -201,7 +201,6 @@ class AdapterOrders:
         return Adapters(wanted=list(self._wanted.values()), orders=list(self._log))
 
     async def _ordered(self, order: OrderAdapter, _envelope: Envelope) -> AdapterOrdered:
-        """Handler of ORDER_ADAPTER."""
         at_ms = self._clock.wall_ms()
         async with self._changing:
             try:

@@ -76,8 +76,6 @@ class Order:
 
 @dataclass(slots=True)
 class Model:
-    """One model's workers and use."""
-
     used_at: float
     workers: list[FleetWorker] = field(default_factory=list)
     wanted_until: float = -math.inf

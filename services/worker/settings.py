@@ -50,9 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     asleep: bool = False
     """Start without an engine, and start that when a request for the model comes."""
     simulated: str = ""
-    """With ``engine`` simulated: a profile of speeds (default, instant, 8b, 70b), and values that differ from it:
-    ``8b,speed=0.5,transfer=nixl``.
-    """
+    """Speeds of a simulated engine: a profile (default, instant, 8b, 70b), and values that differ from it, such as
+    ``8b,speed=0.5,transfer=nixl``."""
     cpu_cores: str = ""
     """CPU cores of the engine, such as ``0`` or ``0,2-3``; empty: all that the process may use."""
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1

@@ -44,8 +44,6 @@ EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
 
 
 class Requester(Protocol):
-    """The connection."""
-
     async def request(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None, timeout_s: float
     ) -> bytes: ...
@@ -60,8 +58,6 @@ class NoBucket(BusDown):
 
 
 class StreamMessage(msgspec.Struct, frozen=True):
-    """A stored value."""
-
     subject: str
     seq: int
     time: datetime

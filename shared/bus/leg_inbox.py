@@ -130,7 +130,6 @@ class Leg:
         return frames
 
     def failure(self) -> LegFailed:
-        """Why it has failed."""
         return LegFailed(self._failure or _INTERNAL, self.worker_id)
 
     @property
@@ -240,11 +239,9 @@ class LegInbox:
         return leg
 
     def hold(self) -> None:
-        """See ``Bus.hold``."""
         self._bus.hold()
 
     def release(self) -> None:
-        """See ``Bus.release``."""
         self._bus.release()
 
     async def start(self, start: StartLeg, reader: LegReader, headers: Mapping[str, str] | None = None) -> Leg:

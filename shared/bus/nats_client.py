@@ -156,11 +156,9 @@ class DirectClient(Client):
         return True
 
     def hold(self) -> None:
-        """See ``Bus.hold``."""
         self._held = []
 
     def release(self) -> None:
-        """See ``Bus.release``."""
         held, self._held = self._held, None
         if held and self._socket is not None:
             self._socket.write(b"".join(held))

@@ -38,8 +38,6 @@ OPEN = Access()
 
 @dataclass(frozen=True, kw_only=True)
 class Seed:
-    """An nkey."""
-
     owner: str = ""
     """A party, or one worker as ``worker.NAME``. Empty if `baton init` did not make the key."""
     text: str = field(repr=False)

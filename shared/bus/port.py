@@ -109,8 +109,6 @@ Responder = Callable[[M, Envelope], Awaitable[A]]
 
 
 class Subscription(Protocol):
-    """An active subscription."""
-
     @property
     def dropped(self) -> int:
         """Messages dropped because this subscriber was too slow."""
@@ -147,8 +145,6 @@ class KeyValueStore(Protocol[M]):
 
 
 class Bus(Protocol):
-    """See the module's guarantees."""
-
     @property
     def max_payload(self) -> int:
         """Largest single NATS message, bytes."""

@@ -132,7 +132,6 @@ class StepTotalsCounter:
         self._context = 0
 
     def add(self, step: StepTotals) -> None:
-        """A step has ended."""
         self._seconds += step.seconds
         self._prefill_steps += step.prefill_steps
         self._prompt_tokens += step.prefill_tokens
@@ -142,7 +141,6 @@ class StepTotalsCounter:
         self._context += step.decode_context_tokens
 
     def totals(self) -> StepTotals:
-        """Since the start."""
         return StepTotals(
             seconds=self._seconds,
             prefill_steps=self._prefill_steps,

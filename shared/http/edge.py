@@ -26,8 +26,6 @@ WALK_S = 0.1
 
 
 class Body(Protocol):
-    """A request's body as it arrives."""
-
     complete: bool
     size: int
 
@@ -92,7 +90,6 @@ class HttpEdge(Generic[Request]):
         self.plain_requests = PlainRequests(self.paths)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
         refusal = self.refusal(scope)
         if refusal is None:
             await self.app(scope, receive, send)

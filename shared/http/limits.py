@@ -76,7 +76,6 @@ class Connections:
 
     @property
     def count(self) -> int:
-        """Open connections."""
         return len(self._clients)
 
     def enter(self, client: Client, address: str) -> bool:
@@ -167,7 +166,6 @@ class IdleClients:
         self._resting[client] = self._now()
 
     def asks(self, client: Client) -> None:
-        """The client has sent something."""
         if self._resting:
             self._resting.pop(client, None)
 
@@ -185,11 +183,9 @@ class IdleClients:
         self._reading.setdefault(client, self._now())
 
     def has_read(self, client: Client) -> None:
-        """The client has caught up."""
         self._reading.pop(client, None)
 
     def left(self, client: Client) -> None:
-        """The connection has closed."""
         self._resting.pop(client, None)
         self._asking.pop(client, None)
         self._reading.pop(client, None)

@@ -180,7 +180,6 @@ class EdgeProtocol(HttpToolsProtocol):
         """
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the client."""
         if self.last_text is not None or not self.counted:
             return
         self.edge.idle.asks(self)
@@ -361,7 +360,6 @@ class EdgeProtocol(HttpToolsProtocol):
                 self._advance(http_request)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
         self.request_bytes = self.body_bytes = 0
         if self.parser.should_upgrade():
             return
@@ -486,7 +484,6 @@ class EdgeProtocol(HttpToolsProtocol):
         await self.flow.drain()
 
     def answered(self, *, close: bool) -> None:
-        """The response is complete."""
         if close:
             self.transport.close()
         self.on_response_complete()

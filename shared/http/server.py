@@ -50,7 +50,6 @@ class Server(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Wait for ``stop``."""
         await self.on_tick(0)  # It sets the headers of all responses.
         await self._stopping.wait()
 
@@ -67,7 +66,6 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
         yield
 
 

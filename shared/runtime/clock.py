@@ -7,8 +7,6 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of time."""
-
     def now(self) -> float:
         """Monotonic seconds; only differences mean something."""
 
@@ -20,8 +18,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clock."""
-
     # Each request asks for these: functions in C, so that no function of Python is called for it.
     now = staticmethod(time.monotonic)
     wall_s = staticmethod(time.time)

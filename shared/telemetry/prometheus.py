@@ -148,8 +148,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All series of one metric."""
-
     metric: Metric
     samples: Sequence[Sample]
 

@@ -165,7 +165,6 @@ class MetricsPush:
         return self._exporter.export(message) is otlp.MetricExportResult.SUCCESS
 
     def close(self) -> None:
-        """Close the connection."""
         self._exporter.shutdown()
 
     def _metric(self, family: Family, now_ns: int) -> otlp.Metric:

@@ -25,7 +25,6 @@ def draining(worker_id: str, legs: int | None, *, evacuate: bool) -> str:
 
 
 def drained(report: WorkerDrained) -> str:
-    """The result of a drain."""
     requests = "no request was running"
     if report.legs:
         moved_on = f", {report.legs_cut} continued on other workers" if report.legs_cut else ""

@@ -70,8 +70,6 @@ class RoleLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What to change, and why."""
-
     action: PlanAction = PlanAction.NOTHING
     role: Role | None = None
     giver: Role | None = None

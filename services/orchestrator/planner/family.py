@@ -171,7 +171,6 @@ class FamilyWorkers:
 
     @property
     def ids(self) -> list[WorkerId]:
-        """Ids of all ready workers."""
         return [each.record.worker_id for each in self.ready]
 
     def of(self, *roles: Role) -> list[FleetWorker]:

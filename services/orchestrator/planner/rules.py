@@ -82,7 +82,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         return rules.with_times(settings.planner_time_scale)
 
     def of(self, model: str) -> Rules:
-        """The rules for this model."""
         own = self.models.get(model)
         return self if own is None else self.over(own)
 

@@ -274,7 +274,6 @@ class Steadiness:
         self._samples: deque[tuple[float, Work]] = deque()
 
     def add(self, work: Work, now: float) -> None:
-        """One sample."""
         self._samples.append((now, work))
         keep_s = max(self._rules.lasting_s, self._rules.spare_s, self._rules.hold_s)
         # One older sample stays, so that all of the time is covered.
