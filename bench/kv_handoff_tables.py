@@ -155,7 +155,7 @@ def physics_lines(found: Found, firsts: dict[int, list[handoffs.FirstStep]], wor
         "",
         *table(
             "prompt tokens | turns | exposed ms offered | streamed | decode step ms | first step ms | bytes ms | last chunk's ms"
-            " | first token: offered beyond a decode step ms | streamed | second token: offered beyond a decode step ms | streamed"
+            " | first token: offered beyond a decode step ms | streamed | second token: offered beyond it | streamed"
             " | offered beyond a first step ms | streamed",
             rows,
         ),

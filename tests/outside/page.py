@@ -11,27 +11,35 @@ from tests.outside.compare import Comparison
 
 HEAD = """# Checks that others wrote
 
-`make outside` runs test suites and load generators of other projects against one plain vLLM engine (`vllm serve`) and then against Baton with a prefill and a decode engine
-(`baton up`), both with `baton-tiny` on a CPU and the same vLLM arguments, and compares them test by test. Baton's default mode is `disaggregated` meanwhile: each request that
-can be split is split. What one engine passes, Baton must pass; each difference has its reason below, or is a bug. Foreign sources are fetched by each run into a scratch folder and
-are not part of this repository. `make outside ARGS="--list"` lists the suites, `ARGS="--only langchain,vllm-pd"` runs some,
-`ARGS="--go-on"` goes on where the latest run was stopped.
+`make outside` runs test suites and load generators of other projects against one plain vLLM engine (`vllm serve`) and
+then against Baton with a prefill and a decode engine (`baton up`), both with `baton-tiny` on a CPU and the same vLLM
+arguments, and compares them test by test. Baton's default mode is `disaggregated` meanwhile: each request that can be
+split is split. What one engine passes, Baton must pass; each difference has its reason below, or is a bug. Each run
+fetches foreign sources into a scratch folder; they are not part of this repository. `make outside ARGS="--list"` lists
+the suites, `ARGS="--only langchain,vllm-pd"` runs some, and `ARGS="--go-on"` continues where the latest run was
+stopped.
 
-A test that fails on both asks for something that this model or set-up does not have: a model that follows instructions, adapters of the hub, a reasoning parser. So that
-answers end soon, control characters end them as the model's end token does.
+A test that fails on both asks for something that this model or set-up does not have: a model that follows
+instructions, adapters of the hub, a reasoning parser. So that answers end soon, control characters end them as the
+model's end token does.
 """
 LEFT_OUT = """## Left out
 
-* **Open Responses** compliance tests: they are only in their git repository, not on npm or PyPI; `llm-comply` checks the same document. From a checkout:
-  `bun run test:compliance --base-url http://127.0.0.1:8000/v1 --api-key unused --model baton-tiny`.
-* vLLM's tests of responses with gpt-oss, of MCP tools and of budgets for thoughts: with a model that does not reason they fail after minutes of retries.
-* vLLM's `tests/tool_use`, `tests/entrypoints/multimodal`, `pooling` and `speech_to_text`: they need models that call tools, see, embed or hear.
-* Files of vLLM's folders above that send nothing to a server (tests of its classes, engines in the test's own process), or need a data set (`correctness`), a Unix socket
-  (`test_uds`) or a model of images (`_vlm`).
-* vLLM's other folders of `tests/entrypoints`: `launchers`, `rl`, `serve/dev`, `serve/middleware`, `serve/sagemaker` and `serve/lora` start servers with arguments of their own;
-  `cohere` and `scale_out` are of endpoints that `vllm serve` has with an argument only or that serve a router, as Baton is one (`/inference/v1/generate`, `.../render`,
+* **Open Responses** compliance tests: they are only in their git repository, not on npm or PyPI; `llm-comply` checks
+  the same document. From a checkout: `bun run test:compliance --base-url http://127.0.0.1:8000/v1 --api-key unused
+  --model baton-tiny`.
+* vLLM's tests of responses with gpt-oss, of MCP tools and of budgets for thoughts: with a model that does not reason
+  they fail after minutes of retries.
+* vLLM's `tests/tool_use`, `tests/entrypoints/multimodal`, `pooling` and `speech_to_text`: they need models that call
+  tools, see, embed or hear.
+* Files of vLLM's folders above that send nothing to a server (tests of its classes, engines in the test's own process),
+  or need a data set (`correctness`), a Unix socket (`test_uds`) or a model of images (`_vlm`).
+* vLLM's other folders of `tests/entrypoints`: `launchers`, `rl`, `serve/dev`, `serve/middleware`, `serve/sagemaker` and
+  `serve/lora` start servers with arguments of their own; `cohere` and `scale_out` are of endpoints that `vllm serve`
+  has with an argument only or that serve a router, as Baton is one (`/inference/v1/generate`, `.../render`,
   `.../derender`). Baton has none of these.
-* The SDKs' tests of endpoints that vLLM does not have (files, images, fine-tuning, ...): they are for a mock that makes answers from the OpenAPI document.
+* The SDKs' tests of endpoints that vLLM does not have (files, images, fine-tuning, ...): they are for a mock that makes
+  answers from the OpenAPI document.
 """
 TABLE = """
 | suite | version | passed on one engine | passed on P/D | failed on both | skipped | differences | unexplained |
@@ -111,13 +119,18 @@ def _cut_off(result: Comparison) -> str:
 
 
 def _differences(result: Comparison) -> str:
-    rows = [
-        f"| `{one.test}` | {one.one_engine} | {one.pd} | {one.reason or f'**unexplained**: {_cell(one.why)}'} |"
-        for one in result.differences()
-    ]
-    if not rows:
+    """Grouped by outcomes and reason, which many tests share."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for one in result.differences():
+        reason = one.reason or f"**unexplained**: {_cell(one.why)}"
+        groups.setdefault((one.one_engine, one.pd, reason), []).append(one.test)
+    if not groups:
         return "No differences."
-    return "\n".join(["| difference | one engine | P/D | reason |", "|---|---|---|---|", *rows])
+    rows = (
+        f"* {len(tests)}, {on_one} and {on_pd}: {reason} ({_names(tests)})"
+        for (on_one, on_pd, reason), tests in groups.items()
+    )
+    return "\n".join(["Differences, with the outcome on one engine and on P/D:", "", *rows])
 
 
 def _failed(tests: list[tuple[str, str]]) -> str:

@@ -62,8 +62,8 @@ class ModelCase:
 
 
 NO_TRITON = "not run: experts need Triton for adapters"
-NO_MLA_CACHE = "not run: no prefix cache for MLA in vLLM's CPU backend"
-NO_MLA_FP8 = "not run: no fp8 for MLA in vLLM's CPU backend"
+NO_MLA_CACHE = "not run: no prefix cache for MLA"
+NO_MLA_FP8 = "not run: no fp8 for MLA"
 CASES = {
     "llama": ModelCase("all layers alike"),
     "qwen3": ModelCase("all layers alike"),

@@ -84,6 +84,15 @@ def test_a_run_of_one_suite_leaves_the_rows_and_sections_of_others(tmp_path):
     assert out.read_text().count("## second") == 1
 
 
+def test_differences_with_one_reason_are_listed_together():
+    failed = Run([Outcome(test, "failed", "It is wrong.") for test in ("a", "b")])
+    result = compared(run(a="passed", b="passed"), failed, "first")
+
+    (differences,) = [line for line in page.compared(result, "Run once.").section.splitlines() if line[:4] == "* 2,"]
+
+    assert differences == "* 2, passed and failed: **unexplained**: It is wrong. (`a`, `b`)"
+
+
 def test_the_reasons_on_file_name_suites_that_exist():
     from tests.outside.__main__ import BY_NAME
 
