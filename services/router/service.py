@@ -31,9 +31,9 @@ from services.router.feeds.default_mode import DefaultModeFeed
 from services.router.feeds.fleet import FleetFeed
 from services.router.feeds.kv import KvFeed
 from services.router.feeds.reservations import ReservationFeed
+from services.router.http.adapter_routes import OrderAdapters
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
-from services.router.http.lora_routes import OrderAdapters
 from services.router.placement.fleet import Fleet
 from services.router.placement.placement import PlacementPolicy
 from services.router.placement.policy import RequestPolicy

@@ -336,7 +336,7 @@ def vllm_families(metrics: FleetMetrics, now: float, unix_s: float) -> Iterator[
     yield Family(
         names.VLLM_LORA_REQUESTS,
         [
-            Sample(_lora_labels(record, view), unix_s - (now - view.heard))
+            Sample(_adapter_labels(record, view), unix_s - (now - view.heard))
             for record, view in known
             if record.adapters_at_once_max > 0
         ],
@@ -353,7 +353,7 @@ def _cache_labels(record: WorkerRecord, view: WorkerView) -> tuple[str, ...]:
     return (*_labels(record, view), *sizes)
 
 
-def _lora_labels(record: WorkerRecord, view: WorkerView) -> tuple[str, ...]:
+def _adapter_labels(record: WorkerRecord, view: WorkerView) -> tuple[str, ...]:
     load = view.load
     running, waiting = _joined(load.adapters_running), _joined(load.adapters_waiting)
     return (*_labels(record, view), str(record.adapters_at_once_max), running, waiting)

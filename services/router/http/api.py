@@ -19,9 +19,9 @@ from starlette.exceptions import HTTPException
 
 from services.router.batches.batches import Batches
 from services.router.decisions.decision_service import DecisionService
+from services.router.http.adapter_routes import OrderAdapters, add_lora
 from services.router.http.decision_routes import add_decisions
 from services.router.http.file_routes import add_files
-from services.router.http.lora_routes import OrderAdapters, add_lora
 from services.router.http.response_routes import add_responses
 from services.router.placement.fleet import Fleet
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from services.router.http.lora_routes import DIGEST_CHARS, LOAD, UNLOAD, OrderAdapters, giver
+from services.router.http.adapter_routes import DIGEST_CHARS, LOAD, UNLOAD, OrderAdapters, giver
 from shared.contracts.api_keys import digest_of
 from shared.contracts.channels import ORDER_ADAPTER
 from shared.contracts.fleet_orders import AdapterAction, AdapterChanged, AdapterOrdered, OrderAdapter
