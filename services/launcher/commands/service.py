@@ -20,6 +20,7 @@ import typer
 
 from services.launcher.commands.options import StateDir, fail, state_folder
 from shared.bus.port import BusError
+from shared.contracts.channels import Party
 
 if TYPE_CHECKING:
     from services.launcher.fleet.fleet_file import HostPart
@@ -314,14 +315,14 @@ def upgrade(
 
     They are those of the `baton up` or `baton join` that runs with the state directory.
     """
-    from services.launcher.system.rolling_restart import SERVICES, RestartStopped, running_processes
+    from services.launcher.system.rolling_restart import RestartStopped, running_processes
 
     folder = state_folder(state_dir)
     running = running_processes(str(folder))
     if unknown := sorted({*(names or ())} - {each.name for each in running}):
         fail(f"No {unknown[0]} runs with {folder}. Running: {', '.join(each.name for each in running) or 'nothing'}.")
     chosen = [each for each in running if each.name in names] if names else []
-    chosen = chosen or [each for each in running if each.service is SERVICES[-1]]
+    chosen = chosen or [each for each in running if each.service is Party.WORKER]
     if not chosen:
         fail(f"No workers run with {folder}.")
     try:

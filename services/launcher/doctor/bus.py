@@ -31,17 +31,7 @@ LINE_BYTES_MAX = 256 * 1024
 GREETING = b"INFO "
 
 
-class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that Baton reads of the line that a nats-server sends to every client before it authenticates it."""
-
-    version: str = ""
-    max_payload: int = 0
-    jetstream: bool = False
-    auth_required: bool = False
-    tls_required: bool = False
-
-
-async def read_info(url: str, within_s: float) -> ServerInfo:
+async def read_info(url: str, within_s: float) -> Nats:
     """Connect, read INFO and disconnect. Raises BusDown."""
     try:
         address = urlsplit(url if "://" in url else f"nats://{url}")
@@ -63,7 +53,7 @@ async def read_info(url: str, within_s: float) -> ServerInfo:
     if not line.startswith(GREETING):
         raise BusDown(f"the server at {host}:{port} is not a nats-server")
     try:
-        return msgspec.json.decode(line.removeprefix(GREETING), type=ServerInfo)
+        return msgspec.json.decode(line.removeprefix(GREETING), type=Nats)
     except msgspec.MsgspecError as error:
         raise BusDown(f"the server at {host}:{port} is not a nats-server: {error}") from error
 
@@ -100,17 +90,10 @@ async def listen(nats_url: str, *, is_expected: bool, launcher_pid: int, clock: 
         baton=baton_version(),
     )
     try:
-        info = await read_info(nats_url, INFO_S_MAX)
+        facts.nats = await read_info(nats_url, INFO_S_MAX)
     except BusError as error:
         facts.failure = f"{str(error)[:1].upper()}{str(error)[1:]}."
         return facts
-    facts.nats = Nats(
-        version=info.version,
-        max_payload=info.max_payload,
-        jetstream=info.jetstream,
-        auth_required=info.auth_required,
-        tls_required=info.tls_required,
-    )
     try:
         async with open_bus(nats_url) as bus:
             await hear(bus, facts, clock or SystemClock())
@@ -127,9 +110,7 @@ async def hear(bus: Bus, facts: SystemFacts, clock: Clock) -> None:
     began = clock.now()
     rtt_s = await round_trip_s(bus, clock)
     if facts.nats is not None:
-        facts.nats = Nats(
-            **{name: getattr(facts.nats, name) for name in facts.nats.__struct_fields__} | {"rtt_s": rtt_s}
-        )
+        facts.nats = msgspec.structs.replace(facts.nats, rtt_s=rtt_s)
     found, unknown = await run_probes({"registry": registry(bus), "fleet": fleet(bus)})
     facts.records = found.get("registry", [])
     facts.fleet = found.get("fleet")

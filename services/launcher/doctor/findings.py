@@ -13,6 +13,7 @@ import msgspec
 from shared.contracts.control import RouterHealth, ServiceStatus
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import FleetState, WorkerRecord
+from shared.text.fleet_text import many
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -164,7 +165,7 @@ class RouterReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nats(msgspec.Struct, frozen=True, kw_only=True):
-    """What nats-server reports in its INFO message."""
+    """The fields that Baton reads of the INFO line that a nats-server sends to every client before authentication."""
 
     version: str = ""
     max_payload: int = 0
@@ -262,21 +263,17 @@ def examination(findings: Iterable[Finding], *, is_running: bool, joined: Sequen
     ordered = sorted(findings, key=lambda finding: order[finding.area])
     errors = sum(finding.level is Level.ERROR for finding in ordered)
     warnings = sum(finding.level is Level.WARNING for finding in ordered)
+    status = "unhealthy" if errors else "degraded" if warnings else "healthy"
     return Examination(
-        status=status_of(errors, warnings),
-        summary=summary_of(errors, warnings, is_running=is_running, joined=joined),
+        status=status,
+        summary=_summary(errors, warnings, status, is_running=is_running, joined=joined),
         errors=errors,
         warnings=warnings,
         findings=ordered,
     )
 
 
-def status_of(errors: int, warnings: int) -> str:
-    """healthy, degraded or unhealthy."""
-    return "unhealthy" if errors else "degraded" if warnings else "healthy"
-
-
-def summary_of(errors: int, warnings: int, *, is_running: bool, joined: Sequence[str] = ()) -> str:
+def _summary(errors: int, warnings: int, status: str, *, is_running: bool, joined: Sequence[str]) -> str:
     """The last line of the output. ``joined``: see ``Scope``."""
     subject = "The system" if is_running else "The installation"
     nothing_runs = "" if is_running else " No system runs; `baton up` starts one."
@@ -286,12 +283,7 @@ def summary_of(errors: int, warnings: int, *, is_running: bool, joined: Sequence
         )
     counts = [many(count, noun) for count, noun in ((errors, "error"), (warnings, "warning")) if count]
     found = f": {', '.join(counts)}" if counts else ""
-    return f"{subject} is {status_of(errors, warnings)}{found}.{nothing_runs}"
-
-
-def many(count: int, noun: str, plural: str = "") -> str:
-    """``1 error``, ``2 errors``."""
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+    return f"{subject} is {status}{found}.{nothing_runs}"
 
 
 SLOWER_IN_PYTHON = "It uses several times the CPU, which is enough for a few workers."

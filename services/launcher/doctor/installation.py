@@ -15,9 +15,9 @@ from services.launcher.doctor.findings import (
     Packages,
     Port,
     in_python,
-    many,
     named,
 )
+from shared.text.fleet_text import many
 from shared.text.formats import duration, in_bytes
 
 PYTHON = (3, 11)

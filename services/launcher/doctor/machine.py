@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import re
 import shutil
@@ -91,11 +90,10 @@ ROOT = Path(__file__).parents[3]
 PROBE_S_MAX = 20.0
 ENGINE_S_MAX = 90.0
 """vLLM takes ten seconds to load, and several times as long from a cold disk."""
-SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits")
+UNITLESS = "--format=csv,noheader,nounits"
 LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 LOCAL_VERSION = re.compile(r"\+.*")
 SHM = Path("/dev/shm")  # noqa: S108  # Only its size is read.
-SERVICE = re.compile(r"^services\.(router|orchestrator|collector|worker)$")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (
     (8000, "the OpenAI API", "--port"),
@@ -220,11 +218,7 @@ def nats_server() -> str:
 
 def gpus() -> list[Gpu]:
     """The GPUs that nvidia-smi lists; none without nvidia-smi."""
-    try:
-        listed = subprocess.run(SMI, capture_output=True, text=True, timeout=PROBE_S_MAX, check=False)
-    except FileNotFoundError:
-        return []
-    return read_gpus(listed.stdout) if listed.returncode == 0 else []
+    return read_gpus(machine.nvidia_smi("--query-gpu=name,driver_version,memory.total", UNITLESS))
 
 
 def read_gpus(listed: str) -> list[Gpu]:
@@ -276,15 +270,8 @@ def ports() -> list[Port]:
 
 def others(nats_url: str) -> dict[str, int]:
     """Other NATS URLs -> number of Baton processes on this machine, as far as this user can see them."""
-    found: Counter[str] = Counter()
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if any(before == "-m" and SERVICE.match(name) for before, name in itertools.pairwise(command)):
-            with contextlib.suppress(psutil.Error):
-                theirs = process.environ().get("BATON_NATS_URL") or CommonSettings().nats_url
-                if theirs != nats_url:
-                    found[without_password(theirs)] += 1
-    return dict(found)
+    here = (env.get("BATON_NATS_URL") or CommonSettings().nats_url for _, _, env in machine.service_processes())
+    return dict(Counter(without_password(theirs) for theirs in here if theirs != nats_url))
 
 
 async def load(seconds_max: float = ENGINE_S_MAX) -> Engine:

@@ -6,18 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.launcher.doctor.findings import (
-    Area,
-    Finding,
-    HeardService,
-    Level,
-    Nats,
-    RouterReply,
-    SystemFacts,
-    many,
-    named,
-)
+from services.launcher.doctor.findings import Area, Finding, HeardService, Level, Nats, RouterReply, SystemFacts, named
 from shared.contracts.control import DISK_LOW, DISK_MIN, ServicePhase
+from shared.text.fleet_text import many
 from shared.text.formats import duration, in_bytes
 
 PAYLOAD_BYTES_MIN = 256 * 1024

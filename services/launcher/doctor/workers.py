@@ -15,13 +15,13 @@ from services.launcher.doctor.findings import (
     Level,
     SystemFacts,
     in_python,
-    many,
     named,
 )
 from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.load import ENGINE_SILENT_S_MAX
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase, WorkerRecord
+from shared.text.fleet_text import many
 from shared.text.formats import bytes_per_second, counted, duration
 
 STARTING_S_MAX = 600.0

@@ -19,9 +19,11 @@ from typing import Any
 import psutil
 
 from services.launcher.system.process_plan import Machine, PlanRefused, RequiredPort
+from shared.contracts.channels import Party
 
 NVIDIA_SMI_S_MAX = 30.0
-WORKER_MODULE = "services.worker"
+SERVICES = {f"services.{each}": each for each in (Party.ORCHESTRATOR, Party.COLLECTOR, Party.ROUTER, Party.WORKER)}
+"""The modules that services run as."""
 PORT_MAX = 65535
 COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
@@ -112,12 +114,18 @@ def nvidia_smi(*arguments: str) -> str:
 
 def gpus_of_workers() -> tuple[str, ...]:
     """GPUs of all workers that this user's launchers have started on this machine."""
-    used: set[str] = set()
-    for process in psutil.process_iter():
+    visible = (env.get("CUDA_VISIBLE_DEVICES", "") for _, party, env in service_processes() if party is Party.WORKER)
+    return tuple(sorted({gpu for each in visible for gpu in each.split(",")} - {""}))
+
+
+def service_processes() -> Iterator[tuple[psutil.Process, Party, dict[str, str]]]:
+    """Baton's services on this machine with their variables, the oldest process first: those that this user can see."""
+    for process in sorted(psutil.process_iter(["create_time"]), key=lambda each: each.info["create_time"] or 0.0):
         with contextlib.suppress(psutil.Error, OSError):
-            if WORKER_MODULE in process.cmdline():
-                used.update(process.environ().get("CUDA_VISIBLE_DEVICES", "").split(","))
-    return tuple(sorted(used - {""}))
+            command = process.cmdline()
+            for before, name in itertools.pairwise(command):
+                if before == "-m" and name in SERVICES:
+                    yield process, SERVICES[name], process.environ()
 
 
 def has_distribution(name: str) -> bool:

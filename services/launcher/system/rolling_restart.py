@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from services.launcher.bus_client import first_status
+from services.launcher.system.machine import SERVICES, service_processes
 from shared.bus.nats_credentials import Access
 from shared.bus.port import Bus
 from shared.contracts.channels import Party
@@ -22,7 +23,6 @@ READY_S_MAX = 3600.0
 """Longest wait for a worker, which may have to download a model."""
 RESTART_S_MAX = 900.0
 """Longest wait for a process to drain and to end."""
-SERVICES = (Party.ORCHESTRATOR, Party.COLLECTOR, Party.ROUTER, Party.WORKER)
 
 
 class RestartStopped(Exception):
@@ -55,15 +55,12 @@ class RunningProcess:
 def running_processes(state_dir: str) -> list[RunningProcess]:
     """The processes of the `baton up` or `baton join` with this state directory, by service and name."""
     found: dict[str, RunningProcess] = {}
-    for process in sorted(psutil.process_iter(), key=lambda each: each.create_time()):
-        with contextlib.suppress(psutil.Error, OSError):
-            command = process.cmdline()
-            if service := next((each for each in SERVICES if f"services.{each.value}" in command), None):
-                env = process.environ()
-                if env.get("BATON_STATE_DIR") == state_dir:
-                    each = _running_process(process, service, env)
-                    found.setdefault(each.name, each)  # What a process has forked looks like it, and is younger.
-    return sorted(found.values(), key=lambda each: (SERVICES.index(each.service), each.name))
+    for process, service, env in service_processes():
+        if env.get("BATON_STATE_DIR") == state_dir:
+            each = _running_process(process, service, env)
+            found.setdefault(each.name, each)  # What a process has forked looks like it, and is younger.
+    order = list(SERVICES.values())
+    return sorted(found.values(), key=lambda each: (order.index(each.service), each.name))
 
 
 def _running_process(process: psutil.Process, service: Party, env: dict[str, str]) -> RunningProcess:
