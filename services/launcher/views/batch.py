@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher.bus_client import CommandFailed
+from services.launcher.router_api import base_of, decoded, reaching, refuse
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
-from shared.http.errors import ErrorResponse
 
 T = TypeVar("T")
 
@@ -96,30 +96,30 @@ class _File(msgspec.Struct):
 class BatchClient:
     """One router's API. All methods raise CommandFailed, with a message for the user."""
 
-    def __init__(self, url: str, transport: httpx.BaseTransport | None = None) -> None:
-        """``transport``: instead of the network."""
-        self._base = url.rstrip("/").removesuffix("/v1")
-        self._http = httpx.Client(
-            base_url=f"{self._base}/v1", timeout=HTTP_S_MAX, headers=key_headers(), trust_env=False, transport=transport
-        )
+    def __init__(self, url: str) -> None:
+        self._base = base_of(url)
+        with reaching(self._base):
+            self._http = httpx.Client(
+                base_url=f"{self._base}/v1", timeout=HTTP_S_MAX, headers=key_headers(), trust_env=False
+            )
 
     def submit(self, path: Path, endpoint: str, window: str) -> Batch:
         """Upload the file, and make a batch of it."""
         try:
             with path.open("rb") as content:
-                file = self._decoded(self._upload(path.name, content), _File)
+                file_id = self._upload(path.name, content)
         except OSError as error:
             raise CommandFailed(f"{path} cannot be read: {error.strerror}.") from error
-        wanted = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": window}
-        return self._decoded(self._call("POST", "/batches", json=wanted), Batch)
+        wanted = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+        return self._asked("POST", "/batches", Batch, json=wanted)
 
     def batch(self, batch_id: str) -> Batch:
         """A batch as it is now."""
-        return self._decoded(self._call("GET", f"/batches/{quote(batch_id, safe='')}"), Batch)
+        return self._asked("GET", f"/batches/{quote(batch_id, safe='')}", Batch)
 
     def cancel(self, batch_id: str) -> Batch:
         """End a batch soon."""
-        return self._decoded(self._call("POST", f"/batches/{quote(batch_id, safe='')}/cancel"), Batch)
+        return self._asked("POST", f"/batches/{quote(batch_id, safe='')}/cancel", Batch)
 
     def batches(self, count: int) -> list[Batch]:
         """The newest batches, at most ``count``."""
@@ -127,53 +127,28 @@ class BatchClient:
         while len(found) < count:
             after = {"after": found[-1].id} if found else {}
             limit = str(min(PAGE, count - len(found)))
-            page = self._decoded(self._call("GET", "/batches", params={"limit": limit, **after}), _Page)
+            page = self._asked("GET", "/batches", _Page, params={"limit": limit, **after})
             found += page.data
             if not page.has_more:
                 break
         return found
 
     def content(self, file_id: str) -> Iterator[bytes]:
-        with self._errors(), self._http.stream("GET", f"/files/{quote(file_id, safe='')}/content") as response:
+        address = f"/files/{quote(file_id, safe='')}/content"
+        with reaching(self._base), self._http.stream("GET", address) as response:
             if response.status_code != httpx.codes.OK:
                 response.read()
-                self._refused(response)
+                refuse(response, self._base, KEY_HINT)
             yield from response.iter_bytes()
 
-    def _upload(self, name: str, content: BinaryIO) -> httpx.Response:
-        return self._call("POST", "/files", data={"purpose": "batch"}, files={"file": (name, content)})
+    def _upload(self, name: str, content: BinaryIO) -> str:
+        form = {"data": {"purpose": "batch"}, "files": {"file": (name, content)}}
+        return self._asked("POST", "/files", _File, **form).id
 
-    def _call(self, method: str, path: str, **kw: Any) -> httpx.Response:
-        with self._errors():
+    def _asked(self, method: str, path: str, kind: type[T], **kw: Any) -> T:
+        with reaching(self._base):
             response = self._http.request(method, path, **kw)
-        if response.status_code != httpx.codes.OK:
-            self._refused(response)
-        return response
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            message = f"{self._base} is not the URL of a router, such as http://127.0.0.1:8000: {error}"
-            raise CommandFailed(message) from error
-        except httpx.TransportError as error:
-            raise CommandFailed(f"No router responds at {self._base} ({error or type(error).__name__}).") from error
-
-    def _decoded(self, response: httpx.Response, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(response.content, type=kind)
-        except msgspec.DecodeError as error:
-            raise CommandFailed(f"The server at {self._base} is not a Baton router: {error}") from error
-
-    def _refused(self, response: httpx.Response) -> NoReturn:
-        """Raises CommandFailed with the router's message."""
-        try:
-            message = msgspec.json.decode(response.content, type=ErrorResponse).error.message
-        except msgspec.DecodeError:
-            message = f"The server at {self._base} is not a Baton router (status {response.status_code})."
-        hint = f" {KEY_HINT}" if response.status_code == httpx.codes.UNAUTHORIZED else ""
-        raise CommandFailed(message + hint)
+        return decoded(response, kind, self._base, KEY_HINT)
 
 
 STYLES = {"completed": "green", "failed": "bold red", "expired": "yellow", "cancelled": "yellow"}

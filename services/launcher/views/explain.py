@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher.bus_client import CommandFailed, ask_service, first_status, open_bus
+from services.launcher.router_api import base_of, decoded, reaching
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, CandidateRecord, DecisionRecord, Part
@@ -26,8 +26,6 @@ from shared.contracts.ids import DecisionId, router_of
 from shared.text import explanation
 from shared.text.explanation import NO_DECISION_ID, not_kept, router_away
 from shared.text.formats import counted, duration
-
-T = TypeVar("T")
 
 LATEST = "latest"
 """End of a decision id; the id of its router comes before it."""
@@ -60,23 +58,21 @@ def query_of(name: str, request_id: str) -> Query:
 
 async def ask_router(url: str, query: Query) -> DecisionRecord:
     """Fetch over HTTP. Raises CommandFailed."""
-    base = url.rstrip("/").removesuffix("/v1")
-    try:
+    base = base_of(url)
+    with reaching(base):
         async with httpx.AsyncClient(
             base_url=base, timeout=HTTP_S_MAX, headers=key_headers(), trust_env=False
         ) as client:
             decision_id = query.decision_id
             if query.request_id:
                 params: dict[str, str | int] = {"request_id": query.request_id, "limit": 1}
-                found = read(await client.get("/baton/decisions", params=params), DecisionList, base).decisions
+                listed = await client.get("/baton/decisions", params=params)
+                found = decoded(listed, DecisionList, base, KEY_HINT).decisions
                 if not found:
                     raise CommandFailed(f"No router has a decision for the request {query.request_id}. {REQUEST_HINT}")
                 decision_id = found[0].decision_id
-            return read(await client.get(f"/baton/decisions/{quote(decision_id, safe='')}"), DecisionRecord, base)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise CommandFailed(f"{url} is not the URL of a router, such as http://127.0.0.1:8000: {error}") from error
-    except httpx.TransportError as error:
-        raise CommandFailed(f"No router responds at {base} ({error or type(error).__name__}).") from error
+            response = await client.get(f"/baton/decisions/{quote(decision_id, safe='')}")
+            return decoded(response, DecisionRecord, base, KEY_HINT)
 
 
 KEY_HINT = f"Set {API_KEY_VARIABLE} to an API key with the permission view or admin."
@@ -108,18 +104,6 @@ async def any_router(nats_url: str) -> str:
     if status is None:
         raise CommandFailed(f"No router on {nats_url} has published its status within {ROUTER_STATUS_S_MAX:g} s.")
     return status.url
-
-
-def read(response: httpx.Response, kind: type[T], base: str) -> T:
-    """Decode the response. Raises CommandFailed with the router's error message."""
-    try:
-        if response.status_code == httpx.codes.OK:
-            return msgspec.json.decode(response.content, type=kind)
-        error = msgspec.json.decode(response.content, type=dict[str, dict[str, Any]])
-        hint = f" {KEY_HINT}" if response.status_code == httpx.codes.UNAUTHORIZED else ""
-        raise CommandFailed(str(error["error"]["message"]) + hint)
-    except (msgspec.DecodeError, msgspec.ValidationError, LookupError) as error:
-        raise CommandFailed(f"The server at {base} is not a Baton router (status {response.status_code}).") from error
 
 
 PREDICTED, MEASURED = "cyan", "green"
