@@ -58,14 +58,14 @@ ToWorker = TypeVar("ToWorker", DrainWorker, ChangeRole)
 CONNECT_S_MAX = 5.0
 ASK_S_MAX = 3.0
 ACCEPT_S_MAX = 5.0
-"""For a worker to accept an order."""
+"""Longest wait until a worker accepts an order."""
 ROLE_S_MAX = 60.0
-"""For a worker to verify another role: longer than all of its attempts."""
+"""Longest wait until a worker has verified another role: longer than all of its attempts."""
 ADAPTER_S_MAX = 600.0
-"""For all workers to load an adapter, of which several do it at the same time."""
+"""Longest wait until all workers have loaded an adapter, of which several do it at the same time."""
 NO_ORCHESTRATOR = "No orchestrator responds: it carries out and logs orders about adapters. Start one (`baton up`)."
 LOADS_S_MAX = 3.0
-"""For all workers to report their load, which they do at least once a second."""
+"""Longest wait until all workers have reported their load, which they do at least once a second."""
 SILENCE_S_MAX = 10.0
 """A draining worker reports its load once a second; after its last report it may take this long to stop."""
 

@@ -44,7 +44,7 @@ app = typer.Typer(
 up_command.add_to(app)
 GROUP = "baton.commands"
 HELP = {"bench": "Replay a trace against simulated fleets in virtual time, and tune placement."}
-"""Of commands of other packages, which are imported only when called."""
+"""Help of commands of other packages, which are imported only when called."""
 
 
 @app.command(rich_help_panel="Run a system")

@@ -36,11 +36,11 @@ class CertificateFacts:
     """Contents of a certificate."""
 
     names: tuple[str, ...]
-    """Host names and addresses in it; none for a CA."""
+    """Host names and addresses in the certificate; none for a CA."""
     begins_at: datetime
     ends_at: datetime
     allowed: tuple[str, ...] = ()
-    """Of a CA: names and addresses that its certificates may have; none: all."""
+    """Names and addresses for which a CA may sign; none: all."""
 
 
 def new_authority(hosts: Sequence[str], now: datetime, key_pem: bytes = b"") -> KeyPair:

@@ -55,7 +55,7 @@ class InitResult:
     is_trusted: bool
     """Whether the cluster's CA signed the server's certificate."""
     api_key: str = field(default="", repr=False)
-    """Shown once, stored nowhere."""
+    """A new key, which is shown once and stored nowhere."""
 
 
 def existing_files(folder: Path, now: datetime) -> ExistingFiles:

@@ -17,13 +17,13 @@ FOLDER = "cluster"
 AUTHORITY, AUTHORITY_KEY = "ca/ca.pem", "ca/ca-key.pem"
 SERVER, SERVER_KEY, SECURE = "nats/server.pem", "nats/server-key.pem", "nats/secure.conf"
 NKEY, TRUSTED = "nkey", "ca.pem"
-"""In each party's folder."""
+"""Files in each party's folder."""
 API_KEYS = "router/keys.toml"
 HOSTS = ("nats", "localhost", "127.0.0.1", "::1")
 """Names that the server's certificate always contains."""
 ENDS_SOON_DAYS = 30
 TLS_S_MAX = 5
-"""For a TLS handshake on a busy machine."""
+"""Deadline of a TLS handshake, on a busy machine."""
 
 
 class CannotCreate(Exception):
@@ -36,7 +36,7 @@ class InitRequest:
 
     hosts: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
-    """Workers that get their own keys."""
+    """Ids of workers that get their own keys."""
     api_key: bool = True
     renew: bool = False
     """Create a new certificate for the server."""

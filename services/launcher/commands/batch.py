@@ -23,7 +23,7 @@ Url = Annotated[str, typer.Option(help="URL of a router.", show_default="that of
 Id = Annotated[str, typer.Argument(metavar="ID", help="Batch id; `baton batch list` shows them.")]
 POLL_S = 1.0
 LOST_S_MAX = 60.0
-"""While a router that is waited for does not answer."""
+"""A router that is waited for may be away for this long."""
 EPILOG = """[bold]Examples[/]
 
 [cyan]ROUTER_FILES_BYTES_MAX=1000000000 baton up[/]   routers keep files and batches
@@ -40,7 +40,6 @@ Where API keys are needed, BATON_API_KEY has one; its tenant's batches are shown
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the group of commands."""
     app.add_typer(batch, name="batch", rich_help_panel="Use it")
 
 

@@ -31,11 +31,11 @@ from services.launcher.system import state_file
 NATS_VARIABLE = "BATON_NATS_URL"
 MARKS = {Level.OK: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}
 LETTERS = {Level.OK: "ok", Level.NOTE: "--", Level.WARNING: "!!", Level.ERROR: "NO"}
-"""For terminals that show only ASCII."""
+"""Marks for terminals that show only ASCII."""
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 BAD = frozenset({Level.WARNING, Level.ERROR})
 WIDTH_MAX = 110
-"""Longer lines are hard to read."""
+"""Lines that are longer than this are hard to read."""
 EPILOG = """[bold]Examples[/]
 
 [cyan]baton doctor[/]   this installation, this machine, and the running system
@@ -52,7 +52,6 @@ The last line says healthy, degraded (warnings) or unhealthy (errors). The exit 
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(rich_help_panel="Observe it", epilog=EPILOG)(doctor)
 
 

@@ -31,7 +31,6 @@ SERVICES = "NATS, routers, orchestrator, collector"
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the group of commands."""
     app.add_typer(fleet, name="fleet", rich_help_panel="Run a system")
 
 

@@ -40,7 +40,6 @@ version. Clients accept the CA's certificates for the given names only; a new --
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(rich_help_panel="Secure it", epilog=EPILOG)(init)
 
 

@@ -16,7 +16,6 @@ keys = typer.Typer(no_args_is_help=True, help="Create API keys for clients, with
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the group of commands."""
     app.add_typer(keys, name="keys", rich_help_panel="Secure it")
 
 

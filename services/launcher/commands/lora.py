@@ -35,7 +35,6 @@ ORDERS_SHOWN = 10
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the group of commands."""
     app.add_typer(lora, name="lora", rich_help_panel="Operate it")
 
 

@@ -31,7 +31,6 @@ Model = Annotated[str, typer.Argument(help="A model, by the name that `baton wor
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
     app.command(
         rich_help_panel=OPERATE,
         epilog="[bold]Example[/]\n\n[cyan]baton drain decode-2 --deadline 60[/]   running streams have a minute to end",

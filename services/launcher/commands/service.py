@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from services.launcher.system.rolling_restart import RunningProcess
 
 VARIABLES_FILE = "service.env"
-"""In the state directory, for its owner only: it may have variables such as HF_TOKEN."""
+"""File in the state directory, for its owner only: it may have variables such as HF_TOKEN."""
 SYSTEM_UNITS, USER_UNITS = "/etc/systemd/system", "~/.config/systemd/user"
 SYSTEM_QUADLETS, USER_QUADLETS = "/etc/containers/systemd", "~/.config/containers/systemd"
 CDI_FOLDERS = ("/etc/cdi", "/var/run/cdi")
@@ -36,7 +36,7 @@ PODMAN_MIN = (4, 5)
 PODMAN_S_MAX = 30.0
 CONNECT_S_MAX = 10.0
 TO_FIND_PROGRAMS = ("PATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
-"""Compilers and libraries that engines call, and models that were downloaded before."""
+"""Variables that lead to compilers, libraries and models that were downloaded before."""
 Config = Annotated[
     Path | None, typer.Option(help="A fleet file; on a host that has joined, its token suffices.", metavar="FLEET.TOML")
 ]
@@ -76,7 +76,6 @@ service = typer.Typer(no_args_is_help=True, help="Run a host with systemd or Pod
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the group of commands."""
     app.add_typer(service, name="service", rich_help_panel="Run a system")
 
 
@@ -87,7 +86,7 @@ class Installation:
     name: str
     text: str
     folder: str
-    """The folder in which its reader looks for it."""
+    """The folder in which systemd, Podman or Slurm looks for the file."""
     variables: str = ""
     folders: Sequence[str] = ()
     """Folders that must exist, because a container writes there."""

@@ -46,7 +46,6 @@ The token itself may be the argument too, but then users of this machine can rea
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
     app.command(rich_help_panel="Run a system", epilog=JOIN_EPILOG)(join)
     app.command(rich_help_panel="Secure it", epilog=EPILOG)(token)
 

@@ -23,10 +23,10 @@ from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.options import ModelOptions, UpOptions, parse_bytes
 
 ORDER = "services.launcher.options"
-"""Of a context's ``meta``: the names of the options in the order in which they were typed."""
+"""Key of a context's ``meta``: the names of the options in the order in which they were typed."""
 MODEL = "model"
 REPEATED = ("aliases", "attach")
-"""Options of which all values count; of others the last one."""
+"""Options of which all values count; of the others the last one does."""
 OF_EACH_MODEL = (
     MODEL, *REPEATED, "prefill", "decode", "both", "store", "attach_key_file", "connector", "kv_cache", "engine_args",
     "gpus_per_worker", "gpus_per_prefill", "gpus_per_decode", "workers_min", "workers_max", "sleep_after",
@@ -164,7 +164,7 @@ def size(text: str) -> int:
 ROUTERS_MAX = 64
 PORTS = {"min": 1, "max": 65535, "metavar": "PORT"}
 ACCESS_VARIABLES = (KEYS_VARIABLE, "ROUTER_KEYS", "ROUTER_INSECURE")
-"""With one of these set, the user has decided about client access; routers validate the values."""
+"""If one of these is set, the user has decided about client access; routers validate the values."""
 OF_ONE_MODEL = ("WORKER_SERVED_MODEL_NAME", "WORKER_ALIASES", "WORKER_REVISION")
 """Settings that workers of different models cannot share."""
 
@@ -249,7 +249,6 @@ BATON_OTLP_ENDPOINT turns on tracing."""
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the command."""
     app.command(cls=UpCommand, rich_help_panel="Run a system", epilog=EPILOG)(up)
 
 

@@ -65,9 +65,9 @@ ASK_S_MAX = 3.0
 REGISTRY_S_MAX = 5.0
 HTTP_S_MAX = 3.0
 HEARD_S_MIN = 2.5
-"""Services publish their status every two seconds."""
+"""Services publish their status every two seconds, so listening takes a little longer."""
 HEARD_S_MAX = 7.0
-"""For late reports."""
+"""Late reports are waited for until then."""
 LATE_S_MAX = 0.5
 """A clock that seems further behind than this is observed for longer."""
 POLL_S = 0.1
@@ -130,7 +130,7 @@ class Listener:
         self._clock = clock
         self._services: dict[tuple[str, str], list[tuple[ServiceStatus, float]]] = defaultdict(list)
         self._pids: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
-        """By service name: the processes that published under it, in order of their messages."""
+        """The processes that published under each name, in the order of their messages."""
         self._loads: dict[WorkerId, LoadReport] = {}
         self._epochs: dict[WorkerId, list[Epoch]] = defaultdict(list)
 

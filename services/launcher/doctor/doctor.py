@@ -24,7 +24,7 @@ class Scope:
     is_expected: bool
     """A state file, an option or a variable says that a system runs there."""
     launcher_pid: int = 0
-    """Process id of `baton up` on this machine; 0: none."""
+    """Process id of `baton up` on this machine; 0 if it does not run."""
     load_engine: bool = True
     joined: Sequence[str] = ()
     """Names under which this machine has joined systems of other hosts."""

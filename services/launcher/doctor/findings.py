@@ -29,14 +29,14 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     locked: str
     installed: str = ""
-    """Empty: it is missing."""
+    """The installed version; empty if the package is missing."""
 
 
 class Packages(msgspec.Struct, frozen=True, kw_only=True):
     """The installed packages compared with their lock."""
 
     lock: str = ""
-    """services, engine-cpu or engine-cuda; empty when no lock is beside this installation."""
+    """Name of the lock: services, engine-cpu or engine-cuda; empty when none is beside this installation."""
     count: int = 0
     drift: list[Package] = msgspec.field(default_factory=list)
 
@@ -45,16 +45,15 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Result of loading vLLM and NIXL in a separate process."""
 
     vllm: str = ""
-    """Its version."""
+    """Version of vLLM."""
     vllm_failure: str = ""
     torch_cuda: str = ""
-    """The CUDA that PyTorch was built for; empty: a CPU build."""
+    """The CUDA that PyTorch was built for; empty for a CPU build."""
     devices: list[str] = msgspec.field(default_factory=list)
     """GPUs that PyTorch can use."""
     nixl: str = ""
     nixl_failure: str = ""
     plugins: list[str] = msgspec.field(default_factory=list)
-    """Plugins of NIXL."""
     plugin_failures: dict[str, str] = msgspec.field(default_factory=dict)
     """Plugins that Baton uses but that do not load -> why."""
 
@@ -74,7 +73,7 @@ class Disk(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     free_bytes: int = 0
     failure: str = ""
-    """Why the folder is not writable."""
+    """The reason why the folder is not writable."""
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +84,7 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     option: str
     is_free: bool = True
     holder: str = ""
-    """`` by pid 12 (...)``, when it can be found."""
+    """The process that holds the port, such as `` by pid 12 (...)``, when it can be found."""
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +92,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     ends_in_s: float = 0.0
-    """Below 0: it has expired."""
+    """Seconds until the certificate expires; below 0 if it has expired."""
     failure: str = ""
 
 
@@ -111,9 +110,9 @@ class InstallationFacts(Facts, kw_only=True):
     packages: Packages | None = None
     has_vllm: bool = False
     engine: Engine | None = None
-    """None: it was not loaded."""
+    """None if it was not loaded."""
     nats_server: str = ""
-    """Path of the binary."""
+    """Path of the nats-server binary."""
     is_index_compiled: bool | None = None
     is_placement_compiled: bool | None = None
     is_tokenization_compiled: bool | None = None
@@ -126,7 +125,7 @@ class InstallationFacts(Facts, kw_only=True):
     gpus: list[Gpu] = msgspec.field(default_factory=list)
     disks: list[Disk] = msgspec.field(default_factory=list)
     ports: list[Port] = msgspec.field(default_factory=list)
-    """Empty while the system runs."""
+    """The ports of `baton up`; empty while the system runs."""
     others: dict[str, int] = msgspec.field(default_factory=dict)
     """NATS addresses of other systems whose processes run here, with how many."""
     certificates: list[Certificate] = msgspec.field(default_factory=list)
@@ -140,9 +139,9 @@ class HeardService(msgspec.Struct, frozen=True, kw_only=True):
 
     status: ServiceStatus
     ahead_s: float = 0.0
-    """By how much its clock is ahead of this machine's. Message delay makes it smaller, never larger."""
+    """The lead of the service's clock over this machine's. Message delay makes it smaller, never larger."""
     is_duplicate: bool = False
-    """Two processes publish under this name."""
+    """Whether two processes publish under this name."""
 
 
 class HeardLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +149,7 @@ class HeardLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     report: LoadReport
     is_duplicate: bool = False
-    """Two processes report as this worker."""
+    """Whether two processes report as this worker."""
 
 
 class RouterReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +159,7 @@ class RouterReply(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = False
     detail: str = ""
     requires_key: bool | None = None
-    """None: not known."""
+    """Whether it requires API keys; None if that is not known."""
     failure: str = ""
 
 
@@ -181,22 +180,22 @@ class SystemFacts(Facts, kw_only=True):
     is_expected: bool = False
     """A state file, an option or a variable says that a system runs."""
     launcher_pid: int = 0
-    """Process id of `baton up` on this machine; 0: none."""
+    """Process id of `baton up` on this machine; 0 if it does not run."""
     nats: Nats | None = None
-    """None: it does not respond."""
+    """What nats-server reports; None if it does not respond."""
     failure: str = ""
-    """Why there is no connection."""
+    """The reason why there is no connection."""
     heard_s: float = 0.0
-    """How long the command listened."""
+    """Seconds for which the command listened."""
     host: str = ""
-    """This machine."""
+    """This machine's name."""
     baton: str = ""
-    """Version of this command."""
+    """Version of the Baton that runs this command."""
     records: list[WorkerRecord] = msgspec.field(default_factory=list)
     services: list[HeardService] = msgspec.field(default_factory=list)
     loads: list[HeardLoad] = msgspec.field(default_factory=list)
     fleet: FleetState | None = None
-    """None: no orchestrator responds."""
+    """What the orchestrator reports; None if none responds."""
     routers: list[RouterReply] = msgspec.field(default_factory=list)
 
     @property
@@ -216,9 +215,9 @@ class Level(StrEnum):
     NOTE = "note"
     """Information; nothing is wrong."""
     WARNING = "warning"
-    """It works, but worse than it could, or will fail soon."""
+    """Something works, but worse than it could, or will fail soon."""
     ERROR = "error"
-    """It does not work."""
+    """Something does not work."""
 
 
 class Area(StrEnum):
@@ -244,14 +243,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     """The fact, in one line."""
     why: str = ""
-    """Its meaning."""
+    """The meaning of the fact."""
     todo: str = ""
     """The remedy."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
     status: str
-    """healthy, degraded (warnings) or unhealthy (errors)."""
+    """One of healthy, degraded (warnings) or unhealthy (errors)."""
     summary: str
     errors: int
     warnings: int

@@ -29,10 +29,10 @@ SHM_BYTES_MIN = 256 * MIB
 """The ranks of an engine and KV between engines of one machine use /dev/shm; Docker's default is 64 MiB."""
 DISK_BYTES_MIN = 200 * MIB
 DISK_BYTES_LOW = 5 * GIB
-"""A small model, and a store's files."""
+"""Space for a small model and the files of a store."""
 DAY_S = 86_400.0
 REFUSED_S_MAX = DAY_S
-"""Older refusals are of no interest: another worker id may never be started again."""
+"""Refusals that are older are of no interest: another worker id may never be started again."""
 CERTIFICATE_S_MIN = 30 * DAY_S
 PROBES = {
     "packages": "Installed packages",

@@ -12,11 +12,11 @@ from shared.text.fleet_text import many
 from shared.text.formats import duration, in_bytes
 
 PAYLOAD_BYTES_MIN = 256 * 1024
-"""With a smaller limit, ordinary messages are split into many parts."""
+"""NATS splits ordinary messages into many parts if its limit is smaller."""
 RTT_S_MAX = 0.05
 """Each request needs several round trips."""
 SKEW_S_MAX = 2.0
-"""Between the clocks of two machines; delays on a busy machine are smaller."""
+"""Difference between the clocks of two machines; delays on a busy machine are smaller."""
 NATS_VERSION_MIN = (2, 11)
 """First version in which key-value entries expire by themselves."""
 HOST = re.compile(r"^\w+://(?:[^@/]*@)?(\[[^\]]*\]|[^:/,]*)")

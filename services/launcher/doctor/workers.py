@@ -25,7 +25,7 @@ from shared.text.fleet_text import many
 from shared.text.formats import bytes_per_second, counted, duration
 
 STARTING_S_MAX = 600.0
-"""Enough for a large model on slow disks."""
+"""A large model on slow disks starts within this time."""
 PROBING_S_MAX = 60.0
 SILENT_S_MAX = 3.0
 KV_FULL = 0.95
@@ -199,7 +199,7 @@ def _revisions(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
 
 
 def _fingerprints(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
-    """Of one model and one revision."""
+    """Whether the engines of one model and one revision can exchange KV."""
     groups: dict[str, list[WorkerRecord]] = defaultdict(list)
     for record in records:
         groups[record.fingerprint.key()].append(record)
@@ -339,9 +339,9 @@ def about_adapters(model: str, records: list[WorkerRecord]) -> Iterator[Finding]
 
 
 SLOW_BYTES_PER_S = {KvMemory.CUDA: 5_000_000_000, KvMemory.CPU: 200_000_000}
-"""Below this a read is slow for its memory; the alert KvReadsSlow has the same limits. GPU memory moves at more than
-10 GB/s over NVLink, PCIe and RDMA of 100 Gb/s, and at 0.5 to 3 GB/s over TCP. For host memory it is a network of 1 Gb/s
-(0.12 GB/s) that is called slow.
+"""Limits below which a read is slow for its memory; the alert KvReadsSlow has the same ones. GPU memory moves at more
+than 10 GB/s over NVLink, PCIe and RDMA of 100 Gb/s, and at 0.5 to 3 GB/s over TCP. For host memory it is a network of
+1 Gb/s (0.12 GB/s) that is called slow.
 """
 CUDA_WHY = "UCX probably moves it over TCP or through host memory, so handoffs take longer than they must."
 CUDA_TODO = (

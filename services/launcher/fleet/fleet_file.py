@@ -29,11 +29,11 @@ class HostPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The workers of one host, with the devices that they may use: from a fleet file or from a token."""
 
     name: str
-    """Of the host: the ids of its workers begin with it, so that no two hosts have a worker of one id."""
+    """Name of the host: the ids of its workers begin with it, so that no two hosts have a worker of one id."""
     models: tuple[ModelOptions, ...] = ()
     engine: Literal["vllm", "simulated"] = "vllm"
     address: str = ""
-    """At which other hosts reach this one; empty: that of its connection to NATS."""
+    """Address at which other hosts reach this one; empty: that of its connection to NATS."""
     gpus: tuple[str, ...] = ()
     """GPU indexes as nvidia-smi shows them; empty: all."""
     cores: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     aliases: tuple[str, ...] = ()
     kv_cache: str = ""
-    """Of each worker, such as ``8G``."""
+    """Size of the KV cache of each worker, such as ``8G``."""
     connector: Literal["baton", "upstream", ""] = ""
     engine_args: str = ""
 
@@ -105,13 +105,13 @@ class WorkersTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``[[host.workers]]``"""
 
     role: Role | None = None
-    """None: a worker without an engine, for the server of ``attach``."""
+    """None for a worker without an engine, for the server of ``attach``."""
     attach: str = ""
     """A server outside of Baton: ``URL`` or ``URL=MODEL``, the model's name there."""
     attach_key_file: str = ""
-    """On this host, with the API key for that server."""
+    """File on this host with the API key for that server."""
     model: str = ""
-    """Empty: the only model of the fleet."""
+    """Name of the model; empty: the only one of the fleet."""
     count: Some = 1
     gpus_per_worker: Some = 1
 
@@ -121,9 +121,9 @@ class HostTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: str
     address: str = ""
-    """At which other hosts reach it; the head host needs one."""
+    """Address at which other hosts reach it; the head host needs one."""
     head: bool = False
-    """It runs NATS, routers, orchestrator and collector. Unless a host says so, the first one is it."""
+    """The head host runs NATS, routers, orchestrator and collector. Unless a host says so, the first one is it."""
     gpus: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
     workers: tuple[WorkersTable, ...] = ()
@@ -138,7 +138,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     router: RouterTable = RouterTable()
     collector: CollectorTable = CollectorTable()
     env: Mapping[str, str | int | float | bool] = msgspec.field(default_factory=dict)
-    """Of all hosts."""
+    """Variables of all hosts."""
     model: tuple[ModelTable, ...] = ()
     host: tuple[HostTable, ...]
 

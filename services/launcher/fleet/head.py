@@ -33,10 +33,10 @@ from shared.contracts.workers import Role
 from shared.loopback import is_loopback
 
 KEY_ERRORS = (NoCertificate, BusDown, OSError)
-"""Why keys cannot be read or made."""
+"""Errors when keys are read or made."""
 RETRY_S = 0.2
 ACCEPT_S_MAX = 10.0
-"""For nats-server to read its configuration again."""
+"""Longest wait until nats-server has read its configuration again."""
 
 
 def head_options(fleet: Fleet, part: HostPart, state_dir: Path, keys: Path) -> UpOptions:

@@ -35,7 +35,7 @@ VERSION = 1
 PREFIX = "baton"
 CHECK_CHARS = 12
 BYTES_MAX = 1 << 20
-"""Of the JSON; more is refused before it is unpacked."""
+"""Longest JSON; more is refused before it is unpacked."""
 FORM = re.compile(rf"{PREFIX}(\d+)\.([A-Za-z0-9_-]+)\.([0-9a-f]+)")
 
 
@@ -47,7 +47,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What a token carries."""
 
     nats_urls: tuple[str, ...]
-    """The same NATS at each address by which other hosts may reach it."""
+    """Addresses of one NATS by which other hosts may reach it."""
     ca: str
     """PEM of the CA that signed NATS's certificate."""
     seeds: Mapping[str, str]
@@ -115,7 +115,7 @@ def _check_of(payload: str) -> str:
 
 
 JOINED = "joined"
-"""In the state directory: a folder for each host that has joined from here."""
+"""Folder in the state directory with a folder for each host that has joined from here."""
 TOKEN = "token"  # noqa: S105  # the name of a file
 CONNECT_S_MAX = 5.0
 NATS_PORT = 4222

@@ -23,7 +23,7 @@ COMPILERS = {
 GPU_DEVICES = "AddDevice=nvidia.com/gpu=all\nAddDevice=-/dev/infiniband"
 """All GPUs as CDI names them, and RDMA. ``cuda_ipc`` needs that both engines see both GPUs."""
 LOCKED_MEMORY = "\nPodmanArgs=--ulimit=memlock=-1:-1"
-"""Only root can lift this limit."""
+"""The limit of locked memory, which only root can lift."""
 
 
 class CannotWriteService(Exception):
@@ -35,17 +35,17 @@ class HostService:
     """What runs on one host, and as whom."""
 
     command: Sequence[str]
-    """Runs the host until SIGTERM, which lets it drain."""
+    """The command that runs the host until SIGTERM, which lets it drain."""
     upgrade: Sequence[str]
-    """Restarts its workers one after another."""
+    """The command that restarts its workers one after another."""
     variables: Mapping[str, str]
     """The environment of the command; its processes inherit it."""
     variables_file: str
     """Absolute path of the file for the variables."""
     stop_s: float
-    """From SIGTERM to SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     of_system: bool
-    """False: of a user's own service manager."""
+    """False for a unit of a user's own service manager."""
 
 
 @dataclass(frozen=True, kw_only=True)

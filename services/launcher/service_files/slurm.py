@@ -22,7 +22,7 @@ class SlurmJob:
     """What the job needs besides the fleet."""
 
     command: Sequence[str]
-    """`baton`, on every node."""
+    """The command line of `baton`, which is the same on every node."""
     fleet_file: str
     state_dir: str
     """An absolute path on a file system of all nodes."""

@@ -32,11 +32,11 @@ KILL_S_MAX = 10.0
 log = logging.getLogger("baton.launcher")
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
-"""Above this a file is rotated."""
+"""Size above which a file is rotated."""
 FILES_MAX = 4
-"""Per process: the current one and older ones, NAME.log.1 being the newest of these."""
+"""Number of files of each process: the current one and older ones, NAME.log.1 being the newest of these."""
 ROTATE_S = 1.0
-"""Between two looks at the sizes."""
+"""Pause between two looks at the sizes."""
 TAIL_BYTES_MAX = 256 * 1024
 TAIL_LINES_MAX = 400
 
@@ -161,7 +161,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 EXCEPTION = re.compile(
     r"(?:^|[\s\]])((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Dead|Down|Refused|Failed|Lost|TooLarge|Killed)): (.+)"
 )
-"""``ValueError: text``, at any position of a log line."""
+"""Finds ``ValueError: text`` at any position of a log line."""
 WRAPPER = re.compile(r"See root cause above|unhandled errors in a TaskGroup|Engine core proc died|Failed core proc")
 """Exceptions that only refer to another one."""
 VALIDATION = re.compile(r"\d+ validation errors? for \w+")
@@ -240,7 +240,7 @@ class RestartPolicy:
     backoff_s_first: float = 0.5
     backoff_s_max: float = 30.0
     settled_s: float = 300.0
-    """After so long without a death the next pause is the first one again."""
+    """If a process lives for this long, the next pause is the first one again."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Restart:
 
     pause_s: float
     attempt: int
-    """1 after a first death."""
+    """Number of the start; 1 after a first death."""
 
 
 @dataclass

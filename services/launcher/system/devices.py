@@ -12,10 +12,10 @@ from services.launcher.system.process_plan import Machine, PlanRefused
 GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory for all engines on it together: vLLM's default for one engine."""
 SPARE_CORES_MIN = 2
-"""With at least this many more cores than ranks, one core is left to NATS and the services."""
+"""If there are at least this many more cores than ranks, one core is left to NATS and the services."""
 RANKS = "WORKER_TENSOR_PARALLEL_SIZE"
 FAR = 1000
-"""Between GPUs of which nothing is known."""
+"""Distance between GPUs of which nothing is known."""
 DISTANCES = {"PIX": 200, "PXB": 300, "PHB": 400, "NODE": 500, "SYS": 600, "SOC": 600}
 """nvidia-smi's words for the way between two GPUs, from one PCIe bridge to the link between CPU sockets; ``SOC`` is
 the older word for ``SYS``.
@@ -37,7 +37,7 @@ class Device:
     env: Mapping[str, str] = field(default_factory=dict)
     engine_args: str = ""
     text: str = ""
-    """Such as "core 0"."""
+    """What the screen shows, such as "core 0"."""
 
 
 def share_cores(cores: Sequence[int], ranks: Sequence[int], running: int) -> tuple[list[Device], list[str]]:

@@ -11,7 +11,7 @@ import sys
 import time
 
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 POLL_S = 0.1
 
 

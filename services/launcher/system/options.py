@@ -24,9 +24,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The workers of one model."""
 
     model: str = ""
-    """Empty: the worker's default."""
+    """Name or folder of the model; empty: the worker's default."""
     aliases: tuple[str, ...] = ()
-    """Further names in requests."""
+    """Names in requests besides the model."""
     prefill: int = 0
     decode: int = 0
     both: int = 0
@@ -35,7 +35,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     attach: tuple[str, ...] = ()
     """Servers outside of Baton, each with a worker of its own: ``URL`` or ``URL=MODEL``, the model's name there."""
     attach_key_file: str = ""
-    """With the API key for these servers."""
+    """File with the API key for these servers."""
     connector: Literal["baton", "upstream", ""] = ""
     """KV connector of vLLM engines; empty: the worker's default."""
     kv_cache_bytes: int = 0
@@ -43,18 +43,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_worker: int = 1
     """Tensor parallel ranks of each engine: GPUs, or on a CPU groups of cores."""
     gpus_per_prefill: int = 0
-    """Of prefill workers; 0: ``gpus_per_worker``."""
+    """GPUs of each prefill worker; 0: ``gpus_per_worker``."""
     gpus_per_decode: int = 0
-    """Of decode workers; 0: ``gpus_per_worker``."""
+    """GPUs of each decode worker; 0: ``gpus_per_worker``."""
     sleep_after_s: float = 0.0
-    """Without a request for so long the model goes to sleep; 0: never by itself."""
+    """The model goes to sleep if it has no request for this long; 0: never by itself."""
     workers_min: int = 1
     workers_max: int = 0
-    """Above 0: the planner may start and drain workers up to this number; 0: no scaling."""
+    """Most workers, up to which the planner may start and drain; 0: no scaling."""
 
     @property
     def roles(self) -> list[Role]:
-        """Of the workers with engines, in start order."""
+        """Roles of the workers with engines, in start order."""
         return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.both
 
     def gpus_of(self, role: Role) -> int:
@@ -81,7 +81,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     routers: int = 1
     """Several routers share ``port``."""
     router_ports: tuple[int, ...] = ()
-    """With several routers, each one's own port."""
+    """Each router's own port, if there are several."""
     collector_host: str = "127.0.0.1"
     collector_port: int = 8001
     nats_port: int = 4222
@@ -100,8 +100,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep_trying: bool = False
     """A worker that cannot be started does not end the others; unless its configuration is wrong, it is tried again."""
     host_name: str = ""
-    """Of this host in a fleet; empty: no fleet. Ids of workers begin with it, and other hosts may have the workers that
-    are missing here.
+    """Name of this host in a fleet; empty: no fleet. Ids of workers begin with it, and workers that are missing here
+    may be on other hosts.
     """
     own_keys: bool = False
     """``keys_dir`` has a key for each single worker, and no other."""

@@ -22,7 +22,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
     """GPU indexes; empty when the installed engine is the CPU one."""
     gpus_used: tuple[str, ...] = ()
-    """Those of workers that run on this machine already."""
+    """GPUs of workers that run on this machine already."""
     gpu_topology: str = ""
     """Output of ``nvidia-smi topo -m``, if the indexes are in nvidia-smi's order."""
 
@@ -40,26 +40,26 @@ class ProcessPlan:
     """One process to start."""
 
     name: str
-    """Unique in this system; for a worker, its worker id."""
+    """A name that is unique in this system; for a worker, its worker id."""
     stage: Stage
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
-    """Where it runs, such as "core 0"; with several models, also its model."""
+    """The place where it runs, such as "core 0"; with several models, the model too."""
     model: int = 0
     """A worker's model: index in ``UpOptions.models``."""
     is_extra: bool = False
     """The system continues if this process cannot be started."""
     keeps_trying: bool = False
-    """Of a worker: after a failed first start it is started again, as services are."""
+    """A worker that is started again after a failed first start, as services are."""
     serves_requests: bool = True
-    """False: requests are served without it, so it is restarted even if its configuration is wrong."""
+    """False if requests are served without it, so that it is restarted even if its configuration is wrong."""
 
 
 DRAIN_S = {Stage.WORKERS: 30.0, Stage.SERVICES: 30.0, Stage.NATS: 10.0}
-"""Unless a variable ``*_DRAIN_S_MAX`` says otherwise."""
+"""Seconds for requests that run at SIGTERM, unless a variable ``*_DRAIN_S_MAX`` says otherwise."""
 STOP_SPARE_S = 15.0
-"""Added to the drain deadline of a process: for its last status and its children."""
+"""Seconds added to the drain deadline of a process, for its last status and its children."""
 
 
 def stop_s(process: ProcessPlan, inherited: Mapping[str, str]) -> float:

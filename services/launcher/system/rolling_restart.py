@@ -34,10 +34,10 @@ class RunningProcess:
     """A process that a launcher of this machine keeps."""
 
     name: str
-    """Its name in `baton up`: for a worker, its worker id."""
+    """The name in `baton up`: for a worker, its worker id."""
     service: Party
     instance: str
-    """The name in its status; empty if it makes one itself, because it is the only one of its service."""
+    """The name in its status; empty if the process makes one itself, because it is the only one of its service."""
     nats_url: str
     access: Access
     process: psutil.Process

@@ -33,7 +33,7 @@ class OwnWorker:
     role: Role
     is_leaving: bool = False
     revision: str = ""
-    """Empty until its engine has reported it."""
+    """Revision of the model; empty until its engine has reported it."""
     epoch: int = 0
 
 
@@ -97,7 +97,7 @@ def _short(revision: str) -> str:
 
 
 ACCEPT_S_MAX = 5.0
-"""For a worker to accept the order to drain."""
+"""Longest wait until a worker accepts the order to drain."""
 
 
 class Scaler:

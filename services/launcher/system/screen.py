@@ -32,15 +32,15 @@ class Row:
     name: str
     note: str = ""
     phase: ServicePhase | None = None
-    """None: not started yet."""
+    """None if it was not started yet."""
     detail: str = ""
     pid: int = 0
     started_at: float = 0.0
     settled_at: float = 0.0
-    """When it became ready or ended; 0 before that."""
+    """The time when it became ready or ended; 0 before that."""
     url: str = ""
     has_drained: bool = False
-    """It was ordered to drain, so it is not restarted when it exits."""
+    """Whether it was ordered to drain, so that it is not restarted when it exits."""
 
     def seconds(self, now: float) -> float:
         """Duration of the present phase change, so far or in total."""

@@ -28,7 +28,7 @@ from shared.runtime.settings import load_common
 from shared.runtime.waiting import first_of
 
 ROUTER_READY_S_MAX = 60.0
-"""For a router to learn of the ready workers and to compare its tokens with theirs; after that it is reported."""
+"""Time for a router to learn of the ready workers and to compare its tokens with theirs; after that it is reported."""
 POLL_S = 0.2
 HTTP_S_MAX = 5.0
 ENDED_POLL_S = 2.0
@@ -41,7 +41,7 @@ class Session:
     plan: SystemPlan
     options: UpOptions
     machine: Machine
-    """As it was when the plan was made."""
+    """This machine when the plan was made."""
     screen: Screen
     has_ended: Callable[[], bool]
     """Whether the system that this session joined has ended; polled every ``ENDED_POLL_S``."""
@@ -157,9 +157,7 @@ class Endpoints:
 
     api: str
     metrics: str
-    """Metrics of the fleet."""
     console: str
-    """Web console."""
     routers: dict[str, str]
     """Each router's own, if several share ``api``."""
 

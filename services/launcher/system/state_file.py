@@ -21,7 +21,7 @@ class RunningModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that `baton up` started."""
 
     model: str = ""
-    """Empty: the worker's default."""
+    """Name or folder of the model; empty: the worker's default."""
     aliases: tuple[str, ...] = ()
 
 

@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 NATS_START_S_MAX = 30.0
 NATS_CONNECT_S_MAX = 5.0
-"""For a NATS that is already running."""
+"""Longest wait for a NATS that is already running."""
 START_S_MAX = {Stage.SERVICES: 15.0, Stage.WORKERS: 3600.0}
-"""After this a process that is not ready is reported, and others are started meanwhile. A worker's start includes the
-download of a model.
+"""Seconds after which a process that is not ready is reported, and others are started meanwhile. A worker's start
+includes the download of a model.
 """
 STARTS_AT_ONCE_MIN = 2
 DEATHS_SHOWN_MAX = 5
@@ -74,7 +74,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.is_misconfigured = False
-        """It broke because of a process with a wrong configuration: to start it again would not help."""
+        """Whether it broke because of a process with a wrong configuration: to start it again would not help."""
         self._bus: Bus | None = None
         for process in plan.processes:
             self._screen.board.plan(process.name, process.note)

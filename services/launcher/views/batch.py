@@ -37,7 +37,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Of all lines that were answered."""
+    """Tokens of all lines that were answered."""
 
     input_tokens: int = 0
     output_tokens: int = 0

@@ -129,7 +129,7 @@ COLUMNS = (
 )
 """Columns of the candidates; one without any value is left out. All times add up to the cost."""
 LEFT_OUT = ("computed_tokens", "fetch_s", "handoff_s", "fetched_tokens", "others_s")
-"""On a narrow terminal these columns are dropped first; the cost still includes them."""
+"""Columns that are dropped first on a narrow terminal; the cost still includes them."""
 NAME_COLUMNS_MAX = 24
 NAME_COLUMNS_NARROW = 14
 
@@ -142,7 +142,7 @@ class Glyphs:
     measured: str
     both: str
     sliver: str
-    """A part shorter than one column."""
+    """Mark of a part that is shorter than one column."""
     chosen: str
     both_style: str = ""
 
@@ -150,7 +150,7 @@ class Glyphs:
 COLOURED = Glyphs("▀", "▄", "▀", "▏", "●", f"{PREDICTED} on {MEASURED}")
 BLOCKS = Glyphs("▀", "▄", "█", "▏", "●")
 LETTERS = Glyphs("^", "_", "#", "|", "*")
-"""For terminals that show only ASCII."""
+"""Glyphs for terminals that show only ASCII."""
 
 
 def draw(decision: DecisionRecord, console: Console) -> None:

@@ -99,7 +99,7 @@ def _range(bucket: ReportBucket) -> str:
 
 PLANS_S_MAX = 3.0
 LOAD_FULL = 0.85
-"""A higher load is highlighted."""
+"""A load that is higher is highlighted."""
 INDENT = (0, 0, 0, 2)
 MODES = {
     "off": "The planner is off. ORCHESTRATOR_PLANNER=advise or act turns it on.",

@@ -26,7 +26,7 @@ By = Literal["day", "month", "total"]
 MONTH = re.compile(r"\d{4}-\d{2}")
 NO_KEY, NO_MODEL = "(no key)", "(none)"
 NEAR = 0.8
-"""A larger share of a budget is highlighted."""
+"""A share of a budget that is larger is highlighted."""
 
 
 class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,11 +34,11 @@ class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     since: date
     until: date
-    """Included."""
+    """The last day, which is included."""
     by: By = "total"
     tenant: str = ""
     key: str = ""
-    """``NO_KEY``: requests without a key."""
+    """Name of the key; ``NO_KEY`` stands for requests without one."""
     model: str = ""
 
     def takes(self, entry: UsageMonth) -> bool:
@@ -141,7 +141,7 @@ def _day(text: str) -> date | None:
 
 
 def _budgets(entries: Iterable[UsageMonth], month: str) -> list[UsageBudget]:
-    """Of the keys with a budget, if the query covers all that counts against them."""
+    """Budgets of keys, if the query covers all that counts."""
     tokens: dict[tuple[str, str], int] = {}
     budget: dict[tuple[str, str], int] = {}
     for entry in entries:
