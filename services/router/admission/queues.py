@@ -214,7 +214,7 @@ class PrefillLoads:
 
 
 class PrefillLoad:
-    """Of one worker."""
+    """Prefill work queued at one worker."""
 
     __slots__ = ("_at", "_begun_s", "_since")
 

@@ -42,7 +42,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
     """All keys of the operator's file."""
 
     keys: dict[str, Key] = {}
-    """By SHA-256."""
+    """Keys by SHA-256."""
     salt: str = ""
     """The secret of the tenants' cache salts; empty: ROUTER_SALT_FILE has it."""
 

@@ -117,7 +117,8 @@ class BatchRun:
         """There are results, or there will be no more."""
         self._done: set[int] = set(batch.progress.ahead)
         self._ends: dict[int, int] = {}
-        """By line: where the next one begins. Of lines that were read and are not before ``progress.line``."""
+        """Offsets of the lines that follow those which were read and are not before ``progress.line``, by the read
+        line's number."""
         self._moved = asyncio.Event()
         """``progress.line`` has changed."""
         self._running = 0

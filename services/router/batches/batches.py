@@ -42,7 +42,7 @@ log = logging.getLogger("baton.router")
 
 LEASE_S = 5 * HEARTBEAT_S
 POLL_S = 1.0
-"""Between two looks for batches without a router."""
+"""Interval at which batches without a router are looked for."""
 RUNS_AT_ONCE_MAX = 4
 """Batches that this router runs at a time."""
 RUNS_MAX = 128
@@ -196,7 +196,7 @@ METADATA_MAX, NAME_CHARS_MAX, VALUE_CHARS_MAX = 16, 64, 512
 UNFINISHED_MAX = 100
 """Batches of one tenant that have not ended."""
 BATCHES_MAX = 1000
-"""Of one tenant. A further one makes routers forget the one that ended first; its files stay."""
+"""Batches of one tenant. A further one makes routers forget the one that ended first; its files stay."""
 CANCELS_MAX = 10
 """Attempts, while the batch's router writes its record too."""
 

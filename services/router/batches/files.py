@@ -29,12 +29,12 @@ log = logging.getLogger("baton.router")
 FILE_BYTES_MAX = 200 * 1024 * 1024
 """As OpenAI's, for the input of a batch."""
 FILES_MAX = 1000
-"""Of one tenant."""
+"""Files of one tenant."""
 FILE_S_MIN = 3600
 PURPOSE = "batch"
 FILENAME_CHARS_MAX = 255
 RANDOM_BYTES = 10
-"""Of an id."""
+"""Random bytes in an id."""
 SWEEP_S = 600.0
 UPLOAD_KEPT_S = 3600
 """Longer than any upload takes: then its router was lost, and its parts can go."""
@@ -190,7 +190,9 @@ class IncomingFile:
                 await self._records.delete_file(upload_key(self.segment.token))
 
     async def _record(self) -> None:
-        """By the record another router finds the parts if this one is lost. A file of less than a part has none."""
+        """Write the record by which another router finds the parts if this one is lost. A file of less than a part has
+        none.
+        """
         token, now = self.segment.token, self._clock.wall_ms() // 1000
         upload = StoredFile(
             key=upload_key(token),

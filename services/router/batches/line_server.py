@@ -24,11 +24,11 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.router")
 
 GAP_CHECK_S: Final = 0.05
-"""Between two looks whether other requests still wait."""
+"""Interval of checks whether other requests still wait."""
 BESIDE_SHARE: Final = 4
 """While other requests are served, only a quarter of the lines are: each more makes the others' streams slower."""
 ATTEMPTS_MAX: Final = 3
-"""Of a line whose worker is lost, or takes too long."""
+"""Attempts to serve a line whose worker is lost, or takes too long."""
 AGAIN_S_MIN: Final = 1.0
 AGAIN_S_MAX: Final = 30.0
 LATER: Final = frozenset({429, 503})

@@ -17,7 +17,7 @@ BLANK_LINES_MAX = 10_000
 LINE_BYTES_MAX = 4 * 1024 * 1024
 CUSTOM_ID_CHARS_MAX = 512
 FAULTS_MAX = 30
-"""Of a batch that is refused; the client corrects these first."""
+"""Faults that a refused batch lists; the client corrects these first."""
 OK = 200
 DIGEST_BYTES = 16
 SEVERAL = 2
@@ -30,7 +30,7 @@ class Line(NamedTuple):
     """A line as it lies in the file, without its end."""
 
     number: int
-    """From 0."""
+    """Number of the line, from 0."""
     end: int
     """Where the next line begins."""
     text: bytes
@@ -80,7 +80,7 @@ class LineReader:
     """Cuts a file that comes in pieces into lines."""
 
     def __init__(self, number: int = 0, offset: int = 0) -> None:
-        """Of the first line."""
+        """``number`` and ``offset`` of the first line."""
         self._number = number
         self._offset = offset
         self._begun: list[bytes] = []
@@ -132,7 +132,7 @@ class Validation:
 
     @property
     def model(self) -> str:
-        """Of all lines; empty if they name several."""
+        """The model of all lines; empty if they name several."""
         return next(iter(self._models)) if len(self._models) == 1 else ""
 
     def add(self, line: Line) -> None:

@@ -42,9 +42,9 @@ class SegmentWriter:
         self._full = 0
         """Parts that are stored and full."""
         self._rest = b""
-        """What follows them."""
+        """Bytes after the full parts."""
         self._stored_bytes = 0
-        """Of the rest."""
+        """Bytes of the rest that are stored."""
 
     @property
     def segment(self) -> Segment:

@@ -25,7 +25,7 @@ TENANT_MAX = 64
 """Responses of one tenant that a router makes in the background at a time."""
 ASK_S_MAX = 5.0
 END_S_MAX = 4.0
-"""For a cancelled response to end."""
+"""Time limit for a cancelled response to end."""
 WRITES_MAX = 5
 WRITE_AGAIN_S = 2.0
 STOPPED = "The router was stopped before the response was complete."

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 ID_CHARS_MAX = 256
-"""Of a response's id. vLLM lets clients choose it."""
+"""Maximum length of a response's id, which vLLM lets clients choose."""
 COMPLETED, INCOMPLETE, FAILED = "completed", "incomplete", "failed"
 QUEUED, CANCELLED = "queued", "cancelled"
 CONTINUED = frozenset({COMPLETED, INCOMPLETE})
@@ -20,7 +20,7 @@ CONTINUED = frozenset({COMPLETED, INCOMPLETE})
 TRUE, FALSE = msgspec.Raw(b"true"), msgspec.Raw(b"false")
 EMPTY = msgspec.Raw(b"")
 STATE_FIELDS = ("previous_response_id", "background")
-"""Of a body, besides ``store``: routers do what they ask for."""
+"""Fields of a body, besides ``store``, whose orders routers carry out."""
 ECHOED = (
     "instructions",
     "max_output_tokens",

@@ -22,14 +22,14 @@ from shared.contracts.routers import PART_BYTES, PARTS_MAX, ResponsePart, part_k
 log = logging.getLogger("baton.router")
 
 STORE_S_MAX = 3.0
-"""For one entry to be read or written. The last event of a response waits for it."""
+"""Time limit for one entry to be read or written. The last event of a response waits for it."""
 PARTS_AT_ONCE = 8
 LEVEL = 1
 ON_LOOP_BYTES_MAX = 128 * 1024
 """What is larger is read, compressed and unpacked in a thread."""
 VERSION_BYTES = 8
 TENANT_RESPONSES_MAX = 50_000
-"""Of one tenant, that a router stores. It remembers 150 bytes of each."""
+"""Responses of one tenant that a router stores. It remembers 150 bytes of each."""
 
 R = TypeVar("R")
 

@@ -47,7 +47,7 @@ from shared.telemetry.tracing import trace_named
 log = logging.getLogger("baton.router")
 
 QUOTED_CHARS = 64
-"""Of an id in an error message."""
+"""Characters of an id that an error message quotes."""
 OK = 200
 LOST = "The router that made this response was lost."
 KEPT, NOT_KEPT = "kept", "failed"
@@ -76,7 +76,6 @@ class Responses:
         self._store = ResponseStore(bus, settings.response_bytes_max, settings.responses_tenant_bytes_max)
         self._background = Background(router_id, bus, self._store, relay.serve)
         self.counts: dict[str, int] = {KEPT: 0, NOT_KEPT: 0}
-        """For metrics."""
         self.failure = ""
         """Why the last response could not be kept; empty if it was."""
 

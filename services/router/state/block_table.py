@@ -19,9 +19,9 @@ TIERS = tuple(KvTier)
 
 Hashes = bytes | Sequence[int]
 Depths = NDArray[np.int32]
-"""By row: how many blocks from the start of a chain it holds in a row."""
+"""Number of blocks that each row holds without a gap from the start of a chain."""
 Mask = NDArray[np.bool_]
-"""By row: whether it may be used."""
+"""Whether each row may be used."""
 Source = tuple[int, int, int]
 """A row, the first block to take from it, and the block to stop before."""
 

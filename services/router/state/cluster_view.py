@@ -78,18 +78,18 @@ class ClusterView:
         """Whether the registry was read to its end: then a model that no worker here offers does not exist."""
         self.table = t.FleetTable()
         self.views: list[WorkerView | None] = []
-        """By row."""
+        """Views of the workers by row."""
         self.has_attached = False
         """Whether workers may lack endpoints that all engines have: those attached to servers outside of Baton."""
         self.away: set[WorkerId] = set()
         """Workers that were ready, and have not reported since a bus outage."""
         self._masks: dict[tuple[str, str], t.Bools] = {}
-        """By model and revision."""
+        """Masks of the workers' rows by model and revision."""
         self._primary_names: dict[str, str] = {}
-        """By alias."""
+        """Primary names of models by alias."""
         self._adapter_holders = AdapterHolders()
         self._adapter_groups: dict[str, t.Ints] = {}
-        """By adapter; see ``groups``."""
+        """Groups by adapter; see ``groups``."""
         self._groups: dict[str, int] = {}
         self._choices_made = 0
 

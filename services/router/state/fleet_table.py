@@ -16,9 +16,8 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 ROWS_AT_FIRST: Final = 56
-"""It and what it grows to are 8 less than a power of two: columns that begin at multiples of 4 KB would compete for the
-same few lines of the processor's cache.
-"""
+"""Rows of a new table. This number and those that it grows to are 8 less than a power of two: columns that begin at
+multiples of 4 KB would compete for the same few lines of the processor's cache."""
 
 LEGS_MAX: Final = 0
 LAST_CHOSEN: Final = 1
@@ -69,9 +68,9 @@ READY: Final = 0
 PREFILLS: Final = 1
 DECODES: Final = 2
 EXCHANGES_KV: Final = 3
-"""Its engine can be asked for KV by content."""
+"""The worker's engine can be asked for KV by content."""
 ATTACHED: Final = 4
-"""Its server is outside of Baton."""
+"""The worker's server is outside of Baton."""
 SERVES: Final = 5
 """Takes legs; a store only keeps copies of KV."""
 FLAGS: Final = 6

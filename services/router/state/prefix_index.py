@@ -46,7 +46,7 @@ class WorkerEntry:
 
     epoch: Epoch
     slot: int
-    """Its row in the table and its position in the result of ``match_depths``, until it is dropped."""
+    """Row of the worker in the table and its position in the result of ``match_depths``, until it is dropped."""
     state: IndexState = IndexState.DEGRADED
     seq: int = 0
     claimed_seq: int = 0

@@ -17,7 +17,7 @@ SILENT_S_MAX: Final = 3 * ANNOUNCE_S
 ROUTERS_MAX: Final = 256
 """Routers whose reservations are followed; those of further routers are ignored."""
 SLOT_S: Final = 0.008
-"""Within this time a reservation has reached all routers."""
+"""Time in which a reservation reaches all routers."""
 SLOTS_EACH: Final = 2
 """Time slots for each router: with more slots, fewer routers act in the same one."""
 SLOTS_MAX: Final = 12

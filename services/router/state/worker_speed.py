@@ -21,7 +21,7 @@ class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
     decode_context_token_s: float = 0.0
     """Each token of context of these requests."""
     transfer_base_s: float = 0.005
-    """From the request for KV of another worker to its reply."""
+    """Seconds from the request for KV of another worker to its reply."""
     transfer_token_s: float = 5e-6
     """Reading one token's KV."""
     pairs_per_token: float = 0.0

@@ -36,7 +36,7 @@ SETTLED_READS: Final = 50
 LATER_READS: Final = 4
 """After so many reads without a change every so many-th is learned from, which costs less."""
 PEERS_SHARE: Final = 8
-"""Of the reads of a settled worker, every so many-th teaches the peers' estimate as well."""
+"""Reads of a settled worker, one of which teaches the peers' estimate as well."""
 TRANSIT_S_MIN: Final = 1e-5
 """Clock differences can make a transit negative."""
 MEDIAN_STEP_MIN: Final = 0.05
@@ -51,7 +51,7 @@ their number of samples.
 
 
 class RunningMedian:
-    """Of a duration. Follows slowly, at first quickly."""
+    """Median of a duration, which follows slowly, at first quickly."""
 
     __slots__ = ("_samples", "seconds")
 
@@ -83,9 +83,10 @@ class SpeedOf:
 
     def __init__(self, peers: SpeedOf | None = None) -> None:
         self.engine: EngineSpeed | None = None
-        """As the worker published it last; of peers: as any of them did. Phases that are forgotten have no samples."""
+        """Speed that the worker published last; for peers, that any of them did. Phases that are forgotten have no
+        samples."""
         self._published: EngineSpeed | None = None
-        """Also what is forgotten: it is no news when it comes again."""
+        """Speed that was published, with what is forgotten: it is no news when it comes again."""
         self._peers = peers
         self._reads = 0
         self._transfers = UnitCosts(TRANSFER_PRIOR)
@@ -170,7 +171,7 @@ class Life:
     written: WorkerSpeed | None = None
     """What the cluster view has."""
     unused_sweeps = 0
-    """Since a leg has shown its transit."""
+    """Number of sweeps since a leg has shown the worker's transit."""
 
     def __init__(self, epoch: Epoch, fingerprint: str, speed: SpeedOf) -> None:
         self.epoch = epoch
@@ -179,13 +180,13 @@ class Life:
 
 
 class WorkerSpeeds:
-    """Of all workers. Writes each new estimate into the cluster view."""
+    """Estimates of all workers. Writes each new one into the cluster view."""
 
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
         self._workers: dict[WorkerId, Life] = {}
         self._peers: dict[str, SpeedOf] = {}
-        """By fingerprint. They outlive their workers."""
+        """Speeds of peers by fingerprint, which outlive their workers."""
 
     def joined(self, record: WorkerRecord) -> None:
         """The registry has a record of the worker, the first or a renewed one."""
@@ -251,7 +252,7 @@ class WorkerSpeeds:
                 self._write(worker_id, life)
 
     def all(self) -> dict[WorkerId, WorkerSpeed]:
-        """Of every worker, as it is assumed now."""
+        """The speed of every worker, as it is assumed now."""
         return {
             worker_id: msgspec.structs.replace(life.speed.now(), transit_s=life.speed.transit_s)
             for worker_id, life in self._workers.items()

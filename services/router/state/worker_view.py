@@ -34,9 +34,8 @@ class WorkerView:
     """One epoch of a worker."""
 
     has_reported = False
-    """From here to ``_kv_free_tokens`` what its last report says. The report itself is not kept: it would be freed when
-    the next one comes, when its memory is in no cache any more.
-    """
+    """Whether a report has come. This attribute and those up to ``_kv_free_tokens`` hold the last report, which itself
+    is not kept: it would be freed when the next one comes, when its memory is in no cache any more."""
     reported_ready = False
     reported_waiting = 0
     """Requests in its engine's queue."""
@@ -49,7 +48,7 @@ class WorkerView:
     _kv_free_tokens = math.inf
     lost = False
     away = False
-    """It has not reported since a bus outage, and may not have reconnected."""
+    """Whether the worker has not reported since a bus outage, and so may not have reconnected."""
     registered = True
     written_ready = False
     """What the fleet table has."""
@@ -82,14 +81,13 @@ class WorkerView:
         self.pairs_with = record.fingerprint.key()
         """The fingerprint in one string: KV moves only between equal ones."""
         self.adapters: dict[str, LoraAdapter] = {adapter.name: adapter for adapter in record.adapters}
-        """Its LoRA adapters, by name."""
 
     def offers(self, model: str) -> bool:
         """Whether requests for ``model`` may be placed here: it is a name of the model, or an adapter."""
         return model in self.record.models or model in self.adapters
 
     def digest_of(self, model: str) -> str:
-        """Of an adapter's files; empty when ``model`` is no adapter here."""
+        """The digest of an adapter's files; empty when ``model`` is no adapter here."""
         adapter = self.adapters.get(model)
         return "" if adapter is None or model in self.record.models else adapter.digest
 
