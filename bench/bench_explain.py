@@ -59,7 +59,7 @@ def measure(workers: int) -> list[str]:
     placements = [fleet.place(request, 0.0) for _ in range(DECISIONS)]
     assert all(isinstance(one, Placement) for one in placements)
     decisions: list[Decision] = []
-    log = DecisionLog(ROUTER_ID, lambda: secrets.token_hex(16), lambda: None, count_max=DECISIONS, bytes_max=1 << 40)
+    log = DecisionLog(ROUTER_ID, lambda: secrets.token_hex(16), lambda: None, bytes_max=1 << 40)
 
     def remember() -> None:
         decisions.clear()
@@ -88,7 +88,7 @@ def measure(workers: int) -> list[str]:
 
 def held_bytes(fleet: Fleet, request: PlacementRequest) -> float:
     """Memory of a decision, with the placement that it refers to."""
-    log = DecisionLog(ROUTER_ID, lambda: secrets.token_hex(16), lambda: None, count_max=DECISIONS, bytes_max=1 << 40)
+    log = DecisionLog(ROUTER_ID, lambda: secrets.token_hex(16), lambda: None, bytes_max=1 << 40)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for number in range(DECISIONS):

@@ -139,7 +139,7 @@ async def obey(router: Router) -> None:
 
 async def serve(service: Service, settings: Settings, listener: Any) -> None:
     """As ``services.router.service.serve`` does."""
-    tracing = Tracing(service.spans, service.clock, slow_s=settings.trace_slow_s)
+    tracing = Tracing(service.spans, service.clock)
     router = Router(settings, service.bus, service.clock, tracing, service.waits)
     service.tasks.create_task(obey(router), name="obey")
     await run(router, service, listener)

@@ -102,7 +102,7 @@ def failure_policy(settings: Settings) -> FailurePolicy:
 class Router:
     """All objects of one router, wired but not running."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what tests replace
         self,
         settings: Settings,
         bus: Bus,
@@ -111,15 +111,19 @@ class Router:
         waits: Waits | None = None,
         *,
         media_hosts: frozenset[str] = frozenset(),
+        failures: FailurePolicy | None = None,
+        placement: PlacementPolicy | None = None,
     ) -> None:
+        """``failures`` and ``placement``: policies other than those of the settings."""
         self.router_id = router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
         self.settings = settings
+        self.failures = failures or failure_policy(settings)
         self.clock = clock
         self.bus = bus
         self.waits = waits or Waits(clock.now)
         self.registry = CollectorRegistry()
         self.registry.register(CatchUp(self._catch_up))  # First: all others are read after it.
-        self.fleet = fleet = Fleet(PlacementPolicy.from_settings(settings))
+        self.fleet = fleet = Fleet(placement or PlacementPolicy.from_settings(settings))
         self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
         self.policy = RequestPolicy.from_settings(settings)
@@ -140,7 +144,6 @@ class Router:
             clock,
             self.reservations.book.router_ids,
             self._catch_up,
-            count_max=settings.decisions_max,
             bytes_max=settings.decisions_bytes_max,
         )
         metrics = RequestMetrics(self.registry, tracing.counts)
@@ -208,14 +211,13 @@ class Router:
 
     def _make_relay(self, tracing: Tracing) -> Relay:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster
-        failures, response_headers = failure_policy(settings), ResponseHeaders()
+        failures, response_headers = self.failures, ResponseHeaders()
         bus_health = BusHealth(self.bus, cluster, self.clock)
         waker = Waker(self.bus, self.fleet, now, wake_s_max=settings.wake_s_max)
-        placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=settings.bus_wait_s_max, waker=waker)
-        legs = self._make_leg_services(tracing, response_headers, guards_handoffs=failures.guards_handoffs)
+        placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=failures.bus_wait_s_max, waker=waker)
+        legs = self._make_leg_services(tracing, response_headers)
         suspects = Suspects(self.quarantine, self.reservations, self.request_log, now)
         retry = Retry(
-            settings=settings,
             now=now,
             policy=failures,
             placing=placing,
@@ -232,6 +234,7 @@ class Router:
             inbox=self.inbox,
             cluster=cluster,
             policy=self.policy,
+            failures=failures,
             default_mode=self.default_mode,
             prompts=self.prompts,
             queue=self.queue,
@@ -247,15 +250,14 @@ class Router:
             tasks=self.request_tasks,
         )
 
-    def _make_leg_services(
-        self, tracing: Tracing, response_headers: ResponseHeaders, *, guards_handoffs: bool
-    ) -> LegServices:
+    def _make_leg_services(self, tracing: Tracing, response_headers: ResponseHeaders) -> LegServices:
         now = self.clock.now
         return LegServices(
             settings=self.settings,
+            attempts_max=self.failures.attempts_max,
             now=now,
             inbox=self.inbox,
-            starter=LegStarter(self.router_id, now, guards_handoffs=guards_handoffs),
+            starter=LegStarter(self.router_id, now, guards_handoffs=self.failures.guards_handoffs),
             loads=LegLoads(self.fleet.cluster, self.reservations, self.queue.reschedule, now),
             speeds=self.speeds,
             tracing=tracing,
@@ -355,7 +357,7 @@ async def serve(
     shared: socket.socket | None = None,
 ) -> None:
     """Run a router with these settings until the service stops. ``media_hosts``: see ``CommonSettings``."""
-    tracing = Tracing(service.spans, service.clock, slow_s=settings.trace_slow_s)
+    tracing = Tracing(service.spans, service.clock)
     router = Router(settings, service.bus, service.clock, tracing, service.waits, media_hosts=media_hosts)
     await run(router, service, listener, shared)
 

@@ -9,7 +9,6 @@ import msgspec
 from shared.loopback import is_loopback
 
 Forcing = Literal["auto", "anyone", "nobody"]
-RESUMES_MAX_MAX = 64
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,8 +62,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """For a client to read what was written, while more waits or when its response is complete; a slower one is
     disconnected and its legs are cancelled.
     """
-    answer_bytes_max: int = 256 * 1024 * 1024
-    """A larger response that is no stream fails its request."""
     leg_buffer_bytes_max: int = 8 * 1024 * 1024
     """Frames that wait for a slow client; the leg fails beyond that."""
     quarantine_s: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
@@ -88,10 +85,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     request_s_max: float = 600.0
     """The whole request, with its queueing and all attempts."""
-    prefill_s_max: float = 120.0
-    """One prefill leg, from its start to its report."""
     first_frame_s_max: float = 120.0
-    """From the start of the leg that answers to its first frame, and from its head to its first data."""
+    """From the start of a leg to its first frame, and from its head to its first data; also a whole prefill leg."""
     frame_gap_s_max: float = 60.0
     """Between two frames of a stream that has begun."""
     write_wait_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 0.1
@@ -99,24 +94,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     a second come: n streams wait n / 5,000 s, but not longer than this. Fewer writes cost the router less. 0: no event
     waits.
     """
-    attempts_max: int = 3
-    """Attempts of one request, the first included, before the client gets the failure."""
-    resumes_max: Annotated[int, msgspec.Meta(ge=0, le=RESUMES_MAX_MAX)] = 3
-    """How often a stream that broke off may be resumed at another worker; a body's ``baton.resumes_max`` may ask for
-    less.
-    """
     failure_policy: str = ""
     """A TOML file with the recovery actions for each kind of failure; empty: the defaults."""
-    bus_wait_s_max: float = 5.0
-    """How long new requests wait for NATS and the workers to come back; then 503."""
     wake_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
     """How long a request waits for its model to wake, if the model sleeps; then, or if that is expected to take longer,
     503 with Retry-After. 0: no request waits.
     """
     drain_s_max: float = 30.0
     """For running requests to end after SIGTERM."""
-    silent_s_max: float = 3.0
-    """A worker without a report for this long gets no new requests."""
 
     stream_tokens_min: int = 0
     """With this many prompt tokens to compute or more, both legs start together and decode reads the KV as prefill
@@ -173,14 +158,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     At most so many are computed again when the router dies. 1 to 4096.
     """
 
-    decisions_max: int = 10_000
-    """Decisions kept for ``/baton/decisions``, the newest."""
     decisions_bytes_max: int = 64 * 1024 * 1024
     """Approximate memory for them."""
-    trace_slow_s: float = 2.0
-    """A request whose first token takes longer is traced whatever the sample ratio; one with a TTFT target, when it
-    misses that.
-    """
     log_requests: bool = True
     """Log a line for each finished request."""
     keep_alive_s: float = 75.0

@@ -84,8 +84,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Memory of a store for copies of KV blocks."""
     store_files_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 30
     """Maximum size of a store's files, in which copies survive a restart; 0: no files."""
-    store_dir: str = ""
-    """Folder with one folder for each store, by worker id; empty: ``kv-store`` in BATON_STATE_DIR."""
     kv_host: str = "127.0.0.1"
     """Address at which other workers reach this one, for ``connector`` upstream and simulated engines."""
     engine_args: str = ""

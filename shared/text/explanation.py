@@ -20,7 +20,7 @@ def router_away(router_id: RouterId) -> str:
 
 def not_kept(router_id: RouterId) -> str:
     """The router does not store it any more."""
-    return f"Router {router_id} no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_MAX)."
+    return f"Router {router_id} no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_BYTES_MAX)."
 
 
 DISAGGREGATED, DECODE_FIRST = "disaggregated", "decode_first"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nats
 MODEL = "baton-tiny"
 BLOCK = 32
 WORKERS = {"prefill-1", "prefill-2", "decode-1", "decode-2"}
-IMPATIENT = {"ROUTER_BUS_WAIT_S_MAX": "1"}
+IMPATIENT = "bus_wait_s_max = 1"
 CLIENTS = 8
 EXPECTED = {200, 502, 503}
 """Served, broken off, or told to try again: nothing else may happen to a request while NATS is away."""
@@ -36,7 +36,10 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterator[System]:
     """A system on a NATS that is not its own."""
     arguments = ("--engine", "simulated", "--prefill", "2", "--decode", "2")
-    with System(tmp_path_factory.mktemp("outage"), *arguments, nats_url=nats.url, env={**FAST, **IMPATIENT}) as system:
+    folder = tmp_path_factory.mktemp("outage")
+    (folder / "policy.toml").write_text(IMPATIENT)
+    env = {**FAST, "ROUTER_FAILURE_POLICY": str(folder / "policy.toml")}
+    with System(folder, *arguments, nats_url=nats.url, env=env) as system:
         yield system.wait_ready(START_S_MAX)
 
 

@@ -20,11 +20,7 @@ from tests.support.system import System, until
 pytestmark = pytest.mark.nats
 
 MODEL = "baton-tiny"
-SLOW = {
-    "WORKER_SIMULATED": "prefill_tokens_per_s=100000,decode_base_s=0.02",
-    "WORKER_DRAIN_S_MAX": "0.5",
-    "ROUTER_BUS_WAIT_S_MAX": "20",
-}
+SLOW = {"WORKER_SIMULATED": "prefill_tokens_per_s=100000,decode_base_s=0.02", "WORKER_DRAIN_S_MAX": "0.5"}
 CLIENTS = 8
 TOKENS = 160
 SOME = 10
@@ -42,7 +38,10 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterator[System]:
     """One prefill and two decode workers that take their time, and do not wait long for streams when they leave."""
     arguments = ("--engine", "simulated", "--prefill", "1", "--decode", "2")
-    with System(tmp_path_factory.mktemp("resume"), *arguments, nats_url=nats.url, env=SLOW) as system:
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "policy.toml").write_text("bus_wait_s_max = 20")
+    env = {**SLOW, "ROUTER_FAILURE_POLICY": str(folder / "policy.toml")}
+    with System(folder, *arguments, nats_url=nats.url, env=env) as system:
         yield system.wait_ready(START_S_MAX)
 
 

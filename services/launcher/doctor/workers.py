@@ -256,7 +256,7 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
             f"{load.worker_id} has lost {counted(lost)} blocks: {counted(store.damaged_blocks_total)} damaged in its "
         )
         what += f"files, {counted(store.unsaved_blocks_total)} not saved."
-        todo = "Check its disk. WORKER_STORE_DIR sets another folder."
+        todo = "Check its disk. BATON_STATE_DIR of the store sets another folder."
         yield _finding(Level.WARNING, what, "Lost blocks are computed again.", todo)
     capacity = store.disk_blocks_max or load.kv_blocks_total
     stored = store.disk_blocks if store.disk_blocks_max else store.host_blocks

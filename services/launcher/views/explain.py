@@ -77,7 +77,7 @@ async def ask_router(url: str, query: Query) -> DecisionRecord:
 
 KEY_HINT = f"Set {API_KEY_VARIABLE} to an API key with the permission view or admin."
 REQUEST_HINT = (
-    "The response header x-request-id has its id. Routers keep only the newest decisions (ROUTER_DECISIONS_MAX)."
+    "The response header x-request-id has its id. Routers keep only the newest decisions (ROUTER_DECISIONS_BYTES_MAX)."
 )
 
 

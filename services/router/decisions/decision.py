@@ -222,22 +222,15 @@ LISTED_MAX: Final = 100
 
 
 class DecisionLog:
-    """The newest decisions of this router: at most ``count_max``, of about ``bytes_max`` bytes together."""
+    """The newest decisions of this router, of about ``bytes_max`` bytes together."""
 
     def __init__(
-        self,
-        router_id: RouterId,
-        random_hex: Callable[[], str],
-        catch_up: Callable[[], None],
-        *,
-        count_max: int,
-        bytes_max: int,
+        self, router_id: RouterId, random_hex: Callable[[], str], catch_up: Callable[[], None], *, bytes_max: int
     ) -> None:
         """``random_hex`` returns 128 random bits as 32 digits. ``catch_up`` ends those of ended requests."""
         self._router_id = router_id
         self._catch_up = catch_up
         self._random_hex = random_hex
-        self._count_max = count_max
         self._bytes_max = bytes_max
         self._decisions: deque[Decision] = deque()
         self._by_id: dict[str, Decision] = {}
@@ -277,8 +270,7 @@ class DecisionLog:
         return decision
 
     def _drop_oldest(self) -> None:
-        """Down to the limits."""
-        while self.bytes_held > self._bytes_max or len(self._decisions) > self._count_max:
+        while self.bytes_held > self._bytes_max:
             oldest = self._decisions.popleft()
             del self._by_id[oldest.decision_id]
             self.bytes_held -= oldest.bytes

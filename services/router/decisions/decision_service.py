@@ -48,12 +48,11 @@ class DecisionService:
         others: Callable[[], Iterable[RouterId]],
         catch_up: Callable[[], None],
         *,
-        count_max: int,
         bytes_max: int,
     ) -> None:
         """``others`` returns the other routers that are alive. ``catch_up``: see ``DecisionLog``."""
         ids = RandomIds(ID_BYTES)
-        self.log = DecisionLog(router_id, ids.next, catch_up, count_max=count_max, bytes_max=bytes_max)
+        self.log = DecisionLog(router_id, ids.next, catch_up, bytes_max=bytes_max)
         self.router_id = router_id
         self.others = others
         self._bus = bus

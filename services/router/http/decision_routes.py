@@ -131,7 +131,7 @@ def _not_found(decisions: DecisionService, asked: str) -> Response:
     elif not router_id:
         why = NO_DECISION_ID
     elif router_id == decisions.router_id or router_id in set(decisions.others()):
-        why = f"Router {router_id} does not store it. It keeps only the newest (ROUTER_DECISIONS_MAX)."
+        why = f"Router {router_id} does not store it. It keeps only the newest (ROUTER_DECISIONS_BYTES_MAX)."
     else:
         why = f"Router {router_id}, named by this id, does not respond; routers keep their decisions in memory only."
     return Response(error_body(404, why, code="decision_not_found"), 404, media_type=JSON)

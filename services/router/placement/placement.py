@@ -44,11 +44,7 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> PlacementPolicy:
-        return cls(
-            silent_s_max=settings.silent_s_max,
-            stream_tokens_min=settings.stream_tokens_min,
-            fetch_tokens_min=settings.fetch_tokens_min,
-        )
+        return cls(stream_tokens_min=settings.stream_tokens_min, fetch_tokens_min=settings.fetch_tokens_min)
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):

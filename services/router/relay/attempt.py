@@ -122,7 +122,7 @@ class Attempt:
             self._start_answer(LegKind.AGGREGATED)
             return
         self._state = State.BOTH if placement.streamed else State.PREFILL
-        self._allow(services.settings.prefill_s_max)
+        self._allow(services.settings.first_frame_s_max)
         prefill = PrefillLeg(services, self, services.starter.make(context, placement, LegKind.PREFILL))
         self._legs.append(prefill)
         if not placement.streamed:
@@ -210,9 +210,9 @@ class Attempt:
 
     def _allow(self, step_s_max: float) -> None:
         """Bound the next step, so that it leaves time for another attempt if one may follow."""
-        context, now, settings = self.context, self._services.now(), self._services.settings
+        context, now = self.context, self._services.now()
         left_s = context.ends_at - now
-        share = STEP_SHARE_MAX if context.may_retry(settings.attempts_max) else 1.0
+        share = STEP_SHARE_MAX if context.may_retry(self._services.attempts_max) else 1.0
         context.allow(now, min(step_s_max, share * left_s))
 
     def _end(self, error: NotAnswered | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,6 +12,7 @@ from shared.contracts.failures import Reason
 
 WAIT_S_MAX = 3600.0
 """Upper limit of the waits in the operator's file."""
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=WAIT_S_MAX)]
 
 
 class FailureKind(StrEnum):
@@ -95,10 +96,16 @@ class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's decisions about failures."""
 
     actions: dict[FailureKind, tuple[RecoveryAction, ...]] = msgspec.field(default_factory=DEFAULT_ACTIONS.copy)
-    wait_s_max: float = 5.0
+    wait_s_max: Seconds = 5.0
     """The longest WAIT of a request whose client has received nothing yet."""
-    stream_wait_s_max: float = 30.0
+    stream_wait_s_max: Seconds = 30.0
     """The longest WAIT of a stream that has begun."""
+    bus_wait_s_max: Seconds = 5.0
+    """How long new requests wait for NATS and the workers to come back; then 503."""
+    attempts_max: Annotated[int, msgspec.Meta(ge=1)] = 3
+    """Attempts of one request, the first included, before the client gets the failure."""
+    resumes_max: Annotated[int, msgspec.Meta(ge=0, le=64)] = 3
+    """How often a stream that broke off may be resumed. A body's ``baton.resumes_max`` may ask for less."""
 
     def recovery(self, kind: FailureKind, *, begun: bool) -> Recovery:
         """``begun``: the client has received part of the response."""
@@ -146,24 +153,20 @@ def kind_of(reason: Reason, *, prefill: bool, answering: bool, after_prefill: bo
 
 def read_policy(written: Mapping[str, Any]) -> FailurePolicy:
     """The operator's policy over the defaults. Raises ValueError with a message for the operator."""
-    known = {"actions", "wait_s_max", "stream_wait_s_max"}
-    if unknown := written.keys() - known:
+    known = FailurePolicy.__struct_fields__
+    if unknown := written.keys() - set(known):
         raise ValueError(f"`{min(unknown)}` is not a setting; there are {', '.join(sorted(known))}")
-    policy = FailurePolicy()
-    waits = {name: _seconds(name, written.get(name, getattr(policy, name))) for name in sorted(known - {"actions"})}
+    try:
+        policy = msgspec.convert({name: value for name, value in written.items() if name != "actions"}, FailurePolicy)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
     lists = written.get("actions", {})
     if not isinstance(lists, Mapping):
         raise ValueError(  # noqa: TRY004  # the operator's file is wrong, not our code
             "`actions` must be a table: a list of recovery actions for each kind of failure"
         )
     actions = DEFAULT_ACTIONS | {_kind(name): _actions(name, listed) for name, listed in lists.items()}
-    return FailurePolicy(actions=actions, **waits)
-
-
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= WAIT_S_MAX:
-        raise ValueError(f"`{name}` is {value!r}; it must be a number of seconds from 0 to {WAIT_S_MAX:g}")
-    return float(value)
+    return msgspec.structs.replace(policy, actions=actions)
 
 
 def _kind(name: str) -> FailureKind:

@@ -41,6 +41,7 @@ from services.router.placement.policy import RequestPolicy
 from services.router.relay.accounting import Accounting
 from services.router.relay.attempt import Attempt
 from services.router.relay.charging import charge, settle, too_many_sequences, used_by
+from services.router.relay.failure_policy import FailurePolicy
 from services.router.relay.migration import resumes_allowed
 from services.router.relay.request_tasks import RequestTasks
 from services.router.relay.retry import Retry, Suspects
@@ -84,6 +85,7 @@ class Relay:
         inbox: LegInbox,
         cluster: ClusterView,
         policy: RequestPolicy,
+        failures: FailurePolicy,
         default_mode: DefaultModeFeed,
         prompts: Prompts,
         queue: AdmissionQueue,
@@ -99,6 +101,7 @@ class Relay:
         tasks: RequestTasks,
     ) -> None:
         self._settings = settings
+        self._failures = failures
         self._now = now
         self._inbox = inbox
         self._cluster = cluster
@@ -159,7 +162,7 @@ class Relay:
         facts = with_primary_name(facts, self._cluster)
         if head.client.secret:
             facts = salted(facts, key, head.client.secret)
-        context.read(facts, resumes_allowed(self._settings.resumes_max, facts.options.resumes_max))
+        context.read(facts, resumes_allowed(self._failures.resumes_max, facts.options.resumes_max))
         mode = default_or_requested(facts, head.mode or AUTO, self._default_mode.mode)
         if (fault := self._policy.fault(facts, head, self._cluster.workers)) is not None:
             self._refuse(context, refused_field(fault))
@@ -261,7 +264,7 @@ class Relay:
             return LegFailed(Failure(reason=Reason.BUS_DOWN, message=str(error)))
         if isinstance(error, MessageTooLarge):
             return LegFailed(Failure(reason=Reason.TOO_LARGE, message=str(error)))
-        if error.status == SERVICE_UNAVAILABLE and context.may_retry(self._settings.attempts_max):
+        if error.status == SERVICE_UNAVAILABLE and context.may_retry(self._failures.attempts_max):
             return LegFailed(ENGINE_FULL, error.worker_id)
         if context.http_request.begun:
             return LegFailed(Failure(reason=Reason.CANNOT_RESUME, message=error.as_text()), error.worker_id)

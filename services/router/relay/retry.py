@@ -26,7 +26,6 @@ from services.router.relay.failure_policy import (
 from services.router.relay.migration import continued
 from services.router.request.context import RequestContext, Served
 from services.router.request.facts import Mode
-from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.quarantine import Quarantine, digest_of
 from services.router.state.worker_view import WorkerView
@@ -55,7 +54,6 @@ class Retry:
     def __init__(  # noqa: PLR0913  # wiring
         self,
         *,
-        settings: Settings,
         now: Callable[[], float],
         policy: FailurePolicy,
         placing: Placing,
@@ -67,8 +65,8 @@ class Retry:
         suspects: Suspects,
     ) -> None:
         self._now = now
-        self._attempts_max = settings.attempts_max
-        self._bus_wait_s_max = settings.bus_wait_s_max
+        self._attempts_max = policy.attempts_max
+        self._bus_wait_s_max = policy.bus_wait_s_max
         self._policy = policy
         self._placing = placing
         self._cluster = cluster

@@ -63,6 +63,7 @@ class LegServices:
     """What the legs of all requests use of the router."""
 
     settings: Settings
+    attempts_max: int
     now: Callable[[], float]
     inbox: LegInbox
     starter: LegStarter

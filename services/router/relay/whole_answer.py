@@ -15,6 +15,7 @@ from shared.contracts.inference import Frame
 NO_STREAM: Final = Failure(
     reason=Reason.BAD_MESSAGE, message="The worker that took over the stream did not answer with a stream."
 )
+ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
 TOO_LARGE: Final = Failure(reason=Reason.INTERNAL, message="The answer is larger than the router holds.")
 
 
@@ -35,7 +36,7 @@ class WholeAnswer:
         """Keep the next frames."""
         self._frames += frames
         self._size += sum([len(frame.data) for frame in frames])
-        self._is_too_large = self._size > self._services.settings.answer_bytes_max
+        self._is_too_large = self._size > ANSWER_BYTES_MAX
 
     def error(self) -> NotAnswered | None:
         """Why the client does not get the response, as far as the frames tell."""

@@ -38,17 +38,16 @@ TRACE_BITS: Final = 128
 TOO_MANY: Final = "too_many"
 """Worth keeping, but over the rate limit."""
 SLOW_S: Final = 2.0
-"""Default of ROUTER_TRACE_SLOW_S."""
+"""A first token that took longer is slow, for a request without a target."""
 
 
 class Tracing:
     """Without a ``sink`` the router only passes the client's trace context on."""
 
-    def __init__(self, sink: SpanSink | None = None, clock: Clock | None = None, *, slow_s: float = SLOW_S) -> None:
+    def __init__(self, sink: SpanSink | None = None, clock: Clock | None = None) -> None:
         self._sink = sink
         self._now: Callable[[], float] = (clock or SystemClock()).now
         self._share = TraceShare(sink.sample_ratio if sink is not None else 0.0)
-        self._slow_s = slow_s
         self.counts = dict.fromkeys([*(one.value for one in Kept), TOO_MANY], 0)
         """Traces by why they were kept, and those over the rate limit."""
 
@@ -74,7 +73,7 @@ class Tracing:
         trace, sink = context.trace, self._sink
         if trace is None or sink is None:
             return finished
-        why = kept(finished, self._slow_s)
+        why = kept(finished, SLOW_S)
         if not trace.sampled and (why is Kept.SHARE or trace.unwanted):
             return finished
         if not trace.sampled and not self._share.allowed(self._now()):

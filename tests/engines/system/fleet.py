@@ -64,7 +64,7 @@ class Fleet:
 def start_store(nats: NatsServer, folder: Path) -> WorkerProcess:
     """Start a store; it serves the blocks in the files of an earlier one."""
     sizes = {"store_memory_bytes": STORE_BYTES, "store_files_bytes": STORE_BYTES}
-    return start_worker(nats.url, STORE, folder, role="store", store_dir=str(folder / STORE_FILES), **sizes)
+    return start_worker(nats.url, STORE, folder, environ={"BATON_STATE_DIR": str(folder)}, role="store", **sizes)
 
 
 @contextmanager

@@ -320,7 +320,7 @@ async def connect(protocol: EdgeProtocol, client: Client, pieces: list[bytes], *
 async def router_edge() -> AsyncIterator[Target]:
     """A router's, with one worker."""
     kept = {"response_bytes_max": 10_000, "files_bytes_max": FILES_BYTES_MAX}
-    settings = Settings(log_requests=False, connections_per_address_max=0, decisions_max=100, **kept)
+    settings = Settings(log_requests=False, connections_per_address_max=0, decisions_bytes_max=500_000, **kept)
     async with open_world(settings) as here:
         await here.worker("w1", script=answer)
         edge = here.router.edge

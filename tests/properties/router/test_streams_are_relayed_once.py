@@ -9,6 +9,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.router.relay.failure_policy import FailurePolicy
 from services.router.relay.retry import DEATHS_MAX
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
@@ -74,4 +75,4 @@ def test_a_stream_is_delivered_once_and_whole_or_ends_with_one_error(breaks):
         assert {(view.own.legs, view.own.tokens) for view in views} == {(0, 0)}
         assert not world.router.inbox._legs
 
-    run_in_world(scenario, resumes_max=RESUMES_MAX, frame_gap_s_max=2.0, attempts_max=10)
+    run_in_world(scenario, failures=FailurePolicy(resumes_max=RESUMES_MAX, attempts_max=10), frame_gap_s_max=2.0)

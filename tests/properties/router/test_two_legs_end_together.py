@@ -19,12 +19,7 @@ from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.world import World, open_world, parse, prompt, settle
 
 SETTINGS = Settings(
-    stream_tokens_min=0,
-    prefill_s_max=5.0,
-    first_frame_s_max=5.0,
-    frame_gap_s_max=10.0,
-    request_s_max=60.0,
-    log_requests=False,
+    stream_tokens_min=0, first_frame_s_max=5.0, frame_gap_s_max=10.0, request_s_max=60.0, log_requests=False
 )
 ENDS = st.sampled_from(["well", "well", "refused", "full", "lost", "engine dead", "never"])
 SECONDS = st.sampled_from([0.0, 0.0, 0.01, 1.0, 3.0, 20.0])
@@ -36,7 +31,7 @@ STATUS = {"refused": 400, "full": 503}
 
 def is_good(leg) -> bool:
     begins_s, _with_data, lasts_s, end = leg
-    return end == "well" and begins_s + lasts_s < SETTINGS.prefill_s_max
+    return end == "well" and begins_s + lasts_s < SETTINGS.first_frame_s_max
 
 
 def playing(legs):

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from services.router.relay.failure_policy import FailurePolicy
 from services.router.request.http_request import HttpRequest
 from services.router.service import Router
 from services.router.settings import Settings
@@ -99,12 +100,16 @@ def unchunk(rest: bytes) -> bytes:
 
 class World:
     def __init__(
-        self, settings: Settings, sink: SpanSink | None = None, media_hosts: frozenset[str] = frozenset()
+        self,
+        settings: Settings,
+        sink: SpanSink | None = None,
+        media_hosts: frozenset[str] = frozenset(),
+        failures: FailurePolicy | None = None,
     ) -> None:
         self.hub = MemoryHub()
         self.bus = MemoryBus(self.hub)
         tracing = Tracing(sink, LoopClock())
-        self.router = Router(settings, self.bus, LoopClock(), tracing, media_hosts=media_hosts)
+        self.router = Router(settings, self.bus, LoopClock(), tracing, media_hosts=media_hosts, failures=failures)
         self.workers: dict[str, FakeWorker] = {}
         self.tasks = asyncio.TaskGroup()
 
@@ -168,8 +173,13 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def open_world(settings: Settings, sink: SpanSink | None = None, media_hosts: frozenset[str] = frozenset()):
-    world = World(settings, sink, media_hosts)
+async def open_world(
+    settings: Settings,
+    sink: SpanSink | None = None,
+    media_hosts: frozenset[str] = frozenset(),
+    failures: FailurePolicy | None = None,
+):
+    world = World(settings, sink, media_hosts, failures)
     await world.router.open()
     async with world.tasks as tasks:
         world.router.start(tasks)
@@ -185,12 +195,13 @@ def run_in_world(
     scenario: Callable[[World], Awaitable[None]],
     sink: SpanSink | None = None,
     media_hosts: frozenset[str] = frozenset(),
+    failures: FailurePolicy | None = None,
     **settings: Any,
 ) -> None:
     """Run a scenario in virtual time; its spans go to ``sink``."""
 
     async def main() -> None:
-        async with open_world(Settings(log_requests=False, **settings), sink, media_hosts) as world:
+        async with open_world(Settings(log_requests=False, **settings), sink, media_hosts, failures) as world:
             await scenario(world)
 
     run_in_virtual_time(main())

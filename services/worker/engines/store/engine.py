@@ -319,7 +319,7 @@ async def start_store(
     model = settings.served_model_name or settings.model
     report(f"waiting for a worker of {model}")
     partner = await find_partner(bus, identity.worker_id, model)
-    folder = folder_of(settings, common, identity)
+    folder = folder_of(common, identity)
     options = StoreOptions(
         partner=partner,
         model=partner.record.models[0] if partner.record.models else model,
@@ -361,6 +361,6 @@ async def open_store(options: StoreOptions, make_mover: MoverOf) -> StoreEngine:
     return StoreEngine(options, shape, blocks, Storage(arena, files, thread), make_mover)
 
 
-def folder_of(settings: Settings, common: CommonSettings, identity: Identity) -> Path:
+def folder_of(common: CommonSettings, identity: Identity) -> Path:
     """The folder of the store's files. It depends on the worker id only, so that a restarted store finds its blocks."""
-    return Path(settings.store_dir or Path(common.state_dir) / "kv-store").expanduser() / identity.worker_id
+    return (Path(common.state_dir) / "kv-store").expanduser() / identity.worker_id

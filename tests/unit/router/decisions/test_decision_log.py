@@ -31,7 +31,7 @@ from shared.contracts.ids import RequestId, RouterId, router_of
 from tests.support.fleet_builders import record
 
 FIRST = f"router-ab-d{1:032x}"
-ROOMY = {"count_max": 1000, "bytes_max": 10_000_000}
+ROOMY = {"bytes_max": 10_000_000}
 
 
 class CountedCandidates:
@@ -146,15 +146,6 @@ def test_a_decision_keeps_no_block_hashes_of_the_prompt():
     _decision = add(make_log(), whole(), hashes=hashes)
 
     assert sys.getrefcount(hashes) == 2
-
-
-def test_the_oldest_decisions_are_dropped_beyond_the_count():
-    log = make_log(count_max=3)
-
-    ids = [add(log, request_id=f"r{n}").decision_id for n in range(5)]
-
-    assert [log.find(one) is not None for one in ids] == [False, False, True, True, True]
-    assert len(log) == 3
 
 
 def test_the_oldest_are_dropped_beyond_the_bytes_and_candidates_count():

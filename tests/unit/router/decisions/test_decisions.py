@@ -260,7 +260,6 @@ async def test_any_router_finds_decisions_of_any_other(world: World):
         LoopClock(),
         lambda: [world.router.router_id, RouterId("gone-1")],
         lambda: None,
-        count_max=10,
         bytes_max=10**6,
     )
     await other.open()
@@ -277,7 +276,7 @@ async def test_any_router_finds_decisions_of_any_other(world: World):
     assert await other.find("gone-1-d7") is None
 
 
-@in_world(decisions_max=1)
+@in_world(decisions_bytes_max=1)
 async def test_forgotten_and_unknown_decisions_get_clear_messages(world: World):
     await world.worker("w1", script=timed())
     first = (await world.ask(prompt())).headers[HEADER]

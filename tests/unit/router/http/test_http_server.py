@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from services.router.placement.placement import PlacementPolicy
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
@@ -51,7 +52,13 @@ class Running:
 async def running(**settings: object) -> AsyncIterator[Running]:
     hub = MemoryHub()
     bus = MemoryBus(hub)
-    router = Router(Settings(log_requests=False, silent_s_max=60.0, **settings), bus, SystemClock(), Tracing())
+    router = Router(
+        Settings(log_requests=False, **settings),
+        bus,
+        SystemClock(),
+        Tracing(),
+        placement=PlacementPolicy(silent_s_max=60.0),
+    )
     await router.open()
     worker = FakeWorker(MemoryBus(hub), "w1")
     await worker.join()

@@ -50,7 +50,7 @@ def who(placement: Placement) -> tuple[str, str]:
 
 
 def candidates(placement: Placement) -> list[CandidateRecord]:
-    log = DecisionLog(RouterId("r"), lambda: "0" * 32, lambda: None, count_max=1, bytes_max=1 << 20)
+    log = DecisionLog(RouterId("r"), lambda: "0" * 32, lambda: None, bytes_max=1 << 20)
     return log.add(RequestId("q"), PROMPT, placement, at_unix_s=0.0).record(RouterId("r")).candidates
 
 

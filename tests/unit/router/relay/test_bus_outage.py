@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.router.relay.failure_policy import FailurePolicy
 from shared.contracts.failures import Reason
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import WHOLE_RESPONSE, serve_leg
@@ -28,7 +29,7 @@ def restore(world: World) -> None:
         bus.restore()
 
 
-@in_world(bus_wait_s_max=5.0)
+@in_world(failures=FailurePolicy(bus_wait_s_max=5.0))
 async def test_new_requests_wait_for_nats(world: World):
     await world.worker("w1")
     world.bus.lose()
@@ -42,7 +43,7 @@ async def test_new_requests_wait_for_nats(world: World):
     assert parse(connection.written).body == WHOLE_RESPONSE
 
 
-@in_world(bus_wait_s_max=5.0)
+@in_world(failures=FailurePolicy(bus_wait_s_max=5.0))
 async def test_the_wait_for_nats_is_bounded_and_gives_retry_after(world: World):
     await world.worker("w1")
     world.bus.lose()

@@ -291,7 +291,7 @@ async def test_an_endless_prefill_leg_is_cancelled_after_the_response(world: Wor
     assert is_quiet(world)
 
 
-@in_world(prefill_s_max=2.0)
+@in_world(first_frame_s_max=2.0)
 async def test_if_both_legs_are_silent_the_prefill_worker_is_late(world: World):
     p1, d1 = await world.pair(silent, silent_once, **OURS)
     await world.worker("p2", Role.PREFILL, **OURS)
@@ -317,7 +317,7 @@ async def test_after_the_prefill_a_silent_decode_worker_is_late(world: World):
     assert d1.cancelled == [d1.started[0].leg_id]
 
 
-@in_world(prefill_s_max=2.0, first_frame_s_max=2.0)
+@in_world(first_frame_s_max=2.0)
 async def test_the_first_frame_timeout_starts_when_the_prefill_ends(world: World):
     p1, d1 = await world.pair(silent, silent, **OURS)
     connection, answering = ask(world)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.router.relay.failure_policy import FailurePolicy
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport, StartLeg, pack_tokens, unpack_tokens
@@ -107,7 +108,7 @@ async def test_a_stream_whose_last_event_has_come_is_complete(world: World, path
     assert w2.started == []
 
 
-@in_world(resumes_max=0)
+@in_world(failures=FailurePolicy(resumes_max=0))
 async def test_a_broken_stream_of_a_message_ends_with_an_error_that_clients_of_messages_know(world: World):
     await world.worker("w1", script=says(MESSAGES, 1, ends=False, breaks=True))
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.router.relay.failure_policy import FailurePolicy
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg, pack_tokens
@@ -116,7 +117,7 @@ async def test_a_resumed_leg_gets_token_groups_the_start_time_and_what_was_cache
     assert [leg.cached_tokens for leg in legs] == [None, 5, 5]
 
 
-@in_world(resumes_max=2)
+@in_world(failures=FailurePolicy(resumes_max=2))
 async def test_migrations_are_bounded_and_then_the_client_gets_an_error(world: World):
     for number in range(6):
         await world.worker(f"w{number}", script=streams(1, fails(Reason.WORKER_DRAINING)))
@@ -129,7 +130,7 @@ async def test_migrations_are_bounded_and_then_the_client_gets_an_error(world: W
 
 
 @pytest.mark.parametrize(("asked", "started"), [(0, 1), (1, 2), (50, 3)])
-@in_world(resumes_max=2)
+@in_world(failures=FailurePolicy(resumes_max=2))
 async def test_clients_can_lower_but_not_raise_the_resume_maximum(world: World, asked, started):
     for number in range(6):
         await world.worker(f"w{number}", script=streams(1, fails(Reason.WORKER_DRAINING)))

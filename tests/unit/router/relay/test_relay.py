@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.router.relay.failure_policy import FailurePolicy
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import WORKER_LOST
 from shared.contracts.failures import Failure, Reason
@@ -196,7 +197,7 @@ async def test_a_worker_without_a_subscription_fails_at_once(world: World):
     assert asyncio.get_running_loop().time() - begun < 0.1
 
 
-@in_world(attempts_max=3)
+@in_world(failures=FailurePolicy(attempts_max=3))
 async def test_attempts_are_bounded_and_the_client_gets_the_reason(world: World):
     for number in range(5):
         await world.worker(f"w{number}", script=failing(Reason.WORKER_LOST))
@@ -220,7 +221,7 @@ async def test_declaring_a_worker_lost_frees_its_requests(world: World):
     assert parse(connection.written).headers["x-baton-decode-worker"] == "d2"
 
 
-@in_world(resumes_max=0)
+@in_world(failures=FailurePolicy(resumes_max=0))
 async def test_a_broken_stream_without_migration_ends_with_an_error_event(world: World):
     async def break_off(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         if start.kind is LegKind.PREFILL:
@@ -277,7 +278,7 @@ async def test_a_client_disconnect_cancels_its_running_leg(world: World, stuck):
     assert not world.router.relay.in_flight
 
 
-@in_world(prefill_s_max=2.0)
+@in_world(first_frame_s_max=2.0)
 async def test_another_worker_takes_over_from_a_silent_prefill_worker(world: World):
     p1, _d1 = await world.pair(prefill=silent)
     await world.worker("p2", Role.PREFILL)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.relay.failure_policy import FailurePolicy
 from services.router.state.quarantine import QUARANTINE_S_MAX, QUARANTINED_MAX, Quarantine, digest_of
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import WORKER_LOST
@@ -87,7 +88,7 @@ async def test_streams_that_had_tokens_when_their_engine_died_go_on(world: World
     assert one.started
 
 
-@in_world(resumes_max=8)
+@in_world(failures=FailurePolicy(resumes_max=8))
 async def test_a_stream_that_kills_each_engine_after_some_tokens_kills_two(world: World):
     workers = await engines(world, streams(1, dies(suspect=False)))
 
