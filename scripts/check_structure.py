@@ -91,6 +91,8 @@ PREPOSITIONS = re.compile(
     r"|To|Under|Until|While|With|Within|Without)\b[^,]*?([.:] |;|$)"
 )
 """An attribute's docstring without a noun of its own. With a comma ("With two routers, ...") it is a sentence."""
+NOT_YET = ("services/router/placement/", "services/router/tokenize/", "services/router/settings.py")
+"""Places that still have such docstrings."""
 COLUMNS_MAX, ROW_COLUMNS_MAX = 120, 240
 """The width of a document's prose, and of a row of a table."""
 MADE_PAGES = {
@@ -155,6 +157,7 @@ def main() -> int:
         print("\n".join(line for name, text in documents().items() for line in long_lines(name, text)))
         return 0
     problems = [*unknown_pure_modules(modules), *impurities(modules), *unused_modules(modules)]
+    problems += [fragment for fragment in fragments(modules) if not fragment.startswith(NOT_YET)]
     print("\n".join(problems) or f"{len(modules)} modules, {sum(map(is_pure, modules))} of them pure")
     return 1 if problems else 0
 
