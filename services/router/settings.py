@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     client is disconnected.
     """
     body_s_max: float = 60.0
-    """For a client to send its body; a slower one is refused with 408."""
+    """Time for a client to send its body; a slower one is refused with 408."""
     read_s_max: float = 60.0
     """For a client to read what was written, while more waits or when its response is complete; a slower one is
     disconnected and its legs are cancelled.
@@ -88,7 +88,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     first_frame_s_max: float = 120.0
     """From the start of a leg to its first frame, and from its head to its first data; also a whole prefill leg."""
     frame_gap_s_max: float = 60.0
-    """Between two frames of a stream that has begun."""
+    """Longest pause between two frames of a stream that has begun."""
     write_wait_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 0.1
     """How long an event may wait to be written together with the next ones of its stream, while more than 10,000 events
     a second come: n streams wait n / 5,000 s, but not longer than this. Fewer writes cost the router less. 0: no event
@@ -101,7 +101,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     503 with Retry-After. 0: no request waits.
     """
     drain_s_max: float = 30.0
-    """For running requests to end after SIGTERM."""
+    """Time for running requests to end after SIGTERM."""
 
     stream_tokens_min: int = 0
     """With this many prompt tokens to compute or more, both legs start together and decode reads the KV as prefill
@@ -145,9 +145,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``previous_response_id``, ``GET`` and ``background``. Larger ones are not kept. 0: none are.
     """
     responses_tenant_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024 * 1024
-    """Of all responses that this router keeps for a tenant, compressed; beyond, the tenant's oldest go. 0, or where no
-    keys are needed: as much as there is room (``ORCHESTRATOR_RESPONSES_BYTES_MAX``).
-    """
+    """Maximum bytes of all responses that this router keeps for a tenant, compressed; beyond, the tenant's oldest go.
+    0, or where no keys are needed: as much as there is room (``ORCHESTRATOR_RESPONSES_BYTES_MAX``)."""
 
     files_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Files of one tenant together (``/v1/files``), its batches' results included; ``/v1/batches`` needs them. 0: there
