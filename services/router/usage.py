@@ -226,7 +226,7 @@ REPORT_S: Final = 3.0
 STORE_S_MAX: Final = 10.0
 """Seconds for a collector to store a report."""
 UNSTORED_S_MAX: Final = 60.0
-"""An operator is told when usage is not stored for so long, where budgets need it or it is lost."""
+"""Seconds without a stored report after which the status says so, where budgets need it or usage is lost."""
 CLOSE_S_MAX: Final = 2.0
 """Seconds for the last reports of a router that stops."""
 DAY_S: Final = 86_400
@@ -271,8 +271,8 @@ class UsageLog:
     def ended(
         self, context: RequestContext, finished: RequestFinished, used: tuple[int, int], decoding: list[float] | None
     ) -> None:
-        """A request has ended and has used so many prompt and completion tokens. ``decoding``: the decode worker's
-        numbers at that time.
+        """A request has ended. ``used``: its prompt and completion tokens. ``decoding``: the decode worker's numbers at
+        that time.
         """
         client = context.http_request.head.client
         key = client.key
@@ -343,7 +343,7 @@ def bounded(count: int, count_max: int) -> int:
 
 
 def day_of(number: int) -> str:
-    """The date so many days after 1970 began, in UTC."""
+    """The date that many days after 1970 began, in UTC."""
     return datetime.fromtimestamp(number * DAY_S, UTC).date().isoformat()
 
 
@@ -353,7 +353,7 @@ def _computed(context: RequestContext) -> bool:
 
 
 UNREAD_S_MAX: Final = 10.0
-"""An operator is told when the ledger is unread for so long."""
+"""Seconds without the ledger after which the router's status says so."""
 INSUFFICIENT_QUOTA: Final = "insufficient_quota"
 NO_RETRY: Final = (b"x-should-retry", b"false")
 """Read by the clients of OpenAI and Anthropic, which would try a 429 again at once."""
@@ -372,7 +372,7 @@ class Budgets:
         self._unread_since = clock.now()
         self._is_read = False
         self._entries: dict[str, tuple[Spender, int]] = {}
-        """Who spent how many tokens, by entry of the ledger, in this month and later ones."""
+        """Keys and their tokens, by entry of the ledger, in this month and later ones."""
         self._spent: dict[Spender, int] = {}
         self._newest_month = self._month()
 

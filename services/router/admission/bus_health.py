@@ -16,9 +16,7 @@ from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 
 BUS_UNREACHABLE: Final = Rejection(
-    reason=Reason.BUS_DOWN,
-    message="NATS, or the fleet behind it, cannot be reached. Try again shortly.",
-    retry_after_s=1.0,
+    reason=Reason.BUS_DOWN, message="NATS, or the fleet, cannot be reached. Try again shortly.", retry_after_s=1.0
 )
 
 RETURN_S_MAX: Final = 2.0

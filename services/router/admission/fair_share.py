@@ -110,7 +110,7 @@ class FairShare:
             tenant.served += cost / tenant.weight
 
     def completed(self, name: str, tokens_out: float) -> None:
-        """One of its completions ended with so many tokens; a mean for several that end together."""
+        """One of its completions ended with that many tokens; a mean for several that end together."""
         tenant = self._known.get(name)
         if tenant is not None:
             tenant.tokens_out += TOKENS_OUT_LEARNED * (tokens_out - tenant.tokens_out)

@@ -1,6 +1,6 @@
 """Places one request: the first time through the admission queue, and later attempts at once.
 
-Within the operator's bounds the request also waits while NATS or the fleet behind it cannot be reached (``BusHealth``),
+Within the operator's bounds the request also waits while NATS or the fleet cannot be reached (``BusHealth``),
 and while its model is woken (``Waker``).
 """
 

@@ -305,7 +305,7 @@ class ModelQueue:
 
 
 HELD_MAX: Final = 8
-"""A pass ends after so many requests were placed anew and found to wait still. Half of them are the first in order, the
+"""A pass ends after this many requests were placed anew and still have to wait. Half of them are first in order, the
 other half follow the position where the last pass stopped, so that every request is tried in time.
 """
 HELD_LIKE_NEXT: Final = HELD_MAX // 2

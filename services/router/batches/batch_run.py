@@ -55,7 +55,7 @@ log = logging.getLogger("baton.router")
 T = TypeVar("T")
 
 AHEAD_MAX = 512
-"""Lines that are served, or done, behind one that is not done yet."""
+"""Maximum of lines that are served, or done, after one that is not done yet."""
 GROUP_S = 0.02
 """Results that come within this time are stored together."""
 HEARTBEAT_S = 3.0
@@ -76,7 +76,7 @@ class Halt(StrEnum):
 
 
 class Stopped(Exception):
-    """The run ends here; another router goes on."""
+    """The run ends here; another router continues."""
 
 
 class Finished(NamedTuple):
@@ -312,7 +312,7 @@ class BatchRun:
             self._server.slots.release()
 
     async def _end(self) -> None:
-        """Make files of what was written, and tell how the batch ended."""
+        """Make files of what was written, and record how the batch ended."""
         status = {Halt.LATE: EXPIRED, Halt.FAILED: FAILED, Halt.CANCELLED: CANCELLED, None: COMPLETED}.get(self._halted)
         if self.batch.status == CANCELLING:
             status = CANCELLED

@@ -51,7 +51,7 @@ class FileRefused(Exception):
 
 
 def new_id(kind: str, now_ms: int) -> str:
-    """An id that cannot be guessed. Ids of one kind sort by their time; ``created_at`` tells whole seconds only."""
+    """An id that cannot be guessed. Ids of one kind sort by their time; ``created_at`` has whole seconds only."""
     return f"{kind}{now_ms:012x}{secrets.token_hex(RANDOM_BYTES)}"
 
 

@@ -178,7 +178,7 @@ async def leave_when(stopping: asyncio.Event, request: HttpRequest) -> None:
 
 
 async def is_set(event: asyncio.Event, within_s: float) -> bool:
-    """Whether the event was set within so many seconds."""
+    """Whether the event was set within that many seconds."""
     try:
         async with asyncio.timeout(within_s):
             await event.wait()

@@ -72,7 +72,7 @@ class BadLine(Exception):
         self.param = param
 
     def fault(self, number: int) -> LineFault:
-        """As the batch tells it; ``number`` from 0."""
+        """The error as the batch lists it; ``number`` from 0."""
         return LineFault(code=self.code, message=str(self), line=number + 1, param=self.param)
 
 
@@ -267,7 +267,7 @@ def usage_in(body: bytes) -> BatchUsage:
 
 
 def _count(value: Any) -> int:
-    """Servers outside of Baton may tell anything."""
+    """A count that a server reports; 0 where it is no plausible number."""
     return value if type(value) is int and 0 < value <= COUNT_MAX else 0
 
 

@@ -1,4 +1,4 @@
-"""What routers tell each other: legs that they have just placed, and requests that may have killed an engine.
+"""What routers publish to each other: legs that they have just placed, and requests that may have killed an engine.
 
 Routers publish reservations, so that they do not all choose a worker that looks idle to each of them.
 """

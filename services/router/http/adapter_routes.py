@@ -180,7 +180,7 @@ async def carried_out(
 
 
 def giver(client: ApiClient) -> str:
-    """Who gives the order, for the orchestrator's log."""
+    """The client that gives the order, for the orchestrator's log."""
     if client is ANYONE:
         return "a client of a router without keys"
     return f"tenant {client.key.tenant}, API key {client.key.sha256[:DIGEST_CHARS]}"

@@ -171,7 +171,7 @@ class Routes:
         async def answer(client: ApiClient) -> Response:
             file = await self._file(client, file_id)
             pieces = self._files.content(file)
-            # An error at the beginning is still told with a status.
+            # An error at the beginning still gets a status of its own.
             first = await anext(pieces, b"")
             headers = {"content-length": str(file.size)}
             return StreamingResponse(_streamed(first, pieces), media_type="application/octet-stream", headers=headers)
@@ -248,7 +248,7 @@ class Routes:
         if refusal is not None:
             return error_response(refusal)
         try:
-            told = await answer(client)
+            result = await answer(client)
         except FileRefused as error:
             body = error_body(error.status, str(error), code=error.code, param=error.param)
             return error_response(HttpError(error.status, body, 10.0 if error.status == 429 else None))
@@ -256,7 +256,7 @@ class Routes:
             return error_response(HttpError(error.status, error_body(error.status, str(error))))
         except StoreFailed as error:
             return error_response(unavailable(error))
-        return told if isinstance(told, Response) else Response(msgspec.json.encode(told), media_type=JSON)
+        return result if isinstance(result, Response) else Response(msgspec.json.encode(result), media_type=JSON)
 
 
 async def _receive(request: Request, form: UploadForm) -> None:
@@ -272,7 +272,7 @@ async def _receive(request: Request, form: UploadForm) -> None:
         form.close()
     except BadForm as bad:
         raise FileRefused(400, str(bad), "bad_form") from bad
-    except (TimeoutError, ClientDisconnect):  # Who has left does not read the refusal.
+    except (TimeoutError, ClientDisconnect):  # A client that has left does not read the refusal.
         raise FileRefused(408, "The file did not arrive in time.", "upload_slow") from None
 
 

@@ -30,7 +30,7 @@ struct line {
  */
 struct region {
     struct line *lines;
-    uint64_t shard_lines; /* each shard has its own part of so many lines, and uses it once */
+    uint64_t shard_lines; /* each shard has its own part of that many lines, and uses it once */
     uint32_t users;       /* shards whose lines are here */
 };
 

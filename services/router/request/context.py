@@ -95,7 +95,7 @@ class RequestContext:
     created = 0
     """The ``created`` or ``created_at`` field of the stream's first event; 0: it has none."""
     answer_id = ""
-    """See ``StartLeg.answer_id``; empty where no event tells an id that a resumed stream could not repeat."""
+    """``StartLeg.answer_id``; empty where no event has an id that a resumed stream could not repeat."""
     resumes_max = 0
     why_not_resumable = ""
     """Why the stream cannot continue at another worker; empty when it can."""
@@ -230,7 +230,7 @@ class RequestContext:
         return [(DECISION_HEADER.encode(), self.decision.decision_id.encode())]
 
     def client_left(self) -> None:
-        """Called by ``HttpRequest.client_left``, which tells what else happens then."""
+        """Called by ``HttpRequest.client_left``, which says what else happens then."""
         self.stop(CLIENT_SLOW if self.http_request.slow else CLIENT_LEFT)
 
     def close(self) -> None:

@@ -66,8 +66,8 @@ def error_for(path: str, error: HttpError, request_id: str | None = None) -> Htt
     """The error in the format that clients of ``path`` read."""
     if path not in ANTHROPIC_PATHS:
         return error
-    told = msgspec.json.decode(error.body, type=ErrorResponse).error
-    body = {**_anthropic_error(error.status, told.message, told.code), "request_id": request_id}
+    detail = msgspec.json.decode(error.body, type=ErrorResponse).error
+    body = {**_anthropic_error(error.status, detail.message, detail.code), "request_id": request_id}
     more = error.more if request_id is None else (*error.more, (b"request-id", request_id.encode()))
     return msgspec.structs.replace(error, body=msgspec.json.encode(body), more=more)
 

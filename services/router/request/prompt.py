@@ -18,4 +18,4 @@ class Prompt(msgspec.Struct, frozen=True):
     why: str = ""
     """Why it is not exact, where that is known; for people."""
     unsplittable: str = ""
-    """Why one engine must serve the request; empty when two may, as far as the prompt tells."""
+    """Why one engine must serve the request; empty when two may, as far as the prompt shows."""

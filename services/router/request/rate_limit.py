@@ -65,7 +65,7 @@ class Bucket:
 class RateLimit:
     """The limits of one key at one router.
 
-    A request with several sequences (completions, or inputs of a batch) counts as so many requests. Tokens are taken
+    A request with several sequences (completions, or inputs of a batch) counts as that many requests. Tokens are taken
     when the prompt's length is known, with an estimate of the completions, and corrected when the request ends. The
     bucket may be overdrawn: a prompt longer than a minute's worth is served, and the key waits afterwards.
     """

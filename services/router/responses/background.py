@@ -10,7 +10,7 @@ import msgspec
 
 from services.router.request.errors import BUG
 from services.router.request.http_request import HttpRequest
-from services.router.responses.history import CANCELLED, FAILED, StoredResponse, ended, told
+from services.router.responses.history import CANCELLED, FAILED, StoredResponse, ended, with_fields
 from services.router.responses.inner_request import InnerRequest
 from services.router.responses.response_store import NotKept, ResponseStore
 from shared.bus.port import Bus, BusError, Envelope, NoResponders, Subscription
@@ -67,7 +67,7 @@ class Run:
         if whole.status != OK:
             return ended(begun, FAILED, _message(whole.body))
         previous = told_previous(begun)
-        said = told(whole.body, id=response_id, background=True, store=True, previous_response_id=previous)
+        said = with_fields(whole.body, id=response_id, background=True, store=True, previous_response_id=previous)
         return said or ended(begun, FAILED, BUG)
 
 
@@ -123,7 +123,7 @@ class Background:
             await asyncio.wait(tasks, timeout=s_max)
 
     async def close(self) -> None:
-        """End what still runs; its clients are told that it failed."""
+        """End what still runs; its clients see that it failed."""
         runs = list(self._runs.values())
         for run in runs:
             run.end(FAILED)

@@ -167,7 +167,7 @@ def read_kept(response: bytes | msgspec.Raw) -> Kept | None:
     return kept if 0 < len(kept.id) <= ID_CHARS_MAX else None
 
 
-def told(response: bytes | msgspec.Raw, /, **values: Any) -> bytes | None:
+def with_fields(response: bytes | msgspec.Raw, /, **values: Any) -> bytes | None:
     """The response object with these values; None if it is no object."""
     fields = fields_of(response)
     if fields is None:
@@ -199,7 +199,7 @@ def queued(fields: Fields, response_id: str, created_at: int, previous_id: str) 
 def ended(response: bytes | msgspec.Raw, status: str, message: str = "") -> bytes:
     """The response object of one that ended without an answer."""
     error = {"code": "server_error", "message": message} if message else None
-    return told(response, status=status, error=error) or b"{}"
+    return with_fields(response, status=status, error=error) or b"{}"
 
 
 def _is_given(fields: Fields, name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from services.router.request.http_request import HttpRequest, NoConnection
-from services.router.responses.history import fields_of, told
+from services.router.responses.history import fields_of, with_fields
 from shared.http.errors import Header, HttpError
 
 LIFE: Final = re.compile(
@@ -35,17 +35,17 @@ class Answer(NamedTuple):
 class InnerRequest(HttpRequest):
     """``client``: whose request it is; None: it runs in the background."""
 
-    __slots__ = ("_begun_event", "_client", "_tell", "before", "last", "rest", "whole")
+    __slots__ = ("_begun_event", "_client", "_for_client", "before", "last", "rest", "whole")
 
     def __init__(
-        self, like: HttpRequest, body: bytes, tell: Callable[[bytes], bytes], client: HttpRequest | None
+        self, like: HttpRequest, body: bytes, for_client: Callable[[bytes], bytes], client: HttpRequest | None
     ) -> None:
-        """``tell`` makes the response object that the client gets from the engine's."""
+        """``for_client`` makes the response object that the client gets from the engine's."""
         upload = like.upload.replaced(body)
         super().__init__(NoConnection(), like.head, upload, http11=like.head.http11, keep_alive=True)
         self.is_current = True
         self._client = client
-        self._tell = tell
+        self._for_client = for_client
         self._begun_event = b""
         """The beginning of an event whose end has not arrived yet."""
         self.whole: Answer | None = None
@@ -119,7 +119,7 @@ class InnerRequest(HttpRequest):
                 self.rest = b"".join([one + EVENT_END for one in events[number + 1 :]]) + self._begun_event
                 self._begun_event = b""
                 break
-            passed.append((with_response(event, self._tell) if found is not None else event) + EVENT_END)
+            passed.append((with_response(event, self._for_client) if found is not None else event) + EVENT_END)
         return b"".join(passed)
 
 
@@ -130,10 +130,10 @@ def response_in(event: bytes) -> bytes:
     return bytes(fields.get("response", b"")) if fields is not None else b""
 
 
-def with_response(event: bytes, tell: Callable[[bytes], bytes]) -> bytes:
+def with_response(event: bytes, for_client: Callable[[bytes], bytes]) -> bytes:
     """The event with another response object."""
     found, response = LIFE.match(event), response_in(event)
     if found is None or not response:
         return event
-    changed = told(found[2], response=msgspec.Raw(tell(response)))
+    changed = with_fields(found[2], response=msgspec.Raw(for_client(response)))
     return event[: found.start(2)] + changed + event[found.end(2) :] if changed is not None else event

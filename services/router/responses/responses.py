@@ -28,7 +28,7 @@ from services.router.responses.history import (
     read_kept,
     read_wanted,
     stateless,
-    told,
+    with_fields,
 )
 from services.router.responses.inner_request import EVENT_END, InnerRequest, response_in, with_response
 from services.router.responses.response_store import NotKept, ResponseStore, on_loop_or_thread
@@ -158,8 +158,8 @@ class Responses:
             size += sum(len(memoryview(item)) for item in items)
         body = await on_loop_or_thread(size, stateless, wanted.fields, items if wanted.previous_id else None)
         self._limit(http_request, len(body))
-        tell = partial(self._told, wanted)
-        inner = InnerRequest(http_request, body, tell, None if wanted.background else http_request)
+        for_client = partial(self._for_client, wanted)
+        inner = InnerRequest(http_request, body, for_client, None if wanted.background else http_request)
         if not wanted.background:
             await self._respond(http_request, wanted, inner, items or [])
             return
@@ -204,7 +204,7 @@ class Responses:
 
     async def _kept(self, client: ApiClient, wanted: Wanted, items: list[msgspec.Raw], response: bytes) -> bytes:
         """The response object for the client; ``store`` in it says whether it is kept now."""
-        said = self._told(wanted, response)
+        said = self._for_client(wanted, response)
         if not wanted.store:
             return said
         try:
@@ -216,7 +216,7 @@ class Responses:
             await self._store.put(tenant, entry_key(tenant, kept.id), entry)
         except NotKept as error:
             self._note(str(error))
-            return told(said, store=False) or said
+            return with_fields(said, store=False) or said
         self._note("")
         return said
 
@@ -226,8 +226,8 @@ class Responses:
         self.failure = failure
         self.counts[NOT_KEPT if failure else KEPT] += 1
 
-    def _told(self, wanted: Wanted, response: bytes) -> bytes:
-        return told(response, previous_response_id=wanted.previous_id or None, store=wanted.store) or response
+    def _for_client(self, wanted: Wanted, response: bytes) -> bytes:
+        return with_fields(response, previous_response_id=wanted.previous_id or None, store=wanted.store) or response
 
     async def _begin(
         self, http_request: HttpRequest, wanted: Wanted, inner: InnerRequest, items: list[msgspec.Raw]

@@ -296,7 +296,7 @@ class ClusterView:
 
     def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int, legs: int = 1, tokens: int = 0) -> None:
         """A leg of this router has ended or failed; it counted as ``legs``. ``tokens``: of its prompt, unless
-        ``prompt_computed`` was told of them.
+        ``prompt_computed`` has counted them.
         """
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == sent.epoch:

@@ -1,6 +1,6 @@
-"""Requests that an engine died of, as far as the router can tell: refused for a while, so that none kills the next one.
+"""Requests that an engine died of, as far as the router knows: refused for a while, so that none kills the next one.
 
-A request is known by a digest of its body without the fields that only say who sends it: another tenant's copy is
+A request is known by a digest of its body without the fields that only name its sender: another tenant's copy is
 refused as well. Some of these requests were only computed beside the one that was at fault, so a first quarantine is
 short; each further death makes it longer, and a success ends it.
 """

@@ -34,14 +34,14 @@ ALIKE_APART: Final = 0.02
 """Variances between workers of one fingerprint: one may well be half again as fast as another."""
 SETTLED_READS: Final = 50
 LATER_READS: Final = 4
-"""After so many reads without a change every so many-th is learned from, which costs less."""
+"""After ``SETTLED_READS`` without a change, one of this many reads is learned from, which costs less."""
 PEERS_SHARE: Final = 8
 """Reads of a settled worker, one of which teaches the peers' estimate as well."""
 TRANSIT_S_MIN: Final = 1e-5
 """Clock differences can make a transit negative."""
 MEDIAN_STEP_MIN: Final = 0.05
 UNUSED_SWEEPS_MAX: Final = 10
-"""What legs have shown of a worker counts until so many sweeps have found no new one."""
+"""Sweeps without a new leg after which what legs have shown of a worker no longer counts."""
 
 
 Basis = tuple[EngineSpeed | None, EngineSpeed | None, UnitCosts, int]

@@ -98,7 +98,7 @@ class WorkerView:
 
     @property
     def legs(self) -> int:
-        """Legs that it serves, as far as this router knows; one with several sequences counts as so many."""
+        """Legs that it serves, as far as this router knows; one with several sequences counts as that many."""
         own = self.own
         return max(self._reported_legs + own.sent_legs, own.legs)
 

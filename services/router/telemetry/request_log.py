@@ -151,8 +151,8 @@ def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -
     """
     if prefill is not None:
         return prefill.cached_tokens
-    told = answering.kv.prefill_cached_tokens if mode is DISAGGREGATED and answering.kv is not None else -1
-    return told if told >= 0 else answering.cached_tokens
+    reported = answering.kv.prefill_cached_tokens if mode is DISAGGREGATED and answering.kv is not None else -1
+    return reported if reported >= 0 else answering.cached_tokens
 
 
 def kv_moves(prefill: LegReport | None, prefill_id: str, answering: LegReport, answering_id: str) -> list[KvMoved]:

@@ -62,7 +62,7 @@ def leg_parts(legs: Legs) -> TtftParts:
         if legs.streamed and moved_s > 0:
             scheduled_s = max(0.0, answering.first_token_s - answering.prefill_s)
             waited_s = min(waited_s, max(0.0, scheduled_s - prefill.first_token_s))
-            # The decode worker can have its first token before the prefill worker's front end has told of it.
+            # The decode worker can have its first token before the prefill worker's front end has reported it.
             prefill_s, fetch_s, queue_s = _less(prefill.first_token_s - scheduled_s, prefill_s, fetch_s, queue_s)
             moved_s = min(moved_s, waited_s)
         elif legs.streamed:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.router.request.head import Head
 from services.router.request.http_request import HttpRequest, Upload, UploadTotals
-from services.router.responses.history import told
+from services.router.responses.history import with_fields
 from services.router.responses.inner_request import EVENT_END, InnerRequest, response_in
 from tests.unit.router.relay.test_message_streams import event
 from tests.unit.router.world import FakeConnection, parse
@@ -29,8 +29,8 @@ LAST = event("response.completed", response={"id": "resp_1", "output": [TEXT]})
 AFTER = b"data: [DONE]\n\n"
 
 
-def tell(response: bytes) -> bytes:
-    return told(response, previous_response_id="resp_0") or b""
+def for_client(response: bytes) -> bytes:
+    return with_fields(response, previous_response_id="resp_0") or b""
 
 
 def relayed(pieces: list[bytes]) -> tuple[bytes, InnerRequest]:
@@ -41,7 +41,7 @@ def relayed(pieces: list[bytes]) -> tuple[bytes, InnerRequest]:
         client = HttpRequest(
             connection, Head("/v1/responses", [], lambda: "r1"), Upload(0.0, totals), http11=True, keep_alive=True
         )
-        inner = InnerRequest(client, b"{}", tell, client)
+        inner = InnerRequest(client, b"{}", for_client, client)
         inner.begin(200, b"")
         for piece in pieces[:-1]:
             inner.send(piece)
@@ -87,7 +87,7 @@ def test_a_request_in_the_background_writes_to_no_client():
             http11=True,
             keep_alive=True,
         )
-        inner = InnerRequest(like, b"{}", tell, None)
+        inner = InnerRequest(like, b"{}", for_client, None)
         inner.answer(200, b"", b"{}")
         inner.close_after()
         inner.abort()
