@@ -56,12 +56,17 @@ workers = [{ role = "decode", count = 2 }]
         )
         code, out, err = baton(
             "service", "install", "--kind", "slurm", "--config", str(file), "--state-dir", str(self.state),
-            "--out", str(folder), "--sbatch", "time=30",
+            "--out", str(folder),
         )  # fmt: skip
         assert code == 0, out + err
         [key] = re.findall(r"shown only once:\n(\S+)", err)
         self.id = slurm.run(
-            "sbatch", "--parsable", str(folder / "baton.sbatch"), HEAD_ADDRESS="127.0.0.1", PYTHONPATH=str(ROOT)
+            "sbatch",
+            "--parsable",
+            "--time=30",
+            str(folder / "baton.sbatch"),
+            HEAD_ADDRESS="127.0.0.1",
+            PYTHONPATH=str(ROOT),
         )
         headers = {"authorization": f"Bearer {key}"}
         self.http = httpx.Client(

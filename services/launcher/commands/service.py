@@ -62,10 +62,10 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton service install --kind quadlet --image localhost/baton-engine-cuda:dev[/]   in a container, with the token
 
-[cyan]baton service install --kind slurm --config fleet.toml --sbatch partition=gpu --sbatch time=7-0[/]   one job
+[cyan]baton service install --kind slurm --config fleet.toml[/]   one job for all hosts
 
 Then, without --user as root: [cyan]systemctl --user daemon-reload; systemctl --user enable --now baton[/],
-or with Slurm [cyan]sbatch baton.sbatch[/]"""
+or with Slurm [cyan]sbatch --partition=gpu --time=7-0 baton.sbatch[/]"""
 UPGRADE_EPILOG = """[bold]Examples[/]
 
 [cyan]baton service upgrade[/]   all workers of this host, one after another
@@ -100,9 +100,6 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
     kind: Annotated[Kind, typer.Option(help="A systemd unit, a Podman quadlet, or an sbatch file.")] = Kind.SYSTEMD,
     user: User = False,
     image: Annotated[str, typer.Option(help="Image of the container (quadlet).", metavar="IMAGE")] = "",
-    sbatch: Annotated[
-        list[str] | None, typer.Option(help="An option of sbatch (slurm); may be repeated.", metavar="OPTION[=VALUE]")
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the file into this folder.", metavar="DIR")] = None,
     only_print: Annotated[bool, typer.Option("--print", help="Print file and variables, and write none.")] = False,
     state_dir: StateDir = None,
@@ -112,14 +109,11 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
     from services.launcher.service_files.files import CannotWriteService
 
     folder = state_folder(state_dir)
-    check_options(kind, name=name, user=user, image=image, sbatch=sbatch)
+    check_options(kind, name=name, user=user, image=image)
     if not (out or only_print):
         check_program(kind)
     try:
-        if kind is Kind.SLURM:
-            made = slurm_job(config, folder, sbatch or ())
-        else:
-            made = service_of(config, name, folder, image, user)
+        made = slurm_job(config, folder) if kind is Kind.SLURM else service_of(config, name, folder, image, user)
     except CannotWriteService as refused:
         fail(str(refused))
     if only_print:
@@ -141,12 +135,10 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
         print(f"  {line}")
 
 
-def check_options(kind: Kind, *, name: str, user: bool, image: str, sbatch: list[str] | None) -> None:
+def check_options(kind: Kind, *, name: str, user: bool, image: str) -> None:
     """Exits if an option has no effect, or one is missing."""
     if image and kind is not Kind.QUADLET:
         fail("--image is for containers: add --kind quadlet.")
-    if sbatch and kind is not Kind.SLURM:
-        fail("--sbatch is for an sbatch file: add --kind slurm.")
     if kind is Kind.QUADLET and not image:
         fail(
             "--kind quadlet needs --image. compose/engine.Dockerfile and light.Dockerfile (simulated engines) make one."
@@ -263,7 +255,7 @@ def host_part(config: Path | None, name: str, state_dir: Path) -> tuple[HostPart
     return part, ("up", "--config", str(config.expanduser().absolute()), "--name", part.name), is_head
 
 
-def slurm_job(config: Path | None, state_dir: Path, options: Sequence[str]) -> Installation:
+def slurm_job(config: Path | None, state_dir: Path) -> Installation:
     """An sbatch file; exits with the reason if there can be none."""
     from services.launcher.commands.fleet import fleet_of, head_of
     from services.launcher.fleet.fleet_file import WrongFleetFile, part_of
@@ -277,14 +269,18 @@ def slurm_job(config: Path | None, state_dir: Path, options: Sequence[str]) -> I
         fleet_file=str(config.expanduser().absolute()),
         state_dir=str(state_dir),
         inherited=inherited(),
-        options=options,
     )
     try:
         text = sbatch_file(found, job)
     except WrongFleetFile as error:
         fail(f"{config}: {error}")
     head_of(found, part_of(found, found.head.name), state_dir, sys.stderr)  # A job's output is no place for an API key.
-    return Installation(name="baton.sbatch", text=text, folder=".", then=["sbatch baton.sbatch"])
+    return Installation(
+        name="baton.sbatch",
+        text=text,
+        folder=".",
+        then=["sbatch --partition=PARTITION --time=TIME baton.sbatch    # with your options"],
+    )
 
 
 def owner_of(state_dir: Path) -> str:

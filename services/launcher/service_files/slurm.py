@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.launcher.fleet.fleet_file import Fleet, WrongFleetFile, part_of
-from services.launcher.service_files.files import CannotWriteService, filled, host_stop_s, one_line
+from services.launcher.service_files.files import filled, host_stop_s, one_line
 
-OF_THE_FLEET = ("nodes", "ntasks", "ntasks-per-node", "array")
-"""Options of sbatch that the hosts of the fleet decide."""
 SIGNAL_S_MAX = 65535
 """Slurm sends a signal at most this long before the time limit."""
-OPTION = re.compile(r"(?:--)?([a-z][a-z-]*)(?:=(\S.*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +24,6 @@ class SlurmJob:
     """An absolute path on a file system of all nodes."""
     inherited: Mapping[str, str]
     """Variables of the shell that submits the job."""
-    options: Sequence[str] = ()
-    """Options of sbatch, such as ``partition=gpu``."""
 
 
 def sbatch_file(fleet: Fleet, job: SlurmJob) -> str:
@@ -71,19 +65,9 @@ def _directives(fleet: Fleet, job: SlurmJob) -> str:
         "dependency": "singleton",
         "open-mode": "append",
         "output": f"{job.state_dir}/slurm-%j.out",
-        **dict(map(_option, job.options)),
     }
     lines = (f"--{name}={value}" if value else f"--{name}" for name, value in options.items())
     return "\n".join(f"#SBATCH {one_line(line, line)}" for line in lines)
-
-
-def _option(text: str) -> tuple[str, str]:
-    found = OPTION.fullmatch(text)
-    if not found:
-        raise CannotWriteService(f"--sbatch {text}: write an option of sbatch, such as partition=gpu")
-    if found[1] in OF_THE_FLEET:
-        raise CannotWriteService(f"--sbatch {text}: the hosts of the fleet file say how many nodes there are")
-    return found[1], found[2] or ""
 
 
 def gpus_per_node(fleet: Fleet) -> int:

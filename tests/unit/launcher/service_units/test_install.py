@@ -44,13 +44,11 @@ def install(fleet: Path, *options: str, path: str = "/nowhere") -> tuple[int, st
     [
         (QUADLET, "--kind quadlet needs --image"),
         (("--image", "x"), "--image is for containers: add --kind quadlet"),
-        (("--sbatch", "time=1"), "--sbatch is for an sbatch file: add --kind slurm"),
         ((*SLURM, "--user"), "--user has no effect with --kind slurm"),
         ((*SLURM, "--name", "one"), "--name has no effect with --kind slurm"),
         (SLURM, "sbatch was not found"),
         ((*QUADLET, "--image", "x"), "Podman 4.5 or newer is not here"),
         ((*QUADLET, "--image", "x", "--name", "two", "--print"), "no host has the name 'two'"),
-        ((*SLURM, "--print", "--sbatch", "nodes=2"), "the hosts of the fleet file say how many nodes there are"),
     ],
 )
 def test_what_does_not_fit_is_refused(fleet: Path, options: tuple[str, ...], text: str):
@@ -115,4 +113,4 @@ def test_the_first_api_key_of_a_job_is_shown_here_and_not_in_its_output(fleet: P
     assert code == 0, output
     assert "The first API key" in output
     assert (fleet.parent / "state" / "cluster" / "router" / "keys.toml").is_file()
-    assert "sbatch baton.sbatch" in output
+    assert "baton.sbatch    # with your options" in output

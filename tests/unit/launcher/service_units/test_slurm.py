@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from services.launcher.fleet.fleet_file import WrongFleetFile, read_fleet_file
-from services.launcher.service_files.files import CannotWriteService
 from services.launcher.service_files.slurm import SlurmJob, sbatch_file
 
 FLEET = """
@@ -24,13 +23,12 @@ workers = [{ role = "decode", count = 2, gpus_per_worker = 4 }]
 """
 
 
-def written(fleet: str = FLEET, *options: str, drain: str = "") -> str:
+def written(fleet: str = FLEET, drain: str = "") -> str:
     job = SlurmJob(
         command=("/opt/my venv/python", "-m", "services.launcher"),
         fleet_file="/home/u/fleet.toml",
         state_dir="/home/u/state",
         inherited={"WORKER_DRAIN_S_MAX": drain} if drain else {},
-        options=options,
     )
     return sbatch_file(read_fleet_file(fleet, "127.0.0.1"), job)
 
@@ -56,18 +54,6 @@ def test_the_signal_before_the_time_limit_leaves_time_to_drain():
     """The other host drains (45 s), then the head host: its workers, routers, collector and NATS."""
     assert asked(written())["signal"] == f"B:TERM@{45 * 2 + 45 * 2 + 25}"
     assert asked(written(drain="600"))["signal"] == f"B:TERM@{615 * 2 + 45 * 2 + 25}"
-
-
-def test_options_of_sbatch_are_added_or_replaced():
-    options = asked(written(FLEET, "partition=gpu", "--gpus-per-node=h100:8", "no-kill"))
-
-    assert (options["partition"], options["gpus-per-node"], options["no-kill"]) == ("gpu", "h100:8", "")
-
-
-@pytest.mark.parametrize("option", ["nodes=3", "array=1-2", "partition gpu", "x=1\n#SBATCH --uid=0"])
-def test_an_option_that_breaks_the_fleet_or_the_file_is_refused(option: str):
-    with pytest.raises(CannotWriteService, match="--sbatch"):
-        written(FLEET, option)
 
 
 def test_devices_are_slurms_business():
