@@ -218,27 +218,17 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton up --awake-max 1 --model A --both 1 --model B --both 1[/]   one at a time, on the whole machine
 
-[cyan]baton up --model Qwen/Qwen3-8B --alias chat[/]   requests may call the model "chat"
-
 [cyan]baton up --engine simulated[/]   no vLLM needed: for trying out clients and the console
 
 [cyan]baton up --attach http://127.0.0.1:30000=qwen[/]   a worker for a server that runs already
 
 [cyan]baton up --join --decode 1[/]   in a second terminal: add a worker to the running system
 
-[cyan]baton up --join --model B --both 1[/]   in a second terminal: add a model
-
 [cyan]baton up --config fleet.toml --name gpu-1[/]   one host of a fleet; see docs/operating.md
 
 [cyan]baton up --gpus-per-prefill 1 --gpus-per-decode 2[/]   tensor parallel decode workers
 
-[cyan]baton up --store 1[/]   add a store worker, which keeps evicted KV in memory and in files (WORKER_STORE_*)
-
-[cyan]baton up --routers 2[/]   two routers that share one port
-
 [cyan]baton up --workers-max 4[/]   the planner runs up to four workers, as the traffic needs
-
-[cyan]baton up --open[/]   NATS requires no keys: every user of this machine can read prompts and give orders
 
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   any other vLLM argument
 
