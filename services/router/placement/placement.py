@@ -18,7 +18,8 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
 
 RETRY_AFTER_S = 1.0
-"""For clients when no worker is ready or all are full; a worker's report may change that within a second."""
+"""Time after which clients may ask again when no worker is ready or all are full; a worker's report may change that
+within a second."""
 NOTHING_PREDICTED = TtftParts()
 
 

@@ -144,7 +144,7 @@ def model_forbidden(key: Key, facts: RequestFacts) -> Fault | None:
 
 
 def priority_of(key: Key, class_name: str, configured: int) -> int:
-    """Of a request that asks for none: the key's, which a class may only make less urgent."""
+    """The priority of a request that asks for none: the key's, which a class may only make less urgent."""
     if key.priority is None:
         return configured
     return max(configured, key.priority) if class_name else key.priority

@@ -21,7 +21,7 @@ from shared.contracts.engine_paths import CHAT
 
 SHARE_MAX = 1e6
 REVISIONS_MAX = 16
-"""Of one model; a rollout has two."""
+"""Revisions of one model; a rollout has two."""
 MODELS_MAX = 256
 BEGINNING_BYTES = 256
 """The beginning of a prompt that is not a chat: about the text of its first KV block."""
@@ -54,7 +54,7 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
         return (*(name for _drawn, name in drawn), ANY)
 
     def of(self, model: str) -> Mapping[str, float]:
-        """By revision. A request without a model means the only model."""
+        """Shares by revision. A request without a model means the only model."""
         if not model and len(self.models) == 1:
             return next(iter(self.models.values()))
         return self.models.get(model, {})

@@ -24,9 +24,9 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     """Targets in seconds; infinite where there is none."""
 
     ttft_s: float = NO_TARGET
-    """From the request to its first token."""
+    """Seconds from the request to its first token."""
     itl_s: float = NO_TARGET
-    """Between two tokens after the first."""
+    """Seconds between two tokens after the first."""
 
 
 NO_TARGETS = Targets()

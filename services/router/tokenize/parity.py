@@ -30,9 +30,9 @@ from shared.runtime.clock import Clock
 ASK_AGAIN_S = 30.0
 """Until a worker that differs, or did not reply, is probed again."""
 CHARS_MIN = 3000
-"""Of the long probe: more than one piece of text (see ``segments``)."""
+"""Characters of the long probe: more than one piece of text (see ``segments``)."""
 CHARS_PER_TOKEN_MAX = 6
-"""Of the probes' text, with any tokenizer: so many characters make at least one token."""
+"""Characters of the probes' text that make at least one token, with any tokenizer."""
 BLOCKS_PROBED = 3
 
 PROSE = "The rain had stopped before noon, and the orchard behind the mill smelled of wet leaves and apples. "

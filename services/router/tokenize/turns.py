@@ -42,7 +42,7 @@ class Turns:
     def __init__(self, thread: Executor) -> None:
         self._thread = thread
         self._waiting: OrderedDict[str, deque[Step]] = OrderedDict()
-        """By tenant, the next one first."""
+        """Steps by tenant, the next one first."""
         self._count = 0
         self._running = False
         self._is_closed = False
@@ -201,7 +201,7 @@ class FairSlots:
         self._tenant_waiting_max = tenant_waiting_max
         self._count = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By tenant, the next one first."""
+        """Waiting requests by tenant, the next one first."""
 
     @asynccontextmanager
     async def slot(self, tenant: str) -> AsyncIterator[None]:
