@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,11 @@ SETTINGS_HEAD = """# Configuration
 
 Settings are environment variables, read once at start. A misspelled or wrong variable stops the process, which names
 it. An empty variable counts as not set. Containers use the shorter names of
-[compose/env.example](../compose/env.example).
-This page is generated from the services' `settings.py` (`make catalogue`).
+[compose/env.example](../compose/env.example). Variables that earlier versions had are in
+[upgrading.md](upgrading.md#settings-that-are-gone).
+
+The default stands behind a name; without one it is empty. Names in small letters are other settings of the same
+process. This page is generated from the services' `settings.py` (`make catalogue`).
 
 """
 SECTIONS: dict[str, tuple[str, type[msgspec.Struct]]] = {
@@ -49,6 +55,7 @@ SECTIONS: dict[str, tuple[str, type[msgspec.Struct]]] = {
 }
 DEFAULTS = {"state_dir": "`~/.local/state/baton`", "cache_dir": "`~/.cache/baton`"}
 """Defaults that depend on the user."""
+CHANGE = "Change it when "
 
 
 def files() -> dict[str, str]:
@@ -71,29 +78,41 @@ def settings_page() -> str:
 
 
 def section(title: str, prefix: str, settings: type[msgspec.Struct]) -> str:
-    """A table of one service's settings."""
-    docs: dict[str, str] = {}
-    for owner in reversed(settings.__mro__):
-        if owner is not msgspec.Struct and issubclass(owner, msgspec.Struct):
-            docs |= docs_of(owner)
-    rows = []
+    """One service's settings by subject: what each does, its default, and when to change it."""
+    docs, subjects, lines = docs_of(settings), subjects_of(settings), [f"## {title}"]
     for field in msgspec.structs.fields(settings):
+        what, when, why = docs.get(field.name, "").replace("``", "`").partition(CHANGE)
+        if not (what.strip() and when and why):
+            raise ValueError(f"{prefix}{field.name.upper()} needs a docstring with what it does and {CHANGE!r}")
+        if field.name in subjects:
+            lines += ["", f"**{subjects[field.name]}**", ""]
         default = DEFAULTS.get(field.name) or default_of(field)
-        rows.append(f"| `{prefix}{field.name.upper()}` | {default} | {text_of(docs, field.name)} |")
-    return "\n".join([f"## {title}", "", "| variable | default | meaning |", "|---|---|---|", *rows, ""])
+        name = f"`{prefix}{field.name.upper()}`" + (f" ({default})" if default else "")
+        lines += wrapped(f"* {name}: {what.strip()} *{when.strip()}* {why.strip()}")
+    return "\n".join([*lines, ""])
+
+
+def subjects_of(settings: type[msgspec.Struct]) -> dict[str, str]:
+    """The comments that stand alone above a field, by that field: subjects of what follows."""
+    pairs = re.findall(r"^    # (.+)\n    (\w+):", inspect.getsource(settings), re.MULTILINE)
+    return {name: subject for subject, name in pairs}
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def default_of(field: Any) -> str:
-    """As a person would write the variable."""
+    """As a person would write the variable, with its unit."""
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    return "" if value is None or value == "" else f"`{value}`"
-
-
-def text_of(docs: dict[str, str], name: str) -> str:
-    """A setting's docstring as table text."""
-    return docs.get(name, "").replace("``", "`").replace("|", "\\|")
+    if value is None or value == "":
+        return ""
+    if re.search(r"_bytes(_max)?$", field.name) and value:
+        return f"`{value}` bytes: {value / 1024**2:g} MiB"
+    unit = " seconds" if re.search(r"_s(_max|_min)?$", field.name) else ""
+    return f"`{value:g}`{unit}" if isinstance(value, float) else f"`{value}`{unit}"
 
 
 def main() -> int:

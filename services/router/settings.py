@@ -14,155 +14,228 @@ Forcing = Literal["auto", "anyone", "nobody"]
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every ``_s`` is in seconds, every ``_bytes_max`` in bytes."""
 
+    # Addresses
     host: str = "127.0.0.1"
+    """Address of the API. Change it when other machines are to reach it; then API keys are needed, or ``insecure``."""
     port: int = 8000
+    """Port of the API. Change it when another process has it."""
     shared_port: int = 0
-    """A port that all routers of a system share, besides their own: the kernel spreads connections over them. 0: none.
+    """A port that all routers of a machine share, besides their own: the kernel spreads connections over them. 0: none.
+    Change it when several routers run on one machine without a load balancer; ``baton up --routers`` sets it.
+    """
+    published_host: str = ""
+    """The address at which clients reach this port, where it is not ``host``. Change it when a container's port is
+    published: it decides whether keys are needed.
     """
     instance: str = ""
-    """A unique name among routers, one NATS subject token; generated when empty."""
+    """A unique name among routers, one NATS subject token; generated when empty. Change it when metrics and the console
+    are to know a router by the same name after a restart.
+    """
 
+    # Access
     keys_file: str = ""
     """A TOML file with API keys (``baton keys new`` makes it); read again when it changes. Empty, and no ``keys``: no
-    key is needed, which is allowed only where no other machine can connect.
+    key is needed, which is allowed only where no other machine can connect. Change it when clients of other machines,
+    or several tenants, use the router.
     """
     keys: str = ""
-    """The content of such a file."""
+    """The content of a file of API keys. Change it when the platform hands secrets to processes as variables, not
+    files.
+    """
     salt_file: str = ""
     """A file with the secret of the tenants' cache salts. It must be the same for all routers, or their requests share
-    no cached prefixes. Empty: ``salt`` in the keys' TOML.
+    no cached prefixes. Empty: ``salt`` in the keys' TOML. Change it when the file of the keys, which holds only
+    digests, is kept where secrets may not be.
     """
     insecure: bool = False
-    """Serve other machines without API keys: every client that reaches this port may use and read everything."""
-    published_host: str = ""
-    """The address at which clients reach this port, where it is not ``host``: for a container's published port."""
+    """Serve other machines without API keys: every client that reaches this port may use and read everything. Change it
+    when the network itself lets only trusted clients in.
+    """
     allowed_hosts: str = ""
-    """Without API keys, pages of other sites may not use the router, and on loopback it answers only to addresses,
-    ``localhost`` and names that no other party can register. Names of a proxy in front of it, and hosts of sites whose
-    pages may use it, with commas: ``ai.example,app.example:3000``.
+    """Names of a proxy in front of the router, and hosts of sites whose pages may use it, with commas:
+    ``ai.example,app.example:3000``. Without API keys, pages of other sites may not use the router, and on loopback it
+    answers only to addresses, ``localhost`` and names that no other party can register. Change it when a proxy or a web
+    page gets 403 for its host or origin.
     """
     metrics: Literal["auto", "open", "admin"] = "auto"
-    """Which clients may read ``/metrics`` where keys are needed: all, or (``admin``) those whose key has the permission
-    view or admin. ``auto``: all if only this machine can connect, otherwise admin.
+    """Which clients may read ``/metrics`` where keys are needed: all (open), or those whose key has the permission view
+    or admin (admin). auto: all if only this machine can connect, otherwise admin. Change it when Prometheus cannot send
+    a key.
+    """
+    force_placement: Forcing = "auto"
+    """Which clients may choose workers and sources in a body: anyone (with keys, those whose key permits it), nobody,
+    or auto: all if only this machine can connect, and keys that permit it. Change it when a benchmark or a debugging
+    client on another machine has to choose.
     """
 
+    # Limits of clients
     body_bytes_max: int = 32 * 1024 * 1024
-    """A larger request body is refused with 413."""
+    """A larger request body is refused with 413. Change it when clients send larger images, audio or conversations."""
     bodies_bytes_max: int = 512 * 1024 * 1024
     """Memory of all requests' bodies, arriving or being served, and of the prompts made of them; requests beyond that
-    are refused with 503.
+    are refused with 503. Change it when the machine's memory is smaller than that, or large enough for more and clients
+    get 503 ``overloaded``.
     """
     head_s_max: float = 20.0
-    """From the opening of a connection, or from a request's first byte, to the end of the request's head; a slower
-    client is disconnected.
+    """Time from the opening of a connection, or from a request's first byte, to the end of the request's head; a slower
+    client is disconnected. Change it when clients have very slow networks.
     """
     body_s_max: float = 60.0
-    """Time for a client to send its body; a slower one is refused with 408."""
+    """Time for a client to send its body; a slower one is refused with 408. Change it when clients upload large bodies
+    over slow networks.
+    """
     read_s_max: float = 60.0
-    """For a client to read what was written, while more waits or when its response is complete; a slower one is
-    disconnected and its legs are cancelled.
+    """Time for a client to read what was written, while more waits or when its response is complete; a slower one is
+    disconnected and its legs are cancelled. Change it when clients pause while they read.
     """
     leg_buffer_bytes_max: int = 8 * 1024 * 1024
-    """Frames that wait for a slow client; the leg fails beyond that."""
-    quarantine_s: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
-    """How long a request is refused with 422 after an engine died while it computed it; four times as long after each
-    further death, an hour at most. 0: it may be sent again at once.
+    """Frames of one leg that wait for a slow client; the leg fails beyond that. Change it when clients pause long
+    within large responses, or too many slow ones fill the router's memory.
     """
-    sequences_max: Annotated[int, msgspec.Meta(ge=1)] = 2048
-    """Sequences of one request (completions of its prompts, or inputs of a batch); more are refused with 400. An
-    engine's worker counts each as a leg.
+    keep_alive_s: float = 75.0
+    """How long an idle client connection stays open. Change it when a load balancer keeps idle connections longer: it
+    then gets resets.
     """
-    requests_at_once_max: int = 8192
-    """Requests served at a time; more are refused with 503."""
     connections_max: int = 16384
-    """Open client connections. When all are taken, one that waits for its client makes room for a new one whose address
-    has no more; if there is none, the new one is refused with 503. 0: no limit.
+    """Open client connections; 0: no limit. When all are taken, one that waits for its client makes room for a new one
+    whose address has no more; if there is none, the new one is refused with 503. Change it when more clients keep a
+    connection open, and the limit of open files allows it.
     """
     connections_per_address_max: int = 8192
     """Connections from one address (for IPv6: one /64 network); its oldest idle one makes room for one more. 0: no
-    limit, for a router behind a load balancer.
+    limit. Change it when a load balancer or NAT stands before the router: all clients have its address.
+    """
+    requests_at_once_max: int = 8192
+    """Requests served at a time; more are refused with 503. Change it when the fleet serves more at a time, and the
+    router has the memory.
+    """
+    sequences_max: Annotated[int, msgspec.Meta(ge=1)] = 2048
+    """Sequences of one request (completions of its prompts, or inputs of a batch); more are refused with 400. An
+    engine's worker counts each as a leg. Change it when clients embed larger batches of inputs, or one request may take
+    too much of a worker.
     """
 
+    # Deadlines and failures
     request_s_max: float = 600.0
-    """The whole request, with its queueing and all attempts."""
+    """Longest time of a whole request, with its queueing and all attempts. Change it when answers take longer than ten
+    minutes.
+    """
     first_frame_s_max: float = 120.0
-    """From the start of a leg to its first frame, and from its head to its first data; also a whole prefill leg."""
+    """Longest time from the start of a leg to its first frame, and from its head to its first data. A prefill leg has
+    that time until its report. Change it when engines need longer for the longest prompts, or a silent engine is to be
+    given up sooner.
+    """
     frame_gap_s_max: float = 60.0
-    """Longest pause between two frames of a stream that has begun."""
+    """Longest time between two frames of a stream that has begun. Change it when engines stall longer, or a stalled
+    stream is to continue elsewhere sooner.
+    """
     write_wait_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 0.1
     """How long an event may wait to be written together with the next ones of its stream, while more than 10,000 events
     a second come: n streams wait n / 5,000 s, but not longer than this. Fewer writes cost the router less. 0: no event
-    waits.
+    waits. Change it when many streams per router need steadier tokens (less), or less CPU (more).
     """
     failure_policy: str = ""
-    """A TOML file with the recovery actions for each kind of failure; empty: the defaults."""
+    """A TOML file with the recovery actions for each kind of failure, and the bounds of attempts and waits; empty: the
+    defaults of ``docs/failure-policy.toml``. Change it when failed requests are to be tried more or less often, in
+    another order, or not at all.
+    """
+    quarantine_s: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
+    """How long a request is refused with 422 after an engine died while it computed it; four times as long after each
+    further death, an hour at most. 0: it may be sent again at once. Change it when engines die of other causes than
+    requests.
+    """
     wake_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
     """How long a request waits for its model to wake, if the model sleeps; then, or if that is expected to take longer,
-    503 with Retry-After. 0: no request waits.
+    503 with Retry-After. 0: no request waits. Change it when the engines of sleeping models start slower, or clients
+    rather try again.
     """
     drain_s_max: float = 30.0
-    """Time for running requests to end after SIGTERM."""
-
-    stream_tokens_min: int = 0
-    """With this many prompt tokens to compute or more, both legs start together and decode reads the KV as prefill
-    computes it. 0: always; negative: never, the decode leg starts when the prefill leg has ended.
-    """
-    fetch_tokens_min: int = 256
-    """Fewer prompt tokens are computed rather than fetched from another worker. A body's ``kv_fetch_min_tokens``
-    overrides it.
+    """Time for running requests to end after SIGTERM. Change it when answers take longer, and the supervisor waits for
+    them before it kills.
     """
 
-    queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
-    """Requests in the admission queue; when it is full, some are refused."""
-    tenant_queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
-    """Queued requests of one tenant, for each model and priority; more are refused with 429."""
-    queue_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
-    """The longest wait in the queue. A request that is predicted to wait longer is refused at once with 503."""
-    serve_late: bool = True
-    """Whether a request whose target even an idle worker would miss is served under low load, or always refused."""
+    # Targets and queues
     slos: str = ""
     """Targets in seconds and priorities, as JSON: ``{"default": {"ttft_s": 2, "itl_s": 0.1}, "models": {"m": {...}},
     "classes": {"batch": {"ttft_s": null, "priority": 10}}}``. A class overrides a model, a model the default; lower
-    priorities are more urgent; null: no target.
+    priorities are more urgent; null: no target. Change it when you have promised latencies, or some requests may wait
+    for others.
     """
     priority_min: int = 0
-    """The most urgent priority that a body may ask for; classes may be more urgent."""
-    tenant_weights: str = ""
-    """JSON: ``{"paying": 4}``. A tenant of weight 4 gets four times the share of the others, which have 1."""
-    revision_shares: str = ""
-    """JSON: ``{"my-model": {"v1": 90, "v2": 10}}``. Each revision's share of its model's conversations, while all
-    have workers; all requests of a conversation use one revision. Commits and digests may be cut to 7 digits or more. A
-    revision with a share of 0, or none, serves only while no worker of the others is ready.
+    """The most urgent priority that a body may ask for; classes may be more urgent. Change it when clients without keys
+    are to order their own requests above others'.
     """
-    force_placement: Forcing = "auto"
-    """Which clients may choose workers and sources in a body; ``auto``: all if only this machine can connect."""
+    serve_late: bool = True
+    """Whether a request whose target even an idle worker would miss is served under low load, or always refused. Change
+    it when a late answer is worth nothing to clients.
+    """
+    queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
+    """Requests in the admission queue; when it is full, some are refused. Change it when more clients wait patiently,
+    or they rather get 503 at once.
+    """
+    tenant_queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
+    """Queued requests of one tenant, for each model and priority; more are refused with 429. Change it when one tenant
+    fills the queue.
+    """
+    queue_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
+    """The longest wait in the queue. A request that is predicted to wait longer is refused at once with 503. Change it
+    when clients wait longer, or give up sooner.
+    """
+    tenant_weights: str = ""
+    """JSON: ``{"paying": 4}``. A tenant of weight 4 gets four times the share of the others, which have 1. Change it
+    when tenants are not to get equal shares of a full fleet.
+    """
 
+    # Placement
+    revision_shares: str = ""
+    """JSON: ``{"my-model": {"v1": 90, "v2": 10}}``. Each revision's share of its model's conversations, while all have
+    workers; all requests of a conversation use one revision. Commits and digests may be cut to 7 digits or more. A
+    revision with a share of 0, or none, serves only while no worker of the others is ready. Change it when a new
+    revision of a model is rolled out.
+    """
     tokenize: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts are tokenized for exact prefix matches; ``auto``: if more than one worker could compute them."""
+    """Whether prompts are tokenized for exact prefix matches: always, never, or auto: if more than one worker could
+    compute them. Change it when routers have no CPU to spare for it (never), or a single worker's cache hits are to be
+    predicted (always).
+    """
+    stream_tokens_min: int = 0
+    """Prompt tokens to compute from which on both legs start together and decode reads the KV as prefill
+    computes it. 0: always; negative: never, the decode leg starts when the prefill leg has ended. Change it when decode
+    workers run out of KV memory while prompts are computed.
+    """
+    fetch_tokens_min: int = 256
+    """Fewer prompt tokens are computed rather than fetched from another worker. A body's ``kv_fetch_min_tokens``
+    overrides it. Change it when the network between workers is much faster or slower than usual: `make bench-kv`
+    measures it.
+    """
 
+    # Responses, files and batches
     response_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """A response of ``/v1/responses`` that is kept for its client, with its whole history, as JSON: for
-    ``previous_response_id``, ``GET`` and ``background``. Larger ones are not kept. 0: none are.
+    """Largest response of ``/v1/responses`` that is kept for its client, with its whole history, as JSON: for
+    ``previous_response_id``, ``GET`` and ``background``. 0: none are kept. Change it when clients use these.
     """
     responses_tenant_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 64 * 1024 * 1024
-    """Maximum bytes of all responses that this router keeps for a tenant, compressed; beyond, the tenant's oldest go.
-    0, or where no keys are needed: as much as there is room (``ORCHESTRATOR_RESPONSES_BYTES_MAX``)."""
-
+    """Responses that this router keeps for a tenant together, compressed; beyond, the tenant's oldest go. 0, or where
+    no keys are needed: as much as there is room (``ORCHESTRATOR_RESPONSES_BYTES_MAX``). Change it when one tenant
+    displaces the responses of others.
+    """
     files_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Files of one tenant together (``/v1/files``), its batches' results included; ``/v1/batches`` needs them. 0: there
-    are neither.
+    are neither. Change it when clients use batches.
     """
     batch_lines_at_once: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 32
     """Lines of batches that this router serves at a time, while nothing waits; a quarter of them beside other requests.
-    At most so many are computed again when the router dies. 1 to 4096.
+    No more than these are computed again when the router dies. Change it when batches leave engines idle.
     """
 
+    # Observability
     decisions_bytes_max: int = 64 * 1024 * 1024
-    """Approximate memory for them."""
+    """Approximate memory for placement decisions, the newest, at ``/baton/decisions``. Change it when decisions are
+    gone before you look at them.
+    """
     log_requests: bool = True
-    """Log a line for each finished request."""
-    keep_alive_s: float = 75.0
-    """How long an idle client connection stays open."""
+    """Whether each finished request gets a log line. Change it when the lines are too many, or another system has them.
+    """
 
     @property
     def is_local(self) -> bool:

@@ -25,73 +25,140 @@ Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From WORKER_* variables."""
 
+    # Identity
     worker_id: str = ""
-    """One subject token; keep it across restarts of the process. Empty: made of the role and the process id."""
+    """One subject token; keep it across restarts of the process. Empty: made of the role and the process id. Change it
+    when a supervisor starts workers: give each a lasting name.
+    """
     role: Role = Role.BOTH
-    engine: Literal["vllm", "simulated", "attached"] = "vllm"
-    """``attached``: none of its own; it passes requests on to the server of ``attach_url``."""
+    """prefill, decode, both, or store: memory for copies of KV blocks, without an engine. Change it when the fleet is
+    split into prefill and decode workers, or has a store.
+    """
+
+    # Model
     model: str = TINY_MODEL
-    """``baton-tiny``, a local path, or a Hugging Face id."""
+    """``baton-tiny``, a local path, or a Hugging Face id. Change it when you serve a model of your own choice."""
     revision: str = ""
-    """Hugging Face branch, tag or commit; empty: the newest that is cached or the hub's main."""
+    """Hugging Face branch, tag or commit; empty: the newest that is cached or the hub's main. Change it when all
+    workers have to serve the same revision, or a new one is rolled out.
+    """
     served_model_name: str = ""
-    """The model name in requests; empty: ``model``."""
+    """The model name in requests; empty: ``model``. Change it when clients know the model by another name."""
     aliases: str = ""
-    """Further names of the model in requests, separated by commas; equal on all workers of a model."""
-    attach_url: str = ""
-    """URL of the OpenAI-compatible server of an attached worker, such as ``http://gpu-1:30000`` or
-    ``https://host/v1``."""
-    attach_model: str = ""
-    """The model's name at that server; empty: the name in requests, or the only model that the server lists."""
-    attach_key_file: str = ""
-    """File with the API key for that server; read again when it changes. Empty: none."""
-    attach_silent_s_max: Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)] = 300.0
-    """Longest pause of that server within an answer, or before it."""
+    """Further names of the model in requests, separated by commas; equal on all workers of a model. Change it when
+    clients use several names.
+    """
+    max_model_len: int = 0
+    """Longest prompt plus completion in tokens; 0: the model's own, or less if the KV memory holds less. Change it when
+    long requests are to be refused, or the model's own length does not fit.
+    """
+    lora_dir: str = ""
+    """Folder with LoRA adapters; the operator may load those in it at run time. Empty: none. Change it when adapters
+    are loaded without a restart.
+    """
+    lora_adapters: str = ""
+    """LoRA adapters to load at start, such as ``sql=sql-v2 mail=/adapters/mail``: paths, relative to ``lora_dir``.
+    Change it when the model is served with adapters.
+    """
+
+    # Engine
+    engine: Literal["vllm", "simulated", "attached"] = "vllm"
+    """vllm, simulated, or attached: no engine of its own, requests are passed on to the server of ``attach_url``.
+    Change it when there is no vLLM here (simulated), or another server has the model (attached).
+    """
+    engine_args: str = ""
+    """Further arguments for vLLM, such as ``--max-num-seqs 64``. Change it when vLLM needs an option that no other
+    setting has.
+    """
+    cpu_cores: str = ""
+    """CPU cores of the engine, such as ``0`` or ``0,2-3``; empty: all that the process may use. Change it when several
+    CPU engines share a machine: engines that share a core are many times slower.
+    """
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Ranks of a vLLM engine: GPUs, or on a CPU equal parts of ``cpu_cores``, with a core each at least. Change it when
+    the model does not fit on one GPU.
+    """
+    kv_cache_bytes: int = 0
+    """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU. Change it when a CPU engine serves long
+    prompts or many requests.
+    """
+    block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens in a KV block, equal on all workers of a model; 0: vLLM's choice for the model on a GPU, 32 elsewhere.
+    Change it when workers of a model must agree and choose differently.
+    """
+    legs_max: int = 256
+    """Legs served at a time; further ones are refused with WORKER_BUSY. Change it when the engine or the attached
+    server takes more, or fewer, requests at a time.
+    """
     asleep: bool = False
-    """Start without an engine, and start that when a request for the model comes."""
+    """Whether the worker starts without an engine, and starts that when a request for the model comes. Change it when
+    the model is rarely used.
+    """
     simulated: str = ""
     """Speeds of a simulated engine: a profile (default, instant, 8b, 70b), and values that differ from it, such as
-    ``8b,speed=0.5,transfer=nixl``."""
-    cpu_cores: str = ""
-    """CPU cores of the engine, such as ``0`` or ``0,2-3``; empty: all that the process may use."""
-    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Ranks of a vLLM engine: GPUs, or on a CPU equal parts of ``cpu_cores``, with a core each at least."""
-    kv_cache_bytes: int = 0
-    """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU."""
-    max_model_len: int = 0
-    """Longest prompt plus completion in tokens; 0: the model's own, or less if the KV memory holds less."""
-    block_size: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Tokens in a KV block, equal on all workers of a model; 0: vLLM's choice for the model on a GPU, 32 elsewhere."""
-    legs_max: int = 256
-    """Legs served at a time; further ones are refused with WORKER_BUSY."""
-    drain_s_max: float = 30.0
-    """Seconds that running legs get to finish after SIGTERM."""
-    stay_drained: bool = False
-    """After an ordered drain, wait for SIGTERM instead of ending: for containers, whose restart policy starts whatever
-    ends.
+    ``8b,speed=0.5,transfer=nixl``; a wrong one is answered with all names. Change it when clients, dashboards or
+    placement are tried out without engines, at the speed of real ones.
     """
+
+    # Attached server
+    attach_url: str = ""
+    """URL of the OpenAI-compatible server of an attached worker, such as ``http://gpu-1:30000`` or ``https://host/v1``.
+    Change it when ``engine`` is attached.
+    """
+    attach_model: str = ""
+    """The model's name at that server; empty: the name in requests, or the only model that the server lists. Change it
+    when the server lists several models, or none.
+    """
+    attach_key_file: str = ""
+    """File with the API key for that server; read again when it changes. Empty: none. Change it when the server asks
+    for a key.
+    """
+    attach_silent_s_max: Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)] = 300.0
+    """Longest pause of that server within an answer, or before it. Change it when the server takes longer for the
+    longest prompts.
+    """
+
+    # KV exchange
     connector: Literal["baton", "upstream"] = "baton"
-    """Moves KV between vLLM engines: Baton's KV exchange, or vLLM's NixlConnector for comparison."""
-    cache_hit_threshold: Share = 0.0
-    """Default for requests: refuse one if less than this share of its prompt is cached or can be fetched; 0: never."""
-    kv_fetch_min_tokens: int = 64
-    """Default for requests: compute fewer tokens than this instead of fetching their KV."""
-    kv_lease_s: Annotated[float, msgspec.Meta(gt=0.0, le=60.0)] = 30.0
-    """Seconds that a prompt's blocks stay pinned for a decode worker that does not read them."""
-    kv_copy_uses_min: Annotated[int, msgspec.Meta(ge=0)] = 2
-    """Copy a prefix to a store once this many requests have used it; 0: never."""
-    store_memory_bytes: Annotated[int, msgspec.Meta(gt=0)] = 1 << 30
-    """Memory of a store for copies of KV blocks."""
-    store_files_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 30
-    """Maximum size of a store's files, in which copies survive a restart; 0: no files."""
+    """What moves KV between vLLM engines: baton, Baton's KV exchange, or upstream, vLLM's NixlConnector. Change it when
+    you compare the two.
+    """
     kv_host: str = "127.0.0.1"
-    """Address at which other workers reach this one, for ``connector`` upstream and simulated engines."""
-    engine_args: str = ""
-    """Further arguments for vLLM, such as ``--max-num-seqs 64``."""
-    lora_dir: str = ""
-    """Folder with LoRA adapters; the operator may load those in it at run time. Empty: none."""
-    lora_adapters: str = ""
-    """LoRA adapters to load at start, such as ``sql=sql-v2 mail=/adapters/mail``: paths, relative to ``lora_dir``."""
+    """Address at which other workers reach this one, for ``connector`` upstream and simulated engines. Change it when
+    workers run on several hosts.
+    """
+    cache_hit_threshold: Share = 0.0
+    """Default for requests: refuse one if less than this share of its prompt is cached or can be fetched; 0: never.
+    Change it when a worker is to serve only what it has cached.
+    """
+    kv_fetch_min_tokens: int = 64
+    """Default for requests: compute fewer tokens than this instead of fetching their KV. Change it when the network
+    between workers is much faster or slower than usual.
+    """
+    kv_lease_s: Annotated[float, msgspec.Meta(gt=0.0, le=60.0)] = 30.0
+    """Time that a prompt's blocks stay pinned for a decode worker that does not read them. Change it when lost decode
+    workers take too much of the KV memory, or slow ones come too late.
+    """
+    kv_copy_uses_min: Annotated[int, msgspec.Meta(ge=0)] = 2
+    """Copy a prefix to a store once this many requests have used it; 0: never. Change it when a store fills with
+    prefixes that are not used again.
+    """
+    store_memory_bytes: Annotated[int, msgspec.Meta(gt=0)] = 1 << 30
+    """Memory of a store for copies of KV blocks. Change it when the machine has more."""
+    store_files_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 30
+    """Maximum size of a store's files, in which copies survive a restart; 0: no files. Change it when the disk has
+    more, or there is none.
+    """
+
+    # Shutdown
+    drain_s_max: float = 30.0
+    """Time that running legs get to finish after SIGTERM. Change it when answers take longer, and the supervisor waits
+    for them before it kills.
+    """
+    stay_drained: bool = False
+    """Whether the process waits for SIGTERM after an ordered drain instead of ending. Change it when a container's
+    restart policy starts whatever ends.
+    """
 
     def __post_init__(self) -> None:
         if self.asleep and self.role is Role.STORE:

@@ -36,30 +36,53 @@ def _xdg(variable: str, fallback: str) -> str:
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of every process, from BATON_* variables."""
 
+    # NATS
     nats_url: str = "nats://127.0.0.1:4222"
+    """URL of nats-server; ``tls://`` insists on TLS. Change it when NATS runs on another host or port."""
     nats_nkey_file: str = ""
-    """The nkey of this process, made by `baton init`. Empty: NATS requires none."""
+    """The nkey of this process, made by `baton init`. Empty: NATS requires none. Change it when NATS requires keys."""
     nats_ca_file: str = ""
-    """The CA that signed NATS's certificate; the process then insists on TLS. Empty: TLS only if NATS requires it."""
-    otlp_endpoint: str = ""
-    """Base URL of an OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``. Empty: no tracing."""
+    """The CA that signed NATS's certificate; the process then insists on TLS. Empty: TLS only if NATS requires it.
+    Change it when NATS has a certificate of the cluster's own CA.
+    """
+
+    # Folders
+    state_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
+    """Folder that survives a restart: NATS storage, files of a store, roles that workers changed to at run time, logs.
+    Change it when several systems run on one machine, or the disk is another.
+    """
+    cache_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
+    """Folder that can be deleted at any time: models, tokenizers. Change it when models lie on another disk."""
+
+    # Media
     media_domains: str = ""
     """Hosts from which engines may fetch images, audio and video that a request names by URL, with commas:
     ``cdn.example,img.example``. Exact names, no redirects. Empty: none, media arrive in the body as ``data:`` URLs.
+    Equal for routers and workers. Change it when clients name media by URL, and these hosts are trusted.
     """
+
+    # Logs and traces
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines of this level and above are logged. Change it when you look for a cause (debug), or lines are too many
+    (warning).
+    """
     log_format: Literal["json", "text"] = "text"
-    state_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
-    """Survives a restart: NATS storage, files of a store, roles that workers changed to at run time, logs."""
-    cache_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
-    """Can be deleted at any time: models, tokenizers."""
-    compiled: bool = True
-    """Whether the router's request path runs compiled where `make setup` has compiled it. false: as Python, which
-    debuggers and profilers see.
+    """Form of the log lines: text for people, json for collectors of logs. Change it when another program reads them.
+    """
+    otlp_endpoint: str = ""
+    """Base URL of an OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``. Empty: no tracing. Change it when you have
+    a receiver of traces or metrics.
     """
     trace_sample_ratio: float = 0.01
-    """0.0 to 1.0: the share of requests that are traced, unless the client's trace context decides. At a low request
-    rate all are traced; slow, failed and resumed requests always are.
+    """The share of requests that are traced, 0.0 to 1.0, unless the client's trace context decides. At a low request
+    rate all are traced; slow, failed and resumed requests always are. Change it when traces are too many, or too few to
+    find a rare cause.
+    """
+
+    # Debugging
+    compiled: bool = True
+    """Whether the router's request path runs compiled where `make setup` has compiled it; false: as Python. Change it
+    when a debugger or profiler is to see it.
     """
 
     def nats_access(self, party: str) -> Access:
