@@ -41,7 +41,7 @@ MODULES = tuple(
         "services.router.decisions": "decision decision_service",
         "services.router.feeds": "default_mode fleet kv reservations",
         "services.router.http": "edge",
-        "services.router.placement": "assembly compiled cost fleet kv_sources placer policy shortlist",
+        "services.router.placement": "assembly candidates fleet kv_sources placer policy",
         "services.router.relay": "accounting answer_leg attempt charging deadline_monitor migration prefill_leg relay"
         " request_tasks retry running_leg start_leg stream_answer whole_answer write_coalescer",
         "services.router.request": "client context errors fields head http_request mode model_name rate_limit sequences"

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Final, NamedTuple
 
-from services.router.placement import cost
+from services.router.placement import specification
 from services.router.request.client import ApiClient
 from services.router.request.context import RequestContext
 from services.router.state import fleet_table as t
@@ -207,7 +207,7 @@ def _numbers(cluster: ClusterView, view: WorkerView) -> list[float] | None:
 
 
 def _prefill_s(n: list[float] | None, computed: int, before: int) -> float:
-    return float(cost.work_s(n, computed, before)) if n is not None and computed else 0.0
+    return float(specification.work_s(n, computed, before)) if n is not None and computed else 0.0
 
 
 def _decode_s(n: list[float] | None, used: Used, sequences: int) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from services.launcher.doctor.findings import (
-    SLOWER_IN_PYTHON,
     Area,
     Disk,
     Engine,
@@ -14,6 +13,7 @@ from services.launcher.doctor.findings import (
     Level,
     Packages,
     Port,
+    cost_of_python,
     in_python,
     named,
 )
@@ -115,7 +115,7 @@ def _packages(packages: Packages) -> Finding:
 def _compiled(facts: InstallationFacts) -> Iterator[Finding]:
     todo = "Install a C compiler (apt-get install gcc libc6-dev), then `make setup`; of a wheel: build it there."
     if what := in_python(facts):
-        yield _finding(Level.WARNING, what, SLOWER_IN_PYTHON, todo)
+        yield _finding(Level.WARNING, what, cost_of_python(facts), todo)
     elif facts.is_request_path_compiled:
         yield _finding(Level.OK, "The router's prefix index, placement and request path are compiled")
 

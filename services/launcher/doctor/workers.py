@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from services.launcher.doctor.findings import (
-    SLOWER_IN_PYTHON,
     Area,
     Finding,
     HeardLoad,
     Level,
     SystemFacts,
+    cost_of_python,
     in_python,
     named,
 )
@@ -280,7 +280,7 @@ def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
         yield from _tokens(router, health)
         if what := in_python(health, f" of {router}"):
             todo = "Install a C compiler where it runs, then `make setup`."
-            yield _finding(Level.NOTE, what, SLOWER_IN_PYTHON, todo)
+            yield _finding(Level.NOTE, what, cost_of_python(health), todo)
     if routers and not inexact and not all(record.attached for record in facts.records):
         yield _finding(
             Level.OK,

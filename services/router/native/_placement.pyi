@@ -1,4 +1,4 @@
-from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
+from services.router.placement.specification import Asked, Choice
 from services.router.state.block_table import Depths
 from services.router.state.fleet_table import Bools, Floats, Ints
 from services.router.state.worker_view import WorkerView
@@ -7,34 +7,23 @@ NUMBERS: str
 FLAGS: str
 CANDIDATE_BYTES: int
 
-def unpack(
-    packed: bytes, number: int, prefill: type[PrefillEstimate], decode: type[DecodeEstimate], cost: type[Cost], /
-) -> tuple[int, int, tuple[float, float, float], PrefillEstimate, DecodeEstimate, Cost]: ...
-
 class Columns:
     def __init__(self, numbers: Floats, /) -> None: ...
     def read(self, row: int, /) -> list[float]: ...
     def write(self, row: int, first: int, /, *values: float) -> None: ...
 
 class NativePlacement:
-    def __init__(self, numbers: Floats, flags: Bools, groups: Ints, free: Bools, /) -> None: ...
-    def fit(self, count: int, mask: Bools, excluded: tuple[int, ...], heard_min: float, /) -> int: ...
-    def choose(
+    def __init__(self, numbers: Floats, flags: Bools, sources: Bools, /) -> None: ...
+    def fit(
         self,
-        tokens: int,
-        tokens_out: int,
-        fetch_tokens_min: int,
-        now: float,
-        ttft_target_s: float,
-        itl_target_s: float,
-        tie_s: float,
-        mode: int,
-        options: int,
-        groups: Ints | None,
-        depths: Depths | None,
-        slots: Ints | None,
-        shortlisted: bool,
-        views: list[WorkerView | None],
+        count: int,
+        offering: Bools,
+        allowed: Bools | None,
+        may_prefill: Bools | None,
+        may_answer: Bools | None,
+        heard_min: float,
         /,
-    ) -> tuple[int, int, int, bool, tuple[tuple[int, int], ...], bytes, tuple[WorkerView, ...]] | None: ...
-    def is_full(self) -> bool: ...
+    ) -> int: ...
+    def choose(
+        self, asked: Asked, groups: Ints, depths: Depths | None, slots: Ints | None, views: list[WorkerView | None], /
+    ) -> Choice | bool: ...

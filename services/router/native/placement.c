@@ -1,9 +1,69 @@
+#include "placement.h"
+
 #include <math.h>
 #include <stdlib.h>
 
-#include "cost.h"
+/* Rows are computed with the instructions that a machine has for several numbers at once. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define FOR_EACH_MACHINE __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_MACHINE
+#endif
+#define INLINED __attribute__((always_inline)) static inline
+#define N(what) fleet->numbers[(what) * fleet->stride + row]
+#define FLAG(what) fleet->flags[(size_t)(what) * fleet->stride + row]
 
-/* ---- holders: kv_sources.py */
+enum { TAIL_TOKENS = 16, SHORTLISTED = 4, RANKED_MAX = 8 };
+#define BUSY_MAX 0.9
+#define UNCROWDED 5.0
+#define HIT_SHARE_OF_DECODE_FIRST 0.5
+#define NEVER_S 1e9
+
+INLINED double least(double one, double other)
+{
+    return other < one ? other : one;
+}
+
+INLINED double most(double one, double other)
+{
+    return other > one ? other : one;
+}
+
+INLINED double block_size_of(double size)
+{
+    return size >= 1.0 ? least(size, 0x1p53) : 1.0;
+}
+
+/* ---- rows */
+
+/* Without branches, so that many rows are compared at once. */
+FOR_EACH_MACHINE long find_rows(const struct fleet *table, const struct masks *given, double heard_min)
+{
+    const struct fleet copied = *table, *fleet = &copied;
+    const struct masks masks = *given;
+    uint8_t *restrict roles = fleet->roles, *restrict sources = fleet->sources;
+    uint8_t is_named = masks.prefill_named | masks.answer_named;
+    for (size_t row = 0; row < fleet->count; row++) {
+        uint8_t awake = FLAG(READY) & masks.allowed[row] & (N(HEARD_AT) >= heard_min);
+        uint8_t fit = awake & FLAG(SERVES) & masks.offering[row];
+        uint8_t is_free = fit & (N(LEGS) < N(LEGS_MAX));
+        uint8_t may_prefill = masks.may_prefill[row], answers = masks.may_answer[row];
+        uint8_t wanted = (1 ^ is_named) | (masks.prefill_named & may_prefill) | (masks.answer_named & answers);
+        uint8_t parts = (FLAG(PREFILLS) & may_prefill) * PREFILL_ROLE | (FLAG(DECODES) & answers) * DECODE_ROLE;
+        uint8_t full = fit & !is_free & wanted;
+        roles[row] = is_free * (FREE | parts | answers * ANSWER_ROLE) | fit * FIT | full * FULL;
+        sources[row] = FLAG(EXCHANGES_KV) & (fit | (awake & !FLAG(SERVES)));
+    }
+    long free_count = 0;
+    uint8_t all = 0;
+    for (size_t row = 0; row < fleet->count; row++) {
+        free_count += (roles[row] & FREE) != 0;
+        all |= roles[row];
+    }
+    return all & FIT ? free_count : -1;
+}
+
+/* ---- holders */
 
 static int by_rank(const void *left, const void *right)
 {
@@ -15,35 +75,46 @@ static int by_rank(const void *left, const void *right)
     return one->row < other->row ? -1 : one->row > other->row;
 }
 
-/* The first of each group are enough. Mostly all are of one group, in which these few are found faster than by sorting. */
-void holders_rank(struct holders *holders)
+/* Mostly all holders are of one group. There, the few that matter are found faster than by sorting. */
+static size_t rank(struct holder *holders, size_t count)
 {
-    struct holder *ranked = holders->ranked;
-    for (size_t i = 1; i < holders->count; i++)
-        if (ranked[i].group != ranked[0].group) {
-            qsort(ranked, holders->count, sizeof *ranked, by_rank);
-            return;
+    for (size_t i = 1; i < count; i++)
+        if (holders[i].group != holders[0].group) {
+            qsort(holders, count, sizeof *holders, by_rank);
+            return count;
         }
     size_t kept = 0;
-    for (size_t i = 0; i < holders->count; i++) {
-        struct holder one = ranked[i];
-        if (kept == RANKED_MAX && by_rank(&one, &ranked[kept - 1]) > 0)
+    for (size_t i = 0; i < count; i++) {
+        struct holder one = holders[i];
+        if (kept == RANKED_MAX && by_rank(&one, &holders[kept - 1]) > 0)
             continue;
         size_t at = kept < RANKED_MAX ? kept++ : kept - 1;
-        for (; at > 0 && by_rank(&one, &ranked[at - 1]) < 0; at--)
-            ranked[at] = ranked[at - 1];
-        ranked[at] = one;
+        for (; at > 0 && by_rank(&one, &holders[at - 1]) < 0; at--)
+            holders[at] = holders[at - 1];
+        holders[at] = one;
     }
-    holders->count = kept;
+    return kept;
+}
+
+/* Without branches, which nobody could predict. */
+void find_holders(struct fleet *fleet, const struct question *question)
+{
+    double tokens_min = (double)question->fetch_tokens_min;
+    size_t count = 0;
+    for (size_t row = 0; row < fleet->count; row++) {
+        fleet->holders[count] = (struct holder){fleet->groups[row], fleet->blocks[row], (int64_t)row};
+        count += fleet->sources[row] & ((double)fleet->blocks[row] * N(BLOCK_SIZE) >= tokens_min);
+    }
+    fleet->holder_count = question->options & UNSPLITTABLE ? 0 : rank(fleet->holders, count);
 }
 
 /* The first of a group, or the first of the next group. */
-static size_t first_of(const struct holders *holders, int64_t group)
+static size_t first_of(const struct fleet *fleet, int64_t group)
 {
-    size_t low = 0, high = holders->count;
+    size_t low = 0, high = fleet->holder_count;
     while (low < high) {
         size_t middle = low + (high - low) / 2;
-        if (holders->ranked[middle].group < group)
+        if (fleet->holders[middle].group < group)
             low = middle + 1;
         else
             high = middle;
@@ -51,21 +122,22 @@ static size_t first_of(const struct holders *holders, int64_t group)
     return low;
 }
 
-int64_t most_blocks(const struct holders *holders, int64_t group)
+/* Blocks that a holder of the group has, at most. */
+static double most_blocks(const struct fleet *fleet, int64_t group)
 {
-    size_t i = first_of(holders, group);
-    return i < holders->count && holders->ranked[i].group == group ? holders->ranked[i].blocks : 0;
+    size_t i = first_of(fleet, group);
+    return i < fleet->holder_count && fleet->holders[i].group == group ? (double)fleet->holders[i].blocks : 0.0;
 }
 
-int find_sources(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                 const struct candidate *candidate, size_t row, struct holder found[SOURCES_MAX])
+int find_sources(const struct fleet *fleet, const struct question *question, const struct candidate *candidate,
+                 size_t row, struct holder found[SOURCES_MAX])
 {
-    int64_t block_size = block_size_of(N(BLOCK_SIZE)), first = candidate->cached / block_size;
-    int64_t last = (candidate->cached + candidate->fetched) / block_size;
-    size_t begin = first_of(holders, candidate->group);
+    int64_t block_size = (int64_t)block_size_of(N(BLOCK_SIZE)), first = candidate->of.cached / block_size;
+    int64_t last = (candidate->of.cached + candidate->of.fetched) / block_size;
+    size_t begin = first_of(fleet, candidate->group);
     int count = 0;
-    for (size_t i = begin; i < holders->count && i < begin + RANKED_MAX; i++) {
-        struct holder one = holders->ranked[i];
+    for (size_t i = begin; i < fleet->holder_count && i < begin + RANKED_MAX; i++) {
+        struct holder one = fleet->holders[i];
         one.blocks = one.blocks < last ? one.blocks : last;
         if (one.group != candidate->group || count == SOURCES_MAX ||
             (one.blocks - first) * block_size < question->fetch_tokens_min)
@@ -76,130 +148,262 @@ int find_sources(const struct fleet *fleet, const struct question *question, con
     return count;
 }
 
-/* ---- numbers of all candidates: cost.py */
+/* ---- costs */
 
-static size_t end_from(const struct fleet *fleet, size_t first)
+/* What all candidates share. */
+struct shared {
+    double eviction_price; /* in tokens computed again, for each token that is stored */
+    double itl_free_s;     /* a decode step that costs nothing */
+};
+
+/* By how much the request slows each step of a batch. */
+INLINED double more_s(const struct fleet *fleet, const struct question *question, size_t row)
 {
-    return first + TOGETHER < fleet->count ? first + TOGETHER : fleet->count;
+    double tokens = (double)(question->tokens + (question->tokens_out >> 1));
+    return N(DECODE_REQUEST_S) + N(DECODE_CONTEXT_TOKEN_S) * tokens;
 }
 
-FOR_EACH_MACHINE double uncrowded_itl_s(const struct fleet *fleet, const struct question *question,
-                                        const uint8_t *is_free)
+INLINED double mean_token_s(const struct fleet *fleet, size_t row)
 {
-    const uint8_t *decodes = fleet->flags + DECODES * fleet->stride;
-    double alone_s[TOGETHER], least_s = INFINITY;
-    for (size_t first = 0, end; first < fleet->count; first = end) {
-        end = end_from(fleet, first);
-        for (size_t row = first; row < end; row++) {
-            double of_row_s = N(DECODE_STEP_S) + more_s(fleet, question, row);
-            alone_s[row - first] = is_free[row] & decodes[row] ? of_row_s : INFINITY;
+    double each_s = N(PREFILL_TOKEN_S) + N(PREFILL_PAIR_S) * N(PAIRS_PER_TOKEN);
+    return each_s + N(PREFILL_STEP_S) / N(STEP_TOKENS);
+}
+
+INLINED double work_s(const struct fleet *fleet, size_t row, double computed, double cached)
+{
+    double pairs = computed * (cached + 0.5 * computed);
+    return N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * computed + N(PREFILL_PAIR_S) * pairs;
+}
+
+INLINED double waiting_s(const struct fleet *fleet, const struct question *question, size_t row, double token_s,
+                         double step_s)
+{
+    double reported_s = (N(WAITING_TOKENS) - N(SENT_TOKENS)) * token_s;
+    double left_s = most(reported_s - (question->now - N(HEARD_AT)), 0.0) + N(SENT_TOKENS) * token_s;
+    return most(left_s, 0.5 * step_s);
+}
+
+static struct shared share(const struct fleet *fleet, const struct question *question)
+{
+    double least_s = INFINITY, stored = 0.0, used = 0.0, busy = 0.0, count = 0.0;
+    for (size_t row = 0; row < fleet->count; row++) {
+        if (!(fleet->roles[row] & FREE))
+            continue;
+        if (FLAG(DECODES))
+            least_s = least(least_s, N(DECODE_STEP_S) + more_s(fleet, question, row));
+        if (FLAG(PREFILLS)) {
+            stored += N(STORED_TOKENS);
+            used += N(USED_TOKENS);
+            busy += least(N(PROMPTS_PER_S) * mean_token_s(fleet, row), BUSY_MAX);
+            count += 1.0;
         }
-        for (size_t i = end - first; i < TOGETHER; i++)
-            alone_s[i] = INFINITY;
-        double of_rows_s = least_of(alone_s, TOGETHER);
-        least_s = of_rows_s < least_s ? of_rows_s : least_s;
     }
-    return UNCROWDED * (least_s + 0.0);
+    bool has_target = question->itl_target_s < INFINITY, is_reused = used > 0.0 && stored > 0.0;
+    return (struct shared){
+        .eviction_price = is_reused ? least(1.0, used / stored) / (1.0 - busy / count) : 0.0,
+        .itl_free_s = has_target ? question->itl_target_s : UNCROWDED * least_s,
+    };
 }
 
-FOR_EACH_MACHINE double eviction_price(const struct fleet *fleet, const uint8_t *is_free)
+/* From 0 to NEVER_S, which also stands for what is not a number: so all costs can be compared. */
+INLINED double bounded(double cost_s)
 {
-    const uint8_t *prefills = fleet->flags + PREFILLS * fleet->stride;
-    double stored = 0.0, used = 0.0, busy = 0.0;
+    return cost_s < NEVER_S ? most(cost_s, 0.0) : NEVER_S;
+}
+
+/* `blocks` of the prompt are on the row, `elsewhere` on a worker of whom it can fetch: itself, perhaps. */
+INLINED struct estimate estimate(const struct fleet *fleet, const struct question *question,
+                                 const struct shared *shared, size_t row, double blocks, double elsewhere)
+{
+    struct estimate to;
+    double tokens = (double)question->tokens, out = (double)question->tokens_out;
+
+    /* The batch: seconds of a step of those that decode, and with this request in it. */
+    double token_s = mean_token_s(fleet, row), decoding = N(DECODING), slower_s = more_s(fleet, question, row);
+    double step_s = N(DECODE_STEP_S) + N(DECODE_REQUEST_S) * decoding + N(DECODE_CONTEXT_TOKEN_S) * N(CONTEXT_TOKENS);
+    double full_step_s = step_s + slower_s, shared_step_s = decoding > 0.0 ? step_s : 0.0;
+    double excess_s = most(full_step_s - shared->itl_free_s, 0.0);
+    double disturbed = full_step_s > shared->itl_free_s ? decoding * N(ANSWERS) : 0.0;
+    double between_s = shared_step_s / N(STEP_TOKENS);
+    to.itl_s = full_step_s / (1.0 - least(N(PROMPTS_PER_S) * token_s, BUSY_MAX));
+    to.step_s = full_step_s;
+
+    /* The prompt: computed, or a part of it fetched where that ends sooner. The last token is always computed. */
+    double block_size = block_size_of(N(BLOCK_SIZE)), usable = floor(most(tokens - 1.0, 0.0) / block_size);
+    double held = least(blocks, usable) * block_size, reach = least(elsewhere, usable) * block_size;
+    double missing = reach - held, alone_s = work_s(fleet, row, tokens - held, held);
+    double reading_s = N(TRANSFER_BASE_S) + N(TRANSFER_TOKEN_S) * missing;
+    double rest_s = work_s(fleet, row, tokens - reach, reach);
+    bool fetches = (missing >= (double)question->fetch_tokens_min) & (reading_s + rest_s < alone_s);
+    double own_s = fetches ? rest_s : alone_s, fetched = fetches ? missing : 0.0, computed = tokens - held - fetched;
+    to.cached = (int64_t)held;
+    to.fetched = (int64_t)fetched;
+    to.computed = (int64_t)computed;
+    to.queue_s = waiting_s(fleet, question, row, token_s + between_s, shared_step_s);
+    to.fetch_s = fetches ? reading_s : 0.0;
+    to.prefill_s = own_s + computed * between_s;
+    to.prefill_others_s = own_s * disturbed + shared->eviction_price * N(PREFILL_TOKEN_S) * (tokens - held);
+
+    /* The answer. */
+    double lacking = tokens - held, exposed = question->options & STREAMS ? least(lacking, N(STEP_TOKENS)) : lacking;
+    to.handoff_s = N(TRANSFER_BASE_S) + N(TRANSFER_TOKEN_S) * exposed;
+    to.decode_s = out * to.itl_s;
+    to.kv_wait_s = N(FREE_TOKENS) < tokens + out ? to.decode_s : 0.0;
+    to.within_s = to.decode_s - out * excess_s;
+    to.first_s = N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * TAIL_TOKENS + shared_step_s;
+    to.decode_others_s = out * slower_s * disturbed;
+
+    double prefill_s = to.queue_s + to.fetch_s + to.prefill_s + to.prefill_others_s + N(TRANSIT_S);
+    double answer_s = to.kv_wait_s + to.decode_s - to.within_s + to.decode_others_s;
+    to.cost_s[PREFILL] = bounded(prefill_s);
+    to.cost_s[DECODE] = bounded(to.handoff_s + to.queue_s + to.first_s + N(TRANSIT_S) + answer_s);
+    to.cost_s[WHOLE] = bounded(prefill_s + answer_s);
+    return to;
+}
+
+static bool is_late(const struct estimate *of, const struct question *question)
+{
+    return of->queue_s + of->fetch_s + of->prefill_s > question->ttft_target_s;
+}
+
+static bool is_slow(const struct estimate *of, const struct question *question)
+{
+    return of->step_s > question->itl_target_s;
+}
+
+/* ---- the shortlist of a large fleet */
+
+/* The costs of all rows, of which those that miss a target come after all that meet them. */
+FOR_EACH_MACHINE static void estimate_all(const struct fleet *table, const struct question *asked,
+                                          const struct shared *of_all, const double *restrict elsewhere,
+                                          double *restrict prefill_s, double *restrict decode_s,
+                                          double *restrict whole_s)
+{
+    const struct fleet copied = *table, *fleet = &copied;
+    const struct question question = *asked;
+    const struct shared shared = *of_all;
+    for (size_t row = 0; row < fleet->count; row++) {
+        struct estimate of = estimate(fleet, &question, &shared, row, (double)fleet->blocks[row], elsewhere[row]);
+        double late_s = is_late(&of, &question) ? NEVER_S : 0.0, slow_s = is_slow(&of, &question) ? NEVER_S : 0.0;
+        prefill_s[row] = of.cost_s[PREFILL] + late_s;
+        decode_s[row] = of.cost_s[DECODE] + slow_s;
+        whole_s[row] = of.cost_s[WHOLE] + late_s + slow_s;
+    }
+}
+
+/* Appends the cheapest rows of a group that have the role to `chosen`, unless they are there since `begin`. Returns the
+ * new number of chosen rows. They are in order; of equals the first rows.
+ */
+static size_t append_cheapest(const struct fleet *fleet, int64_t group, enum role role, const double *costs_s,
+                              size_t begin, size_t count)
+{
+    size_t rows[SHORTLISTED], found = 0;
+    for (size_t row = 0; row < fleet->count; row++) {
+        if (found == SHORTLISTED && !(costs_s[row] < costs_s[rows[SHORTLISTED - 1]]))
+            continue;
+        if (!(fleet->roles[row] & role) || fleet->groups[row] != group)
+            continue;
+        size_t at = found < SHORTLISTED ? found++ : SHORTLISTED - 1;
+        for (; at > 0 && costs_s[row] < costs_s[rows[at - 1]]; at--)
+            rows[at] = rows[at - 1];
+        rows[at] = row;
+    }
+    for (size_t i = 0; i < found; i++) {
+        size_t at = begin;
+        while (at < count && fleet->chosen[at] != rows[i])
+            at++;
+        if (at == count)
+            fleet->chosen[count++] = rows[i];
+    }
+    return count;
+}
+
+/* The smallest group of a free row that is at least `least`; INT64_MAX: there is none. */
+static int64_t group_from(const struct fleet *fleet, int64_t least)
+{
+    int64_t found = INT64_MAX;
+    for (size_t row = 0; row < fleet->count; row++) {
+        int64_t group = fleet->roles[row] & FREE ? fleet->groups[row] : INT64_MAX;
+        found = group >= least && group < found ? group : found;
+    }
+    return found;
+}
+
+/* The cheapest workers of each group for each part. */
+static size_t shortlist(const struct fleet *fleet, const struct question *question, const struct shared *shared)
+{
+    double *elsewhere = fleet->costs_s, *prefill_s = elsewhere + fleet->count, *decode_s = prefill_s + fleet->count;
+    double *whole_s = decode_s + fleet->count;
+    double most = 0.0;
+    for (size_t row = 0; row < fleet->count; row++) {
+        if (!row || fleet->groups[row] != fleet->groups[row - 1])
+            most = most_blocks(fleet, fleet->groups[row]);
+        elsewhere[row] = FLAG(EXCHANGES_KV) ? most : 0.0;
+    }
+    estimate_all(fleet, question, shared, elsewhere, prefill_s, decode_s, whole_s);
     size_t count = 0;
-    for (size_t first = 0, end; first < fleet->count; first = end) {
-        double stored_by[TOGETHER], used_of[TOGETHER], busy_for[TOGETHER];
-        end = end_from(fleet, first);
-        for (size_t row = first; row < end; row++) {
-            bool is_in = is_free[row] & prefills[row];
-            double share = least(N(PROMPTS_PER_S) * mean_token_s(fleet, row), BUSY_MAX, true);
-            stored_by[row - first] = is_in ? N(STORED_TOKENS) : 0.0;
-            used_of[row - first] = is_in ? N(USED_TOKENS) : 0.0;
-            busy_for[row - first] = is_in ? share : 0.0;
-            count += is_in;
-        }
-        /* One after the other, as Python does: the order changes the last bits. Zeros change nothing. */
-        for (size_t i = 0; i < end - first; i++) {
-            stored += stored_by[i];
-            used += used_of[i];
-            busy += busy_for[i];
-        }
+    for (int64_t group = INT64_MIN; (group = group_from(fleet, group)) < INT64_MAX; group++) {
+        size_t begin = count;
+        count = append_cheapest(fleet, group, PREFILL_ROLE, prefill_s, begin, count);
+        count = append_cheapest(fleet, group, DECODE_ROLE, decode_s, begin, count);
+        count = append_cheapest(fleet, group, DECODE_ROLE, whole_s, begin, count);
+        count = append_cheapest(fleet, group, ANSWER_ROLE, whole_s, begin, count);
     }
-    if (!(used > 0.0 && stored > 0.0))
-        return 0.0;
-    double reused = used / stored;
-    return (reused < 1.0 ? reused : 1.0) / (1.0 - busy / (double)count);
+    return count;
 }
 
-/* ---- candidates: evaluation.py and placer.py */
+/* ---- candidates */
 
 /* Whether the worker may serve the request without a prefill worker. */
 static bool may_serve_alone(const struct candidate *candidate, const struct fleet *fleet,
                             const struct question *question, size_t row)
 {
-    if (flag(fleet, ATTACHED, row))
+    int options = question->options;
+    if (!(candidate->roles & DECODE_ROLE) || options & PREFILL_NAMED)
+        return false;
+    if (FLAG(ATTACHED))
         return question->mode != DECODE_FIRST;
     if (question->mode != DECODE_FIRST) {
-        if (candidate->bits & PREFILLS_BIT)
+        if (candidate->roles & BOTH_ROLE)
             return true;
-        if (question->has_hit_threshold)
+        if (options & HIT_THRESHOLD)
             return false;
     }
-    double hit = (double)(candidate->cached + candidate->fetched);
+    double hit = (double)(candidate->of.cached + candidate->of.fetched);
     bool has_most = hit >= HIT_SHARE_OF_DECODE_FIRST * (double)question->tokens;
-    return question->may_decode_first && has_most && flag(fleet, EXCHANGES_KV, row) &&
-           (double)candidate->computed <= N(STEP_TOKENS);
+    return options & MAY_DECODE_FIRST && has_most && FLAG(EXCHANGES_KV) && (double)candidate->of.computed <= N(STEP_TOKENS);
 }
 
-struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                          size_t row)
+int find_candidates(struct fleet *fleet, const struct question *question, struct candidate *candidates)
 {
-    struct estimate of = estimate(fleet, question, row, prefix_of(fleet, question, holders, row));
-    struct candidate candidate = {
-        .group = fleet->groups[row],
-        .bits = (flag(fleet, PREFILLS, row) ? PREFILLS_BIT : 0) | (flag(fleet, DECODES, row) ? DECODES_BIT : 0),
-        .cached = (int64_t)of.cached,
-        .fetched = (int64_t)of.fetched,
-        .computed = (int64_t)of.computed,
-        .queue_s = of.queue_s,
-        .fetch_s = of.fetch_s,
-        .prefill_s = of.prefill_s,
-        .others_s = of.others_s,
-        .handoff_s = of.handoff_s,
-        .decode_queue_s = of.decode_queue_s,
-        .kv_wait_s = of.kv_wait_s,
-        .decode_s = of.decode_s,
-        .within_s = of.within_s,
-        .itl_s = of.itl_s,
-        .step_s = of.step_s,
-        .first_s = of.first_s,
-        .decode_others_s = of.decode_others_s,
-        .cost_s = {of.cost_s[PREFILL], of.cost_s[DECODE], of.cost_s[WHOLE]},
-        .legs = N(LEGS),
-        .last_chosen = N(LAST_CHOSEN),
-        .transit_s = N(TRANSIT_S),
-    };
-    if (candidate.bits & DECODES_BIT && may_serve_alone(&candidate, fleet, question, row))
-        candidate.bits |= ALONE_BIT;
-    return candidate;
+    struct shared shared = share(fleet, question);
+    size_t count = 0;
+    if (question->options & SHORT)
+        count = shortlist(fleet, question, &shared);
+    else
+        for (size_t row = 0; row < fleet->count; row++)
+            if (fleet->roles[row] & (PREFILL_ROLE | ANSWER_ROLE))
+                fleet->chosen[count++] = row;
+    for (size_t i = 0; i < count; i++) {
+        size_t row = fleet->chosen[i];
+        double elsewhere = FLAG(EXCHANGES_KV) ? most_blocks(fleet, fleet->groups[row]) : 0.0;
+        struct candidate *one = &candidates[i];
+        *one = (struct candidate){
+            .roles = (fleet->roles[row] & (PREFILL_ROLE | DECODE_ROLE | ANSWER_ROLE)) |
+                     (FLAG(PREFILLS) && FLAG(DECODES) ? BOTH_ROLE : 0),
+            .group = fleet->groups[row],
+            .of = estimate(fleet, question, &shared, row, (double)fleet->blocks[row], elsewhere),
+            .legs = N(LEGS),
+            .last_chosen = N(LAST_CHOSEN),
+            .transit_s = N(TRANSIT_S),
+        };
+        if (may_serve_alone(one, fleet, question, row))
+            one->roles |= ALONE_ROLE;
+    }
+    return (int)count;
 }
 
-static bool is_late(const struct candidate *candidate, const struct question *question)
-{
-    return ttft_s(candidate->queue_s, candidate->fetch_s, candidate->prefill_s) > question->ttft_target_s;
-}
-
-static bool is_slow(const struct candidate *candidate, const struct question *question)
-{
-    return candidate->step_s > question->itl_target_s;
-}
-
-static bool meets(const struct candidate *candidate, const struct question *question, enum part part)
-{
-    return !(part != DECODE && is_late(candidate, question)) && !(part != PREFILL && is_slow(candidate, question));
-}
-
-/* ---- the choice: evaluation.py and placer.py */
+/* ---- the choice */
 
 struct selection {
     const struct candidate *candidates;
@@ -207,9 +411,9 @@ struct selection {
     const struct question *question;
 };
 
-/* Some of the candidates: those with all these bits, of one group or of any, and all but one. */
+/* Some of the candidates: those with all these roles, of one group or of any, and all but one. */
 struct some {
-    int64_t bits;
+    int64_t roles;
     const int64_t *group;
     int but;
 };
@@ -217,7 +421,13 @@ struct some {
 static bool is_in(const struct selection *selection, const struct some *some, int i)
 {
     const struct candidate *one = &selection->candidates[i];
-    return (one->bits & some->bits) == some->bits && (!some->group || one->group == *some->group) && i != some->but;
+    return (one->roles & some->roles) == some->roles && (!some->group || one->group == *some->group) && i != some->but;
+}
+
+static bool meets(const struct candidate *candidate, const struct question *question, enum part part)
+{
+    return !(part != DECODE && is_late(&candidate->of, question)) &&
+           !(part != PREFILL && is_slow(&candidate->of, question));
 }
 
 /* The cheapest that meets the targets, or the cheapest if none does; among equals the one with the fewest legs, then
@@ -226,38 +436,29 @@ static bool is_in(const struct selection *selection, const struct some *some, in
 static int cheapest(const struct selection *selection, enum part part, struct some some)
 {
     const struct candidate *all = selection->candidates;
-    bool one_meets = false, is_first = true;
+    bool one_meets = false;
     for (int i = 0; i < selection->count && !one_meets; i++)
         one_meets = is_in(selection, &some, i) && meets(&all[i], selection->question, part);
 #define EACH(i)                                                                                                      \
     for (int i = 0; i < selection->count; i++)                                                                        \
         if (is_in(selection, &some, i) && (!one_meets || meets(&all[i], selection->question, part)))
-    double least_s = 0.0;
+    double least_s = INFINITY;
     EACH(i)
-    {
-        if (is_first || all[i].cost_s[part] < least_s)
-            least_s = all[i].cost_s[part];
-        is_first = false;
-    }
+        least_s = least(least_s, all[i].of.cost_s[part]);
     double limit_s = least_s + selection->question->tie_s;
     int best = -1;
-    /* The second pass is for costs that are not numbers, which no limit contains. */
-    for (int pass = 0; pass < 2 && best < 0; pass++)
-        EACH(i)
-        {
-            if (!pass && !(all[i].cost_s[part] <= limit_s))
-                continue;
-            if (best < 0 || all[i].legs < all[best].legs ||
-                (all[i].legs == all[best].legs && all[i].last_chosen < all[best].last_chosen))
-                best = i;
-        }
+    EACH(i)
+        if (all[i].of.cost_s[part] <= limit_s &&
+            (best < 0 || all[i].legs < all[best].legs ||
+             (all[i].legs == all[best].legs && all[i].last_chosen < all[best].last_chosen)))
+            best = i;
 #undef EACH
     return best;
 }
 
 static double pair_s(const struct selection *selection, int prefill, int decode)
 {
-    return selection->candidates[prefill].cost_s[PREFILL] + selection->candidates[decode].cost_s[DECODE];
+    return selection->candidates[prefill].of.cost_s[PREFILL] + selection->candidates[decode].of.cost_s[DECODE];
 }
 
 /* The smallest group of a prefill candidate that is larger than `*last`, or any when `last` is NULL. */
@@ -266,7 +467,7 @@ static const int64_t *next_group(const struct selection *selection, const int64_
     const int64_t *next = NULL;
     for (int i = 0; i < selection->count; i++) {
         const struct candidate *one = &selection->candidates[i];
-        if (one->bits & PREFILLS_BIT && (!last || one->group > *last) && (!next || one->group < *next))
+        if (one->roles & PREFILL_ROLE && (!last || one->group > *last) && (!next || one->group < *next))
             next = &one->group;
     }
     return next;
@@ -277,12 +478,12 @@ static bool cheapest_pair(const struct selection *selection, struct choice *best
 {
     double best_s = INFINITY;
     for (const int64_t *group = next_group(selection, NULL); group; group = next_group(selection, group)) {
-        int prefill = cheapest(selection, PREFILL, (struct some){PREFILLS_BIT, group, -1});
-        int decode = cheapest(selection, DECODE, (struct some){DECODES_BIT, group, -1});
+        int prefill = cheapest(selection, PREFILL, (struct some){PREFILL_ROLE, group, -1});
+        int decode = cheapest(selection, DECODE, (struct some){DECODE_ROLE, group, -1});
         int pairs[2][2] = {{prefill, decode}, {-1, -1}};
         if (prefill == decode) {
-            pairs[0][1] = cheapest(selection, DECODE, (struct some){DECODES_BIT, group, prefill});
-            pairs[1][0] = cheapest(selection, PREFILL, (struct some){PREFILLS_BIT, group, decode});
+            pairs[0][1] = cheapest(selection, DECODE, (struct some){DECODE_ROLE, group, prefill});
+            pairs[1][0] = cheapest(selection, PREFILL, (struct some){PREFILL_ROLE, group, decode});
             pairs[1][1] = decode;
         }
         for (int i = 0; i < 2; i++)
@@ -298,38 +499,38 @@ static bool cheapest_pair(const struct selection *selection, struct choice *best
 /* One worker for all of it: a prefill worker, too, where there is no other. */
 static struct choice any_role(const struct selection *selection, enum why why, bool has_pair)
 {
-    int chosen = cheapest(selection, WHOLE, (struct some){DECODES_BIT, NULL, -1});
+    int chosen = cheapest(selection, WHOLE, (struct some){DECODE_ROLE, NULL, -1});
     if (chosen < 0)
-        chosen = cheapest(selection, WHOLE, (struct some){0, NULL, -1});
+        chosen = cheapest(selection, WHOLE, (struct some){ANSWER_ROLE, NULL, -1});
     return (struct choice){-1, chosen, why, has_pair};
 }
 
 /* Two workers of role BOTH are taken only where a single one would miss the targets. */
 static bool keep_on_one(const struct selection *selection, const struct choice *pair, int whole)
 {
-    int64_t both = PREFILLS_BIT | DECODES_BIT;
+    const struct candidate *all = selection->candidates;
     return selection->question->mode == AUTO && whole >= 0 &&
-           (selection->candidates[pair->prefill].bits & selection->candidates[pair->decode].bits & both) == both &&
-           meets(&selection->candidates[whole], selection->question, WHOLE);
+           all[pair->prefill].roles & all[pair->decode].roles & BOTH_ROLE &&
+           meets(&all[whole], selection->question, WHOLE);
 }
 
 struct choice choose(const struct candidate *candidates, int count, const struct question *question)
 {
     struct selection selection = {candidates, count, question};
-    enum mode mode = question->mode;
-    if (question->unsplittable || mode == AGGREGATED)
+    int mode = question->mode;
+    if (question->options & UNSPLITTABLE || mode == AGGREGATED)
         return any_role(&selection, ASKED_FOR, false);
     struct choice pair = {-1, -1, APART, true};
     bool has_pair = cheapest_pair(&selection, &pair);
-    int whole = mode == DISAGGREGATED ? -1 : cheapest(&selection, WHOLE, (struct some){DECODES_BIT | ALONE_BIT, NULL, -1});
+    int whole = mode == DISAGGREGATED ? -1 : cheapest(&selection, WHOLE, (struct some){ALONE_ROLE, NULL, -1});
     if (mode == DECODE_FIRST && whole >= 0)
         return (struct choice){-1, whole, ALONE_ASKED_FOR, has_pair};
     if (has_pair && !keep_on_one(&selection, &pair, whole) &&
-        (whole < 0 || pair_s(&selection, pair.prefill, pair.decode) < candidates[whole].cost_s[WHOLE]))
+        (whole < 0 || pair_s(&selection, pair.prefill, pair.decode) < candidates[whole].of.cost_s[WHOLE]))
         return pair;
     if (whole >= 0)
         return (struct choice){-1, whole, BEST_FOR_BOTH, has_pair};
-    if (mode == DISAGGREGATED)
+    if (mode == DISAGGREGATED || question->options & PREFILL_NAMED)
         return (struct choice){-1, -1, ROLE_MISSING, has_pair};
     return any_role(&selection, ROLE_MISSING, has_pair);
 }

@@ -1,7 +1,6 @@
-/* The predicted cost of each candidate for a request, and the choice among them.
- *
- * cost.py, evaluation.py and placer.py are the specification: the results are the same to the last bit. Therefore each
- * formula has their order of operations, and the compiler must not contract them (-ffp-contract=off).
+/* The predicted cost of each candidate for a request, and the choice among them. What is computed, and why, is written in
+ * specification.py: choices are equal, and numbers to 1e-9. Formulas have its order of operations, and the compiler must
+ * not contract them (-ffp-contract=off): so a replay repeats on every machine.
  */
 #ifndef BATON_PLACEMENT_H
 #define BATON_PLACEMENT_H
@@ -9,13 +8,6 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-
-/* Rows are computed with the instructions that a machine has for several numbers at once. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
-#define FOR_EACH_MACHINE __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_MACHINE
-#endif
 
 /* Columns of `numbers` and rows of `flags`, as in fleet_table.py; a test compares the names. */
 #define NUMBER_NAMES(X)                                                                                              \
@@ -28,38 +20,24 @@
 enum number { NUMBER_NAMES(AS_ENTRY) NUMBERS };
 enum flag { FLAG_NAMES(AS_ENTRY) FLAGS };
 
-enum {
-    RANKED_MAX = 8,  /* as in kv_sources.py */
-    SOURCES_MAX = 2,
-    TAIL_TOKENS = 16, /* as in cost.py */
-    SHORTLISTED = 4,  /* as in shortlist.py */
-    TOGETHER = 64,    /* rows that are computed before they are compared or added */
-};
-#define BUSY_MAX 0.9
-#define UNCROWDED 5.0
-#define NEVER_S 1e9 /* as in shortlist.py */
-#define HIT_SHARE_OF_DECODE_FIRST 0.5 /* as in placer.py */
+/* The rest of the header is as in specification.py. */
+enum { SOURCES_MAX = 2 };
+enum mode { AUTO, AGGREGATED, DISAGGREGATED, DECODE_FIRST, MODES };
+enum option { STREAMS = 1, UNSPLITTABLE = 2, HIT_THRESHOLD = 4, MAY_DECODE_FIRST = 8, PREFILL_NAMED = 16, SHORT = 32 };
+enum role { PREFILL_ROLE = 1, DECODE_ROLE = 2, ALONE_ROLE = 4, ANSWER_ROLE = 8, BOTH_ROLE = 16, FIT = 32, FREE = 64, FULL = 128 };
+enum part { PREFILL, DECODE, WHOLE, PARTS };
+enum why { ASKED_FOR, ALONE_ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART };
 
-/* The fleet table: `numbers[what * stride + row]`, `flags[what * stride + row]`. */
-struct fleet {
-    const double *numbers;
-    const uint8_t *flags;
-    const int64_t *groups; /* of the request's model */
-    size_t stride, count;
+/* By row, 1 or 0: the worker offers the model; the request does not exclude it; the client lets it serve the part. */
+struct masks {
+    const uint8_t *offering, *allowed, *may_prefill, *may_answer;
+    bool prefill_named, answer_named; /* the client names the only worker that may serve the part */
 };
 
-enum mode { AUTO, AGGREGATED, DISAGGREGATED, DECODE_FIRST };
-
-/* What the cost and the choice depend on. */
 struct question {
     int64_t tokens, tokens_out, fetch_tokens_min;
-    double now, ttft_target_s, itl_target_s; /* infinite: no target */
-    double eviction_price;
-    double itl_free_s; /* a decode step that costs nothing */
-    double tie_s;
-    enum mode mode;
-    bool streams, unsplittable, has_hit_threshold, may_decode_first;
-    bool arrays; /* minimum and maximum treat NaN as numpy does, not as Python */
+    double now, ttft_target_s, itl_target_s, tie_s; /* targets are infinite where there is none */
+    int mode, options;
 };
 
 /* A worker that can be asked for KV. */
@@ -67,27 +45,18 @@ struct holder {
     int64_t group, blocks, row;
 };
 
-/* Of one prompt, ordered by group, then by most blocks, then by row. */
-struct holders {
-    struct holder *ranked;
-    size_t count;
-    const int32_t *blocks; /* of each row: blocks of the prompt from its start */
+struct estimate {
+    int64_t cached, fetched, computed; /* tokens */
+    double queue_s, fetch_s, prefill_s, prefill_others_s;
+    double handoff_s, kv_wait_s, decode_s, within_s, itl_s, step_s, first_s, decode_others_s;
+    double cost_s[PARTS];
 };
 
-enum { PREFILLS_BIT = 1, DECODES_BIT = 2, ALONE_BIT = 4 };
-
-/* The estimates and the numbers of the table are in the order of their types in Python: see `unpack` in compiled.py. */
 struct candidate {
-    int64_t bits, group;
-    int64_t cached, fetched, computed;
-    double queue_s, fetch_s, prefill_s, others_s;
-    double handoff_s, decode_queue_s, kv_wait_s, decode_s, within_s, itl_s, step_s, first_s, decode_others_s;
-    double cost_s[3]; /* by part */
+    int64_t roles, group;
+    struct estimate of;
     double legs, last_chosen, transit_s;
 };
-
-enum part { PREFILL, DECODE, WHOLE };
-enum why { ASKED_FOR, ALONE_ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART }; /* as `WHY` in compiled.py */
 
 /* Indices of candidates; -1: none. One worker serves all of the request when there is no `prefill`. */
 struct choice {
@@ -96,23 +65,30 @@ struct choice {
     bool has_pair; /* a pair was possible */
 };
 
-void holders_rank(struct holders *holders);
-/* Blocks that a holder of the group has, at most. */
-int64_t most_blocks(const struct holders *holders, int64_t group);
-/* Without a target: the decode step that costs nothing. */
-double uncrowded_itl_s(const struct fleet *fleet, const struct question *question, const uint8_t *is_free);
-/* What a token costs that another one evicts, in tokens computed again. */
-double eviction_price(const struct fleet *fleet, const uint8_t *is_free);
-struct candidate evaluate(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                          size_t row);
-/* The cheapest free rows of each group for each part, into `chosen`, which has room for all; returns how many.
- * `costs_s`: scratch memory for three times as many costs as there are rows.
- */
-size_t shortlist(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                 const uint8_t *is_free, size_t *chosen, double *costs_s);
+/* The fleet table, `numbers[what * stride + row]`, `flags[what * stride + row]`, and memory for all rows. */
+struct fleet {
+    const double *numbers;
+    const uint8_t *flags;
+    const int64_t *groups; /* of the request's model */
+    size_t stride, count;
+    uint8_t *roles;         /* bits of `enum role`, except ALONE_ROLE and BOTH_ROLE */
+    uint8_t *sources;       /* rows that may be asked for KV */
+    int32_t *blocks;        /* of the prompt from its start, on each row */
+    struct holder *holders; /* by group, then most blocks, then row */
+    size_t holder_count;
+    double *costs_s; /* for four times as many as there are rows */
+    size_t *chosen;  /* rows of the candidates */
+};
+
+/* Fills `roles` and `sources`; returns how many workers are free, -1 when none could serve the request, full or not. */
+long find_rows(const struct fleet *fleet, const struct masks *masks, double heard_min);
+/* Fills `holders`. */
+void find_holders(struct fleet *fleet, const struct question *question);
+/* Fills `chosen` and `candidates`; returns their number. */
+int find_candidates(struct fleet *fleet, const struct question *question, struct candidate *candidates);
 struct choice choose(const struct candidate *candidates, int count, const struct question *question);
 /* The rows to ask for KV that the candidate on `row` should fetch, with the block to stop before; returns how many. */
-int find_sources(const struct fleet *fleet, const struct question *question, const struct holders *holders,
-                 const struct candidate *candidate, size_t row, struct holder found[SOURCES_MAX]);
+int find_sources(const struct fleet *fleet, const struct question *question, const struct candidate *candidate,
+                 size_t row, struct holder found[SOURCES_MAX]);
 
 #endif

@@ -2,105 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
+from services.router.placement.candidates import Candidate
+from services.router.placement.placement import PlacementRequest
+from services.router.placement.specification import SOURCES_MAX
 from services.router.state import fleet_table as t
+from services.router.state.block_table import Depths
+from services.router.state.cluster_view import ClusterView
+from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_view import WorkerView
+from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
 
-SOURCES_MAX: Final = 2
-"""The second is asked for what the first has evicted meanwhile."""
-RANKED_MAX: Final = 8
-"""Holders of each group that may be asked; those with the longest match are enough."""
 
+class PrefixDepths:
+    """Counts how many blocks of a prompt, from its start, the worker of each row of the fleet table holds."""
 
-class Holder(NamedTuple):
-    """A worker that can be asked for KV."""
+    def __init__(self, cluster: ClusterView, index: PrefixIndex) -> None:
+        self._cluster = cluster
+        self._index = index
+        self._slots: t.Ints = np.zeros(0, dtype=np.int64)
+        self._as_of = (-1, -1)
 
-    blocks: int
-    row: int
+    def by_slot(self, hashes: Sequence[int]) -> Depths:
+        """Depth of each slot of the index; ``slots`` has each row's."""
+        return self._index.match_depths(hashes)
 
+    def slots(self) -> t.Ints:
+        """The index's slot of each row's worker; -1 for a worker that the index does not know."""
+        table = self._cluster.table
+        if self._as_of != (table.moves, self._index.moves):
+            self._as_of = (table.moves, self._index.moves)
+            self._slots = np.full(table.count, -1, dtype=np.int64)
+            for worker_id, view in self._cluster.workers.items():
+                self._slots[view.row] = self._index.slot(worker_id)
+        return self._slots
 
-class Holders:
-    """The holders of one prompt's KV."""
-
-    __slots__ = ("_blocks", "_ranked", "tokens_min")
-
-    def __init__(
-        self, table: t.FleetTable, groups: t.Ints, blocks: t.Ints | None, sources: t.Bools | None, tokens_min: int
-    ) -> None:
-        """``groups``: of each row (see ``ClusterView.groups``). ``blocks``: how many of the prompt's blocks, from its
-        start, each row of the table holds; None when the prompt's hashes are not known. ``sources``: rows that may be
-        asked; None: none may.
+    def beyond(self, hashes: Sequence[int], first: int, end: int, able: t.Bools) -> list[tuple[int, int, int]]:
+        """The fewest ``able`` rows that together hold the blocks from ``first`` up to, not including, ``end``, each as
+        (row, first block, end). They need not hold the blocks before ``first``.
         """
-        self.tokens_min = max(1, tokens_min)
-        self._blocks = blocks
-        self._ranked: dict[int, list[Holder]] = {}
-        if blocks is None or sources is None:
-            return
-        rows = np.flatnonzero(sources & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self.tokens_min))
-        if len(rows):
-            self._rank(rows[np.argsort(-blocks[rows], kind="stable")], groups)
+        rows = {int(self._slots[row]): row for row in np.flatnonzero(able).tolist()}
+        mask = np.zeros(len(self._index.slots), dtype=np.bool_)
+        mask[[slot for slot in rows if slot >= 0]] = True
+        return [(rows[slot], begin, stop) for slot, begin, stop in self._index.cover(hashes, first, end, mask)]
 
-    def held_by(self, row: int, block_size: int, prompt_tokens: int) -> int:
-        """Tokens that a worker need not compute. The engine always computes the last one, however much is cached."""
-        if self._blocks is None:
-            return 0
-        return min(int(self._blocks[row]), max(0, prompt_tokens - 1) // block_size) * block_size
-
-    def reachable_by(self, view: WorkerView, group: int, held: int, prompt_tokens: int) -> int:
-        """Tokens that a worker that holds ``held`` has after it fetched from one other; ``held`` if that is too few to
-        be worth it.
-        """
-        block_size = view.record.hashing.block_size
-        ranked = self._ranked.get(group)
-        most = ranked[0].blocks if ranked else 0  # Where that is the worker itself, it has nothing to fetch.
-        reach = min(most, max(0, prompt_tokens - 1) // block_size) * block_size
-        return reach if reach - held >= self.tokens_min else held
-
-    def of_all(
-        self, block_sizes: t.Floats, groups: t.Ints, exchange: t.Bools, prompt_tokens: int
-    ) -> tuple[t.Ints, t.Ints]:
-        """``held_by`` and ``reachable_by`` of every row of the table; the same array twice when no row can be helped.
-        ``exchange``: rows that can fetch KV.
-        """
-        if self._blocks is None:
-            nothing = np.zeros(len(groups), dtype=np.int64)
-            return nothing, nothing
-        sizes = block_sizes.astype(np.int64)
-        most = max(0, prompt_tokens - 1) // sizes
-        held: t.Ints = np.minimum(self._blocks, most) * sizes
-        if not self._ranked:
-            return held, held
-        reach = np.zeros(len(groups), dtype=np.int64)
-        for group, ranked in self._ranked.items():
-            reach[groups == group] = ranked[0].blocks
-        reach = np.minimum(reach, most) * sizes
-        return held, np.where(exchange & (reach - held >= self.tokens_min), reach, held)
-
-    def sources(
-        self, view: WorkerView, views: list[WorkerView | None], group: int, span: tuple[int, int]
+    def further_sources(
+        self, request: PlacementRequest, chosen: Candidate, able: t.Bools, tokens_min: int
     ) -> list[KvSource]:
-        """The workers that ``view`` should ask for the prompt's tokens from ``span[0]`` to at most ``span[1]``."""
-        block_size = view.record.hashing.block_size
-        first, last = span[0] // block_size, span[1] // block_size
-        sources: list[KvSource] = []
-        for one in self._ranked.get(group, ()):
-            end = min(one.blocks, last)
-            if len(sources) == SOURCES_MAX or (end - first) * block_size < self.tokens_min:
-                break
-            holder = views[one.row]
-            if holder is not None and holder is not view:
-                sources.append(source_of(holder, first=first, end=end))
-        return sources
+        """Sources of the blocks after those that a worker fetches, although not of the ones before. Mostly none.
+        ``able``: the rows that may be asked.
+        """
+        cluster, of, block_size = self._cluster, chosen.estimate, chosen.view.record.hashing.block_size
+        first = (of.cached + of.fetched) // block_size
+        last = min(max(0, request.prompt_tokens - 1) // block_size, len(request.hashes))
+        if request.forced is not None or first >= last or not self._index.held(request.hashes[first]):
+            return []
+        rows = able & (cluster.groups(request.model)[: len(able)] == of.group)
+        rows[chosen.view.row] = False
+        spans = self.beyond(request.hashes, first, last, rows)
+        if sum(end - begin for _row, begin, end in spans) * block_size < tokens_min:
+            return []
+        holders = [(cluster.views[row], begin, end) for row, begin, end in spans[:SOURCES_MAX]]
+        return [source_of(holder, first=begin, end=end) for holder, begin, end in holders if holder is not None]
 
-    def _rank(self, rows: t.Ints, groups: t.Ints) -> None:
-        assert self._blocks is not None
-        for group in set(groups[rows].tolist()):
-            best = rows[groups[rows] == group][:RANKED_MAX]
-            self._ranked[group] = list(map(Holder, self._blocks[best].tolist(), best.tolist()))
+
+def named_sources(sources: Sequence[WorkerId], view: WorkerView, cluster: ClusterView, able: t.Bools) -> list[KvSource]:
+    """The workers that a client wants ``view`` to ask for the prompt's KV. One that is lost, silent or excluded would
+    only cost the time that the worker waits for a reply.
+    """
+    named = [cluster.workers.get(worker_id) for worker_id in sources]
+    others = [holder for holder in named if holder is not None and holder is not view]
+    return [source_of(holder) for holder in others if able[holder.row] and holder.pairs_with == view.pairs_with]
 
 
 def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:

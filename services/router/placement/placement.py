@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from services.router.placement.shortlist import PartCandidates
+from services.router.placement.candidates import PartCandidates
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.request.facts import ForcedWorkers, Mode
 from services.router.settings import Settings

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from services.router.feeds.kv import KvFeed
-from services.router.placement import compiled
+from services.router.placement import native
 from services.router.placement.fleet import Fleet
 from services.router.request.context import RequestContext
 from services.router.state import block_table
@@ -163,7 +163,7 @@ def health_of(index: PrefixIndex, parity: ParityBook) -> RouterHealth:
         not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
         tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
         is_index_compiled=block_table.IS_COMPILED,
-        is_placement_compiled=compiled.IS_COMPILED,
+        is_placement_compiled=native.IS_COMPILED,
         is_tokenization_compiled=words.IS_COMPILED,
         is_request_path_compiled=request_path.IN_USE,
     )

@@ -8,9 +8,9 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.router.placement.kv_sources import SOURCES_MAX
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
+from services.router.placement.specification import SOURCES_MAX
 from services.router.request.facts import ForcedWorkers, Mode
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex

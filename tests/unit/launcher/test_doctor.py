@@ -290,6 +290,15 @@ def faults(here: InstallationFacts, there: SystemFacts) -> list[Finding]:
     return [one for one in found(here, there) if one.level is not Level.OK]
 
 
+def test_the_cost_of_placement_in_python_and_its_cure_are_told():
+    (only_one,) = faults(installation(is_placement_compiled=False), system())
+    (other,) = faults(installation(is_index_compiled=False), system())
+
+    assert "14 ms with 1,000" in only_one.why
+    assert "C compiler" in only_one.todo
+    assert "1,000" not in other.why
+
+
 def test_an_old_refusal_is_no_finding():
     old = Refusal(worker="p1", reason="every layer slides", ago_s=2 * DAY_S)
 

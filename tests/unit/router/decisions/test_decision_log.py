@@ -19,10 +19,10 @@ from services.router.decisions.decision import (
     DecisionLog,
 )
 from services.router.decisions.decision_filter import DecisionFilter
-from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
+from services.router.placement.candidates import Candidate
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.shortlist import Candidate
 from services.router.placement.slo import Targets
+from services.router.placement.specification import Estimate
 from services.router.request.facts import Mode
 from services.router.state.worker_view import WorkerView
 from shared.contracts.decisions import Part, TtftParts
@@ -51,9 +51,8 @@ def view(worker_id: str) -> WorkerView:
 
 
 def candidate(number: int, prefill_s: float) -> Candidate:
-    prefill = PrefillEstimate(0, 0, 0, 0.0, 0.0, prefill_s, 0.0)
-    decode = DecodeEstimate(*[0.0] * len(DecodeEstimate._fields))
-    return Candidate(view(f"p{number}"), 0, [0.0, 0.0, 0.0], (prefill, decode, Cost(0.0, 0.0, prefill_s)))
+    nothing = Estimate(0, 0, 0, 0, 0, *[0.0] * (len(Estimate._fields) - 5))
+    return Candidate(view(f"p{number}"), nothing._replace(prefill_s=prefill_s, whole_cost_s=prefill_s))
 
 
 def whole(*prefill_s: float, worker: str = "p0", considered: int = 0, **fields: Any) -> Placement:

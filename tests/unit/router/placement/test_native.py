@@ -1,4 +1,4 @@
-"""The compiled form of placement: it reads the fleet table as Python writes it, refuses bad arguments and leaks nothing."""
+"""Placement in C: it reads the fleet table as Python writes it, refuses bad arguments and leaks nothing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.router.placement import compiled
-from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
+from services.router.placement.native import IS_COMPILED
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
+from services.router.placement.specification import PACKED, Question
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.workers import Role
 from tests.support.fleet_builders import load, record
 
-pytestmark = pytest.mark.skipif(not compiled.IS_COMPILED, reason="not built here")
+pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="not built here")
 
 NOW = 0.0
 PROMPT = PlacementRequest(model="m", prompt_tokens=1000, hashes=(1, 2, 3))
@@ -131,7 +131,7 @@ def test_placements_leave_no_references_behind():
 
 
 def test_a_replaced_table_is_released():
-    arrays = [np.zeros((t.NUMBERS, 4)), np.zeros((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64)]
+    arrays = [np.zeros((t.NUMBERS, 4)), np.zeros((t.FLAGS, 4), np.bool_), np.zeros(4, np.bool_)]
     before = [sys.getrefcount(one) for one in arrays]
     for _ in range(ROUNDS):
         native(*arrays)
@@ -139,12 +139,12 @@ def test_a_replaced_table_is_released():
     assert [sys.getrefcount(one) for one in arrays] == before
 
 
-def native(numbers=None, flags=None, groups=None, free=None):
-    given = (numbers, flags, groups, free)
-    fitting = (np.ones((t.NUMBERS, 4)), np.ones((t.FLAGS, 4), np.bool_), np.zeros(4, np.int64), np.zeros(4, np.bool_))
-    return compiled._placement.NativePlacement(
-        *(one if one is not None else fit for one, fit in zip(given, fitting, strict=True))
-    )
+def native(numbers=None, flags=None, sources=None):
+    from services.router.native._placement import NativePlacement
+
+    given = (numbers, flags, sources)
+    fitting = (np.ones((t.NUMBERS, 4)), np.ones((t.FLAGS, 4), np.bool_), np.zeros(4, np.bool_))
+    return NativePlacement(*(one if one is not None else fit for one, fit in zip(given, fitting, strict=True)))
 
 
 FIXED = np.zeros(4, np.bool_)
@@ -161,9 +161,9 @@ FIXED.flags.writeable = False
         {"numbers": np.ones(t.NUMBERS * 4)},
         {"flags": np.ones((t.FLAGS + 1, 4), np.bool_)},
         {"flags": np.ones((t.FLAGS, 4), np.uint8)},
-        {"groups": np.zeros(4)},
-        {"groups": np.zeros(3, np.int64)},
-        {"free": FIXED},
+        {"sources": np.zeros(4, np.uint8)},
+        {"sources": np.zeros(3, np.bool_)},
+        {"sources": FIXED},
     ],
 )
 def test_a_table_of_another_shape_is_refused(arrays):
@@ -172,92 +172,66 @@ def test_a_table_of_another_shape_is_refused(arrays):
 
 
 MASK = np.ones(4, np.bool_)
-ASKED = {
-    "tokens": 100,
-    "tokens_out": 10,
-    "least": 1,
-    "now": 0.0,
-    "ttft": 1.0,
-    "itl": 1.0,
-    "tie": 0.0,
-    "mode": 0,
-    "options": 0,
-    "groups": None,
-    "depths": None,
-    "slots": None,
-    "shortlisted": False,
-    "views": [None] * 4,
-}
+QUESTION = Question(100, 10, 1, 0.0, 1.0, 1.0, 0.0, 0, 0)
+ASKED = {"question": QUESTION, "groups": np.zeros(4, np.int64), "depths": None, "slots": None, "views": [None] * 4}
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [(5, MASK, (), 0.0), (-1, MASK, (), 0.0), (4, MASK[:3], (), 0.0), (4, MASK, (4,), 0.0), (4, MASK, (-1,), 0.0),
-     (4, MASK, [0], 0.0), (4, MASK, ("0",), 0.0), (4, MASK.astype(np.int8), (), 0.0), (4, MASK, (), "0"), (2**80, MASK, (), 0.0),
-     (4, None, (), 0.0), ()],
+    [(5, MASK, None, None, None, 0.0), (-1, MASK, None, None, None, 0.0), (4, MASK[:3], None, None, None, 0.0),
+     (4, MASK, MASK[:3], None, None, 0.0), (4, MASK, None, MASK[:3], None, 0.0), (4, MASK, None, None, MASK[:3], 0.0),
+     (4, MASK, (), None, None, 0.0), (4, MASK.astype(np.int8), None, None, None, 0.0), (4, MASK, None, None, None, "0"),
+     (2**80, MASK, None, None, None, 0.0), ()],
 )  # fmt: skip
 def test_fit_refuses_rows_that_there_are_not(arguments):
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError, OverflowError)):
         native().fit(*arguments)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tokens": "1"},
-        {"now": "0"},
-        {"mode": 4},
-        {"mode": -1},
+        {"question": QUESTION._replace(tokens="1")},
+        {"question": QUESTION._replace(tokens=2**70)},
+        {"question": QUESTION._replace(now="0")},
+        {"question": QUESTION[:-1]},
+        {"question": None},
         {"groups": np.zeros(3, np.int64)},
         {"groups": np.zeros(4)},
         {"depths": np.zeros(4, np.int64), "slots": np.zeros(4, np.int64)},
         {"depths": np.zeros(4, np.int32)},
-        {"shortlisted": FIXED},
         {"views": [None] * 3},
         {"views": ()},
     ],
 )
 def test_choose_refuses_what_does_not_fit_the_table(changed):
     placing = native()
-    assert placing.fit(4, MASK, (), 0.0) == 0
+    assert placing.fit(4, MASK, None, None, None, 0.0) == 0
 
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError, OverflowError)):
         placing.choose(*{**ASKED, **changed}.values())
 
 
 def test_hostile_sizes_are_bounded():
-    numbers, free = np.ones((t.NUMBERS, 4)), np.zeros(4, np.bool_)
+    numbers = np.ones((t.NUMBERS, 4))
     numbers[t.LEGS] = 0.0
     numbers[t.BLOCK_SIZE] = [0.0, -1.0, np.nan, 1e300]
-    placing = native(numbers, free=free)
-    assert placing.fit(4, MASK, (), 0.0) == 4
+    placing = native(numbers)
+    assert placing.fit(4, MASK, None, None, None, 0.0) == 4
     slots = np.array([-1, 7, -(2**62), 2**62], np.int64)
-
     hostile = {
-        "tokens": 2**200,
-        "tokens_out": -(2**200),
-        "least": -(2**200),
+        "question": QUESTION._replace(tokens=2**53, tokens_out=-(2**53), fetch_tokens_min=-(2**53)),
         "depths": np.ones(4, np.int32),
         "slots": slots,
     }
+
     chosen = placing.choose(*{**ASKED, **hostile}.values())
 
+    assert not isinstance(chosen, bool)
+    assert [PACKED.unpack_from(chosen[5], PACKED.size * number)[2] for number in range(4)] == [0.0] * 4
+
+
+def test_candidates_are_packed_as_python_reads_them():
     from services.router.native import _placement
 
-    assert chosen is not None
-    assert len(chosen[5]) == 4 * _placement.CANDIDATE_BYTES
-
-
-@pytest.mark.parametrize("number", [-1, 4, 2**62])
-def test_there_is_no_candidate_beyond_the_packed_ones(number: int):
-    from services.router.native import _placement
-
-    with pytest.raises(ValueError, match="there is no row"):
-        _placement.unpack(b"\0" * (4 * _placement.CANDIDATE_BYTES + 1), number, PrefillEstimate, DecodeEstimate, Cost)
-
-
-def test_estimates_are_named_tuples():
-    from services.router.native import _placement
-
-    with pytest.raises(TypeError, match="named tuple"):
-        _placement.unpack(b"\0" * _placement.CANDIDATE_BYTES, 0, PrefillEstimate, dict, Cost)
+    assert PACKED.size == _placement.CANDIDATE_BYTES
