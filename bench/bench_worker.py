@@ -360,7 +360,7 @@ def page(loads: Sequence[Load], measured: Measured, rounds: int, command: str, p
             f"`{command}`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on {machine()}; load average {os.getloadavg()[1]:.1f}",
             f"(5 minutes, the benchmark included), kernel {platform.release()}; the modules that Baton compiles were {form}.",
             "",
-            f"`/v1/completions` with distinct prompts of 64 tokens, some behind text that both have seen, {place.engine}. Both servers run the same engine with the same",
+            f"`/v1/completions` with distinct prompts of 64 tokens, some after text that both have seen, {place.engine}. Both servers run the same engine with the same",
             "arguments, in processes of their own. vLLM: its OpenAI server behind HTTP, access log off, without KV connector and KV events. Baton: a worker",
             "with its KV connector, KV events and load reports; its legs come over NATS, as a router sends them, and no router runs. The server's",
             *(GPU_CORES if place.others else CORES),

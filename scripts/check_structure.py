@@ -96,7 +96,10 @@ NOT_YET = ("services/router/placement/", "services/router/tokenize/")
 COLUMNS_MAX, ROW_COLUMNS_MAX = 120, 240
 """The width of a document's prose, and of a row of a table."""
 MADE_PAGES = {
-    "docs/METRICS.md", "docs/OUTSIDE.md", "docs/benchmarks/replay.md", "docs/catalogue.md", "docs/configuration.md"
+    "docs/METRICS.md", "docs/OUTSIDE.md", "docs/catalogue.md", "docs/configuration.md",
+    *(f"docs/benchmarks/{name}.md" for name in (
+        "connector-step", "fleet", "kv", "kv-gpu", "replay", "scale", "telemetry", "worker", "worker-gpu"
+    )),
 }  # fmt: skip
 """Documents that a program writes as a whole."""
 
