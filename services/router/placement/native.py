@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from services.router.placement.specification import PythonPlacement
+from services.router.placement.specification import PACKED, PythonPlacement
 from services.router.state import fleet_table as t
 
 try:
-    from services.router.native._placement import NativePlacement
+    from services.router.native._placement import CANDIDATE_BYTES, NativePlacement
 except ImportError:
     IS_COMPILED = False
 else:
-    IS_COMPILED = True
+    # What was built of other sources is not used: it packs candidates differently.
+    IS_COMPILED = PACKED.size == CANDIDATE_BYTES
 
 
 def placement_of(
