@@ -43,8 +43,6 @@ app = typer.Typer(
 
 up_command.add_to(app)
 GROUP = "baton.commands"
-HELP = {"bench": "Replay a trace against simulated fleets in virtual time, and tune placement."}
-"""Help of commands of other packages, which are imported only when called."""
 
 
 @app.command(rich_help_panel="Run a system")
@@ -90,31 +88,14 @@ def main() -> None:
 
 
 def mount(app: typer.Typer, arguments: list[str]) -> None:
-    """Add the commands of other packages to ``app``, which is about to run with ``arguments``.
+    """Let the command of another package that ``arguments`` call take the place of the one of its name in ``app``.
 
-    Only the one that is called is imported. One with the name of a command of ``app`` takes its place.
+    Only that one is imported: it may need packages that take long to load.
     """
-    own = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+    for entry in entry_points(group=GROUP):
         if arguments[:1] == [entry.name]:
-            add(app, entry.name, entry.load())
-        elif entry.name not in own:
-            summary = HELP.get(entry.name, f"See: baton {entry.name} --help")
-            app.command(name=entry.name, help=summary, rich_help_panel="Plan it")(_not_called)
-
-
-def add(app: typer.Typer, name: str, loaded: typer.Typer) -> None:
-    """Add a group of commands, or the single command that it consists of."""
-    if loaded.registered_callback is not None:
-        app.add_typer(loaded, name=name)
-        return
-    app.registered_commands = [
-        command for command in app.registered_commands if getattr(command.callback, "__name__", "") != name
-    ] + loaded.registered_commands
-
-
-def _not_called() -> None:
-    """Placeholder for a command that is listed but not called."""
+            others = (each for each in app.registered_commands if getattr(each.callback, "__name__", "") != entry.name)
+            app.registered_commands = [*others, *entry.load().registered_commands]
 
 
 if __name__ == "__main__":
