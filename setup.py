@@ -51,14 +51,8 @@ class BuildRequestPath(build_ext):
         compile_files = compiler.compile
 
         def compile_side_by_side(sources: list[str], *others: Any, **named: Any) -> list[str]:
-            def compile_one(source: str) -> list[str]:
-                is_translated = Path(source).name.startswith("__native_")  # Not of mypyc's runtime.
-                added = ["-include", "shared/native/inline_cache.h"] if is_translated else []
-                flags = [*(named["extra_postargs"] or ()), *added]
-                return compile_files([source], *others, **{**named, "extra_postargs": flags})
-
             with ThreadPoolExecutor(os.cpu_count()) as threads:
-                each = threads.map(compile_one, sources)
+                each = threads.map(lambda source: compile_files([source], *others, **named), sources)
             return [compiled_file for files in each for compiled_file in files]
 
         compiler.compile = compile_side_by_side
@@ -88,13 +82,10 @@ def translated() -> list[Extension]:
     made = mypycify(
         paths, group_name=compiled["GROUP"], multi_file=True, target_dir=str(folder), opt_level="2", debug_level="0"
     )
-    (library,) = (one for one in made if one.name == f"{compiled['GROUP']}__mypyc")
-    library.sources.append("shared/native/inline_cache.c")
     for extension in made:
         extension.optional = True
         # Hidden names are called directly, not by way of the dynamic linker's table.
-        added = ["-fvisibility=hidden", "-include", "shared/native/error_paths.h"]
-        extension.extra_compile_args = [*extension.extra_compile_args, *added]
+        extension.extra_compile_args = [*extension.extra_compile_args, "-fvisibility=hidden"]
         # mypyc 2.4 puts the headers of a group with a dot in its name into a folder, and looks for them outside.
         extension.include_dirs.append(str(folder / "shared"))
     return made
