@@ -131,8 +131,6 @@ SAVE_S_MAX = 4.0
 """Time limit, when the store closes, for saving blocks that are not saved yet."""
 BLOCKS_MIN = 16
 """Blocks that must fit into a store's memory."""
-POLL_S = 0.002
-"""Interval of polls of a mover that does not signal arrivals."""
 NO_LEGS = b'{"error":{"message":"a store serves no requests","type":"invalid_request_error","code":503}}'
 
 
@@ -254,10 +252,7 @@ class StoreEngine(Engine, EngineExchange):
             await self._sleep(core.wakes_at())
 
     async def _sleep(self, until: float | None) -> None:
-        polls = self._core.moving and not self._mover.wakes
         seconds = None if until is None else max(0.0, until - time.monotonic())
-        if polls:
-            seconds = POLL_S if seconds is None else min(seconds, POLL_S)
         try:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()

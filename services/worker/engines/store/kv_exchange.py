@@ -96,10 +96,6 @@ class StoreExchange:
     def ended(self, job: Job, checksums: list[bytes]) -> None:
         self.tiers.ended(job, checksums, self._now())
 
-    @property
-    def moving(self) -> bool:
-        return bool(self._core.connecting) or self._core.works_without_request
-
     def take_notifications(self) -> EngineNotification | None:
         return self._count_grants(self._core.notifications()) if self._core.has_notifications else None
 

@@ -16,16 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
 
 from connector.layout.routes import ReaderRank
 from connector.layout.tensors import PROTOCOL_VERSION
-from connector.messages import Orders, Results
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.transfer_thread import Copier, TransferThread
 from services.worker.engines.port import Identity
-from services.worker.engines.simulated.kv_exchange import DirectMover, agent_name
+from services.worker.engines.simulated.kv_exchange import agent_name
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
 from services.worker.engines.store.records import BlockShape
@@ -58,36 +56,8 @@ class Storage:
         return f"{blocks} blocks in memory, {files}"
 
 
-class StoreMover(Protocol):
-    """Executes the orders of a store's exchange."""
-
-    wakes: bool
-    """Whether the mover signals new results; if not, the store polls it."""
-
-    def submit(self, orders: Orders) -> None:
-        """Start these orders."""
-
-    def take_results(self) -> Results:
-        """Results since the last call."""
-
-    def close(self) -> None:
-        """Abort transfers."""
-
-
-MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[StoreMover, KvHandshake]]
+MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[TransferThread, KvHandshake]]
 """Makes a mover and its handshake. Arguments: identity, shape, address and number of the blocks; called on results."""
-
-
-class Threaded(TransferThread):
-    """Copies on a separate thread and signals results."""
-
-    wakes = True
-
-
-class Direct(DirectMover):
-    """Copies on the caller's thread when polled, for agents that never block."""
-
-    wakes = False
 
 
 def mover_of(settings: Settings, engine: str) -> MoverOf:
@@ -111,25 +81,12 @@ def threaded(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
 
     def make(
         identity: Identity, shape: BlockShape, base: int, blocks: int, wake: Callable[[], None]
-    ) -> tuple[StoreMover, KvHandshake]:
+    ) -> tuple[TransferThread, KvHandshake]:
         agent = make_agent(agent_name(identity.worker_id, identity.epoch))
         own = register_blocks(agent, identity, shape, base, blocks)
-        mover = Threaded(lambda: Copier(agent, own, time.monotonic))
+        mover = TransferThread(lambda: Copier(agent, own, time.monotonic))
         mover.wake_on_results(wake)
         return mover, own.handshake
-
-    return make
-
-
-def direct(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
-    """For agents that never block."""
-
-    def make(
-        identity: Identity, shape: BlockShape, base: int, blocks: int, _wake_loop: Callable[[], None]
-    ) -> tuple[StoreMover, KvHandshake]:
-        agent = make_agent(agent_name(identity.worker_id, identity.epoch))
-        own = register_blocks(agent, identity, shape, base, blocks)
-        return Direct(Copier(agent, own, time.monotonic)), own.handshake
 
     return make
 
