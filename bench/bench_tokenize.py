@@ -38,13 +38,13 @@ from services.router.request.facts import RequestFacts
 from services.router.request.fields import read_request
 from services.router.request.prompt import Prompt
 from services.router.service import tune_garbage_collection
-from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.tokenizer import PromptTokenizer, Unfinished
 from services.router.tokenize.turns import PromptWork, Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import HashScheme
+from tests.support.block_hashes import block_hashes
 from tests.support.fleet_builders import load, record
 
 VOCABULARY = 64_000

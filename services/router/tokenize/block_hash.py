@@ -95,13 +95,6 @@ def extra_keys(*, salt: str = "", lora: tuple[str, str] | None = None, first: bo
     return cbor_head(4, len(keys)) + b"".join(keys)
 
 
-def block_hashes(
-    tokens: Sequence[int], scheme: HashScheme, *, salt: str = "", lora: tuple[str, str] | None = None
-) -> list[int]:
-    """The 64-bit hash of every full block of ``tokens``, first block first."""
-    return extend_chain(None, tokens, scheme, salt=salt, lora=lora)[0]
-
-
 def extend_chain(
     parent: bytes | None,
     tokens: Sequence[int],

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from services.router.tokenize.block_hash import block_hashes
 from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.channels import CHANGE_ADAPTER, TOKENS, WORKER_RECORDS
 from shared.contracts.control import AskTokens, ProbePrompt
@@ -22,6 +21,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import unpack_hashes
 from shared.contracts.workers import LoraAdapter
 from shared.runtime.settings import CommonSettings
+from tests.support.block_hashes import block_hashes
 from tests.support.kv_driver import ALONE, BLOCK, MODEL, Driver, driving, transfer_report_of
 from tests.support.kv_tap import Tap
 from tests.support.lora_files import make_adapter

@@ -8,8 +8,8 @@ import cbor2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.tokenize.block_hash import block_hashes
 from shared.contracts.workers import HashScheme
+from tests.support.block_hashes import block_hashes
 
 TOKENS = st.lists(st.integers(min_value=0, max_value=2**32 - 1), max_size=200)
 SALTS = st.text(max_size=40)

@@ -9,11 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.router.tokenize.block_hash import NO_KEYS, block_hashes
+from services.router.tokenize.block_hash import NO_KEYS
 from services.router.tokenize.segments import Segments
 from shared.contracts.workers import HashScheme
 from shared.text_cuts import find_cuts
 from tests.properties.router.tokenizer_kinds import KINDS, kind
+from tests.support.block_hashes import block_hashes
 from tests.support.examples import examples
 
 SCHEME = HashScheme(block_size=4)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.router.tokenize.block_hash import block_hashes
 from services.worker.engines.simulated.core.tokens import ROOT_HASH, BlockHasher
 from shared.contracts.workers import HashScheme
+from tests.support.block_hashes import block_hashes
 
 VOCABULARY = 70_000
 """More than 16 bits of token id."""

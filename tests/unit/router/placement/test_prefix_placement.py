@@ -9,13 +9,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.router.state.prefix_index import IndexState
-from services.router.tokenize.block_hash import block_hashes
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.kv_events import KvDigest, pack_hashes, unpack_hashes
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import HashScheme, Role
+from tests.support.block_hashes import block_hashes
 from tests.support.builders import kv_batch
 from tests.unit.router.world import World, in_world, prompt, settle
 

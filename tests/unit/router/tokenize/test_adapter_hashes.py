@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.router.request.fields import read_request
-from services.router.tokenize.block_hash import HashKeys, block_hashes
+from services.router.tokenize.block_hash import HashKeys
 from services.router.tokenize.segments import Segments
 from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
@@ -19,6 +19,7 @@ from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme
+from tests.support.block_hashes import block_hashes
 
 SCHEME = HashScheme(block_size=32)
 TEXT = "a beginning that many prompts have in common " * 30

@@ -11,7 +11,6 @@ import pytest
 
 from services.router.request.fields import read_request
 from services.router.request.prompt import Prompt
-from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
 from services.router.tokenize.segments import PIECE_CHARS_MAX
 from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
@@ -20,6 +19,7 @@ from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme
+from tests.support.block_hashes import block_hashes
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.world import World, in_world
 

@@ -11,7 +11,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.router.request.fields import read_request
-from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed
 from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.turns import PromptWork, Work
@@ -20,6 +19,7 @@ from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS
 from shared.contracts.workers import HashScheme
 from shared.text_cuts import find_cuts
+from tests.support.block_hashes import block_hashes
 
 SCHEME = HashScheme(block_size=16)
 CACHE_BYTES_MAX = 1 << 20
