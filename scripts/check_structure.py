@@ -55,7 +55,7 @@ PURE = {
     "services.worker.engines.simulated.core": "*",
     "services.worker.engines.store": "kv_exchange records tiers",
     "services.worker.legs": "body resume",
-    "shared": "loopback",
+    "shared": "bounded loopback",
     "shared.engine_speed": "*",
     "shared.http": "errors",
     "shared.text": "*",

@@ -12,7 +12,6 @@ ends early in two cases only: the reader releases it, or the engine will never w
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 
 from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
 from connector.holder.pending_writes import PendingWrites, Step
+from shared.bounded import Bounded
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
     FULL_HASH_BYTES,
@@ -99,10 +99,10 @@ class Holder:
         self._settings = settings
         self._now = now
         self._draining = False
-        self._prompts: OrderedDict[bytes, tuple[LegId, int]] = OrderedDict()
-        self._ended_legs: OrderedDict[LegId, None] = OrderedDict()
-        self._first_tokens: OrderedDict[LegId, FirstToken] = OrderedDict()
-        self._unwanted_offers: OrderedDict[str, None] = OrderedDict()
+        self._prompts = Bounded[bytes, tuple[LegId, int]](PROMPTS_NOTED_MAX)
+        self._ended_legs = Bounded[LegId, None](ENDED_LEGS_NOTED_MAX)
+        self._first_tokens = Bounded[LegId, FirstToken](ENDED_LEGS_NOTED_MAX)
+        self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0, block_size=1)
@@ -162,8 +162,6 @@ class Holder:
             self._free(self._leases.release(lease_id, release.reader_id))
         if release.reader_id == me:
             self._unwanted_offers.update(dict.fromkeys(release.lease_ids))
-            while len(self._unwanted_offers) > UNWANTED_OFFERS_NOTED_MAX:
-                self._unwanted_offers.popitem(last=False)
 
     def offer(
         self,
@@ -225,24 +223,18 @@ class Holder:
         """Record how many tokens of a leg's prompt were cached when it was scheduled; its last grant to a reader says
         so.
         """
+        self._prompts.pop(last_full_hash, None)
         self._prompts[last_full_hash] = leg_id, cached_tokens
-        self._prompts.move_to_end(last_full_hash)
-        if len(self._prompts) > PROMPTS_NOTED_MAX:
-            self._prompts.popitem(last=False)
 
     def note_first_token(self, leg_id: LegId, token: FirstToken) -> None:
         """A prefill leg has sampled its token; its last grant to a reader has it."""
         self._first_tokens[leg_id] = token
-        if len(self._first_tokens) > ENDED_LEGS_NOTED_MAX:
-            self._first_tokens.popitem(last=False)
 
     def leg_ended(self, leg_id: LegId) -> None:
         """A prefill leg has ended in any way. Blocks that it has not computed by now, for example because its prompt
         has other hashes than the reader's, will not come: the next ``advance`` sends its followers a last grant.
         """
         self._ended_legs[leg_id] = None
-        if len(self._ended_legs) > ENDED_LEGS_NOTED_MAX:
-            self._ended_legs.popitem(last=False)
 
     def release_all(self) -> None:
         """Before the engine ends: unpin all blocks and refuse new leases. ``advance`` sends followers a last grant.

@@ -18,6 +18,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from shared.bounded import Bounded
 from shared.bus.port import Bus, BusDown, Envelope, Subscription
 from shared.bus.receiver import count_bad, is_logged
 from shared.bus.wire import BadMessage
@@ -203,7 +204,7 @@ class LegInbox:
         self._router_id = router_id
         self._leg_buffer_bytes_max = leg_buffer_bytes_max
         self._legs: dict[LegId, Leg] = {}
-        self._cancelled: dict[LegId, bool] = {}
+        self._cancelled = Bounded[LegId, bool](CANCELLED_MAX)
         """And whether an in-flight list has named them since."""
         self._cancels: list[CancelLeg] = []
         self._canceller: asyncio.Task[None] | None = None
@@ -350,8 +351,6 @@ class LegInbox:
         if leg_id in self._cancelled or len(self._cancels) >= CANCELS_WAITING_MAX:
             return
         self._cancelled[leg_id] = False
-        if len(self._cancelled) > CANCELLED_MAX:
-            del self._cancelled[next(iter(self._cancelled))]
         self._cancels.append(CancelLeg(worker_id=worker_id, leg_id=leg_id))
         if self._canceller is None:
             self._canceller = self._loop.create_task(self._send_cancels(), name="cancel-legs")

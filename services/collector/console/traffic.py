@@ -7,6 +7,7 @@ from collections import Counter, deque
 from services.collector.console.requests import missed_target
 from services.collector.console.views import FlowLine, TenantRow
 from services.collector.metrics.windows import OTHER, Rate
+from shared.bounded import Bounded
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 
@@ -44,7 +45,7 @@ class Flows:
     """Current flows of requests and KV, at most ``FLOWS_MAX``."""
 
     def __init__(self) -> None:
-        self._flows: dict[tuple[str, str, str], Flow] = {}
+        self._flows = Bounded[tuple[str, str, str], Flow](FLOWS_MAX)
         """Flows in order of last use: the least recently used comes first."""
 
     def add(self, request: RequestFinished, now: float) -> None:
@@ -75,12 +76,7 @@ class Flows:
         return lines
 
     def _add(self, key: tuple[str, str, str], tokens: int, size_bytes: int, now: float) -> None:
-        flow = self._flows.pop(key, None)
-        if flow is None:
-            if len(self._flows) >= FLOWS_MAX:
-                del self._flows[next(iter(self._flows))]
-            flow = Flow(now)
-        self._flows[key] = flow
+        flow = self._flows[key] = self._flows.pop(key, None) or Flow(now)
         flow.add(tokens, size_bytes, now)
 
 

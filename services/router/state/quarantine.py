@@ -11,6 +11,8 @@ from hashlib import blake2b
 
 import msgspec
 
+from shared.bounded import Bounded
+
 DIGEST_BYTES = 16
 QUARANTINED_MAX = 1024
 """Requests remembered; the oldest are dropped."""
@@ -40,7 +42,7 @@ class Quarantine:
     def __init__(self, first_s: float) -> None:
         """``first_s``: the first quarantine of a request; 0: none is ever refused."""
         self._first_s = min(first_s, QUARANTINE_S_MAX)
-        self.entries: dict[bytes, QuarantinedRequest] = {}
+        self.entries = Bounded[bytes, QuarantinedRequest](QUARANTINED_MAX)
         """Requests that are remembered, refused or not."""
 
     def add(self, digest: bytes, now: float) -> float:
@@ -48,14 +50,14 @@ class Quarantine:
         known = self.entries.pop(digest, None)
         deaths = known.deaths + 1 if known is not None and now < known.until + REMEMBERED_S else 1
         for_s = min(QUARANTINE_S_MAX, self._first_s * AGAIN_FACTOR ** (deaths - 1))
-        self._keep(digest, QuarantinedRequest(now + for_s, deaths))
+        self.entries[digest] = QuarantinedRequest(now + for_s, deaths)
         return for_s
 
     def heard(self, digest: bytes, for_s: float, now: float) -> None:
         """Another router has quarantined it."""
         known = self.entries.pop(digest, None) or QuarantinedRequest(0.0, 1)
         known.until = max(known.until, now + min(max(0.0, for_s), QUARANTINE_S_MAX))
-        self._keep(digest, known)
+        self.entries[digest] = known
 
     def refused_s(self, digest: bytes, now: float) -> float:
         """For how many seconds more the request is refused; 0 when it is not."""
@@ -65,11 +67,6 @@ class Quarantine:
     def succeeded(self, digest: bytes) -> None:
         """An engine has served the request to its end."""
         self.entries.pop(digest, None)
-
-    def _keep(self, digest: bytes, entry: QuarantinedRequest) -> None:
-        self.entries[digest] = entry
-        if len(self.entries) > QUARANTINED_MAX:
-            del self.entries[next(iter(self.entries))]
 
 
 def digest_of(path: str, body: bytes) -> bytes:

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import math
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.settings import Settings
+from shared.bounded import Bounded
 from shared.bus.port import AskRefused, Bus, BusError
 from shared.contracts.channels import KV_FETCH
 from shared.contracts.failures import Reason
@@ -250,7 +250,7 @@ class StoreCopies:
         self._record = record
         self._uses_min = settings.kv_copy_uses_min
         self._stores: set[tuple[WorkerId, Epoch]] = set()
-        self._copied: OrderedDict[bytes, None] = OrderedDict()
+        self._copied = Bounded[bytes, None](COPIED_KEPT_MAX)
         """Last blocks of the chains that the stores hold."""
         self._round_at = -math.inf
 
@@ -285,12 +285,7 @@ class StoreCopies:
         )
         for chain in chains:
             if targets and chain[-1] not in self._copied and await copier.copy(chain):
-                self._remember(chain[-1])
+                self._copied[chain[-1]] = None
         if totals.blocks:
             log.info("%d blocks of %d prefixes were copied to stores", totals.blocks, totals.prefixes)
         return totals
-
-    def _remember(self, last_block: bytes) -> None:
-        self._copied[last_block] = None
-        if len(self._copied) > COPIED_KEPT_MAX:
-            self._copied.popitem(last=False)

@@ -15,6 +15,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from connector.scheduler.first_token import BEFORE_STEP
 from services.worker.engines.port import EngineLoad, LegResult
 from services.worker.engines.vllm.steps import NoIterations, StepMeter
+from shared.bounded import Bounded
 from shared.contracts.kv_exchange import KvTransferReport
 
 PARAMS = "baton"
@@ -77,7 +78,7 @@ class SourceTap:
     """
 
     def __init__(self, steps: StepMeter) -> None:
-        self._by_request: dict[str, PromptSources] = {}
+        self._by_request = Bounded[str, PromptSources](SOURCES_MAX)
         self._results: dict[str, LegResult] = {}
         """Results of legs by the engine's request id."""
         self._computing: set[str] = set()
@@ -113,8 +114,6 @@ class SourceTap:
     def _note(self, request_id: str, output: Any) -> None:
         if (stats := output.prefill_stats) is not None:
             self._computed(request_id)
-            if len(self._by_request) >= SOURCES_MAX:
-                self._by_request.pop(next(iter(self._by_request)))
             self._by_request[request_id] = PromptSources(
                 computed=stats.num_computed_tokens,
                 cached=stats.num_local_cached_tokens,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from shared.bounded import Bounded
 from shared.contracts.load import StepTotals
 from shared.engine_speed.steps import StepTotalsCounter
 
@@ -30,7 +31,7 @@ class StepMeter:
         self._pairs = 0.0
         self._scheduled_at = 0.0
         """The earliest scheduling time of the requests that have their first token in this step."""
-        self._begun: dict[str, Any] = {}
+        self._begun = Bounded[str, Any](BEGUN_MAX)
         """Statistics of prompts, by request, whose answer began before they took part in a step."""
         self._results_at = 0.0
         self._last_at = 0.0
@@ -40,8 +41,6 @@ class StepMeter:
 
     def begun(self, output: Any) -> None:
         """A request's first output, which no step made."""
-        if len(self._begun) >= BEGUN_MAX:
-            self._begun.pop(next(iter(self._begun)))
         self._begun[output.request_id] = output.prefill_stats
 
     def results(self, outputs: list[Any], results_at: float) -> None:
