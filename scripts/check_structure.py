@@ -39,7 +39,7 @@ PURE = {
     "services.router.batches": "lines",
     "services.router.decisions": "decision decision_filter",
     "services.router.placement": (
-        "assembly candidates fleet kv_sources media native placement placer policy revisions slo specification"
+        "assembly candidates fleet kv_sources native placement placer policy revisions slo specification"
     ),
     "services.router.relay": "failure_policy migration",
     "services.router.request": "client facts fields form head mode model_name rate_limit sequences timings",

@@ -41,7 +41,6 @@ IGNORED = (
     "services/router/admission/bus_health.py",
     "services/router/admission/placing.py",
     "services/router/admission/waker.py",
-    "services/router/placement/media.py",
     "services/router/state/quarantine.py",
     "services/router/state/reservations.py",
 )

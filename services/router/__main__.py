@@ -30,7 +30,7 @@ def main() -> None:
         "router",
         settings.instance or f"router-{secrets.token_hex(3)}",
         common,
-        lambda service: serve(service, settings, common.media_hosts, listener, shared),
+        lambda service: serve(service, settings, listener, shared),
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         drain_s_max=settings.drain_s_max,
         listener=listener,

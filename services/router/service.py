@@ -102,7 +102,7 @@ def failure_policy(settings: Settings) -> FailurePolicy:
 class Router:
     """All objects of one router, wired but not running."""
 
-    def __init__(  # noqa: PLR0913  # what tests replace
+    def __init__(
         self,
         settings: Settings,
         bus: Bus,
@@ -110,7 +110,6 @@ class Router:
         tracing: Tracing,
         waits: Waits | None = None,
         *,
-        media_hosts: frozenset[str] = frozenset(),
         failures: FailurePolicy | None = None,
         placement: PlacementPolicy | None = None,
     ) -> None:
@@ -127,7 +126,7 @@ class Router:
         self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
         self.policy = RequestPolicy.from_settings(settings)
-        self.prompts = Prompts(settings, bus, clock, fleet, self.policy.shares, media_hosts)
+        self.prompts = Prompts(settings, bus, clock, fleet, self.policy.shares)
         self.queue = AdmissionQueue(
             Admission(AdmissionPolicy.from_settings(settings), fleet.place),
             clock,
@@ -350,15 +349,11 @@ async def until(promise: Callable[[], bool], service: Service) -> None:
 
 
 async def serve(
-    service: Service,
-    settings: Settings,
-    media_hosts: frozenset[str],
-    listener: socket.socket,
-    shared: socket.socket | None = None,
+    service: Service, settings: Settings, listener: socket.socket, shared: socket.socket | None = None
 ) -> None:
-    """Run a router with these settings until the service stops. ``media_hosts``: see ``CommonSettings``."""
+    """Run a router with these settings until the service stops."""
     tracing = Tracing(service.spans, service.clock)
-    router = Router(settings, service.bus, service.clock, tracing, service.waits, media_hosts=media_hosts)
+    router = Router(settings, service.bus, service.clock, tracing, service.waits)
     await run(router, service, listener, shared)
 
 

@@ -7,7 +7,6 @@ engine behind them is missing (see ``front``). The model is a tiny BLIP-2, whose
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
 import os
@@ -166,13 +165,14 @@ def bodies(url: str) -> Iterator[tuple[str, dict]]:
 async def test_an_engine_fetches_nothing_that_the_operator_has_not_named(server, web):
     asked = [(path, body) for url in urls(web) for path, body in bodies(url)]
 
-    for path, body in asked:
-        with contextlib.suppress(RuntimeError):  # vLLM's server ends so when it is asked for a file.
-            await ask(server, path, body)
+    answers = [await ask(server, path, body) for path, body in asked]
 
     assert web.fetched == []
-    status, answer = await ask(server, *asked[0])
-    assert (status, "BATON_MEDIA_DOMAINS" in answer) == (400, True)
+    assert {status for status, _answer in answers} == {
+        200,
+        400,
+    }  # 200 where only fields that nothing reads have the URL.
+    assert "BATON_MEDIA_DOMAINS" in answers[0][1]
 
 
 async def test_a_named_host_is_fetched_from_but_cannot_redirect(tmp_path, web):

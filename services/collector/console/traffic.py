@@ -76,7 +76,8 @@ class Flows:
         return lines
 
     def _add(self, key: tuple[str, str, str], tokens: int, size_bytes: int, now: float) -> None:
-        flow = self._flows[key] = self._flows.pop(key, None) or Flow(now)
+        known = self._flows.pop(key, None)
+        flow = self._flows[key] = known or Flow(now)
         flow.add(tokens, size_bytes, now)
 
 

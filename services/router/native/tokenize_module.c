@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "hash_chain.h"
-#include "url_fields.h"
 #include "words.h"
 
 enum { CHARS = 0x800 }; /* What has at most two bytes in UTF-8. Nothing beyond stands beside a cut. */
@@ -368,7 +367,6 @@ static PyType_Spec spec = {
 static PyMethodDef functions[] = {
     {"open_library", open_library, METH_O, NULL},
     {"extend_chain", (PyCFunction)(void (*)(void))extend_chain, METH_FASTCALL, NULL},
-    {"may_have_urls", may_have_urls, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

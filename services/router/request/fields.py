@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgspec
 
-from services.router.placement.media import foreign_media
 from services.router.request.facts import (
     NO_OPTIONS,
     Body,
@@ -50,11 +49,8 @@ _raw_body = msgspec.json.Decoder(RawBody)
 RAW_FIELDS: Final = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
 
 
-def read_request(path: str, body: bytes, media_hosts: frozenset[str] = frozenset()) -> RequestFacts:
-    """Never raises: a body that cannot be read goes unsplit to an engine, whose error message reaches the client.
-
-    ``media_hosts``: those from which engines may fetch media.
-    """
+def read_request(path: str, body: bytes) -> RequestFacts:
+    """Never raises: a body that cannot be read goes unsplit to an engine, whose error message reaches the client."""
     # Most bodies are harmless at first sight, and ``body_fault`` is not compiled as this is.
     harmless = len(body) <= HARMLESS_BYTES_MAX and body.startswith(b"{") and b"\x00" not in body[:4]
     if not harmless and (too_costly := body_fault(body)):
@@ -69,9 +65,6 @@ def read_request(path: str, body: bytes, media_hosts: frozenset[str] = frozenset
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
     fault = fault or long_value
-    # The search takes longer than reading the body, and completions have no media.
-    if path != COMPLETIONS and (foreign := foreign_media(body, media_hosts)) is not None:
-        fault = Fault(param=foreign.param, message=foreign.message)
     if parsed.chat_template_kwargs is not None and (name := _reserved(parsed.chat_template_kwargs, body)):
         fault = Fault(param="chat_template_kwargs", message=reserved_message(name))
     ours = ours and fault is None

@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 from urllib.parse import parse_qs
 
 from services.router.placement.fleet import Fleet
-from services.router.placement.media import has_media
 from services.router.placement.revisions import Shares
 from services.router.request.facts import Body, Fault, RequestFacts
 from services.router.request.fields import MODEL_CHARS_MAX, read_request
@@ -21,7 +20,7 @@ from services.router.settings import Settings
 from services.router.state.revision_names import means
 from services.router.state.worker_view import WorkerView
 from services.router.tokenize.parity import ParityWatch
-from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts
+from services.router.tokenize.rendered_prompts import NotRendered, RenderedPrompts, has_media
 from services.router.tokenize.tokenizer import (
     BYTES_PER_TOKEN_GUESSED,
     PromptTokenizer,
@@ -88,17 +87,8 @@ class UnreadPrompt(NamedTuple):
 class Prompts:
     """Tokenizes prompts for placement. ``follow`` fetches the tokenizers; ``of`` never fails a request."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        bus: Bus,
-        clock: Clock,
-        fleet: Fleet,
-        shares: Shares,
-        media_hosts: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet, shares: Shares) -> None:
         self._settings = settings
-        self._media_hosts = media_hosts
         self._bus = bus
         self._clock = clock
         self._fleet = fleet
@@ -189,7 +179,7 @@ class Prompts:
             return RequestFacts(path=head.path, model=model_in(head.query), body=Body())
         if head.path in FORMS:
             return read_form_request(head.path, body, head.content_type)
-        return read_request(head.path, body, self._media_hosts)
+        return read_request(head.path, body)
 
     async def whole(
         self, tokenizer: PromptTokenizer, facts: RequestFacts, lora: tuple[str, str] | None = None

@@ -5,14 +5,14 @@ processor knows.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from enum import StrEnum
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
-from services.router.placement.media import has_addresses
 from services.router.request.facts import RequestFacts
 from services.router.request.http_request import HttpRequest
 from services.router.request.prompt import Prompt
@@ -38,6 +38,14 @@ KEPT_BLOCKS_MAX = 128 * 1024
 """Of all prompts that are kept; 40 bytes each."""
 KEPT_MAX = 1024
 DIGEST_BYTES = 32
+MEDIA: Final = re.compile(rb'"(?:input_)?(?:image|audio|video|file)(?:_url|_embeds|_pil)?"')
+"""The names of types and fields of parts that are media, as vLLM reads them."""
+ADDRESS: Final = re.compile(
+    rb'"(?:(?:image|audio|video)_url"\s*:\s*(?:\{[^{}]{0,64}?"url"\s*:\s*)?|type"\s*:\s*"url"\s*,\s*"url"\s*:\s*)"(?!(?i:data):)'
+)
+"""The usual forms of a medium that an engine would have to fetch. The media of any other form are fetched twice, if the
+engine may fetch them: when the prompt is rendered, and when it is served.
+"""
 REACHES_LAST_BLOCK = "a medium reaches into the last block, which the decode worker would compute"
 
 
@@ -66,6 +74,11 @@ WHY = {
     Outcome.FAILED: "the worker did not reply",
 }
 """For the decision of a prompt that is placed by load alone."""
+
+
+def has_media(messages: msgspec.Raw) -> bool:
+    """Whether parts of these messages may be media: a quick look that takes a text in quotes for text."""
+    return MEDIA.search(memoryview(messages)) is not None
 
 
 class NotRendered(Exception):
@@ -137,8 +150,6 @@ class RenderedPrompts:
         size = http_request.upload.size
         if size > RENDERED_BODY_BYTES_MAX:
             raise NotRendered(Outcome.TOO_LARGE)
-        if facts.body is not None and (has_addresses(facts.body.messages) or has_addresses(facts.body.input)):
-            raise NotRendered(Outcome.ADDRESSES)
         try:
             async with work.within(RENDER_S_MAX):
                 work.hold(size)
@@ -156,10 +167,12 @@ class RenderedPrompts:
         return prompt, Outcome.RENDERED
 
     async def _digest(self, body: bytes, facts: RequestFacts, like: WorkerView, work: Work) -> bytes:
-        """Of everything that the result depends on."""
+        """The digest of everything that the result depends on. Raises NotRendered, and NoTurn."""
         about = (like.pairs_with, facts.path, facts.model, like.digest_of(facts.model), facts.salt, facts.media_salt)
 
         def digest() -> bytes:
+            if ADDRESS.search(body) is not None:
+                raise NotRendered(Outcome.ADDRESSES)
             named = blake2b(msgspec.msgpack.encode(about), digest_size=DIGEST_BYTES)
             named.update(body)
             return named.digest()

@@ -116,6 +116,7 @@ INTERFACES = {
     "vllm/lora/utils.py": "get_adapter_absolute_path",
     "vllm/lora/worker_manager.py": "LRUCacheWorkerLoRAManager.add_adapter WorkerLoRAManager._load_adapter",
     "vllm/config/lora.py": "LoRAConfig",
+    "vllm/multimodal/media/connector.py": "MediaConnector._load_file_url",
     "vllm/multimodal/processing/context.py": "BaseProcessingInfo.model_id",
     "vllm/multimodal/processing/inputs.py": "ProcessorInputs.get_mm_hashes",
     "vllm/renderers/base.py": (

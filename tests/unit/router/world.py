@@ -99,17 +99,11 @@ def unchunk(rest: bytes) -> bytes:
 
 
 class World:
-    def __init__(
-        self,
-        settings: Settings,
-        sink: SpanSink | None = None,
-        media_hosts: frozenset[str] = frozenset(),
-        failures: FailurePolicy | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, sink: SpanSink | None = None, failures: FailurePolicy | None = None) -> None:
         self.hub = MemoryHub()
         self.bus = MemoryBus(self.hub)
         tracing = Tracing(sink, LoopClock())
-        self.router = Router(settings, self.bus, LoopClock(), tracing, media_hosts=media_hosts, failures=failures)
+        self.router = Router(settings, self.bus, LoopClock(), tracing, failures=failures)
         self.workers: dict[str, FakeWorker] = {}
         self.tasks = asyncio.TaskGroup()
 
@@ -173,13 +167,8 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def open_world(
-    settings: Settings,
-    sink: SpanSink | None = None,
-    media_hosts: frozenset[str] = frozenset(),
-    failures: FailurePolicy | None = None,
-):
-    world = World(settings, sink, media_hosts, failures)
+async def open_world(settings: Settings, sink: SpanSink | None = None, failures: FailurePolicy | None = None):
+    world = World(settings, sink, failures)
     await world.router.open()
     async with world.tasks as tasks:
         world.router.start(tasks)
@@ -194,14 +183,13 @@ async def open_world(
 def run_in_world(
     scenario: Callable[[World], Awaitable[None]],
     sink: SpanSink | None = None,
-    media_hosts: frozenset[str] = frozenset(),
     failures: FailurePolicy | None = None,
     **settings: Any,
 ) -> None:
     """Run a scenario in virtual time; its spans go to ``sink``."""
 
     async def main() -> None:
-        async with open_world(Settings(log_requests=False, **settings), sink, media_hosts, failures) as world:
+        async with open_world(Settings(log_requests=False, **settings), sink, failures) as world:
             await scenario(world)
 
     run_in_virtual_time(main())

@@ -318,7 +318,12 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
 
     from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
     from services.worker.engines.vllm.known_texts import reuse_tokens
-    from services.worker.engines.vllm.media import name_by_content, only_vllm_reads_media, separate_tenants
+    from services.worker.engines.vllm.media import (
+        name_by_content,
+        only_vllm_reads_media,
+        refuse_files,
+        separate_tenants,
+    )
     from services.worker.engines.vllm.openai_app import VllmServer, trim
     from services.worker.engines.vllm.resume import derive_ids
     from services.worker.engines.vllm.tokenizer import bound_rendering
@@ -326,6 +331,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     bound_rendering(llm.model_config.max_model_len)
     derive_ids()
     only_vllm_reads_media()
+    refuse_files()
     separate_tenants(llm.renderer)
     name_by_content(llm.renderer, model_revision(llm.model_config))
     reuse_tokens(llm.renderer, load_chat_template(args.chat_template) or "")

@@ -1,5 +1,8 @@
 """Media in vLLM's server: only vLLM itself fetches them, and its caches of what it has processed keep tenants apart.
 
+It fetches from the hosts of ``--allowed-media-domains`` only (see ``arguments``), whatever the endpoint: every other
+URL is 400.
+
 vLLM knows a medium by the ``uuid`` that the client gives to it, or else by a hash of its content, and puts either into
 the hashes of KV blocks. A client could choose the name, or the hash, of another tenant's medium: that tenant's requests
 would then be answered for the client's own picture. It could also see by the time of an answer whether another tenant
@@ -38,6 +41,23 @@ def only_vllm_reads_media() -> None:
         for reader in readers:
             owner, _, function = reader.rpartition(".")
             setattr(getattr(module, owner) if owner else module, function, _refuse)
+
+
+def refuse_files() -> None:
+    """From now on a ``file:`` URL is 400, unless the operator has set ``--allowed-local-media-path``. VLLM's server
+    raises RuntimeError for it, which routers take for a failure of the worker.
+    """
+    from vllm.multimodal.media import MediaConnector
+
+    load = MediaConnector._load_file_url
+
+    @functools.wraps(load)
+    def load_file(connector: Any, *args: Any) -> Any:
+        if connector.allowed_local_media_path is None:
+            raise ValueError("media must be `data:` URLs, not files")
+        return load(connector, *args)
+
+    MediaConnector._load_file_url = load_file
 
 
 def _refuse(*_args: Any, **_options: Any) -> NoReturn:

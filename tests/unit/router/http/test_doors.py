@@ -196,17 +196,6 @@ async def test_each_input_counts_as_a_sequence(world: World, path: str, body: di
     assert msgspec.json.decode(start.body) == {"model": "m", **body}
 
 
-@in_world()
-async def test_embeddings_fetch_no_media_from_elsewhere(world: World):
-    content = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]
-
-    await world.worker("w1", script=answer)
-
-    refused = await world.ask({"model": "m", "inputs": [{"content": content}]}, path="/v2/embed")
-
-    assert (refused.status, refused.error["param"]) == (400, "image_url")
-
-
 @pytest.mark.parametrize("name", ["a.wav", 'a "b"; c.wav', "\u00e9\u00e8.mp3", "my name=x.ogg"])
 async def test_forms_of_the_official_sdk_and_of_http_libraries_are_read(name: str):
     async with running() as up:

@@ -74,7 +74,7 @@ async def test_a_chat_with_a_picture_goes_to_the_worker_with_its_blocks(world: W
 
     assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
     decision = last_decision(world)
-    assert (decision.exact, decision.prompt_tokens) == (True, TOKENS)
+    assert (decision.exact, decision.request.prompt_tokens) == (True, TOKENS)
     assert decision.result.cached_tokens == len(HASHES) * BLOCK
     assert counts(world) == {Outcome.RENDERED: 4}
 
@@ -99,7 +99,7 @@ async def test_what_the_router_does_not_render_goes_to_the_worker_with_their_blo
     assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
     assert {response.headers["x-baton-mode"] for response in responses} == {"disaggregated"}
     decision = last_decision(world)
-    assert (decision.exact, decision.prompt_tokens) == (True, TOKENS)
+    assert (decision.exact, decision.request.prompt_tokens) == (True, TOKENS)
     assert {ask.path for ask in asks(world)} == {path}
 
 
@@ -156,15 +156,35 @@ async def test_a_prompt_that_is_not_rendered_is_placed_by_load(world: World, ren
     assert decision.why_inexact
 
 
-@in_world(media_hosts=frozenset({"cdn.example"}))
-async def test_media_that_engines_fetch_and_large_bodies_are_not_rendered(world: World):
-    await three_workers(world, says())
-    assert (await world.ask(chat("https://cdn.example/x.png"), path=CHAT)).status == 200
-    large = chat(PICTURE + "A" * RENDERED_BODY_BYTES_MAX)
-    assert (await world.ask(large, path=CHAT)).status == 200
+FETCHED = "https://cdn.example/x.png"
+ANTHROPIC = {"type": "image", "source": {"type": "url", "url": FETCHED}}
+WEB_TOOL = {"type": "tool_use", "id": "t", "name": "get", "input": {"url": FETCHED}}
 
-    assert counts(world) == {Outcome.ADDRESSES: 1, Outcome.TOO_LARGE: 1}
-    assert asks(world) == []
+
+def of_part(part: dict[str, Any], *, of: str = "messages") -> dict[str, Any]:
+    return {"model": "m", of: [{"role": "user", "content": [part]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "outcome"),
+    [
+        (CHAT, chat(FETCHED), Outcome.ADDRESSES),
+        (CHAT, chat("HTTPS://cdn.example/x.png"), Outcome.ADDRESSES),
+        (CHAT, of_part({"type": "image_url", "image_url": FETCHED}), Outcome.ADDRESSES),
+        (CHAT, of_part({"type": "image_url", "image_url": {"detail": "auto", "url": FETCHED}}), Outcome.ADDRESSES),
+        ("/v1/responses", of_part({"type": "input_image", "image_url": FETCHED}, of="input"), Outcome.ADDRESSES),
+        ("/v1/messages", of_part(ANTHROPIC), Outcome.ADDRESSES),
+        ("/v1/messages", of_part(WEB_TOOL), Outcome.RENDERED),
+        (CHAT, chat(PICTURE.upper()), Outcome.RENDERED),
+        (CHAT, chat(PICTURE + "A" * RENDERED_BODY_BYTES_MAX), Outcome.TOO_LARGE),
+    ],
+)
+@in_world()
+async def test_media_that_engines_fetch_and_large_bodies_are_not_rendered(world: World, path, body, outcome):
+    await three_workers(world, says())
+    assert (await world.ask(body, path=path)).status == 200
+
+    assert counts(world) == {outcome: 1}
 
 
 @in_world(keys=KEYS)
@@ -228,7 +248,7 @@ async def test_a_stream_with_a_picture_goes_on_at_another_worker(world: World):
     assert other.started[0].resume
     assert other.started[0].body == one.started[0].body
     assert counts(world) == {Outcome.RENDERED: 1, Outcome.KEPT: 1}
-    assert last_decision(world).prompt_tokens > TOKENS
+    assert last_decision(world).request.prompt_tokens > TOKENS
 
 
 @in_world()
