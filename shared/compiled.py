@@ -49,7 +49,7 @@ MODULES = tuple(
         "services.router.responses": "inner_request",
         "services.router.state": "cluster_view fleet_table prefix_index reservations worker_speeds worker_view",
         "services.router.telemetry": "outcome request_log request_metrics tracing ttft",
-        "services.router.tokenize": "block_hash known_prompts prompts segments tokenizer words",
+        "services.router.tokenize": "block_hash prompts segments tokenizer words",
     }.items()
     for name in names.split()
 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -20,18 +20,6 @@ import jinja2.parser
 import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.router.tokenize.message_loop import (
-    FILTERS,
-    MISSING,
-    PROGRESS_KEY,
-    Dependencies,
-    Loops,
-    Messages,
-    NeedsWhole,
-    Progress,
-    filtered,
-    follow_loops,
-)
 from shared.contracts.request_body import TextTooLong, joined
 
 ROUNDS_MAX = 1 << 16
@@ -48,12 +36,8 @@ METHODS_WITHOUT_BOUND = frozenset(("expandtabs", "format_map", "translate"))
 WIDE_FORMAT = re.compile(r"\d{5}|\*")
 POWER_MAX = 64
 """Of the base and of the exponent."""
-HEAD = 2
-"""Messages at which a template may look before its loop: the system's and the first one."""
-FAILURES_MAX = 16
-"""After so many failures in succession to render a continuation, only every so many-th chat may have one."""
 ROUNDS_KEY = " rounds"
-"""Of the counter in a template's context; no template can spell it."""
+"""Name of the ``Rounds`` in a template's context; no template can spell it."""
 
 
 class TemplateFailed(Exception):
@@ -86,14 +70,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
         )
         self._chars_max = chars_max
-        self.loops: Loops = ()
-        """Of the template; see ``message_loop``."""
         self.filters["tojson"] = _to_json
         for name in (*FILTERS_WITHOUT_BOUND, RANDOM):
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters |= {"replace": self._replaced, "join": self._join, "indent": _indented}
-        self.filters |= {COUNTED: _counted, BOUNDED: self._bounded, SUM: self._sum, **FILTERS}
+        self.filters |= {COUNTED: _counted, BOUNDED: self._bounded, SUM: self._sum}
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
 
     def concat(self, pieces: Iterable[str]) -> str:
@@ -101,10 +83,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return joined(pieces, self._chars_max)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Has loops followed and counted, and concatenations measured."""
-        tree = super()._parse(source, name, filename)
-        self.loops = follow_loops(tree)
-        bounded: jinja2.nodes.Template = Bounding().visit(tree)
+        """Has loops counted and concatenations measured."""
+        bounded: jinja2.nodes.Template = Bounding().visit(super()._parse(source, name, filename))
         return bounded
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +167,11 @@ COUNTED, BOUNDED, SUM = " counted", " bounded", " sum"
 """Filters that only ``Bounding`` can apply."""
 
 
+def filtered(node: Any, name: str, *args: jinja2.nodes.Expr) -> jinja2.nodes.Filter:
+    """``node | name(args)``."""
+    return jinja2.nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
 class Bounding(jinja2.visitor.NodeTransformer):
     """Changes a template's tree so that its loops are counted and its concatenations measured."""
 
@@ -261,36 +246,6 @@ def _counted(context: jinja2.runtime.Context, items: Any) -> Counted:
     return Counted(items, context.parent[ROUNDS_KEY])
 
 
-class KnownChat(Protocol):
-    """The beginning of a chat whose text is known."""
-
-    @property
-    def messages(self) -> int:
-        """How many these are."""
-
-    @property
-    def head(self) -> list[dict[str, Any]]:
-        """The first ``HEAD`` of them."""
-
-    @property
-    def chars(self) -> int:
-        """Of text."""
-
-    @property
-    def dependencies(self) -> Dependencies:
-        """What the text depended on."""
-
-
-class Rendered(NamedTuple):
-    """The text of a chat, or of its last messages."""
-
-    text: str
-    lasting: int = 0
-    """So many of its first characters are the same whatever messages follow, where ``dependencies`` are met."""
-    dependencies: Dependencies | None = None
-    """None: that is not known."""
-
-
 class ChatTemplate:
     """One compiled template. Raises TemplateFailed when it does not compile."""
 
@@ -305,8 +260,6 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
         self._globals = {**self._template.globals, "tools": None, "documents": None}
         self._special_tokens = dict(special_tokens)
-        self._failures = 0
-        """To render a continuation, since one was rendered."""
 
     def render(
         self,
@@ -315,75 +268,17 @@ class ChatTemplate:
         *,
         rounds_max: int = ROUNDS_MAX,
         stopped: Callable[[], bool] = lambda: False,
-    ) -> Rendered:
-        """The prompt's text. ``stopped`` is asked in each round of a loop. Raises TemplateFailed, TooManyRounds."""
-        if self._sandbox.loops and self._may_be_continued():
-            progress = Progress(self._sandbox.loops)
-            seen = Messages(list(messages), progress)
-            try:
-                text = self._rendered(seen, variables, progress, self._chars_max, Rounds(rounds_max, stopped))
-            except (NeedsWhole, TemplateFailed):  # It may do more with a list than with ``Messages``.
-                pass
-            else:
-                return _noted(text, progress)
-        progress = Progress(())
-        return Rendered(self._rendered(messages, variables, progress, self._chars_max, Rounds(rounds_max, stopped)))
-
-    def render_continuation(
-        self,
-        known: KnownChat,
-        messages: list[dict[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        rounds_max: int = ROUNDS_MAX,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> Rendered:
-        """The text behind the lasting characters of a shorter chat, which ``messages`` follow. Raises NeedsWhole where
-        these cannot be rendered alone, TemplateFailed, TooManyRounds.
-        """
-        progress = Progress(self._sandbox.loops, known.messages, known.dependencies)
-        missing = [MISSING] * (known.messages - len(known.head))
-        seen = Messages([*known.head, *missing, *messages], progress)
-        self._failures += 1
-        chars_max = self._chars_max - known.chars
-        text = self._rendered(seen, variables, progress, chars_max, Rounds(rounds_max, stopped))
-        begun_at = progress.begun_at
-        if begun_at is None or text[:begun_at] != known.dependencies.before:
-            raise NeedsWhole
-        self._failures = 0
-        return _noted(text, progress, begun_at)
-
-    def _may_be_continued(self) -> bool:
-        if self._failures < FAILURES_MAX:
-            return True
-        self._failures += 1
-        return self._failures % FAILURES_MAX == 0
-
-    def _rendered(
-        self,
-        messages: Sequence[dict[str, Any]],
-        variables: Mapping[str, Any],
-        progress: Progress,
-        chars_max: int,
-        rounds: Rounds,
     ) -> str:
+        """The prompt's text. ``stopped`` is asked in each round of a loop. Raises TemplateFailed, TooManyRounds."""
         given = {**self._globals, **variables, **self._special_tokens, "messages": messages}
-        given |= {ROUNDS_KEY: rounds, PROGRESS_KEY: progress}
+        given[ROUNDS_KEY] = Rounds(rounds_max, stopped)
         try:
             context = self._template.new_context(given, shared=True)
-            return joined(progress.note(self._template.root_render_func(context)), chars_max)
-        except (TooManyRounds, NeedsWhole):
+            return joined(self._template.root_render_func(context), self._chars_max)
+        except TooManyRounds:
             raise
         except Exception as error:  # A template is a program of the model's author: it may raise anything.
             raise TemplateFailed(str(error)) from error
-
-
-def _noted(text: str, progress: Progress, left_out: int = 0) -> Rendered:
-    """``left_out``: characters of the text before the messages."""
-    if progress.ended_at is None or progress.begun_at is None:
-        return Rendered(text[left_out:])
-    dependencies = Dependencies(text[: progress.begun_at], progress.variables, progress.comparisons)
-    return Rendered(text[left_out:], progress.ended_at - left_out, dependencies)
 
 
 def _raise(message: str) -> NoReturn:
@@ -412,8 +307,5 @@ def _to_json(
     )
 
 
-@jinja2.pass_context
-def _strftime_now(context: jinja2.runtime.Context, pattern: str) -> str:
-    progress: Progress = context.parent[PROGRESS_KEY]
-    progress.look()
+def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)  # noqa: DTZ005 -- the engine gives templates the local time, too

@@ -55,7 +55,7 @@ TOKENIZERS_MAX: Final = 64
 prompts of further fingerprints are placed by load alone.
 """
 SEGMENTS_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Cache of prompt segments with their tokens and block hashes, for each tokenizer; known prompts take half as much."""
+"""Size of the cache of prompt segments with their tokens and block hashes, for each tokenizer."""
 BYTES_PER_TOKEN_MAX: Final = 16
 """Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
 

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from tokenizers import Encoding, Tokenizer
 
@@ -127,56 +127,24 @@ class Node:
         """Since it was made, or last spared from eviction."""
 
 
-class Place(NamedTuple):
-    """How far the beginning of a text is tokenized, for all texts that begin with it."""
-
-    node: Node
-    hashes: list[int]
-    chars: int
-    """Before the end of the node's piece."""
-    rest: str
-    """The beginning behind that."""
-
-
 class Walk:
-    """Progress through the pieces of one prompt, or of what follows a known place in it."""
+    """Progress through the pieces of one prompt."""
 
-    __slots__ = ("at", "before", "cuts_last_until", "hashes", "keys", "lasting", "node", "place", "text")
+    __slots__ = ("at", "hashes", "keys", "node", "special", "text")
 
-    def __init__(self, text: str, node: Node, hashes: list[int], keys: HashKeys) -> None:
+    def __init__(self, text: str, root: Node, keys: HashKeys, special: bool) -> None:
         self.text = text
-        self.node = node
+        self.node = root
         self.keys = keys
-        self.hashes = list(hashes)
+        self.special = special
+        self.hashes = list(root.hashes)
         self.at = 0
-        self.before = 0
-        """Characters of the prompt before the text."""
-        self.lasting = 0
-        """So many characters of the text are the beginning of other prompts, too; see ``Segments.keep_place``."""
-        self.cuts_last_until = -1
-        """A piece that ends by then ends there in all of these prompts."""
-        self.place: tuple[Node, int, int] | None = None
-        """The last such piece, its end, and how many hashes there are then."""
 
     def step(self, node: Node, end: int) -> None:
         """Advance past one piece."""
         self.node = node
         self.hashes += node.hashes
         self.at = end
-        if end <= self.cuts_last_until:
-            self.place = node, end, len(self.hashes)
-
-    @property
-    def tokenized_share(self) -> float:
-        """Of the whole text's characters."""
-        return (self.before + self.at) / max(1, self.before + len(self.text))
-
-    def lasting_place(self) -> Place | None:
-        """Where the walks of these prompts may begin."""
-        if self.place is None:
-            return None
-        node, at, hashes = self.place
-        return Place(node, self.hashes[:hashes], self.before + at, self.text[at : self.lasting])
 
 
 def root_of(special: bool, keys: HashKeys) -> str:
@@ -213,27 +181,14 @@ class Segments:
         return self._chars / self._tokens
 
     def begin(self, text: str, *, special: bool, keys: HashKeys) -> Walk:
-        """Of a prompt's text from its beginning."""
+        """The walk of a prompt's text, at its beginning. ``special``: with the tokenizer's special tokens."""
         name = root_of(special, keys)
         root = self._nodes.get(0, name, "")
         if root is None:
             before = pack(self._before) if special else b""
             hashes, digest, tokens, tail = extend_packed(None, before, self._scheme, salt=keys.salt, lora=keys.lora)
             root = self._nodes.put(0, name, "", tokens, hashes, digest, tail)
-        return Walk(text, root, root.hashes, keys)
-
-    def begin_at(self, place: Place, text: str, keys: HashKeys) -> Walk:
-        """Of a text behind such a beginning."""
-        walk = Walk(place.rest + text, place.node, place.hashes, keys)
-        walk.before = place.chars
-        return walk
-
-    def keep_place(self, walk: Walk, lasting: int) -> None:
-        """Other prompts will begin with so many characters of the walk's text; call this before it advances."""
-        walk.lasting = lasting
-        walk.cuts_last_until = lasting - self._cuts.chars_behind
-        if walk.cuts_last_until >= 0:
-            walk.place = walk.node, 0, len(walk.hashes)
+        return Walk(text, root, keys, special)
 
     def advance(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> int:
         """Advance until the text ends, no worker holds a block, more than ``chars_max`` characters would have to be
@@ -266,15 +221,15 @@ class Segments:
             self._tokenize(walk, ends, held)
         return 0
 
-    def prompt(self, walk: Walk, *, special: bool, more: Sequence[int] = ()) -> Prompt:
+    def prompt(self, walk: Walk, more: Sequence[int] = ()) -> Prompt:
         """The prompt of a complete walk, with ``more`` tokens appended. The length of its untokenized rest is estimated
         from the tokenized part and from the tokenizer's average.
         """
         tokens, hashes = walk.node.tokens, walk.hashes
-        behind = [*(self._after if special else ()), *more]
+        behind = [*(self._after if walk.special else ()), *more]
         left = len(walk.text) - walk.at
         if left:
-            chars = walk.before + walk.at + CHARS_GUESSED
+            chars = walk.at + CHARS_GUESSED
             tokens += 1 + round(left * (tokens + CHARS_GUESSED / self.chars_per_token) / chars)
         elif behind:
             hashes = hashes + self._extend(walk, pack(behind))[0]
@@ -313,10 +268,7 @@ class Segments:
         pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=False)]
         # With a tokenizer that drops the space before a word, a piece behind a cut is tokenized without it.
         drops = self._cuts.drops_space
-        begin = walk.before
-        given = [
-            piece[1:] if begin + at and piece[0] == " " else piece for at, piece in zip(begins, pieces, strict=False)
-        ]
+        given = [piece[1:] if at and piece[0] == " " else piece for at, piece in zip(begins, pieces, strict=False)]
         for piece, end, found in zip(pieces, ends, self._words.tokenize(given if drops else pieces), strict=True):
             if walk.hashes and not held(walk.hashes[-1]):
                 return

@@ -21,26 +21,8 @@ from services.router.request.fields import TOO_LONG, given
 from services.router.request.prompt import Prompt
 from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
 from services.router.tokenize.chat_messages import Message, Part
-from services.router.tokenize.chat_template import (
-    HEAD,
-    ROUNDS_MAX,
-    ChatTemplate,
-    Rendered,
-    TemplateFailed,
-    TooManyRounds,
-)
-from services.router.tokenize.known_prompts import (
-    NO_DEPENDENCIES,
-    OF_TEXT,
-    Kind,
-    KnownPrompt,
-    KnownPrompts,
-    messages_behind,
-    text_behind,
-    without_end,
-)
-from services.router.tokenize.message_loop import Dependencies, NeedsWhole
-from services.router.tokenize.segments import PieceTooLong, Place, Segments, Walk, root_of
+from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
+from services.router.tokenize.segments import PieceTooLong, Segments, Walk
 from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
@@ -55,15 +37,7 @@ TOKENIZE_S_MAX: Final = 1.0
 HASHED_AT_ONCE: Final = 4096
 """Token ids that are hashed between two checks whether any worker holds their blocks."""
 READ_ON_LOOP_BYTES: Final = 64 * 1024
-"""Of a prompt, without what is known of it."""
-COMPARED_ON_LOOP_BYTES: Final = 256 * 1024
-"""Of a prompt, to find what is known of it."""
-KNOWN_BYTES_MIN: Final = 2048
-"""Shorter prompts are read from their beginning."""
-TOKENIZED_SHARE_MIN: Final = 0.5
-"""Of a prompt that is remembered."""
-KNOWN_SHARE: Final = 0.5
-"""Of the cache's bytes; so much more is for known prompts."""
+"""Maximum size of a prompt's JSON that is read on the event loop."""
 ROUNDS_ON_LOOP: Final = 512
 """Of a prompt that is read and rendered on the event loop: half a millisecond."""
 STEP_CHARS: Final = 8 * 1024
@@ -73,17 +47,12 @@ TEXT_ITERATED: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]con
 """A template that iterates over a message's content expects a list of parts."""
 
 
-TEXT: Final = msgspec.json.Decoder(str)
-TOKEN_IDS: Final = msgspec.json.Decoder(list[int])
+TEXT_OR_TOKEN_IDS: Final = msgspec.json.Decoder(str | list[int])
 MESSAGES: Final = msgspec.json.Decoder(list[Message])
 
 
 class NotExact(Exception):
     """The router cannot render this prompt exactly as the engine does."""
-
-
-class TooLong(Exception):
-    """Reading the prompt takes too long for the event loop."""
 
 
 NOT_EXACT: Final = (
@@ -104,38 +73,20 @@ Held = Callable[[int], bool]
 """Whether any worker holds a block."""
 
 
-class Beginning(NamedTuple):
-    """What the next turn of a conversation will begin with; see ``KnownPrompt`` and ``Rendered``."""
-
-    kind: Kind
-    known: KnownPrompt | None
-    """What was known of it before."""
-    raw: bytes
-    messages: int
-    head: list[dict[str, Any]]
-    dependencies: Dependencies
-    lasting: int
-
-
 class Text(NamedTuple):
     """A prompt as text."""
 
     text: str
     special: bool
     """With the tokenizer's special tokens."""
-    place: Place | None = None
-    """Which the text follows; None: it is the whole prompt."""
-    beginning: Beginning | None = None
-    """None: it is not to be remembered."""
 
 
 class BegunText(NamedTuple):
     """A text whose beginning is tokenized."""
 
-    text: Text
     walk: Walk
     chars: int
-    """See ``Segments.advance``; 0: no more of it is needed."""
+    """The result of ``Segments.advance``: 0 when no more of it is needed."""
 
 
 class Unfinished(NamedTuple):
@@ -189,7 +140,6 @@ class PromptTokenizer:
         self._segments = Segments(
             tokenizer, scheme, cache_bytes_max=cache_bytes_max, hint=self._example(asset.special_tokens)
         )
-        self._known = KnownPrompts(int(cache_bytes_max * KNOWN_SHARE))
 
     @property
     def chars_per_token(self) -> float:
@@ -205,15 +155,15 @@ class PromptTokenizer:
             return None
         try:
             keys = HashKeys(body.cache_salt or "", lora)
-            text = self._read(facts.path, body, keys)
+            text = self._read(facts.path, body)
             if not isinstance(text, Text):
                 return None
-            walk = self._walk(text, keys)
+            walk = self._segments.begin(text.text, special=text.special, keys=keys)
             while self._segments.advance(walk, lambda _block: True, sys.maxsize):
                 pass
         except NOT_EXACT:
             return None
-        return self._segments.prompt(walk, special=text.special)
+        return self._segments.prompt(walk)
 
     async def prompt(
         self,
@@ -246,12 +196,12 @@ class PromptTokenizer:
             return None
         keys = HashKeys(body.cache_salt or "", lora) if body.cache_salt or lora else NO_KEYS
         try:
-            read = self._read_on_loop(facts.path, body, keys, max(READ_ON_LOOP_BYTES, loop_chars_max))
+            read = self._read_on_loop(facts.path, body, max(READ_ON_LOOP_BYTES, loop_chars_max))
             if isinstance(read, Text):
                 begun = self._begin_text(read, keys, held, loop_chars_max)
                 if begun.chars:
                     return Unfinished(facts, begun, keys, more)
-                return self._prompt_of_walk(begun, more)
+                return self._segments.prompt(begun.walk, more)
             if read is not None and len(read) <= HASHED_AT_ONCE:
                 tokens = [*read, *more]
                 hashes, _digest = extend_chain(None, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
@@ -267,7 +217,7 @@ class PromptTokenizer:
         assert body is not None
 
         def read_and_begin() -> BegunText | list[int]:
-            found = self._read(facts.path, body, keys, stopped=work.is_stopped)
+            found = self._read(facts.path, body, stopped=work.is_stopped)
             return self._begin_text(found, keys, held, STEP_CHARS) if isinstance(found, Text) else found
 
         try:
@@ -282,42 +232,18 @@ class PromptTokenizer:
             return None
 
     def _begin_text(self, text: Text, keys: HashKeys, held: Held, chars_max: int) -> BegunText:
-        walk = self._walk(text, keys)
-        return BegunText(text, walk, self._segments.advance(walk, held, chars_max))
-
-    def _walk(self, text: Text, keys: HashKeys) -> Walk:
-        segments = self._segments
-        if text.place is None:
-            walk = segments.begin(text.text, special=text.special, keys=keys)
-        else:
-            walk = segments.begin_at(text.place, text.text, keys)
-        if text.beginning is not None:
-            segments.keep_place(walk, len(walk.text) - len(text.text) + text.beginning.lasting)
-        return walk
-
-    def _prompt_of_walk(self, begun: BegunText, more: Sequence[int]) -> Prompt:
-        """Of a complete walk. Remembers it for the next turn, unless no worker held most of it: many such prompts never
-        have one, and most of its cost would be to tokenize this one.
-        """
-        text, walk, new = begun.text, begun.walk, begun.text.beginning
-        if (
-            new is not None
-            and walk.tokenized_share >= TOKENIZED_SHARE_MIN
-            and (place := walk.lasting_place()) is not None
-        ):
-            known = KnownPrompt(new.raw, new.messages, new.head, new.dependencies, place)
-            self._known.put(new.kind, known, new.known)
-        return self._segments.prompt(walk, special=text.special, more=more)
+        walk = self._segments.begin(text.text, special=text.special, keys=keys)
+        return BegunText(walk, self._segments.advance(walk, held, chars_max))
 
     async def _prompt_of_text(self, begun: BegunText, held: Held, work: Work, more: Sequence[int]) -> Prompt:
-        _text, walk, chars = begun
+        walk, chars = begun
         advance = self._segments.advance
         while chars:
             if chars > STEP_CHARS:
                 chars = await work.run(partial(advance, walk, held, chars), slow=True)
             else:
                 chars = await work.run(partial(advance, walk, held, STEP_CHARS), again=is_quick)
-        return self._prompt_of_walk(begun, more)
+        return self._segments.prompt(walk, more)
 
     async def _prompt_of_tokens(self, tokens: list[int], keys: HashKeys, held: Held, work: Work) -> Prompt:
         at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
@@ -346,96 +272,34 @@ class PromptTokenizer:
             turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
             try:
                 if self._template is not None:
-                    shown += self._template.render(system + turns, {"add_generation_prompt": True}).text
+                    shown += self._template.render(system + turns, {"add_generation_prompt": True})
             except TemplateFailed:
                 continue
         return shown
 
-    def _read_on_loop(self, path: str, body: Body, keys: HashKeys, bytes_max: int) -> Text | list[int] | None:
+    def _read_on_loop(self, path: str, body: Body, bytes_max: int) -> Text | list[int] | None:
         """None when that would take long."""
-        if prompt_bytes(body) > max(COMPARED_ON_LOOP_BYTES, bytes_max):
+        if prompt_bytes(body) > bytes_max:
             return None
         try:
-            return self._read(path, body, keys, bytes_max=bytes_max, rounds_max=ROUNDS_ON_LOOP)
-        except (TooLong, TooManyRounds):
+            return self._read(path, body, rounds_max=ROUNDS_ON_LOOP)
+        except TooManyRounds:
             return None
 
     def _read(
-        self,
-        path: str,
-        body: Body,
-        keys: HashKeys,
-        *,
-        bytes_max: int = sys.maxsize,
-        rounds_max: int = ROUNDS_MAX,
-        stopped: Callable[[], bool] = lambda: False,
+        self, path: str, body: Body, *, rounds_max: int = ROUNDS_MAX, stopped: Callable[[], bool] = lambda: False
     ) -> Text | list[int]:
-        """``bytes_max``: of JSON that is not known. Raises NotExact, TooLong, and all of ``NOT_EXACT``."""
+        """Raises all of ``NOT_EXACT``."""
         if path == COMPLETIONS:
-            return self._read_completion(body, keys, bytes_max)
+            special = self._adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens is True
+            prompt = TEXT_OR_TOKEN_IDS.decode(body.prompt)
+            return Text(prompt, special) if isinstance(prompt, str) else prompt
         if path != CHAT or self._template is None or not is_plain_chat(body):
             raise NotExact
-        raw, special = without_end(body.messages), body.add_special_tokens is True
-        kind, variables = (root_of(special, keys), variables_of(body)), _template_variables(body)
-        known = self._find(kind, raw)
-        if known is not None and len(raw) - len(known.raw) <= bytes_max:
-            messages = self._messages(messages_behind(known, raw))
-            try:
-                rendered = self._template.render_continuation(
-                    known, messages, variables, rounds_max=rounds_max, stopped=stopped
-                )
-            except (NeedsWhole, TemplateFailed):
-                pass
-            else:
-                return _text_of_chat(rendered, messages, raw, kind, special, known)
-        if len(raw) > bytes_max:
-            raise TooLong
-        messages = self._messages(body.messages)
+        messages = conversation(MESSAGES.decode(body.messages), as_parts=self._as_parts)
+        variables = _template_variables(body)
         rendered = self._template.render(messages, variables, rounds_max=rounds_max, stopped=stopped)
-        return _text_of_chat(rendered, messages, raw, kind, special)
-
-    def _read_completion(self, body: Body, keys: HashKeys, bytes_max: int) -> Text | list[int]:
-        raw = without_end(body.prompt).lstrip()
-        is_text = raw.startswith(b'"')
-        special = self._adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens is True
-        kind = root_of(special, keys), OF_TEXT
-        known = self._find(kind, raw) if is_text else None
-        new: msgspec.Raw | bytes = body.prompt
-        if known is not None:
-            new = text_behind(known, raw)
-        if len(new) > bytes_max:
-            raise TooLong
-        if not is_text:
-            return TOKEN_IDS.decode(body.prompt)
-        text = TEXT.decode(new)
-        if len(raw) < KNOWN_BYTES_MIN:
-            return Text(text, special)
-        beginning = Beginning(kind, known, raw, 0, [], NO_DEPENDENCIES, len(text))
-        return Text(text, special, known.place if known is not None else None, beginning)
-
-    def _find(self, kind: Kind, raw: bytes) -> KnownPrompt | None:
-        return self._known.find(kind, raw) if len(raw) >= KNOWN_BYTES_MIN else None
-
-    def _messages(self, raw: msgspec.Raw | bytes) -> list[dict[str, Any]]:
-        return conversation(MESSAGES.decode(raw), as_parts=self._as_parts)
-
-
-def _text_of_chat(
-    rendered: Rendered,
-    messages: list[dict[str, Any]],
-    raw: bytes,
-    kind: Kind,
-    special: bool,
-    known: KnownPrompt | None = None,
-) -> Text:
-    """``messages``, and their text, are those behind what was known."""
-    place = known.place if known is not None else None
-    if rendered.dependencies is None or len(raw) < KNOWN_BYTES_MIN:
-        return Text(rendered.text, special, place)
-    before, head = (known.messages, known.head) if known is not None else (0, [])
-    count, head = before + len(messages), [*head, *messages[: HEAD - len(head)]]
-    beginning = Beginning(kind, known, raw, count, head, rendered.dependencies, rendered.lasting)
-    return Text(rendered.text, special, place, beginning)
+        return Text(rendered, body.add_special_tokens is True)
 
 
 def _compiled(asset: TokenizerAsset, chars_max: int) -> ChatTemplate | None:
@@ -483,14 +347,6 @@ def is_plain_chat(body: Body) -> bool:
     simple = simple and body.reasoning_effort is not TOO_LONG
     kwargs = body.chat_template_kwargs
     return simple and not given(body.tools) and not given(body.documents) and (kwargs is None or type(kwargs) is dict)
-
-
-def variables_of(body: Body) -> bytes:
-    """What the template's variables are made from."""
-    kwargs, effort, prompts = body.chat_template_kwargs, body.reasoning_effort, body.add_generation_prompt is not False
-    if prompts and not kwargs and effort is None:
-        return b""
-    return msgspec.json.encode((kwargs, effort, prompts))
 
 
 def _template_variables(body: Body) -> dict[str, Any]:

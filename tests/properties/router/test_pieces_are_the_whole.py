@@ -57,7 +57,7 @@ def check(name: str, text: str, *, special: bool) -> None:
     while cut.advance(walk, lambda _block: True, 1 << 30):
         pass
 
-    found = cut.prompt(walk, special=special)
+    found = cut.prompt(walk)
     assert found.tokens == len(tokens)
     assert list(found.hashes) == block_hashes(tokens, SCHEME)
 

@@ -14,11 +14,8 @@ FOR_EACH = "{% for message in messages %}{{ motto }}{{ message.content }}{% endf
 
 
 def rendered(source: str, **options: object) -> str:
-    return (
-        ChatTemplate(source, {"eos_token": "</s>"}, chars_max=CHARS_MAX)
-        .render(TURNS, {"motto": "m" * 64_000, "number": 2, "huge": 10**15}, **options)
-        .text
-    )
+    template = ChatTemplate(source, {"eos_token": "</s>"}, chars_max=CHARS_MAX)
+    return template.render(TURNS, {"motto": "m" * 64_000, "number": 2, "huge": 10**15}, **options)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +88,7 @@ def test_endless_templates_end(source):
 def test_a_client_cannot_replace_special_tokens():
     template = ChatTemplate("{{ eos_token }}{{ messages[0].content }}{{ name }}", {"eos_token": "</s>"}, chars_max=100)
 
-    assert template.render(TURNS[:1], {"eos_token": "mine", "messages": [], "name": "n"}).text == "</s>xn"
+    assert template.render(TURNS[:1], {"eos_token": "mine", "messages": [], "name": "n"}) == "</s>xn"
 
 
 def test_loops_keep_their_variables():

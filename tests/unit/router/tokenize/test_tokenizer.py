@@ -180,7 +180,7 @@ def test_templates_render_as_in_hugging_face_transformers():
         messages, {"add_generation_prompt": True}
     )
 
-    assert ours.text == theirs[0]
+    assert ours == theirs[0]
 
 
 @pytest.mark.parametrize("chars", [30, 3000])
