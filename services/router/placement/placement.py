@@ -35,11 +35,11 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     always, negative: never.
     """
     stream_s_max: float = 20.0
-    """With a predicted prefill (queue included) longer than this, the decode leg is dispatched after it: otherwise it
+    """The longest predicted prefill (queue included) beside which the decode leg is dispatched; in a longer one it
     would reserve KV blocks for the prompt all that time.
     """
     weighed_max: int = 12
-    """Up to so many free workers are all weighed one by one; of more, only a shortlist."""
+    """The most free workers that all become candidates; of more, only a shortlist does."""
     fetch_tokens_min: int = 256
     """Fewer tokens than this are computed, not fetched from another worker; a request may override it."""
 
@@ -65,9 +65,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     excluded: frozenset[WorkerId] = frozenset()
     """Workers that have already failed this request."""
     fetch_tokens_min: int | None = None
-    """The client's value; None: the operator's holds."""
+    """The client's minimum of tokens to fetch; None: the operator's holds."""
     cache_hit_threshold: float | None = None
-    """The client's value; None: it set none."""
+    """The client's threshold for a decode worker that serves alone; None: it set none."""
     may_decode_first: bool = True
     """Whether a decode worker may be asked to serve the request alone: not after one has refused."""
     forced: ForcedWorkers | None = None
@@ -88,9 +88,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Tokens that the worker that computes the prompt is expected to have cached."""
     fetched_tokens: int = 0
-    """Tokens that it is expected to fetch from ``sources``."""
+    """Tokens that the worker that computes the prompt is expected to fetch from ``sources``."""
     uncached_tokens: int = 0
-    """Tokens that it is expected to compute: the rest of the prompt."""
+    """Tokens that are expected to be computed: the rest of the prompt."""
     context_tokens: int = 0
     """Prompt and completion, as far as they are known."""
     sources: tuple[KvSource, ...] = ()
@@ -107,7 +107,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     considered: int = 0
     """Free workers that could have been chosen."""
     candidates: Iterable[PartCandidates] = ()
-    """For each part that was weighed, those of them that could be best, and the chosen one."""
+    """For each part that was weighed, the workers that could be best, and the chosen one."""
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from services.router.request.fields import (
 
 NO_TARGET = math.inf
 CLASSES_MAX = 64
-"""Operators look at a line for each."""
+"""The maximum number of classes: operators look at a line for each."""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ TOKENS_OUT_UNKNOWN: Final = 256
 TOKENS_OUT_COUNTED_MAX: Final = 1024
 """Clients set generous limits and seldom reach them: of a higher limit, only this many tokens are counted."""
 BUSY_MAX: Final = 0.9
-"""At most this share of an engine's time is assumed to go to prompts: near 1 the predicted decode time is infinite."""
+"""The largest share of an engine's time that may go to prompts: near 1 the predicted decode time is infinite."""
 UNCROWDED: Final = 5.0
 """Without a target, a decode step costs nothing while it takes at most this many times as long as one of this request
 alone on the fastest free worker. Sarathi-Serve (Agrawal et al., OSDI 2024, section 5.1) derives its strict target from
@@ -105,11 +105,11 @@ class Estimate(NamedTuple):
     fetched: int
     computed: int
     queue_s: float
-    """Until the prompt is begun, or until the answer is continued where another worker computes the prompt."""
+    """The wait until the prompt is begun; also that of the answer, where another worker computes the prompt."""
     fetch_s: float
     prefill_s: float
     prefill_others_s: float
-    """Added to requests that decode there, and to later ones, which compute again what this prompt evicts."""
+    """Time added to requests that decode there, and to later ones, which compute again what this prompt evicts."""
     handoff_s: float
     """The time of reading the KV, where another worker computes the prompt."""
     kv_wait_s: float
@@ -123,7 +123,7 @@ class Estimate(NamedTuple):
     first_s: float
     """The step that computes the prompt's tail, and with it the first token that this worker samples."""
     decode_others_s: float
-    """Added to requests that decode there, by the answer."""
+    """Time that the answer adds to requests that decode there."""
     prefill_cost_s: float
     decode_cost_s: float
     whole_cost_s: float
@@ -185,7 +185,7 @@ def waiting_s(n: Sequence[float], token_s: float, step_s: float, now: float) -> 
 
 
 def slower_s(n: Sequence[float], question: Question) -> float:
-    """By how much the request slows each step of a batch."""
+    """The time that the request adds to each step of a batch."""
     return n[t.DECODE_REQUEST_S] + n[t.DECODE_CONTEXT_TOKEN_S] * (question.tokens + question.tokens_out // 2)
 
 
@@ -500,7 +500,7 @@ class PythonPlacement:
         return [depth_of[slot] if 0 <= slot < len(depth_of) else 0 for slot in found]
 
     def _ranked(self, question: Question, groups: t.Ints, blocks: list[int]) -> dict[int, list[tuple[int, int]]]:
-        """By group, the workers that may be asked for KV, as blocks and row, those with the most first."""
+        """The workers of each group that may be asked for KV, as blocks and row, those with the most first."""
         ranked: dict[int, list[tuple[int, int]]] = {}
         if question.options & UNSPLITTABLE:
             return ranked

@@ -1,7 +1,7 @@
 """Which row holds which block in which memory tier: the port of the prefix index, and its Python implementation.
 
 A *row* is a small number that stands for a worker. Hashes come packed as on the wire (8 bytes each, big-endian) or as a
-sequence of integers. ``native_block_table`` has an implementation in C, for large fleets.
+sequence of integers. ``native/block_table.c`` is the implementation in C.
 """
 
 from __future__ import annotations

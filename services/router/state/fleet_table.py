@@ -1,4 +1,4 @@
-"""The numbers that placement computes with, in columns, so that a thousand workers are evaluated at once."""
+"""The numbers that placement computes with, in columns, of which C computes several rows in one instruction."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ LAST_CHOSEN: Final = 1
 """The number of the placement that last chose the worker."""
 BLOCK_SIZE: Final = 2
 STEP_TOKENS: Final = 3
-"""Prompt tokens that its engine computes in one step, at most."""
+"""The most prompt tokens that the worker's engine computes in one step."""
 ANSWERS: Final = 4
-"""1 if it serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
+"""1 if the worker serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
 HEARD_AT: Final = 5
-"""This and the next nine change with each report: see ``set_report``."""
+"""The first of ten columns that change with each report: see ``set_report``."""
 PROMPTS_PER_S: Final = 6
-"""Prompt tokens computed per second, lately."""
+"""Prompt tokens that the worker lately computed per second."""
 STORED_TOKENS: Final = 7
-"""Prompt tokens whose KV it computed or fetched since it started."""
+"""Prompt tokens whose KV the worker computed or fetched since it started."""
 USED_TOKENS: Final = 8
-"""Prompt tokens whose KV it had cached or fetched since it started."""
+"""Prompt tokens whose KV the worker had cached, or fetched, since it started."""
 LEGS: Final = 9
-"""This and the next five change with each leg: see ``set_load``."""
+"""The first of six columns that change with each leg: see ``set_load``."""
 DECODING: Final = 10
-"""Requests in its batch, or about to be."""
+"""Requests in the batch of the worker's engine, or about to be."""
 WAITING_TOKENS: Final = 11
-"""Prompt tokens that it has accepted and not computed yet."""
+"""Prompt tokens that the worker has accepted and not computed yet."""
 CONTEXT_TOKENS: Final = 12
-"""Tokens in its KV cache that running requests use."""
+"""Tokens in the KV cache that running requests use."""
 FREE_TOKENS: Final = 13
-"""Free tokens of its KV cache."""
+"""Free tokens of the KV cache."""
 SENT_TOKENS: Final = 14
-"""The part of ``WAITING_TOKENS`` that was sent after its last report."""
+"""The part of ``WAITING_TOKENS`` that was sent after the worker's last report."""
 SPEED: Final = 15
-"""The first of as many numbers as ``WorkerSpeed`` has fields, in their order."""
+"""The first of the columns that hold the fields of ``WorkerSpeed``, in their order."""
 PREFILL_STEP_S: Final = SPEED
 PREFILL_TOKEN_S: Final = SPEED + 1
 PREFILL_PAIR_S: Final = SPEED + 2
@@ -60,7 +60,7 @@ TRANSFER_TOKEN_S: Final = SPEED + 7
 PAIRS_PER_TOKEN: Final = SPEED + 8
 TRANSIT_S: Final = SPEED + 9
 DIVISORS: Final = [BLOCK_SIZE, STEP_TOKENS]
-"""Never 0, not even in unused rows: formulas are evaluated for all rows at once."""
+"""Columns that are never 0, not even in unused rows: C evaluates formulas for all rows at once."""
 NUMBERS: Final = SPEED + len(WorkerSpeed.__struct_fields__)
 
 READY: Final = 0
@@ -72,7 +72,7 @@ EXCHANGES_KV: Final = 3
 ATTACHED: Final = 4
 """The worker's server is outside of Baton."""
 SERVES: Final = 5
-"""Takes legs; a store only keeps copies of KV."""
+"""The worker takes legs; a store only keeps copies of KV."""
 FLAGS: Final = 6
 
 
@@ -87,7 +87,7 @@ class Columns(Protocol):
 
 
 class PythonColumns:
-    """In ten times the time of the form in C."""
+    """The form without a compiler, which takes ten times as long."""
 
     def __init__(self, numbers: Floats) -> None:
         self._numbers = numbers

@@ -92,7 +92,7 @@ class SpeedOf:
         self._transfers = UnitCosts(TRANSFER_PRIOR)
         self._basis: Basis | None = None
         self._estimate = DEFAULT_SPEED
-        """Made from ``_basis``."""
+        """The best estimate, made from ``_basis``."""
         self._transit: RunningMedian = RunningMedian(peers._transit.seconds if peers else DEFAULT_SPEED.transit_s)
 
     def published(self, engine: EngineSpeed) -> bool:
@@ -169,7 +169,7 @@ class Life:
     received_tokens = 0
     received_s = 0.0
     written: WorkerSpeed | None = None
-    """What the cluster view has."""
+    """The estimate that the cluster view has."""
     unused_sweeps = 0
     """Number of sweeps since a leg has shown the worker's transit."""
 

@@ -51,7 +51,7 @@ class WorkerView:
     """Whether the worker has not reported since a bus outage, and so may not have reconnected."""
     registered = True
     written_ready = False
-    """What the fleet table has."""
+    """The value of ``ready`` in the fleet table."""
 
     def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
         self.renew(record)

@@ -14,9 +14,11 @@ from services.router.placement.native import IS_COMPILED
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
 from services.router.placement.specification import PACKED, Question
+from services.router.request.facts import ForcedWorkers
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
+from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
 from tests.support.fleet_builders import load, record
 
@@ -63,17 +65,17 @@ def test_it_follows_a_table_that_grows():
         assert placed.considered == number + 1
 
 
-def calls_of(placer: CostPlacer) -> int:
+def calls_of(placer: CostPlacer, request: PlacementRequest = PROMPT) -> int:
     calls = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    placer.place(PROMPT, NOW)
+    placer.place(request, NOW)
     sys.setprofile(count)
     try:
-        placer.place(PROMPT, NOW)
+        placer.place(request, NOW)
     finally:
         sys.setprofile(None)
     return calls
@@ -84,6 +86,13 @@ def test_a_placement_makes_few_calls():
 
     assert native <= CALLS_MAX
     assert native * 3 < python
+
+
+def test_a_request_that_names_workers_is_placed_in_c_too():
+    forced = ForcedWorkers(prefill_worker=WorkerId("w0"), decode_worker=WorkerId("w1"))
+    request = msgspec.structs.replace(PROMPT, forced=forced, excluded=frozenset({WorkerId("w3")}))
+
+    assert calls_of(fleet(100, Role.PREFILL, Role.DECODE)[1], request) <= 2 * CALLS_MAX
 
 
 def test_placements_leave_no_references_behind():
