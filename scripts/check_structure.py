@@ -91,7 +91,7 @@ PREPOSITIONS = re.compile(
     r"|To|Under|Until|While|With|Within|Without)\b[^,]*?([.:] |;|$)"
 )
 """An attribute's docstring without a noun of its own. With a comma ("With two routers, ...") it is a sentence."""
-NOT_YET = ("services/router/placement/", "services/router/tokenize/")
+NOT_YET = ("services/router/placement/",)
 """Places that still have such docstrings."""
 COLUMNS_MAX, ROW_COLUMNS_MAX = 120, 240
 """The width of a document's prose, and of a row of a table."""

@@ -29,16 +29,18 @@ NULL: Final = b"\xf6"
 TOKEN: Final = re.compile(rb"[\x00-\x17]|\x18.|\x19..|\x1a.{4}|\x1b.{8}", re.DOTALL)
 """A token id in CBOR."""
 Extend = Callable[[bytes, bytes, int, bytes, bytes], tuple[list[int], bytes, int, bytes]]
-"""See ``extend_in_python``."""
+"""The type of ``extend_in_python``."""
 
 
 class HashKeys(NamedTuple):
     """What is hashed into the blocks of a request beside its tokens."""
 
     salt: str = ""
-    """The tenant's, in the first block."""
+    """The tenant's salt, which the first block's hash has."""
     lora: tuple[str, str] | None = None
-    """The LoRA adapter, in every block: its name, and what stands for its files (``LoraAdapter.hashed_as``)."""
+    """The LoRA adapter, which every block's hash has: its name, and what stands for its files (see
+    ``LoraAdapter.hashed_as``).
+    """
 
 
 NO_KEYS: Final = HashKeys()
@@ -103,7 +105,7 @@ def extend_chain(
     salt: str = "",
     lora: tuple[str, str] | None = None,
 ) -> tuple[list[int], bytes | None]:
-    """The hashes of the full blocks of ``tokens`` behind the block whose full hash is ``parent`` (None: the first
+    """The hashes of the full blocks of ``tokens`` after the block whose full hash is ``parent`` (None: the first
     block), and the full hash of the last one.
     """
     hashes, digest, _count, _rest = extend_packed(parent, pack(tokens), scheme, salt=salt, lora=lora)
@@ -111,14 +113,14 @@ def extend_chain(
 
 
 def pack(tokens: Iterable[int]) -> bytes:
-    """The CBOR of token ids, one behind the other."""
+    """The CBOR of token ids, one after the other."""
     return b"".join(map(PIECES.__getitem__, tokens))
 
 
 def extend_packed(
     parent: bytes | None, packed: bytes, scheme: HashScheme, *, salt: str = "", lora: tuple[str, str] | None = None
 ) -> tuple[list[int], bytes | None, int, bytes]:
-    """Like ``extend_chain``, for tokens as ``pack`` makes them. Also returns their number, and those behind the last
+    """Like ``extend_chain``, for tokens as ``pack`` makes them. Also returns their number, and those after the last
     full block. Raises ValueError for other bytes.
     """
     later = _later_keys(lora)

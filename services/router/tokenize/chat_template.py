@@ -23,19 +23,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.contracts.request_body import TextTooLong, joined
 
 ROUNDS_MAX = 1 << 16
-"""Of all loops, and calls, of one rendering: a tenth of a second."""
+"""Maximum number of a rendering's rounds of loops and calls: a tenth of a second."""
 NUMBER_MAX = 10_000_000
-"""In a template, and made by its arithmetic: numbers may become lengths of text."""
+"""Greatest number in a template, and from its arithmetic: numbers may become lengths of text."""
 SIZED = (str, list, tuple)
 INDENT_MAX = 64
 FILTERS_WITHOUT_BOUND = ("center", "filesizeformat", "format", "pprint", "urlize", "wordwrap", "xmlattr")
-"""Their results may be any times as long as what they get. Templates of chats do without them."""
+"""Filters whose results may be any times as long as their arguments. Templates of chats do without them."""
 RANDOM = "random"
-"""A filter: what it gives the router is not what it gives the engine."""
+"""A filter that templates must not use: the engine would get another result than the router."""
 METHODS_WITHOUT_BOUND = frozenset(("expandtabs", "format_map", "translate"))
 WIDE_FORMAT = re.compile(r"\d{5}|\*")
 POWER_MAX = 64
-"""Of the base and of the exponent."""
+"""Greatest base, and greatest exponent."""
 ROUNDS_KEY = " rounds"
 """Name of the ``Rounds`` in a template's context; no template can spell it."""
 

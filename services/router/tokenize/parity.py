@@ -28,7 +28,7 @@ from shared.contracts.workers import WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
 ASK_AGAIN_S = 30.0
-"""Until a worker that differs, or did not reply, is probed again."""
+"""Time after which a worker that differs, or did not reply, is probed again."""
 CHARS_MIN = 3000
 """Characters of the long probe: more than one piece of text (see ``segments``)."""
 CHARS_PER_TOKEN_MAX = 6
@@ -47,7 +47,7 @@ class Parity(StrEnum):
     """The result for one epoch of a worker."""
 
     UNKNOWN = "unknown"
-    """Not probed yet, or it does not reply."""
+    """The worker was not probed yet, or does not reply."""
     AGREES = "agrees"
     DIFFERS = "differs"
 
@@ -57,7 +57,7 @@ class ParityState(NamedTuple):
     fingerprint: str
     parity: Parity
     ask_at: float
-    """When to probe it next."""
+    """When to probe the worker next."""
 
 
 NEVER = float("inf")

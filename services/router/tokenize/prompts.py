@@ -78,7 +78,7 @@ class UnreadPrompt(NamedTuple):
     facts: RequestFacts
     more: Sequence[int]
     view: WorkerView
-    """Of a worker that reads prompts as the request's worker will."""
+    """A worker that reads prompts as the request's worker will."""
     known: PromptTokenizer | None
     begun: Unfinished | None
     """None: only a worker can say how its engine reads it."""
@@ -96,12 +96,14 @@ class Prompts:
         self.rendered = RenderedPrompts(bus, clock, fleet.cluster, silent_s_max=fleet.policy.silent_s_max)
         self.parity = ParityWatch(bus, clock, fleet, self)
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
-        """By fingerprint. None: the router cannot tokenize as this engine does."""
+        """Tokenizers by fingerprint. None: the router cannot tokenize as this engine does."""
         self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
         """The worker that sent the tokenizer, by fingerprint."""
         self._try_at: dict[str, float] = {}
         self._readers: dict[tuple[str, str, bool], WorkerView | None] = {}
-        """See ``_reader``. By model, why it cannot be split, and whether the body is long enough to fetch KV for."""
+        """Results of ``_reader``, by model, by why the request cannot be split, and by whether the body is long enough
+        to fetch KV for.
+        """
         self._shares = shares
         self._wake = asyncio.Event()
 

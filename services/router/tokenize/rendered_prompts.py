@@ -35,7 +35,7 @@ HASHED_ON_LOOP_BYTES = 256 * 1024
 KEPT_S_MAX = 60.0
 """How long a rendered prompt is kept for a retry. A worker may be restarted with another chat template."""
 KEPT_BLOCKS_MAX = 128 * 1024
-"""Of all prompts that are kept; 40 bytes each."""
+"""Blocks of all prompts that are kept; 40 bytes each."""
 KEPT_MAX = 1024
 DIGEST_BYTES = 32
 MEDIA: Final = re.compile(rb'"(?:input_)?(?:image|audio|video|file)(?:_url|_embeds|_pil)?"')
@@ -54,7 +54,7 @@ class Outcome(StrEnum):
 
     RENDERED = "rendered"
     KEPT = "kept"
-    """It was rendered shortly before."""
+    """The prompt was rendered shortly before."""
     NO_WORKER = "no_worker"
     TOO_LARGE = "too_large"
     ADDRESSES = "addresses"
@@ -73,7 +73,7 @@ WHY = {
     Outcome.REFUSED: "the worker does not render it",
     Outcome.FAILED: "the worker did not reply",
 }
-"""For the decision of a prompt that is placed by load alone."""
+"""What the decision record says of a prompt that is placed by load alone."""
 
 
 def has_media(messages: msgspec.Raw) -> bool:
@@ -129,10 +129,10 @@ class RenderedPrompts:
         self._silent_s_max = silent_s_max
         self._slots = FairSlots(ASKS_AT_ONCE_MAX, waiting_max=WAITING_MAX, tenant_waiting_max=TENANT_WAITING_MAX)
         self._asked: Counter[WorkerId] = Counter()
-        """Asks in flight."""
+        """Asks in flight, by worker."""
         self._kept = KeptPrompts()
         self.counts: dict[str, int] = dict.fromkeys(Outcome, 0)
-        """For metrics."""
+        """How often each outcome occurred, for metrics."""
 
     async def of(self, http_request: HttpRequest, facts: RequestFacts, like: WorkerView, work: Work) -> Prompt:
         """The prompt as an engine of the same fingerprint as ``like`` reads it. Raises NotRendered."""

@@ -1,6 +1,6 @@
 """Text to block hashes, piece by piece, as far as any worker holds the blocks.
 
-Only a prefix can be cached: behind the first block that no worker holds, the prompt need not be tokenized.
+Only a prefix can be cached: after the first block that no worker holds, the prompt need not be tokenized.
 A text is cut into pieces (see ``text_cuts``) whose tokens are cached: prompts with the same beginning, such as the
 turns of a conversation, share their pieces.
 """
@@ -41,7 +41,7 @@ class PackedWords:
     """Text to tokens, word by word: the tokens of each word are cached, so that most words of a new text are looked up.
 
     Splitting a text into words and looking them up is ten times as fast as the tokenizer. Tokens are cached in the form
-    that block hashes are computed from: the CBOR of their ids, one behind the other. Safe to call from two threads at a
+    that block hashes are computed from: the CBOR of their ids, one after the other. Safe to call from two threads at a
     time: both would store the same tokens.
     """
 
@@ -111,20 +111,20 @@ class Node:
     ) -> None:
         self.piece = piece
         self.behind = ""
-        """A text that has ``piece`` and then this is cut behind the piece, too."""
+        """A text that has ``piece`` and then this is cut after the piece, too."""
         self.number = number
         """Identifies this node as the parent of the pieces that follow it."""
         self.tokens = tokens
-        """From the beginning of the prompt."""
+        """Tokens from the beginning of the prompt to the end of this piece."""
         self.hashes = hashes
         """Hashes of the blocks that end in this piece."""
         self.digest = digest
         """Full hash of the last block so far; None before the first is full."""
         self.tail = tail
-        """Tokens behind the last full block, packed."""
+        """Tokens after the last full block, packed."""
         self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * len(hashes) + len(tail) + len(piece)
         self.used = False
-        """Since it was made, or last spared from eviction."""
+        """Whether the node was used since it was made, or last spared from eviction."""
 
 
 class Walk:
@@ -266,7 +266,7 @@ class Segments:
         """Advance to the last of these ends, or as far as blocks are held. None of these pieces is cached yet."""
         text, begins = walk.text, [walk.at, *ends]
         pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=False)]
-        # With a tokenizer that drops the space before a word, a piece behind a cut is tokenized without it.
+        # With a tokenizer that drops the space before a word, a piece after a cut is tokenized without it.
         drops = self._cuts.drops_space
         given = [piece[1:] if at and piece[0] == " " else piece for at, piece in zip(begins, pieces, strict=False)]
         for piece, end, found in zip(pieces, ends, self._words.tokenize(given if drops else pieces), strict=True):
@@ -293,11 +293,11 @@ class Nodes:
         self._made = 0
         self._nodes: OrderedDict[tuple[int, str], Node] = OrderedDict()
         self._latest: dict[int, Node] = {}
-        """By parent, the node that a text went on with last."""
+        """For each parent, the node with which a text continued last."""
         self._lock = threading.Lock()
 
     def get(self, parent: int, piece: str, behind: str) -> Node | None:
-        """The cached node behind ``parent``; None on a miss. ``behind``: see ``Node``; empty if no other text need be
+        """The cached node after ``parent``; None on a miss. ``behind``: see ``Node``; empty if no other text need be
         cut there.
         """
         with self._lock:
@@ -308,9 +308,9 @@ class Nodes:
             return node
 
     def get_again(self, parent: int, text: str, at: int) -> Node | None:
-        """As ``get``, for the piece that a text went on with last, if this one goes on with it at ``at``: it is not
-        searched for its end, nor hashed. Most conversations go on with their own history. Takes no lock: what another
-        thread changes meanwhile is right before and after.
+        """As ``get``, for the piece with which a text continued last, if this one has it at ``at``: it is not searched
+        for its end, nor hashed. Most conversations continue with their own history. Takes no lock: what another thread
+        changes meanwhile is right before and after.
         """
         node = self._latest.get(parent)
         if node is None:

@@ -39,9 +39,9 @@ HASHED_AT_ONCE: Final = 4096
 READ_ON_LOOP_BYTES: Final = 64 * 1024
 """Maximum size of a prompt's JSON that is read on the event loop."""
 ROUNDS_ON_LOOP: Final = 512
-"""Of a prompt that is read and rendered on the event loop: half a millisecond."""
+"""Maximum number of rounds of a rendering on the event loop: half a millisecond."""
 STEP_CHARS: Final = 8 * 1024
-"""Tokenized in one step of the quick thread. A longer piece that cannot be cut goes to the slow one."""
+"""Characters tokenized in one step of the quick thread. A longer piece that cannot be cut goes to the slow one."""
 
 TEXT_ITERATED: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 """A template that iterates over a message's content expects a list of parts."""
@@ -78,7 +78,7 @@ class Text(NamedTuple):
 
     text: str
     special: bool
-    """With the tokenizer's special tokens."""
+    """Whether the tokenizer adds its special tokens."""
 
 
 class BegunText(NamedTuple):
@@ -94,7 +94,7 @@ class Unfinished(NamedTuple):
 
     facts: RequestFacts
     read: BegunText | list[int] | None
-    """None: reading it takes too long already."""
+    """What is read of the prompt; None when even reading it takes too long."""
     keys: HashKeys
     more: Sequence[int]
 
@@ -108,7 +108,7 @@ def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES
 
 
 def is_quick(chars: int) -> bool:
-    """Whether a text goes on with a piece of so many characters that the quick thread may tokenize."""
+    """Whether a text continues with a piece of ``chars`` characters that the quick thread may tokenize."""
     return 0 < chars <= STEP_CHARS
 
 

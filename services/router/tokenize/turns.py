@@ -1,6 +1,6 @@
 """Runs the long work on prompts off the event loop, in short steps that tenants take in turn.
 
-There are two threads. ``quick`` takes steps of about a millisecond, and goes on with one prompt while no other waits
+There are two threads. ``quick`` takes steps of about a millisecond, and continues with one prompt while no other waits
 (the event loop gets the GIL from it within ``service.SWITCH_S``); ``slow`` takes the rare steps that cannot be cut,
 such as a text of 256 KiB without a space, so that no small prompt waits for them. Python code holds the GIL
 in either thread; the tokenizers library releases it. A process would not wait for the GIL, but would need every
@@ -134,7 +134,7 @@ class Client(Protocol):
     on_left: list[Callable[[], None]]
 
     def hold(self, size: int) -> None:
-        """So many bytes more are in memory for this request; a negative number releases them."""
+        """Note that ``size`` bytes more are in memory for this request; a negative number releases them."""
 
 
 class Work:
@@ -162,7 +162,7 @@ class Work:
         return await turns.run(self.tenant, step, lambda result: not self.stopped and again(result))
 
     def hold(self, size: int) -> None:
-        """So many bytes more are in memory until the work ends."""
+        """Note that ``size`` bytes more are in memory until the work ends."""
         if self._client is not None:
             self._held += size
             self._client.hold(size)
