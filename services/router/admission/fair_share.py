@@ -38,8 +38,6 @@ def cost_of(computed_tokens: int, tokens_out: float) -> float:
 class Tenant:
     """One tenant's counter."""
 
-    __slots__ = ("served", "tokens_out", "waiting", "weight")
-
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.served = 0.0

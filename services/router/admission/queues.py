@@ -39,21 +39,6 @@ PRIORITIES_IDLE_MAX: Final = 64
 class QueueEntry:
     """A request from its arrival until it ends, as admission sees it. Seconds; instants on the monotonic clock."""
 
-    __slots__ = (
-        "arrived_at",
-        "awaits",
-        "cost",
-        "deadline",
-        "ends_at",
-        "expires_at",
-        "number",
-        "placement",
-        "queue",
-        "request",
-        "waiting",
-        "work_s",
-    )
-
     def __init__(self, request: PlacementRequest, arrived_at: float, ends_at: float = math.inf) -> None:
         self.request = request
         self.arrived_at = arrived_at
@@ -160,8 +145,6 @@ class PriorityQueue:
 class QueueThroughput:
     """How fast a model's queue moves: seconds of engine work begun in each second in which requests waited."""
 
-    __slots__ = ("_at", "_begun_s", "_waited_s", "_waiting")
-
     def __init__(self) -> None:
         self._at = 0.0
         self._begun_s = 0.0
@@ -215,8 +198,6 @@ class PrefillLoads:
 
 class PrefillLoad:
     """Prefill work queued at one worker."""
-
-    __slots__ = ("_at", "_begun_s", "_since")
 
     def __init__(self, now: float) -> None:
         self._at = self._since = now

@@ -23,8 +23,6 @@ ENDED_AT_ONCE_MAX: Final = 32
 class Ended:
     """A request that has ended."""
 
-    __slots__ = ("at", "context", "decoding", "used")
-
     def __init__(self, context: RequestContext, at: float, used: tuple[int, int], decoding: list[float] | None) -> None:
         self.context = context
         self.at = at

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 
 from services.router.placement.placement import PlacementRequest
 from services.router.request.facts import Mode
-
-ATTACHED: Final = "a server outside of Baton began it, and its tokens are not known"
 
 
 def resumes_allowed(operator_max: int, client_max: int | None) -> int:

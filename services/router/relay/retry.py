@@ -91,7 +91,7 @@ class Retry:
         )
         over = context.http_request.left or self._inbox.closed or self._now() >= context.ends_at
         if kind is None or over or not context.may_retry(self._attempts_max):
-            return cannot_resume(failure, context.why_not_resumable) if begun and kind is not None else failure
+            return cannot_resume(failure, context.why_not_resumable()) if begun and kind is not None else failure
         recovery = self._policy.recovery(kind if self._bus_health.reachable else FailureKind.BUS_DOWN, begun=begun)
         if not recovery.actions:
             return failure

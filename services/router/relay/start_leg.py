@@ -7,6 +7,7 @@ router's own legs add to their workers, until the workers' load reports include 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -111,26 +112,18 @@ def is_refusal(frame: Frame) -> bool:
     return REFUSED in frame.data or (frame.report is not None and frame.report.finish_reason == CACHE_THRESHOLD)
 
 
+@dataclass(frozen=True)
 class LegLoads:
     """Counts legs in the cluster view and announces them to the other routers."""
 
-    def __init__(
-        self,
-        cluster: ClusterView,
-        reservations: ReservationFeed,
-        load_changed: Callable[[], None],
-        now: Callable[[], float],
-    ) -> None:
-        self.cluster = cluster
-        self.reservations = reservations
-        self.load_changed = load_changed
-        self.now = now
+    cluster: ClusterView
+    reservations: ReservationFeed
+    load_changed: Callable[[], None]
+    now: Callable[[], float]
 
 
 class LegLoad:
     """One leg's load, from its start to ``ended``: its context while it runs, and its prompt until that is computed."""
-
-    __slots__ = ("_context_tokens", "_legs", "_loads", "_prompt_tokens", "_sent", "_start")
 
     def __init__(self, loads: LegLoads, start: StartLeg, context_tokens: int) -> None:
         self._loads = loads

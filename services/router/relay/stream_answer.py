@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from services.router.placement.placement import Placement
-from services.router.relay.migration import ATTACHED
 from services.router.relay.running_leg import END, OK, LegServices
 from services.router.relay.start_leg import LegLoad
 from services.router.request.context import RequestContext
@@ -94,8 +93,6 @@ class StreamAnswer:
             context.status = OK
             timings.first_at = timings.last_at
             context.began(data)
-            if self._placement.decode.record.attached:
-                context.why_not_resumable = ATTACHED
             context.http_request.begin(OK, services.headers(context, self._placement, EVENT_STREAM))
         elif timings.broke_at != NOT_BROKEN:
             services.metrics.resumed(at - timings.broke_at)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from services.router.placement.placement import Placement, PlacementRequest
 
 NEVER: Final = float("inf")
+ATTACHED: Final = "a server outside of Baton began it, and its tokens are not known"
 CLIENT_LEFT: Final = Failure(reason=Reason.CANCELLED, message="the client left")
 CLIENT_SLOW: Final = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
 ID_BYTES: Final = 16
@@ -97,8 +98,6 @@ class RequestContext:
     answer_id = ""
     """``StartLeg.answer_id``; empty where no event has an id that a resumed stream could not repeat."""
     resumes_max = 0
-    why_not_resumable = ""
-    """Why the stream cannot continue at another worker; empty when it can."""
     resumes = 0
     resumed_tokens = 0
     """Tokens relayed before each resume, summed over all resumes."""
@@ -152,7 +151,6 @@ class RequestContext:
         """The body has been read."""
         self.facts = facts
         self.resumes_max = resumes_max
-        self.why_not_resumable = facts.why_not_resumable()
         if facts.path == RESPONSES and facts.stream:
             self.answer_id = secrets.token_hex(ID_BYTES)
 
@@ -173,8 +171,14 @@ class RequestContext:
     def may_retry(self, attempts_max: int) -> bool:
         """Whether another attempt is allowed. A response that has begun can only be resumed."""
         if self.http_request.begun:
-            return not self.why_not_resumable and self.resumes < self.resumes_max
+            return not self.why_not_resumable() and self.resumes < self.resumes_max
         return self.attempts < attempts_max
+
+    def why_not_resumable(self) -> str:
+        """Why the stream, which has begun, cannot continue at another worker; empty when it can."""
+        if self.placement is not None and self.placement.decode.record.attached:
+            return ATTACHED
+        return self.facts.why_not_resumable()
 
     def begin_attempt(self, placement: Placement, now: float) -> None:
         """Run this placement next. What the attempt before reported does not count for it."""
