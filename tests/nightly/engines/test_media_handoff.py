@@ -157,7 +157,7 @@ async def test_a_decode_worker_answers_about_a_picture_that_it_has_not_seen(aske
         assert response.headers["x-baton-mode"] == "disaggregated"
         decision = asker.decision
         assert decision.exact
-        assert decision.prompt_tokens == decision.counted_prompt_tokens > 2 * BLOCK
+        assert decision.request.prompt_tokens == decision.counted_prompt_tokens > 2 * BLOCK
         assert said == await asker.alone(*parts)
         answers.append(said)
     assert len(set(answers)) == len(answers), "the answers do not depend on the pictures"
@@ -180,12 +180,12 @@ async def test_pictures_between_texts_share_the_prefix_before_them(family: Visio
 
         decision = asker.decision
         assert decision.exact
-        assert decision.prompt_tokens == decision.counted_prompt_tokens
+        assert decision.request.prompt_tokens == decision.counted_prompt_tokens
         assert answer == await asker.alone(*parts)
         said.append(answer)
         await asyncio.sleep(2.0)  # For KV events.
     assert said[0] != said[1]
-    assert decision.result.cached_tokens + decision.result.fetched_tokens > decision.prompt_tokens // 3
+    assert decision.result.cached_tokens + decision.result.fetched_tokens > decision.request.prompt_tokens // 3
 
 
 async def test_a_long_prompt_with_a_large_picture_is_handed_over_while_it_is_computed(asker: Asker):
@@ -201,7 +201,7 @@ async def test_a_long_prompt_with_a_large_picture_is_handed_over_while_it_is_com
 async def test_another_question_about_a_picture_finds_its_blocks(asker: Asker):
     seen = picture("seen")
     await asker.ask(seen, {"type": "text", "text": QUESTION})
-    tokens = asker.decision.prompt_tokens
+    tokens = asker.decision.request.prompt_tokens
     await asyncio.sleep(2.0)  # KV events reach the router at most this late; without them it would predict less.
 
     parts = seen, {"type": "text", "text": QUESTION + "And what is behind it?"}
