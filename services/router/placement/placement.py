@@ -31,7 +31,7 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     tie_s: float = 0.002
     """Costs that differ by less count as equal. Equal workers take turns, so that requests do not all go to one."""
     stream_tokens_min: int = 0
-    """The decode leg is dispatched together with the prefill leg when that has at least so many tokens to compute; 0:
+    """The decode leg is dispatched together with the prefill leg when that has at least this many tokens to compute; 0:
     always, negative: never.
     """
     stream_s_max: float = 20.0

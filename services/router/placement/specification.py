@@ -164,7 +164,7 @@ def tokens_out_expected(limit: int) -> int:
 
 
 def work_s(n: Sequence[float], computed: float, cached: float) -> float:
-    """The engine's time for ``computed`` prompt tokens behind ``cached`` ones."""
+    """The engine's time for ``computed`` prompt tokens after ``cached`` ones."""
     pairs = computed * (cached + 0.5 * computed)
     return n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * computed + n[t.PREFILL_PAIR_S] * pairs
 

@@ -1,4 +1,4 @@
-"""Serves a request: places it, runs its legs, retries it when they fail, and tells the client when nothing helps.
+"""Serves a request: places it, runs its legs, retries it when they fail, and answers with an error when nothing helps.
 
     begin ──► check ──► admit ──► try ──► legs, which call back ──► over ──► finish
            1         2         3   ▲                                 │

@@ -1,4 +1,4 @@
-"""Makes the StartLeg message of each leg, with what it tells the worker about KV.
+"""Makes the StartLeg message of each leg, with what the worker must know about KV.
 
 Also recognises the refusal of a worker to compute a prompt that it has too little of, and counts the load that the
 router's own legs add to their workers, until the workers' load reports include it.

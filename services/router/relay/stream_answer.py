@@ -34,7 +34,7 @@ class StreamAnswer:
         """The newest data of the stream."""
         self._written_at = 0.0
         self._is_uncounted = context.cached_tokens is None
-        """The frame that tells of cached tokens may come yet."""
+        """Whether the frame with the cached tokens may still arrive."""
         self.first_at = 0.0
         """When the leg's first data came; 0: it has not."""
         self.must_wait = False
@@ -101,7 +101,7 @@ class StreamAnswer:
 
 
 def cached_in(frames: list[Frame]) -> tuple[int | None, bool]:
-    """The cached tokens of the first frame that tells of them, and whether a later one may."""
+    """The cached tokens of the first frame that has them, and whether a later one may."""
     for frame in frames:
         if frame.cached_tokens is not None:
             return frame.cached_tokens, False
