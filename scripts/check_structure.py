@@ -1,9 +1,9 @@
-"""Checks that the pure modules stay pure and that no module lies unused; part of `make check`.
+"""Checks that pure modules are pure, that no module lies unused and that docstrings stand alone; part of `make check`.
 
 A pure module decides and does nothing else: it imports only the modules named below and other pure ones, awaits
 nothing, opens nothing and changes no global. Which layer and which third party a module may import is checked by
-import-linter and ruff (see pyproject.toml). With ``--fragments`` it lists instead the docstrings that do not stand
-alone, with ``--documents`` the lines of documents that are too long, which are not part of the check yet.
+import-linter and ruff (see pyproject.toml). With ``--documents`` it lists instead the lines of documents that are too
+long, which are not part of the check yet.
 """
 
 from __future__ import annotations
@@ -91,8 +91,6 @@ PREPOSITIONS = re.compile(
     r"|To|Under|Until|While|With|Within|Without)\b[^,]*?([.:] |;|$)"
 )
 """An attribute's docstring without a noun of its own. With a comma ("With two routers, ...") it is a sentence."""
-NOT_YET = ("services/router/placement/",)
-"""Places that still have such docstrings."""
 COLUMNS_MAX, ROW_COLUMNS_MAX = 120, 240
 """The width of a document's prose, and of a row of a table."""
 MADE_PAGES = {
@@ -153,14 +151,10 @@ def defined(node: ast.stmt) -> Iterator[str]:
 
 def main() -> int:
     modules = read_modules()
-    if "--fragments" in sys.argv[1:]:
-        print("\n".join(fragments(modules)))
-        return 0
     if "--documents" in sys.argv[1:]:
         print("\n".join(line for name, text in documents().items() for line in long_lines(name, text)))
         return 0
-    problems = [*unknown_pure_modules(modules), *impurities(modules), *unused_modules(modules)]
-    problems += [fragment for fragment in fragments(modules) if not fragment.startswith(NOT_YET)]
+    problems = [*unknown_pure_modules(modules), *impurities(modules), *unused_modules(modules), *fragments(modules)]
     print("\n".join(problems) or f"{len(modules)} modules, {sum(map(is_pure, modules))} of them pure")
     return 1 if problems else 0
 
