@@ -158,16 +158,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slos: str = ""
     """Targets in seconds and priorities, as JSON: ``{"default": {"ttft_s": 2, "itl_s": 0.1}, "models": {"m": {...}},
     "classes": {"batch": {"ttft_s": null, "priority": 10}}}``. A class overrides a model, a model the default; lower
-    priorities are more urgent; null: no target. Change it when you have promised latencies, or some requests may wait
-    for others.
-    """
-    priority_min: int = 0
-    """The most urgent priority that a body may ask for; classes may be more urgent. Change it when clients without keys
-    are to order their own requests above others'.
-    """
-    serve_late: bool = True
-    """Whether a request whose target even an idle worker would miss is served under low load, or always refused. Change
-    it when a late answer is worth nothing to clients.
+    priorities are more urgent; null: no target. ``"priority_min": -5`` is the most urgent priority that a body may ask
+    for (0). ``"serve_late": false`` always refuses a request whose target even an idle worker would miss, instead of
+    serving it under low load. Change it when you have promised latencies, or some requests may wait for others.
     """
     queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
     """Requests in the admission queue; when it is full, some are refused. Change it when more clients wait patiently,

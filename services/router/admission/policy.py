@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from services.router.placement.slo import read_slos
 from services.router.settings import Settings
 from shared.contracts.ids import is_subject_token
 
@@ -46,7 +47,7 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
             queue_max=settings.queue_max,
             tenant_queue_max=settings.tenant_queue_max,
             queue_s_max=settings.queue_s_max,
-            serve_late=settings.serve_late,
+            serve_late=read_slos(settings.slos).serve_late,
             tenant_weights=weights,
         )
 

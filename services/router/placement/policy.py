@@ -25,23 +25,15 @@ class RequestPolicy:
     """The operator's settings of what clients may ask for."""
 
     def __init__(
-        self,
-        *,
-        slos: Slos = NO_SLOS,
-        shares: Shares = NO_SHARES,
-        may_force: bool = False,
-        keys_may_force: bool = True,
-        priority_min: int = 0,
+        self, *, slos: Slos = NO_SLOS, shares: Shares = NO_SHARES, may_force: bool = False, keys_may_force: bool = True
     ) -> None:
         """``may_force``: whether clients without keys may choose workers; ``keys_may_force``: whether those may whose
-        keys have the permission. ``priority_min``: the most urgent priority that a body may ask for; classes may be
-        more urgent.
+        keys have the permission.
         """
         self.slos = slos
         self.shares = shares
         self.may_force = may_force
         self.keys_may_force = keys_may_force
-        self.priority_min = priority_min
 
     @classmethod
     def from_settings(cls, settings: Settings) -> RequestPolicy:
@@ -60,7 +52,6 @@ class RequestPolicy:
             shares=shares,
             may_force=forcing == "anyone" or (forcing == "auto" and settings.listens_locally),
             keys_may_force=forcing != "nobody",
-            priority_min=settings.priority_min,
         )
 
     def fault(self, facts: RequestFacts, head: Head, workers: Container[WorkerId]) -> Fault | None:
@@ -83,7 +74,7 @@ class RequestPolicy:
             return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
         if options.forced is not None and (fault := unknown_worker(options.forced, workers)) is not None:
             return fault
-        priority_min = self.priority_min if head.client.key.priority is None else head.client.key.priority
+        priority_min = self.slos.priority_min if head.client.key.priority is None else head.client.key.priority
         if options.priority is not None and options.priority < priority_min:
             message = f"`baton.priority` may be {priority_min} or more (less urgent) here."
             return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)

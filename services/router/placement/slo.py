@@ -49,6 +49,10 @@ class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     default: SloRule = NO_RULE
     models: dict[str, SloRule] = {}
     classes: dict[str, SloRule] = {}
+    priority_min: int = 0
+    """The most urgent priority that a body may ask for; classes may be more urgent."""
+    serve_late: bool = True
+    """Whether a request whose target even an idle worker would miss is served under low load, or always refused."""
 
     def targets(self, model: str, name: str, *, ttft_s: float | None, itl_s: float | None) -> Targets:
         """For a request of this model and class; ``ttft_s`` and ``itl_s`` are its own and override them."""

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from services.router.admission.policy import read_weights
+from services.router.admission.policy import AdmissionPolicy, read_weights
 from services.router.placement.policy import RequestPolicy
 from services.router.placement.slo import Targets, read_slos
 from services.router.request.facts import Fault, Mode, RequestFacts
@@ -87,6 +87,11 @@ def test_invalid_weights_are_rejected(text):
         read_weights(text)
 
 
+def test_late_requests_are_served_unless_the_targets_say_otherwise():
+    assert AdmissionPolicy.from_settings(Settings()).serve_late
+    assert not AdmissionPolicy.from_settings(Settings(slos='{"serve_late": false}')).serve_late
+
+
 def test_weights_are_read():
     assert read_weights("") == {}
     assert read_weights('{"paying": 4, "": 0.5}') == {"paying": 4.0, "": 0.5}
@@ -148,7 +153,10 @@ def test_an_unknown_forced_worker_is_named(wish):
 
 def test_a_body_cannot_exceed_the_allowed_priority():
     assert fault(RequestPolicy(), {"priority": -1}).reason is Reason.FORBIDDEN
-    assert RequestPolicy(priority_min=-5).fault(request({"priority": -5}), request_head(), WORKERS) is None
+    assert (
+        RequestPolicy(slos=read_slos('{"priority_min": -5}')).fault(request({"priority": -5}), request_head(), WORKERS)
+        is None
+    )
     assert RequestPolicy().placement_request(request({"priority": 7}), request_head(), Mode.AUTO, 1, ()).priority == 7
 
 
