@@ -9,7 +9,7 @@ from shared.contracts.workers import HashScheme
 
 
 def block_hashes(
-    tokens: Sequence[int], scheme: HashScheme, *, salt: str = "", lora: tuple[str, str] | None = None
+    tokens: Sequence[int], scheme: HashScheme, *, salt: str = "", adapter: tuple[str, str] | None = None
 ) -> list[int]:
     """The 64-bit hash of every full block of ``tokens``, first block first."""
-    return extend_chain(None, tokens, scheme, salt=salt, lora=lora)[0]
+    return extend_chain(None, tokens, scheme, salt=salt, adapter=adapter)[0]

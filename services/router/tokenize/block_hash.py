@@ -37,7 +37,7 @@ class HashKeys(NamedTuple):
 
     salt: str = ""
     """The tenant's salt, which the first block's hash has."""
-    lora: tuple[str, str] | None = None
+    adapter: tuple[str, str] | None = None
     """The LoRA adapter, which every block's hash has: its name, and what stands for its files (see
     ``LoraAdapter.hashed_as``).
     """
@@ -85,11 +85,11 @@ def seed_hash(seed: str) -> bytes:
     return hashlib.sha256(cbor_text(seed)).digest()
 
 
-def extra_keys(*, salt: str = "", lora: tuple[str, str] | None = None, first: bool) -> bytes:
+def extra_keys(*, salt: str = "", adapter: tuple[str, str] | None = None, first: bool) -> bytes:
     """CBOR of a block's extra keys: the adapter on every block, the salt on the first one only."""
     keys: list[bytes] = []
-    if lora is not None:
-        keys.append(ARRAY_OF_THREE + b"".join(cbor_text(part) for part in ("lora", *lora)))
+    if adapter is not None:
+        keys.append(ARRAY_OF_THREE + b"".join(cbor_text(part) for part in ("lora", *adapter)))
     if salt and first:
         keys.append(b"\x82" + cbor_text("cache_salt") + cbor_text(salt))
     if not keys:
@@ -103,12 +103,12 @@ def extend_chain(
     scheme: HashScheme,
     *,
     salt: str = "",
-    lora: tuple[str, str] | None = None,
+    adapter: tuple[str, str] | None = None,
 ) -> tuple[list[int], bytes | None]:
     """The hashes of the full blocks of ``tokens`` after the block whose full hash is ``parent`` (None: the first
     block), and the full hash of the last one.
     """
-    hashes, digest, _count, _rest = extend_packed(parent, pack(tokens), scheme, salt=salt, lora=lora)
+    hashes, digest, _count, _rest = extend_packed(parent, pack(tokens), scheme, salt=salt, adapter=adapter)
     return hashes, digest
 
 
@@ -118,22 +118,22 @@ def pack(tokens: Iterable[int]) -> bytes:
 
 
 def extend_packed(
-    parent: bytes | None, packed: bytes, scheme: HashScheme, *, salt: str = "", lora: tuple[str, str] | None = None
+    parent: bytes | None, packed: bytes, scheme: HashScheme, *, salt: str = "", adapter: tuple[str, str] | None = None
 ) -> tuple[list[int], bytes | None, int, bytes]:
     """Like ``extend_chain``, for tokens as ``pack`` makes them. Also returns their number, and those after the last
     full block. Raises ValueError for other bytes.
     """
-    later = _later_keys(lora)
-    first = extra_keys(salt=salt, lora=lora, first=True) if parent is None else later
+    later = _later_keys(adapter)
+    first = extra_keys(salt=salt, adapter=adapter, first=True) if parent is None else later
     before = seed_hash(scheme.seed) if parent is None else parent
     hashes, digest, count, rest = _extend(before, packed, scheme.block_size, first, later)
     return hashes, digest if hashes else parent, count, rest
 
 
 @lru_cache(maxsize=64)
-def _later_keys(lora: tuple[str, str] | None) -> bytes:
+def _later_keys(adapter: tuple[str, str] | None) -> bytes:
     """The keys of all blocks but the first."""
-    return extra_keys(lora=lora, first=False)
+    return extra_keys(adapter=adapter, first=False)
 
 
 def extend_in_python(

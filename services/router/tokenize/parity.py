@@ -17,7 +17,7 @@ from services.router.placement.fleet import Fleet
 from services.router.request.facts import RequestFacts
 from services.router.request.fields import read_request
 from services.router.request.prompt import Prompt
-from services.router.tokenize.tokenizer import Lora, PromptTokenizer
+from services.router.tokenize.tokenizer import Adapter, PromptTokenizer
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENS
 from shared.contracts.control import AskTokens, ProbePrompt, PromptTokens, TokensFound
@@ -188,7 +188,7 @@ class Tokenizers(Protocol):
     """The tokenizers of this router: ``Prompts``."""
 
     async def whole(
-        self, tokenizer: PromptTokenizer, facts: RequestFacts, lora: tuple[str, str] | None = None
+        self, tokenizer: PromptTokenizer, facts: RequestFacts, adapter: tuple[str, str] | None = None
     ) -> Prompt | None:
         """All of a probe's prompt; None when it cannot be known exactly now."""
 
@@ -261,12 +261,12 @@ class ParityWatch:
         self._tokenizers.doubt(record)
 
     async def _compare(self, record: WorkerRecord, tokenizer: PromptTokenizer) -> tuple[Parity, str]:
-        loras = {adapter.name: (adapter.name, adapter.hashed_as) for adapter in record.adapters[:1]}
+        adapters = {one.name: (one.name, one.hashed_as) for one in record.adapters[:1]}
         asked = probes(
             record.models[0],
             block_size=record.hashing.block_size,
             max_model_len=record.max_model_len,
-            adapter=next(iter(loras), ""),
+            adapter=next(iter(adapters), ""),
         )
         try:
             ask = AskTokens(worker_id=record.worker_id, prompts=asked)
@@ -276,16 +276,16 @@ class ParityWatch:
             return Parity.UNKNOWN, str(error)
         if found.epoch != record.epoch:
             return Parity.UNKNOWN, "another epoch of the worker replied"
-        return await self._compare_prompts(tokenizer, asked, found, loras)
+        return await self._compare_prompts(tokenizer, asked, found, adapters)
 
     async def _compare_prompts(
-        self, tokenizer: PromptTokenizer, asked: list[ProbePrompt], found: TokensFound, loras: Mapping[str, Lora]
+        self, tokenizer: PromptTokenizer, asked: list[ProbePrompt], found: TokensFound, adapters: Mapping[str, Adapter]
     ) -> tuple[Parity, str]:
         """Up to the first one that differs."""
         compared = 0
         for number, (probe, theirs) in enumerate(zip(asked, found.prompts, strict=False), 1):
             facts = read_request(probe.path, probe.body)
-            ours = await self._tokenizers.whole(tokenizer, facts, loras.get(facts.model))
+            ours = await self._tokenizers.whole(tokenizer, facts, adapters.get(facts.model))
             if ours is None:
                 continue  # The router does not tokenize such requests: they are placed by load alone.
             try:

@@ -127,9 +127,9 @@ class Prompts:
         unread = UnreadPrompt(http_request, facts, more, view, known, None)
         readable = size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
         if known is not None and readable and self.parity.trusted(view.pairs_with):
-            lora = view.hashed_adapter(facts.model)
+            adapter = view.hashed_adapter(facts.model)
             held = self._fleet.index.held
-            begun = known.begin(facts, held, loop_chars_max=LOOP_CHARS_MAX, more=more, lora=lora)
+            begun = known.begin(facts, held, loop_chars_max=LOOP_CHARS_MAX, more=more, adapter=adapter)
             if isinstance(begun, Prompt):
                 return begun
             if begun is not None:
@@ -184,11 +184,11 @@ class Prompts:
         return read_request(head.path, body)
 
     async def whole(
-        self, tokenizer: PromptTokenizer, facts: RequestFacts, lora: tuple[str, str] | None = None
+        self, tokenizer: PromptTokenizer, facts: RequestFacts, adapter: tuple[str, str] | None = None
     ) -> Prompt | None:
         """All of a probe's prompt; None when it cannot be known exactly now."""
         try:
-            return await Work(self._work, PROBES).run(partial(tokenizer.whole_prompt, facts, lora))
+            return await Work(self._work, PROBES).run(partial(tokenizer.whole_prompt, facts, adapter))
         except NoTurn:
             return None
 

@@ -150,7 +150,7 @@ class Walk:
 def root_of(special: bool, keys: HashKeys) -> str:
     """Names what comes before a prompt's text."""
     # ``repr`` of an adapter begins with a parenthesis and quotes both texts: no salt makes another prefix of it.
-    return f"{int(special)}{keys.lora!r}{keys.salt}" if keys.lora is not None else f"{int(special)}-{keys.salt}"
+    return f"{int(special)}{keys.adapter!r}{keys.salt}" if keys.adapter is not None else f"{int(special)}-{keys.salt}"
 
 
 class Segments:
@@ -186,7 +186,9 @@ class Segments:
         root = self._nodes.get(0, name, "")
         if root is None:
             before = pack(self._before) if special else b""
-            hashes, digest, tokens, tail = extend_packed(None, before, self._scheme, salt=keys.salt, lora=keys.lora)
+            hashes, digest, tokens, tail = extend_packed(
+                None, before, self._scheme, salt=keys.salt, adapter=keys.adapter
+            )
             root = self._nodes.put(0, name, "", tokens, hashes, digest, tail)
         return Walk(text, root, keys, special)
 
@@ -238,7 +240,7 @@ class Segments:
     def _extend(self, walk: Walk, packed: bytes) -> tuple[list[int], bytes | None, int, bytes]:
         """As ``extend_packed``, for these tokens and the walk's tail before them."""
         node, keys = walk.node, walk.keys
-        return extend_packed(node.digest, node.tail + packed, self._scheme, salt=keys.salt, lora=keys.lora)
+        return extend_packed(node.digest, node.tail + packed, self._scheme, salt=keys.salt, adapter=keys.adapter)
 
     def _end(self, text: str, at: int) -> int:
         return self._cuts.end(text, at, self._segment_chars)

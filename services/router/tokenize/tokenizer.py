@@ -68,7 +68,7 @@ NOT_EXACT: Final = (
     struct.error,
 )
 """Errors of an invalid or too costly prompt; the engine reports them to the client."""
-Lora = tuple[str, str]
+Adapter = tuple[str, str]
 Held = Callable[[int], bool]
 """Whether any worker holds a block."""
 
@@ -146,15 +146,15 @@ class PromptTokenizer:
         """Mean of the text that was tokenized so far."""
         return self._segments.chars_per_token
 
-    def whole_prompt(self, facts: RequestFacts, lora: Lora | None = None) -> Prompt | None:
-        """All of its hashes, however long that takes; None when they cannot be known exactly. ``lora``: see
+    def whole_prompt(self, facts: RequestFacts, adapter: Adapter | None = None) -> Prompt | None:
+        """All of its hashes, however long that takes; None when they cannot be known exactly. ``adapter``: see
         ``HashKeys``.
         """
         body = facts.body
         if body is None:
             return None
         try:
-            keys = HashKeys(body.cache_salt or "", lora)
+            keys = HashKeys(body.cache_salt or "", adapter)
             text = self._read(facts.path, body)
             if not isinstance(text, Text):
                 return None
@@ -173,12 +173,12 @@ class PromptTokenizer:
         work: Work,
         loop_chars_max: int,
         more: Sequence[int] = (),
-        lora: Lora | None = None,
+        adapter: Adapter | None = None,
     ) -> Prompt | None:
         """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly, or
-        not within ``TOKENIZE_S_MAX``. ``more``: tokens that follow it. ``lora``: see ``HashKeys``.
+        not within ``TOKENIZE_S_MAX``. ``more``: tokens that follow it. ``adapter``: see ``HashKeys``.
         """
-        begun = self.begin(facts, held, loop_chars_max=loop_chars_max, more=more, lora=lora)
+        begun = self.begin(facts, held, loop_chars_max=loop_chars_max, more=more, adapter=adapter)
         return await self.finish(begun, held, work) if isinstance(begun, Unfinished) else begun
 
     def begin(
@@ -188,13 +188,13 @@ class PromptTokenizer:
         *,
         loop_chars_max: int,
         more: Sequence[int] = (),
-        lora: Lora | None = None,
+        adapter: Adapter | None = None,
     ) -> Prompt | Unfinished | None:
         """As ``prompt``, for what takes less than a millisecond; ``finish`` does the rest of a longer one."""
         body = facts.body
         if body is None or body.truncate_prompt_tokens is not None or not isinstance(body.cache_salt, str | None):
             return None
-        keys = HashKeys(body.cache_salt or "", lora) if body.cache_salt or lora else NO_KEYS
+        keys = HashKeys(body.cache_salt or "", adapter) if body.cache_salt or adapter else NO_KEYS
         try:
             read = self._read_on_loop(facts.path, body, max(READ_ON_LOOP_BYTES, loop_chars_max))
             if isinstance(read, Text):
@@ -204,7 +204,7 @@ class PromptTokenizer:
                 return self._segments.prompt(begun.walk, more)
             if read is not None and len(read) <= HASHED_AT_ONCE:
                 tokens = [*read, *more]
-                hashes, _digest = extend_chain(None, tokens, self._scheme, salt=keys.salt, lora=keys.lora)
+                hashes, _digest = extend_chain(None, tokens, self._scheme, salt=keys.salt, adapter=keys.adapter)
                 return Prompt(len(tokens), hashes, exact=True)
         except NOT_EXACT:
             return None
@@ -255,7 +255,7 @@ class PromptTokenizer:
             """Returns whether there is more to hash."""
             nonlocal digest, at
             found, digest = extend_chain(
-                digest, tokens[at : at + at_once], self._scheme, salt=keys.salt, lora=keys.lora
+                digest, tokens[at : at + at_once], self._scheme, salt=keys.salt, adapter=keys.adapter
             )
             hashes.extend(found)
             at += at_once

@@ -186,7 +186,7 @@ async def test_the_router_computes_the_engines_hashes(pair: Pair, driver: Driver
     for salt in ("", "tenant"):
         for name in ("sql", "mail", MODEL):
             lora = (name, adapters[name].hashed_as) if name in adapters else None
-            ours = block_hashes(prompt, scheme, salt=salt, lora=lora)
+            ours = block_hashes(prompt, scheme, salt=salt, adapter=lora)
             await answer(driver, PREFILL, name, prompt, **({"cache_salt": salt} if salt else {}))
             await driver.tap.until(lambda ours=ours: set(ours) <= stored(driver), f"the blocks of {name} are told")
 
@@ -195,7 +195,7 @@ async def test_the_router_computes_the_engines_hashes(pair: Pair, driver: Driver
             ask = AskTokens(worker_id=WorkerId(PREFILL), prompts=asked)
             (told,) = (await driver.bus.ask(TOKENS, ask, timeout_s=30.0)).prompts
             assert len(told.tokens) >= 2 * BLOCK
-            assert list(unpack_hashes(told.hashes)) == block_hashes(told.tokens, scheme, salt=salt, lora=lora)
+            assert list(unpack_hashes(told.hashes)) == block_hashes(told.tokens, scheme, salt=salt, adapter=lora)
 
 
 def stored(driver: Driver) -> set[int]:

@@ -20,10 +20,10 @@ def digest(value: object) -> bytes:
     return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
 
 
-def chain(tokens: list[int], size: int, salt: str, lora: tuple[str, str] | None) -> list[int]:
+def chain(tokens: list[int], size: int, salt: str, adapter: tuple[str, str] | None) -> list[int]:
     parent, hashes = digest("vllm-none-hash"), []
     for begin in range(0, len(tokens) - size + 1, size):
-        keys = [("lora", *lora)] if lora else []
+        keys = [("lora", *adapter)] if adapter else []
         if salt and begin == 0:
             keys.append(("cache_salt", salt))
         parent = digest((parent, tuple(tokens[begin : begin + size]), tuple(keys) or None))
@@ -32,8 +32,10 @@ def chain(tokens: list[int], size: int, salt: str, lora: tuple[str, str] | None)
 
 
 @given(TOKENS, st.integers(min_value=1, max_value=40), SALTS, ADAPTERS)
-def test_the_chain_is_what_a_general_encoder_makes_of_it(tokens, size, salt, lora):
-    assert block_hashes(tokens, HashScheme(block_size=size), salt=salt, lora=lora) == chain(tokens, size, salt, lora)
+def test_the_chain_is_what_a_general_encoder_makes_of_it(tokens, size, salt, adapter):
+    assert block_hashes(tokens, HashScheme(block_size=size), salt=salt, adapter=adapter) == chain(
+        tokens, size, salt, adapter
+    )
 
 
 @given(TOKENS, st.integers(min_value=1, max_value=20))

@@ -34,7 +34,7 @@ def test_the_routers_chain_is_vllms(salt, lora):
 
     theirs = [int.from_bytes(full[:8], "big") for full in hasher(request)]
 
-    assert block_hashes(tokens, HashScheme(block_size=32), salt=salt, lora=lora) == theirs
+    assert block_hashes(tokens, HashScheme(block_size=32), salt=salt, adapter=lora) == theirs
 
 
 def test_the_simulated_engines_chain_is_vllms():

@@ -55,7 +55,7 @@ def test_cached_pieces_of_one_adapter_are_not_anothers(tokenizer_json):
     found = {keys: hashes(keys) for keys in (*KEYS, *KEYS)}  # the second round is served from the cache
 
     for keys, ours in found.items():
-        assert ours == block_hashes(tokens, SCHEME, salt=keys.salt, lora=keys.lora), keys
+        assert ours == block_hashes(tokens, SCHEME, salt=keys.salt, adapter=keys.adapter), keys
     for one, other in combinations(KEYS, 2):
         assert not set(found[one]) & set(found[other]), (one, other)
 
@@ -70,12 +70,12 @@ def test_a_prompt_is_hashed_with_its_adapter(tokenizer_json, prompt):
     async def found(loop_chars_max: int) -> list[int]:
         work = PromptWork.in_threads()
         try:
-            options = {"work": Work(work, "t"), "loop_chars_max": loop_chars_max, "lora": SQL}
+            options = {"work": Work(work, "t"), "loop_chars_max": loop_chars_max, "adapter": SQL}
             return list((await known.prompt(facts, lambda _block: True, **options)).hashes)
         finally:
             work.close()
 
-    expected = block_hashes(tokens, SCHEME, salt="s", lora=SQL)
+    expected = block_hashes(tokens, SCHEME, salt="s", adapter=SQL)
     assert asyncio.run(found(1 << 20)) == asyncio.run(found(0)) == expected
     if isinstance(prompt, str):
         assert list(known.whole_prompt(facts, SQL).hashes) == expected
