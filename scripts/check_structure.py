@@ -2,8 +2,7 @@
 
 A pure module decides and does nothing else: it imports only the modules named below and other pure ones, awaits
 nothing, opens nothing and changes no global. Which layer and which third party a module may import is checked by
-import-linter and ruff (see pyproject.toml). With ``--documents`` it lists instead the lines of documents that are too
-long, which are not part of the check yet.
+import-linter and ruff (see pyproject.toml). Lines of documents that are too long are refused, too.
 """
 
 from __future__ import annotations
@@ -151,10 +150,8 @@ def defined(node: ast.stmt) -> Iterator[str]:
 
 def main() -> int:
     modules = read_modules()
-    if "--documents" in sys.argv[1:]:
-        print("\n".join(line for name, text in documents().items() for line in long_lines(name, text)))
-        return 0
     problems = [*unknown_pure_modules(modules), *impurities(modules), *unused_modules(modules), *fragments(modules)]
+    problems += [line for name, text in documents().items() for line in long_lines(name, text)]
     print("\n".join(problems) or f"{len(modules)} modules, {sum(map(is_pure, modules))} of them pure")
     return 1 if problems else 0
 
