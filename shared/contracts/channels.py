@@ -217,10 +217,12 @@ DECISION = AskChannel(
 LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, EVERYONE)
 # Workers watch the registry too, to find peers for the KV exchange.
 WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEY_VALUE, WORKERS, (*EVERYONE, *WORKERS))
-WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), (*EVERYONE, *WORKERS))
+WORKER_LOST = Channel(
+    "fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.ROUTER, Party.COLLECTOR, *WORKERS)
+)
 # The orchestrator hears itself: while it hears nothing, no worker's silence counts.
 FLEET_STATE = Channel(
-    "fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, *OPERATORS)
+    "fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, Party.COLLECTOR)
 )
 DESCRIBE_FLEET = AskChannel(
     "fleet.describe", DescribeFleet, Delivery.ASK, (Party.LAUNCHER,), (Party.ORCHESTRATOR,), answer=FleetState
@@ -268,7 +270,7 @@ ADAPTER_ORDERED = Channel(
     "fleet.adapter_ordered", AdapterOrdered, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR,)
 )
 DESCRIBE_ADAPTERS = AskChannel(
-    "fleet.adapters", AskAdapters, Delivery.ASK, OPERATORS, (Party.ORCHESTRATOR,), answer=Adapters
+    "fleet.adapters", AskAdapters, Delivery.ASK, (Party.LAUNCHER,), (Party.ORCHESTRATOR,), answer=Adapters
 )
 WANTED_ADAPTERS = Channel(
     "adapters.{key}", WantedAdapter, Delivery.KEY_VALUE, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR,)
@@ -284,7 +286,7 @@ WAKE = AskChannel(
     "worker.{worker_id}.wake", WakeWorker, Delivery.ASK, (Party.ORCHESTRATOR,), WORKERS, answer=OrderTaken
 )
 
-PLAN = Channel("fleet.plan", PlanDecision, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR, Party.LAUNCHER))
+PLAN = Channel("fleet.plan", PlanDecision, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR,))
 PLANS = AskChannel("fleet.plans", AskPlans, Delivery.ASK, (Party.LAUNCHER,), (Party.ORCHESTRATOR,), answer=Plans)
 SCALE = AskChannel(
     "fleet.scale", ScaleFleet, Delivery.ASK, (Party.ORCHESTRATOR,), (Party.LAUNCHER,), answer=FleetScaled
@@ -299,11 +301,7 @@ DISAGGREGATION_REPORT = AskChannel(
 )
 
 REQUESTS_FINISHED = Channel(
-    "request.{router_id}.finished",
-    RequestsFinished,
-    Delivery.EVENT,
-    ROUTERS,
-    (Party.COLLECTOR, Party.ORCHESTRATOR, Party.LAUNCHER),
+    "request.{router_id}.finished", RequestsFinished, Delivery.EVENT, ROUTERS, (Party.COLLECTOR, Party.ORCHESTRATOR)
 )
 REPORT_USAGE = AskChannel(
     "router.{router_id}.usage",
@@ -326,10 +324,8 @@ RESPONSE_RUNS = AskChannel(
 # Prompts and answers of all tenants, too.
 FILE_PARTS = Channel("file_parts.{key}", FilePart, Delivery.KEY_VALUE, ROUTERS, ROUTERS)
 FILES = Channel("files.{key}", StoredFile, Delivery.KEY_VALUE, ROUTERS, ROUTERS)
-# Operators see how far batches are; their lines and results are in the files.
-BATCHES = Channel(
-    "batches.{key}", StoredBatch, Delivery.KEY_VALUE, ROUTERS, (Party.ROUTER, Party.COLLECTOR, Party.LAUNCHER)
-)
+# The console shows how far batches are; their lines and results are in the files.
+BATCHES = Channel("batches.{key}", StoredBatch, Delivery.KEY_VALUE, ROUTERS, (Party.ROUTER, Party.COLLECTOR))
 SERVICE_STATUS = Channel(
     "service.{service}.{instance}",
     ServiceStatus,
@@ -343,9 +339,7 @@ DEFAULT_MODE = Channel(
     "routing.{scope}", DefaultMode, Delivery.KEY_VALUE, (Party.COLLECTOR,), (Party.ROUTER, Party.COLLECTOR)
 )
 
-LEADERSHIP = Channel(
-    "leaders.{role}", Leadership, Delivery.KEY_VALUE, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, Party.LAUNCHER)
-)
+LEADERSHIP = Channel("leaders.{role}", Leadership, Delivery.KEY_VALUE, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR,))
 
 CHANNELS: dict[str, Channel[Any]] = {name: row for name, row in list(globals().items()) if isinstance(row, Channel)}
 
