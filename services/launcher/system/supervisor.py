@@ -70,6 +70,8 @@ class Supervisor:
         self._tasks = asyncio.TaskGroup()
         self._children: dict[str, Child] = {}
         self._ready = {process.name: asyncio.Event() for process in plan.processes}
+        self._settled = {process.name: asyncio.Event() for process in plan.processes}
+        """The processes for which the start waits no longer: they are ready, or keep trying and have failed once."""
         self._restarting: set[str] = set()
         self._stopping = asyncio.Event()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -119,7 +121,7 @@ class Supervisor:
         extra = replace(process, is_extra=True)
         self.plan = replace(self.plan, processes=(*others, extra))
         self._screen.board.plan(extra.name, extra.note)
-        self._ready[extra.name] = asyncio.Event()
+        self._ready[extra.name], self._settled[extra.name] = asyncio.Event(), asyncio.Event()
         self._keep(extra)
         self._tasks.create_task(self._greet(extra), name=f"greet-{extra.name}")
 
@@ -137,7 +139,7 @@ class Supervisor:
         return all(row.has_drained and row.phase is ServicePhase.STOPPED for row in rows)
 
     async def bring_up(self) -> None:
-        """Start everything; returns when all are ready. Raises StartFailed."""
+        """Start everything; returns when all are ready, except workers that keep trying. Raises StartFailed."""
         for process in self.plan.stage(Stage.NATS):
             self._keep(process)
         self._bus = await self._connect()
@@ -153,16 +155,17 @@ class Supervisor:
                 starts.create_task(self._start(process, slots), name=f"start-{process.name}")
 
     async def _start(self, process: ProcessPlan, slots: asyncio.Semaphore) -> None:
-        """Until it is ready or given up. It may wait for something that comes late, so there is no deadline."""
+        """Until it is settled or given up. It may wait for something that comes late, so there is no deadline."""
         name, s_max = process.name, START_S_MAX[process.stage]
+        settled = self._settled[name]
         async with slots:
             kept = self._keep(process)
-            await first_of(self._ready[name].wait(), asyncio.shield(kept), within_s=s_max)
-        if not (self._ready[name].is_set() or kept.done()):
+            await first_of(settled.wait(), asyncio.shield(kept), within_s=s_max)
+        if not (settled.is_set() or kept.done()):
             self._screen.show_error(
                 f"{name} is not ready after {s_max:.0f} s{self._detail(name)}. Its log: {self._starter.log_of(name)}"
             )
-            await first_of(self._ready[name].wait(), asyncio.shield(kept))
+            await first_of(settled.wait(), asyncio.shield(kept))
 
     def _detail(self, name: str) -> str:
         return f": {self.rows[name].detail}" if self.rows[name].detail else ""
@@ -214,6 +217,7 @@ class Supervisor:
 
     def _is_ready(self, row: Row) -> None:
         self._ready[row.name].set()
+        self._settled[row.name].set()
         if row.name in self._restarting:
             self._restarting.discard(row.name)
             self._screen.show(
@@ -293,6 +297,8 @@ class Supervisor:
             return None
         restart = history.died(now)
         self._restarting.add(process.name)
+        if process.keeps_trying:
+            self._settled[process.name].set()
         shown = last_lines(lines) if restart.attempt <= DEATHS_SHOWN_MAX else []
         report = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in shown)
         self._screen.show_error(f"{report}Restarting it in {restart.pause_s:.1f} s (attempt {restart.attempt}).")

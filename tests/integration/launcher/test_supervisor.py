@@ -226,11 +226,12 @@ async def test_workers_that_keep_trying_leave_the_others_in_peace(tmp_path: Path
             for each in system.plan.processes
         ]
         system.plan = replace(system.plan, processes=tuple(kept))
-        start = asyncio.create_task(system.bring_up())
-        await until(lambda: system.rows["w3"].phase is ServicePhase.READY and "Restarting it" in out.getvalue())
+        await asyncio.wait_for(system.bring_up(), WAIT_S_MAX)
+        assert system.rows["w3"].phase is ServicePhase.READY
+        assert "Restarting it" in out.getvalue()
         late.touch()
 
-        await asyncio.wait_for(start, WAIT_S_MAX)
+        await until(lambda: system.rows["w1"].phase is ServicePhase.READY)
         assert [system.rows[each].phase.value for each in ("w1", "w2", "w3")] == ["ready", "failed", "ready"]
 
 

@@ -42,6 +42,15 @@ def test_every_process_gets_the_nats_url():
     assert {p.env["BATON_NATS_URL"] for p in system.processes if p.stage is not Stage.NATS} == {"nats://127.0.0.1:4333"}
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_system_that_keeps_trying_depends_on_no_single_worker(keeps: bool):
+    system = plan(keep_trying=keeps)
+
+    for process in system.processes:
+        is_worker = process.stage is Stage.WORKERS
+        assert (process.keeps_trying, process.is_extra) == (keeps and is_worker, keeps and is_worker)
+
+
 def test_two_workers_on_two_cores_get_one_core_each():
     system = plan()
 
