@@ -66,6 +66,14 @@ def test_a_host_without_workers_is_refused():
         written(f'{FLEET}\n[[host]]\nname = "three"\n')
 
 
+def test_values_of_the_fleet_are_words_of_the_shell():
+    text = written(f"nats = {{ port = 4300 }}\nrouter = {{ port = 8100 }}\n{FLEET}").splitlines()
+
+    assert {"fleet=/home/u/fleet.toml", "state=/home/u/state", "nats_port=4300", "api_port=8100"} <= {*text}
+    assert "baton=('/opt/my venv/python' -m services.launcher)" in text
+    assert "umask 077" in text
+
+
 def test_the_head_host_has_the_first_node():
     assert "hosts=(two one)" in written(FLEET.replace('name = "two"', 'name = "two"\nhead = true'))
 

@@ -48,6 +48,15 @@ CONTAINER = Container(
     gid=1001,
     has_gpus=True,
 )
+RESTARTS = {
+    "Restart": ["on-failure"],
+    "RestartPreventExitStatus": ["78"],
+    "RestartSec": ["1"],
+    "StartLimitIntervalSec": ["0"],
+    "TimeoutStartSec": ["infinity"],
+    "OOMPolicy": ["continue"],
+}
+"""The start may load a model for as long as it takes, and failures never use up a number of starts."""
 Unit = dict[str, list[str]]
 
 
@@ -72,27 +81,45 @@ def verify(unit: Path) -> list[str]:
 
 def test_a_host_drains_restarts_after_failures_and_survives_an_engine_without_memory():
     for host in (HOST, OF_USER):
-        unit = parsed(systemd_unit(host, "root"))
+        unit, in_container = parsed(systemd_unit(host, "root")), parsed(quadlet(host, CONTAINER))
 
+        assert RESTARTS.items() <= unit.items()
+        assert RESTARTS.items() <= in_container.items()
         assert (unit["KillMode"], unit["TimeoutStopSec"]) == (["mixed"], ["600"])
-        assert (unit["Restart"], unit["RestartPreventExitStatus"]) == (["on-failure"], ["78"])
-        assert unit["OOMPolicy"] == ["continue"]
         assert unit["ExecReload"][0].endswith("service upgrade")
         assert unit["ExecStart"][0].endswith('up --config "/home/u/my fleet.toml"')
+        assert in_container["ExecReload"][0].startswith("/usr/bin/podman exec baton ")
+        assert in_container["ExecReload"][0].endswith("service upgrade")
+        assert in_container["Exec"] == unit["ExecStart"]
+        assert unit["EnvironmentFile"] == in_container["EnvironmentFile"] == ["/s/service.env"]
+        assert (
+            unit["WantedBy"] == in_container["WantedBy"] == [host.of_system * "multi-user.target" or "default.target"]
+        )
+
+
+def test_a_unit_of_the_system_is_confined_and_has_no_privileges():
+    unit = parsed(systemd_unit(HOST, "serving"))
+
+    assert {"User": ["serving"], "UMask": ["0077"], "CapabilityBoundingSet": [""]}.items() <= unit.items()
+    assert unit["NoNewPrivileges"] == unit["RestrictSUIDSGID"] == unit["LockPersonality"] == ["yes"]
+    assert unit["ProtectSystem"] == ["full"]
+    for protected in ("KernelTunables", "KernelModules", "KernelLogs", "ControlGroups", "Hostname"):
+        assert unit[f"Protect{protected}"] == ["yes"]
 
 
 def test_a_host_keeps_its_gpus_and_may_lock_memory():
     unit = parsed(systemd_unit(HOST, "root"))
 
+    for each in (unit, parsed(systemd_unit(OF_USER, "root"))):
+        assert (each["LimitMEMLOCK"], each["LimitNOFILE"], each["TasksMax"]) == (["infinity"], ["65536"], ["infinity"])
     assert not {"PrivateDevices", "ProtectClock", "DevicePolicy", "MemoryDenyWriteExecute", "PrivateTmp"} & unit.keys()
-    assert unit["LimitMEMLOCK"] == ["infinity"]
 
 
 def test_a_unit_of_a_user_asks_for_nothing_that_only_root_may():
     unit = parsed(systemd_unit(OF_USER, "root"))
 
     assert not {"User", "ProtectSystem", "CapabilityBoundingSet"} & unit.keys()
-    assert unit["WantedBy"] == ["default.target"]
+    assert unit["NoNewPrivileges"] == ["yes"]
 
 
 def test_the_head_host_may_stop_as_long_as_its_stages_after_each_other():
@@ -128,7 +155,9 @@ def test_a_container_is_confined_and_podman_waits_until_the_host_has_drained():
     assert found["PodmanArgs"][-1] == "--pid=host --ipc=host --stop-timeout=600"
     assert found["TimeoutStopSec"] == ["615"]
     assert found["DropCapability"] == ["all"]
-    assert found["NoNewPrivileges"] == found["ReadOnly"] == ["true"]
+    assert found["NoNewPrivileges"] == found["ReadOnly"] == found["SecurityLabelDisable"] == ["true"]
+    assert found["Tmpfs"] == ["/tmp:exec,mode=1777"]
+    assert (found["Image"], found["ContainerName"]) == (["localhost/baton:1"], ["baton"])
     assert (found["Network"], found["LogDriver"]) == (["host"], ["journald"])
 
 
