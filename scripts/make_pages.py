@@ -42,8 +42,8 @@ it. An empty variable counts as not set. Containers use the shorter names of
 [compose/env.example](../compose/env.example). Variables that earlier versions had are in
 [upgrading.md](upgrading.md#settings-that-are-gone).
 
-The default stands behind a name; without one it is empty. Names in small letters are other settings of the same
-process. This page is generated from the services' `settings.py` (`make catalogue`).
+The default follows the name in parentheses; without one it is empty. Names in small letters are other settings of the
+same process. This page is generated from the services' `settings.py` (`make catalogue`).
 
 """
 SECTIONS: dict[str, tuple[str, type[msgspec.Struct]]] = {

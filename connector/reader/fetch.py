@@ -103,7 +103,7 @@ def release_message(plan: FetchPlan, request: LeaseRequest) -> ReleaseKv:
 
 
 MISSING, GRANTED, ARRIVED = 0, 1, 2
-"""Not leased; leased, perhaps being read; arrived."""
+"""States of a block: not leased; leased, perhaps being read; arrived."""
 
 
 class BlockProgress:

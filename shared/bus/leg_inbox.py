@@ -205,7 +205,7 @@ class LegInbox:
         self._leg_buffer_bytes_max = leg_buffer_bytes_max
         self._legs: dict[LegId, Leg] = {}
         self._cancelled = Bounded[LegId, bool](CANCELLED_MAX)
-        """And whether an in-flight list has named them since."""
+        """Cancelled legs, and whether an in-flight list has named them since."""
         self._cancels: list[CancelLeg] = []
         self._canceller: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None

@@ -22,7 +22,8 @@ LINE_BYTES_MAX: Final = 1024 * 1024
 """Maximum length of a line. INFO is the longest: it lists all servers."""
 VERSION: Final = b"NATS/1.0"
 KNOWN_MAX: Final = 4096
-"""Beginnings of lines that are remembered: mostly one for each sender of each subscription."""
+"""Beginnings of lines that are remembered: mostly one for each sender of each subscription. A plain dict is cleared
+when it is full: compiled code reads it without a call, unlike ``Bounded``."""
 _NO_HEADERS: Final[dict[str, str]] = {}
 
 

@@ -26,7 +26,8 @@ fill the disk.
 SUBJECT_SHOWN_MAX: Final = 200
 
 SENDERS_KNOWN_MAX: Final = 4096
-"""Subjects of a subscription that are remembered, with the ids of their messages."""
+"""Subjects of a subscription that are remembered, with the ids of their messages. A plain dict is cleared when it is
+full: compiled code reads it without a call, unlike ``Bounded``."""
 
 Reply = tuple[bytes, bool]
 """The bytes of a reply, and whether they are a ``Failure``."""

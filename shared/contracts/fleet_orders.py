@@ -41,13 +41,13 @@ class WorkerDrained(Message, frozen=True, kw_only=True):
     seconds: float
     """Time from the order to this message."""
     legs: int = 0
-    """Running when the drain began."""
+    """Legs that ran when the drain began."""
     legs_cut: int = 0
     """Legs that were unfinished at the deadline."""
     prefixes: int = 0
-    """Moved to other workers."""
+    """Prefixes that other workers took."""
     prefixes_left: int = 0
-    """Not taken by any worker."""
+    """Prefixes that no worker took."""
     blocks: int = 0
     bytes: int = 0
     evacuation_s: float = 0.0

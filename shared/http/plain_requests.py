@@ -26,8 +26,10 @@ UNREAD: Final = frozenset({
 })  # fmt: skip
 """Headers that change how a request or its body is read."""
 SECRET: Final = frozenset({b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"})
-"""Not kept in memory."""
+"""Headers that are not kept in memory."""
 LINES_KNOWN_MAX: Final = 2048
+"""Header lines that are remembered. A plain dict is cleared when it is full: compiled code reads it without a call,
+unlike ``Bounded``."""
 LINE_KNOWN_BYTES_MAX: Final = 256
 
 

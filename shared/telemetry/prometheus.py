@@ -52,7 +52,7 @@ class Buckets:
         self._bounds = bounds
         self._exemplars: dict[int, Exemplar] = {}
         self.counts = [0] * (len(bounds) + 1)
-        """Not cumulative; the last is of values above all bounds."""
+        """Counts by bound, not cumulative; the last is of values above all bounds."""
         self.sum = 0.0
         self.created_at = time.time() if has_created else None
 

@@ -247,7 +247,8 @@ class RequestContext:
 
 DECISION_HEADER: Final = "x-baton-decision"
 FIXED_HEADERS_MAX: Final = 4096
-"""Maximum number of cached combinations; the cache is cleared when it is full."""
+"""Maximum number of cached combinations. A plain dict is cleared when it is full: compiled code reads it without a
+call, unlike ``Bounded``."""
 
 
 class ResponseHeaders:

@@ -1,4 +1,4 @@
-"""A request as placement sees it: what its body says of it. Types only; ``request_fields`` reads them."""
+"""A request as placement sees it: what its body says of it. ``fields`` reads it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ class NoTurn(Exception):
 
 
 def once(_result: object) -> bool:
-    """Not again."""
     return False
 
 
