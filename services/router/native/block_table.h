@@ -79,9 +79,4 @@ static inline uint32_t table_words(const struct block_table *table)
     return (table->life_count + 63) / 64;
 }
 
-static inline bool bit_of(const uint64_t *bits, uint32_t at)
-{
-    return bits[at / 64] >> at % 64 & 1;
-}
-
 #endif

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from services.launcher.system.rolling_restart import RestartStopped, RunningProcess, restart_in_turn, running_processes
@@ -126,23 +128,37 @@ async def test_a_worker_that_is_not_ready_in_time_stops_the_upgrade():
 
 
 def test_processes_are_found_by_state_directory_and_have_the_names_of_baton_up(tmp_path: Path):
-    """Each plays a service: its command line and its variables are those of one."""
+    """Each plays a service: its command line and its variables are those of one. Workers fork, as engines do."""
     (tmp_path / "services").mkdir()
-    for each in ("router", "worker"):
-        (tmp_path / "services" / f"{each}.py").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "services" / "router.py").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "services" / "worker.py").write_text("import os, time\nos.fork()\ntime.sleep(60)\n")
     own = {"PATH": os.environ["PATH"], "BATON_NATS_URL": "nats://x", "BATON_STATE_DIR": str(tmp_path)}
     given = [
-        ("services.worker", {**own, "WORKER_WORKER_ID": "w-1"}),
+        (
+            "services.worker",
+            {**own, "WORKER_WORKER_ID": "a-1", "BATON_NATS_NKEY_FILE": "/k", "BATON_NATS_CA_FILE": "/c"},
+        ),
         ("services.router", own),
-        ("services.router", {**own, "BATON_STATE_DIR": "/another"}),
+        ("services.router", {**own, "ROUTER_INSTANCE": "router-2"}),
+        ("services.router", {**own, "ROUTER_INSTANCE": "of-another-system", "BATON_STATE_DIR": "/another"}),
     ]
-    played = [subprocess.Popen([sys.executable, "-m", module], cwd=tmp_path, env=env) for module, env in given]
+    played = [
+        subprocess.Popen([sys.executable, "-m", module], cwd=tmp_path, env=env, start_new_session=True)
+        for module, env in given
+    ]
     try:
-        until(lambda: len(running_processes(str(tmp_path))) == 2, "both are found", SOON_S)
+        until(lambda: len(running_processes(str(tmp_path))) >= 3, "all are found", SOON_S)
+        until(lambda: psutil.Process(played[0].pid).children(), "the worker has forked", SOON_S)
         found = running_processes(str(tmp_path))
 
-        assert [(each.name, each.instance) for each in found] == [("router", ""), ("w-1", "w-1")]
+        assert [(each.name, each.instance) for each in found] == [
+            ("router", ""),
+            ("router-2", "router-2"),
+            ("a-1", "a-1"),
+        ]
+        assert [each.process.pid for each in found] == [played[number].pid for number in (1, 2, 0)]
+        assert found[-1].access == Access(party=Party.WORKER, nkey_file="/k", ca_file="/c")
     finally:
         for each in played:
-            each.kill()
+            os.killpg(each.pid, signal.SIGKILL)
             each.wait()
