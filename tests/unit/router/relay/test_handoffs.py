@@ -334,6 +334,24 @@ async def test_the_first_frame_timeout_starts_when_the_prefill_ends(world: World
     assert len(d1.started) == 1
 
 
+@in_world(first_frame_s_max=20.0, frame_gap_s_max=2.0)
+async def test_the_end_of_prefill_gives_a_stream_that_has_begun_no_more_time(world: World):
+    p1, d1 = await world.pair(silent, silent, **OURS)
+    _connection, answering = ask(world)
+    await settle()
+    frames_of(d1).head(200, SSE)
+    frames_of(d1).data(EVENTS[0])
+    await asyncio.sleep(1.0)
+    prefilled(frames_of(p1))
+    await settle()
+
+    (context,) = world.router.relay.in_flight
+    assert context.deadline_at == pytest.approx(context.timings.last_at + 2.0)
+    frames_of(d1).data(DONE)
+    frames_of(d1).end(LegReport())
+    await answering
+
+
 @in_world()
 async def test_a_leg_starting_during_cancellation_is_cancelled(world: World):
     _p1, d1 = await world.pair(silent, silent, **OURS)
