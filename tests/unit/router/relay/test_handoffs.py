@@ -176,12 +176,15 @@ async def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded(world: Wo
     p1, _d1 = await world.pair(silent, lost, **OURS)
     await world.worker("d2", Role.DECODE, **OURS)
     give_legs(world, "d2", 5)
+    began_at = asyncio.get_running_loop().time()
 
     response = await world.ask(prompt(stream=True))
+    took_s = asyncio.get_running_loop().time() - began_at
     give_legs(world, "d2", 0)
     await asyncio.sleep(2)
 
     assert (response.status, response.headers["x-baton-decode-worker"]) == (200, "d2")
+    assert took_s < 1.0, "the retry waited for the prefill leg"
     assert len(p1.started) == 2
     assert p1.started[0].leg_id in p1.cancelled
     assert is_quiet(world)
