@@ -20,7 +20,7 @@ PACKAGES = ("shared", "services", "connector", "replay")
 PURE = {
     "connector": "messages",
     "connector.holder": "*",
-    "connector.layout": "routes tensors",
+    "connector.layout": "bounds routes tensors",
     "connector.reader": "fetch lease_request peers prefetch reader speed_test",
     "connector.scheduler": "exchange_core",
     "services.collector": "aggregated_estimate disaggregation_report",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from connector.layout.bounds import why_out_of_bounds
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 
 PROTOCOL_VERSION = 1
@@ -107,7 +108,11 @@ def why_not(own: KvHandshake, peer: KvHandshake) -> str:
 
 
 def why_malformed(peer: KvHandshake) -> str:
-    """Why the ranks of a handshake contradict their number or the model's heads; empty if they do not."""
+    """Why a number of a handshake is out of bounds, or its ranks contradict their number or the model's heads; empty if
+    neither is so.
+    """
+    if why := why_out_of_bounds(peer):
+        return why
     if not peer.ranks or [rank.rank for rank in peer.ranks] != list(range(len(peer.ranks))):
         return f"ranks are {[rank.rank for rank in peer.ranks]}, not 0, 1, 2 …"
     for rank in peer.ranks:

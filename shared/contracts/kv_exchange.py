@@ -27,6 +27,8 @@ from shared.contracts.message import Message
 FULL_HASH_BYTES = 32
 BLOCK_ID_BYTES = 4
 BASIS_BYTES = 16
+KV_DEVICES = ("cpu", "cuda")
+"""Kinds of memory in which KV blocks lie."""
 LEASE_BLOCKS_MAX = 16384
 """Maximum number of blocks in one LeaseKv; the rest of a longer prompt is computed."""
 
@@ -332,7 +334,7 @@ class KvRank(Message, frozen=True, kw_only=True):
     agent: bytes
     """NIXL agent metadata."""
     device: str
-    """cpu or cuda."""
+    """One of ``KV_DEVICES``."""
     device_id: int
     layers: list[KvLayer]
 
