@@ -91,6 +91,8 @@ class PeerConnected(Message, frozen=True, kw_only=True):
     epoch: Epoch
     seconds: float = 0.0
     failure: str = ""
+    is_deadly: bool = False
+    """Whether connecting would end the engine's process."""
 
 
 class FetchEnded(Message, frozen=True, kw_only=True):
@@ -165,6 +167,8 @@ class Connected:
     peer: PeerKey
     seconds: float
     failure: str = ""
+    is_deadly: bool = False
+    """Whether connecting would end the rank's process."""
 
 
 @dataclass(slots=True)
@@ -221,7 +225,7 @@ class RankAggregation:
             if connected.failure or len(reports) == self._ranks:
                 del self._connected[connected.peer]
                 seconds = max(one.seconds for one in reports)
-                final.connected.append(Connected(connected.peer, seconds, connected.failure))
+                final.connected.append(Connected(connected.peer, seconds, connected.failure, connected.is_deadly))
         return final
 
 

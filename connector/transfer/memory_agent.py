@@ -80,7 +80,8 @@ class MemoryAgent:
     def metadata(self) -> bytes:
         return self.name.encode()
 
-    def connect(self, metadata: bytes) -> Connecting:
+    def connect(self, metadata: bytes, pieces: Spans, remote_device: str) -> Connecting:
+        del pieces, remote_device
         name = metadata.decode()
         if name not in self._network.agents:
             raise TransferFailed(f"connecting: there is no {name}")

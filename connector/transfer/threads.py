@@ -10,6 +10,7 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -82,11 +83,12 @@ class DaemonThreads:
         return future
 
     def close(self, wait_s: float) -> None:
-        """End the threads after the queued jobs. Waits for each of them at most so long."""
+        """End the threads after the queued jobs. Waits for all of them at most so long."""
+        ends_at = time.monotonic() + wait_s
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(wait_s)
+            thread.join(max(0.0, ends_at - time.monotonic()))
 
     def _run(self) -> None:
         self._initializer()
