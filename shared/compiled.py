@@ -43,7 +43,7 @@ MODULES = tuple(
         "services.router.http": "edge",
         "services.router.placement": "assembly candidates fleet kv_sources placer policy",
         "services.router.relay": "accounting answer_leg attempt charging deadline_monitor migration prefill_leg relay"
-        " request_tasks retry running_leg start_leg stream_answer whole_answer write_coalescer",
+        " request_tasks retry running_leg start_leg stream_answer suspects whole_answer write_coalescer",
         "services.router.request": "client context errors fields head http_request mode model_name rate_limit sequences"
         " timings trace",
         "services.router.responses": "inner_request",

@@ -42,9 +42,10 @@ from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.failure_policy import FailurePolicy, read_policy
 from services.router.relay.relay import Relay
 from services.router.relay.request_tasks import RequestTasks
-from services.router.relay.retry import Retry, Suspects
+from services.router.relay.retry import Retry
 from services.router.relay.running_leg import LegServices
 from services.router.relay.start_leg import LegLoads, LegStarter
+from services.router.relay.suspects import Suspects
 from services.router.relay.write_coalescer import WriteCoalescer
 from services.router.request.context import ResponseHeaders
 from services.router.responses.responses import Responses
@@ -176,6 +177,7 @@ class Router:
             speeds=self.speeds,
             fleet_changed=self.queue.reschedule,
             reservations=self.reservations,
+            quarantine=self.quarantine,
             prompts=self.prompts,
             kv=self.kv,
             waits=self.waits,
@@ -215,7 +217,7 @@ class Router:
         waker = Waker(self.bus, self.fleet, now, wake_s_max=settings.wake_s_max)
         placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=failures.bus_wait_s_max, waker=waker)
         legs = self._make_leg_services(tracing, response_headers)
-        suspects = Suspects(self.quarantine, self.reservations, self.request_log, now)
+        suspects = Suspects(self.quarantine, self.reservations, self.request_log, cluster, self.inbox, now)
         retry = Retry(
             now=now,
             policy=failures,

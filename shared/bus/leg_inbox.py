@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -37,6 +38,8 @@ CANCELLED_MAX: Final = 4096
 
 CANCELS_WAITING_MAX: Final = 4096
 """Cancels that wait for the bus. Legs that are not cancelled for that reason are on their worker's next list."""
+LISTENER_S: Final = 0.25
+"""Time in which NATS says that a subject has no subscriber."""
 LISTS_MISSED_MAX: Final = 3
 """A leg without any frame is lost when this many consecutive in-flight lists of its worker lack it."""
 
@@ -208,6 +211,8 @@ class LegInbox:
         """Cancelled legs, and whether an in-flight list has named them since."""
         self._cancels: list[CancelLeg] = []
         self._canceller: asyncio.Task[None] | None = None
+        self._unheard: dict[LegId, asyncio.Future[None]] = {}
+        """See ``has_listener``."""
         self._subscription: Subscription | None = None
         self.received = 0
         self.closed = False
@@ -269,6 +274,21 @@ class LegInbox:
         for leg in list(self._legs.values()):
             if leg.worker_id == worker_id and (leg.epoch is None or leg.epoch <= epoch):
                 self._lose(leg, lost)
+
+    async def has_listener(self, worker_id: WorkerId) -> bool:
+        """Whether a process of this worker is connected to NATS, also one that is frozen. True where that is unknown.
+        Cancels a leg that does not exist: NATS says at once when nobody listens.
+        """
+        leg_id = LegId(secrets.token_hex(8))
+        unheard = self._unheard[leg_id] = self._loop.create_future()
+        try:
+            await self._bus.publish(CANCEL_LEG, CancelLeg(worker_id=worker_id, leg_id=leg_id), key=leg_id)
+            await asyncio.wait([unheard], timeout=LISTENER_S)
+        except BusDown:
+            return True
+        finally:
+            del self._unheard[leg_id]
+        return not unheard.done()
 
     def cancel(self, leg: Leg, why: Failure) -> None:
         """End the leg here and cancel it at its worker."""
@@ -357,6 +377,9 @@ class LegInbox:
             self._canceller.add_done_callback(self._bus.end_with)
 
     def _on_unreachable(self, key: str) -> None:
+        unheard = self._unheard.get(LegId(key))
+        if unheard is not None and not unheard.done():
+            unheard.set_result(None)
         leg = self._legs.get(LegId(key))
         if leg is not None:
             self._lose(

@@ -32,6 +32,13 @@ class Reservation(Message, frozen=True, kw_only=True):
     """Prompt and expected completion, that will lie in its KV cache."""
 
 
+class WorkerLife(Message, frozen=True, kw_only=True):
+    """One life of a worker."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+
+
 class Quarantined(Message, frozen=True, kw_only=True):
     """A request that an engine may have died of: no router should place it."""
 
@@ -39,6 +46,8 @@ class Quarantined(Message, frozen=True, kw_only=True):
     """Digest of the body, 16 bytes."""
     for_s: float
     """Seconds from now."""
+    silent: list[WorkerLife] = msgspec.field(default_factory=list)
+    """Workers that fell silent with it, which is why it is refused: a report of one of them ends that."""
 
 
 class Reservations(Message, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Final
 from services.router.feeds.kv import KvFeed
 from services.router.feeds.reservations import ReservationFeed
 from services.router.placement.fleet import Fleet
+from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegInbox
@@ -41,6 +42,7 @@ class FleetFeed:
         speeds: WorkerSpeeds,
         fleet_changed: Callable[[float], None],
         reservations: ReservationFeed,
+        quarantine: Quarantine,
         prompts: Prompts,
         kv: KvFeed,
         waits: Waits,
@@ -53,6 +55,7 @@ class FleetFeed:
         self._fleet_changed = fleet_changed
         """Called with the delay in seconds after which a scheduling pass should run."""
         self._reservations = reservations
+        self._quarantine = quarantine
         self._prompts = prompts
         self._kv = kv
         self._waits = waits
@@ -112,6 +115,7 @@ class FleetFeed:
     def _on_load(self, load: WorkerLoad, _envelope: Envelope) -> None:
         if self._fleet.cluster.report(load, self._clock.now()):
             self._prompts.workers_changed()
+        self._quarantine.reported(load.worker_id, load.epoch)
         self._speeds.load(load)
         self._fleet_changed(self._reservations.book.lag_s())
         if load.digest is not None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 from services.router.state.cluster_view import ClusterView
-from services.router.state.quarantine import Quarantine
+from services.router.state.quarantine import Life, Quarantine
 from services.router.state.reservations import ReservationBook
 from services.router.state.worker_view import Sent
 from shared.bus.port import Bus, BusDown, Envelope
@@ -26,6 +27,8 @@ BATCH_S: Final = 0.005
 """Pause between two messages with reservations. Placements in the pause travel together."""
 QUARANTINED_HEARD_MAX: Final = 64
 """Requests that one message of another router can quarantine here."""
+LIVES_HEARD_MAX: Final = 8
+"""Workers whose reports end such a quarantine."""
 
 
 class ReservationFeed:
@@ -53,9 +56,9 @@ class ReservationFeed:
             self.book.note(start.worker_id, start.epoch, max(0, start.expected_tokens), context_tokens, start.sequences)
             self._wake.set()
 
-    def quarantined(self, digest: bytes, for_s: float) -> None:
-        """Tell the other routers to refuse a request for a while, too."""
-        self.book.note_quarantined(digest, for_s)
+    def quarantined(self, digest: bytes, for_s: float, lives: Sequence[Life]) -> None:
+        """Tell the other routers to refuse a request for a while, too, or until one of these workers reports."""
+        self.book.note_quarantined(digest, for_s, lives)
         self._wake.set()
 
     async def follow(self) -> None:
@@ -84,7 +87,8 @@ class ReservationFeed:
         now = self._clock.now()
         if message.router_id != self.book.router_id:
             for quarantined in message.quarantined[:QUARANTINED_HEARD_MAX]:
-                self._quarantine.heard(quarantined.digest, quarantined.for_s, now)
+                lives = [(life.worker_id, life.epoch) for life in quarantined.silent[:LIVES_HEARD_MAX]]
+                self._quarantine.heard(quarantined.digest, quarantined.for_s, now, lives)
         for one in self.book.hear(message, now):
             sent = Sent(now, one.tokens, one.context_tokens, one.legs)
             self._cluster.others_started(one.worker_id, one.epoch, sent)

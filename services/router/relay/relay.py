@@ -44,8 +44,9 @@ from services.router.relay.charging import charge, settle, too_many_sequences, u
 from services.router.relay.failure_policy import FailurePolicy
 from services.router.relay.migration import resumes_allowed
 from services.router.relay.request_tasks import RequestTasks
-from services.router.relay.retry import Retry, Suspects
+from services.router.relay.retry import Retry
 from services.router.relay.running_leg import EngineRefused, LegServices, NotAnswered
+from services.router.relay.suspects import Suspects
 from services.router.request.context import CLIENT_LEFT, RequestContext, ResponseHeaders
 from services.router.request.errors import bad_request, error_event, failed, path_not_served, refused_field
 from services.router.request.facts import Mode, RequestFacts

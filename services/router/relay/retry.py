@@ -4,7 +4,6 @@ died of the request.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -12,7 +11,6 @@ import msgspec
 
 from services.router.admission.bus_health import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth
 from services.router.admission.placing import Placing
-from services.router.feeds.reservations import ReservationFeed
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.failure_policy import (
     MAY_FREE_SOON,
@@ -24,10 +22,10 @@ from services.router.relay.failure_policy import (
     kind_of,
 )
 from services.router.relay.migration import continued
+from services.router.relay.suspects import Suspects
 from services.router.request.context import RequestContext, Served
 from services.router.request.facts import Mode
 from services.router.state.cluster_view import ClusterView
-from services.router.state.quarantine import Quarantine, digest_of
 from services.router.state.worker_view import WorkerView
 from services.router.telemetry.request_log import RequestLog
 from services.router.tokenize.prompts import Prompts
@@ -35,8 +33,6 @@ from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Role
-
-log = logging.getLogger("baton.router")
 
 NextAttempt = tuple[PlacementRequest, Placement | Rejection]
 """The placement of the next attempt, or why there is none; and the request it was made for."""
@@ -80,7 +76,7 @@ class Retry:
         """After ``lost`` ended an attempt: the next one, or the failure to send to the client."""
         request, begun, failure = context.request, context.http_request.begun, lost.failure
         assert request is not None
-        if (blamed := self._suspects.blame(context, lost)) is not None:
+        if (blamed := await self._suspects.blame(context, lost)) is not None:
             context.give_up(blamed)
             return blamed
         kind = kind_of(
@@ -207,71 +203,3 @@ def suits(action: RecoveryAction, placement: Placement) -> bool:
     if action in (RecoveryAction.ANOTHER_PREFILL, RecoveryAction.BOUNCE_TO_PREFILL):
         return placement.prefill is not None or placement.decode.record.role is not Role.DECODE
     return True
-
-
-DEATHS_MAX: Final = 1
-"""Engines that a request may lose before it is quarantined, where they had generated tokens for it or the cause of the
-loss is unknown.
-"""
-
-
-class Suspects:
-    """Decides whether an engine may have died of a request, and keeps such requests from the next engine (DECISIONS
-    40). ``refusal`` is asked before a request is placed, ``blame`` when a leg has failed.
-    """
-
-    def __init__(
-        self, quarantine: Quarantine, reservations: ReservationFeed, request_log: RequestLog, now: Callable[[], float]
-    ) -> None:
-        self._quarantine = quarantine
-        self._reservations = reservations
-        self._request_log = request_log
-        self._now = now
-
-    def refusal(self, context: RequestContext) -> Failure | None:
-        """Why the request is refused; None when it is not. Costs nothing while no request is remembered."""
-        if not self._quarantine.entries:
-            return None
-        context.digest = self._digest(context)
-        left_s = self._quarantine.refused_s(context.digest, self._now())
-        if not left_s:
-            return None
-        message = (
-            "An engine died while it computed this request, which may be the cause: it is refused for "
-            f"{left_s:.0f} s more. Change it, or send it again after that."
-        )
-        return Failure(reason=Reason.QUARANTINED, message=message)
-
-    def blame(self, context: RequestContext, lost: LegFailed) -> Failure | None:
-        """The failure to end the request with, when no other engine should get it; None when one may."""
-        failure = lost.failure
-        died = failure.reason is Reason.ENGINE_DEAD
-        if not died and not (failure.reason is Reason.WORKER_LOST and failure.suspect and not context.answering):
-            return None
-        context.deaths += 1
-        if not (died and failure.suspect) and context.deaths <= DEATHS_MAX:
-            return None
-        digest = context.digest or self._digest(context)
-        for_s = self._quarantine.add(digest, self._now())
-        self._reservations.quarantined(digest, for_s)
-        self._request_log.quarantined()
-        head = context.http_request.head
-        log.warning(
-            "request %s is quarantined for %.0f s: an engine died while it computed it (%s, tenant %s, digest %s): %s",
-            head.request_id, for_s, lost.worker_id, head.tenant_of_key() or "-",
-            digest.hex(), failure.message,
-        )  # fmt: skip
-        message = (
-            f"The engine died while it computed this request, which may be the cause ({failure.message}): no other "
-            f"engine gets it, and the same request is refused for {for_s:.0f} s"
-        )
-        return Failure(reason=Reason.ENGINE_DEAD, message=message)
-
-    def cleared(self, context: RequestContext) -> None:
-        """The request has ended well."""
-        if context.digest:
-            self._quarantine.succeeded(context.digest)
-
-    def _digest(self, context: RequestContext) -> bytes:
-        http_request = context.http_request
-        return digest_of(http_request.head.path, http_request.upload.body())

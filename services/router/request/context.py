@@ -87,7 +87,7 @@ class RequestContext:
     answering = False
     """The client has received data of the present attempt."""
     deaths = 0
-    """Engines that died, or may have, while they computed this request."""
+    """Engines that died while they computed this request."""
     digest = b""
     """See ``state.quarantine``; empty while it is not needed."""
 
@@ -138,6 +138,8 @@ class RequestContext:
         """The legs of the present attempt."""
         self.failed_workers: dict[WorkerId, Epoch] = {}
         """Workers that failed this request. A worker that has restarted since has a later epoch."""
+        self.silences: list[tuple[WorkerView, float]] = []
+        """Workers that were lost before they had answered this request, and when they were last heard."""
         self.not_serving = NO_WORKERS
         """Workers whose engines do not serve the request's path."""
         self.busy_workers: set[WorkerId] = set()

@@ -2,16 +2,19 @@
 
 A request is known by a digest of its body without the fields that only name its sender: another tenant's copy is
 refused as well. Some of these requests were only computed beside the one that was at fault, so a first quarantine is
-short; each further death makes it longer, and a success ends it.
+short; each further death makes it longer, and a success ends it. It also ends when a worker that seemed to have died
+reports again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
 
 from shared.bounded import Bounded
+from shared.contracts.ids import Epoch, WorkerId
 
 DIGEST_BYTES = 16
 QUARANTINED_MAX = 1024
@@ -25,6 +28,9 @@ SENDERS_OWN = frozenset(
     {"baton", "cache_salt", "metadata", "prompt_cache_key", "request_id", "safety_identifier", "user"}
 )
 """Fields of a body that an engine does not compute."""
+
+Life = tuple[WorkerId, Epoch]
+"""One life of a worker."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -44,20 +50,39 @@ class Quarantine:
         self._first_s = min(first_s, QUARANTINE_S_MAX)
         self.entries = Bounded[bytes, QuarantinedRequest](QUARANTINED_MAX)
         """Requests that are remembered, refused or not."""
+        self._blamed_for = Bounded[Life, set[bytes]](QUARANTINED_MAX)
+        """Requests that are refused because these lives seem to have ended."""
 
-    def add(self, digest: bytes, now: float) -> float:
-        """An engine died of this request, or may have; returns for how many seconds it is refused."""
+    def add(self, digest: bytes, now: float, lives: Sequence[Life] = ()) -> float:
+        """An engine died of this request, or may have; returns for how many seconds it is refused. ``lives``: of
+        workers that fell silent, so that their ends are likely and not certain.
+        """
         known = self.entries.pop(digest, None)
         deaths = known.deaths + 1 if known is not None and now < known.until + REMEMBERED_S else 1
         for_s = min(QUARANTINE_S_MAX, self._first_s * AGAIN_FACTOR ** (deaths - 1))
         self.entries[digest] = QuarantinedRequest(now + for_s, deaths)
+        self._remember(digest, lives)
         return for_s
 
-    def heard(self, digest: bytes, for_s: float, now: float) -> None:
+    def heard(self, digest: bytes, for_s: float, now: float, lives: Sequence[Life] = ()) -> None:
         """Another router has quarantined it."""
         known = self.entries.pop(digest, None) or QuarantinedRequest(0.0, 1)
         known.until = max(known.until, now + min(max(0.0, for_s), QUARANTINE_S_MAX))
         self.entries[digest] = known
+        self._remember(digest, lives)
+
+    def reported(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """A worker has reported: it has not died. Costs nothing while no request is refused for its silence."""
+        if self._blamed_for:
+            for digest in self._blamed_for.pop((worker_id, epoch), ()):
+                self.entries.pop(digest, None)
+
+    def _remember(self, digest: bytes, lives: Sequence[Life]) -> None:
+        for life in lives:
+            digests = self._blamed_for.pop(life, None) or set()
+            if len(digests) < QUARANTINED_MAX:
+                digests.add(digest)
+            self._blamed_for[life] = digests
 
     def refused_s(self, digest: bytes, now: float) -> float:
         """For how many seconds more the request is refused; 0 when it is not."""

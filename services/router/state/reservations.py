@@ -6,11 +6,13 @@ comes within a second from every live worker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
+from services.router.state.quarantine import Life
 from shared.contracts.ids import Epoch, RouterId, WorkerId
-from shared.contracts.routers import ANNOUNCE_S, Quarantined, Reservation, Reservations
+from shared.contracts.routers import ANNOUNCE_S, Quarantined, Reservation, Reservations, WorkerLife
 
 SILENT_S_MAX: Final = 3 * ANNOUNCE_S
 """A router that was silent for longer is gone."""
@@ -56,10 +58,11 @@ class ReservationBook:
         if legs_before or len(self._unpublished) < WORKERS_MAX:
             self._unpublished[key] = (legs_before + legs, tokens_before + tokens, context_before + context_tokens)
 
-    def note_quarantined(self, digest: bytes, for_s: float) -> None:
-        """Publish with the next message that this request is refused."""
+    def note_quarantined(self, digest: bytes, for_s: float, lives: Sequence[Life]) -> None:
+        """Publish with the next message that this request is refused, unless one of these workers reports again."""
         if not self.alone and len(self._quarantined) < QUARANTINED_MAX:
-            self._quarantined.append(Quarantined(digest=digest, for_s=for_s))
+            silent = [WorkerLife(worker_id=worker_id, epoch=epoch) for worker_id, epoch in lives]
+            self._quarantined.append(Quarantined(digest=digest, for_s=for_s, silent=silent))
 
     def message(self) -> Reservations:
         """All reservations that are not published yet; without any, a heartbeat."""

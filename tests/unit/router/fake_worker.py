@@ -99,6 +99,9 @@ class FakeWorker:
         self.asset = asset or TokenizerAsset(worker_id=self.worker_id, epoch=self.epoch, note="none in this test")
         self.held: bytes = b""
         self.alive = True
+        self.unfrozen = asyncio.Event()
+        """Cleared: its process is stopped, but still connected to NATS, as after SIGSTOP."""
+        self.unfrozen.set()
         self.seq = 0
         self.frames: dict[LegId, LegFrames] = {}
         self._sender = FrameSender(bus, self.worker_id, self.epoch)
@@ -130,6 +133,7 @@ class FakeWorker:
         await (await self.bus.key_value_store(WORKER_RECORDS)).put(self.record())
 
     async def report(self, **numbers: Any) -> None:
+        await self.unfrozen.wait()
         await self.bus.publish(LOAD, load(self.worker_id, self.epoch, role=self.role, **numbers))
 
     async def vanish(self) -> None:
@@ -142,11 +146,17 @@ class FakeWorker:
         self.started.append(start)
         self.headers.append(dict(envelope.headers))
         frames = self.frames[start.leg_id] = self._sender.leg(start)
-        working = self.script(self, start, frames)
+        working = self._thawed(start, frames) if not self.unfrozen.is_set() else self.script(self, start, frames)
         if working is not None:
             task = asyncio.ensure_future(working)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def _thawed(self, start: StartLeg, frames: LegFrames) -> None:
+        await self.unfrozen.wait()
+        working = self.script(self, start, frames)
+        if working is not None:
+            await working
 
     def _on_cancel(self, cancel: CancelLeg, _envelope: Envelope) -> None:
         self.cancelled.append(cancel.leg_id)

@@ -20,10 +20,12 @@ from tests.support.virtual_time import in_virtual_time
 from tests.unit.router.fake_worker import FakeWorker, serve_leg
 from tests.unit.router.replicas import replicas
 from tests.unit.router.streams import ANSWER, streams
-from tests.unit.router.world import CHAT, COMPLETIONS, World, in_world, prompt, run_in_world, settle
+from tests.unit.router.world import CHAT, COMPLETIONS, World, in_world, parse, prompt, run_in_world, settle
 
 POISON = b"poison"
 ENGINES = 4
+SILENT_S = 3.0
+"""After so much silence, the orchestrator declares a worker lost."""
 
 
 def dies(*, suspect: bool):
@@ -113,13 +115,110 @@ async def test_a_request_whose_workers_vanish_one_after_the_other_gets_two(world
         assert asked(workers) == count
         (hit,) = [worker for worker in workers if worker.alive and worker.started]
         await hit.vanish()
-        lost = WorkerLost(worker_id=hit.worker_id, epoch=hit.epoch, silent_s=3.0)
+        await asyncio.sleep(SILENT_S)
+        lost = WorkerLost(worker_id=hit.worker_id, epoch=hit.epoch, silent_s=SILENT_S)
         await world.bus.publish(WORKER_LOST, lost)
 
     await answering
 
     assert asked(workers) == 2
     assert (await world.ask(b'{"model":"m","prompt":"poison"}')).status == 422
+
+
+def slow(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> Any:
+    """Answers after a second, unless its process is stopped meanwhile."""
+
+    async def serve() -> None:
+        await asyncio.sleep(1.0)
+        await worker.unfrozen.wait()
+        serve_leg(worker, start, frames)
+
+    return serve()
+
+
+async def freeze(world: World, worker: FakeWorker, at_s: float, back_s: float) -> None:
+    """As SIGSTOP and SIGCONT do; what an orchestrator says of it meanwhile."""
+    await asyncio.sleep(at_s)
+    worker.unfrozen.clear()
+    await asyncio.sleep(SILENT_S)
+    await world.bus.publish(WORKER_LOST, WorkerLost(worker_id=worker.worker_id, epoch=worker.epoch, silent_s=SILENT_S))
+    await asyncio.sleep(back_s - at_s - SILENT_S)
+    worker.unfrozen.set()
+    await worker.report()
+
+
+@pytest.mark.parametrize("second_at_s", [1.0, 2.6, 3.6])
+@in_world(requests_at_once_max=1000)
+async def test_workers_that_freeze_within_seconds_blame_no_request(world: World, second_at_s):
+    workers = await engines(world, slow)
+    frozen = [
+        asyncio.ensure_future(freeze(world, workers[0], 1.0, 13.0)),
+        asyncio.ensure_future(freeze(world, workers[1], second_at_s, 13.0)),
+    ]
+    asked_for = []
+    for number in range(100):
+        asked_for.append(world.begin(b'{"model":"m","prompt":"%d"}' % (number % 40), x_baton_mode="aggregated"))
+        await asyncio.sleep(0.15)
+    await asyncio.gather(*frozen, *(answering for _, answering in asked_for))
+
+    assert {parse(connection.written).status for connection, _ in asked_for} == {200}
+    assert len(world.router.quarantine.entries) == 0
+
+
+@in_world()
+async def test_a_request_whose_two_workers_ended_is_blamed_until_one_of_them_reports(world: World):
+    """They were cut off: NATS has lost their connections, and their processes run on."""
+    workers = await engines(world, lambda *_: None)
+    _connection, answering = world.begin(b'{"model":"m","prompt":"poison"}', x_baton_mode="aggregated")
+    cut_off = []
+    for _ in range(2):
+        await settle()
+        (hit,) = [worker for worker in workers if worker.alive and worker.started]
+        await hit.vanish()
+        cut_off.append(hit)
+        await asyncio.sleep(SILENT_S)
+        await world.bus.publish(WORKER_LOST, WorkerLost(worker_id=hit.worker_id, epoch=hit.epoch, silent_s=SILENT_S))
+    await answering
+    refused = await world.ask(b'{"model":"m","prompt":"poison"}')
+    await cut_off[0].report()
+    await settle()
+    for worker in workers:
+        worker.script = serve_leg
+    served = await world.ask(b'{"model":"m","prompt":"poison"}')
+
+    assert (refused.status, served.status) == (422, 200)
+
+
+@in_world()
+async def test_a_request_whose_workers_restart_one_after_the_other_gets_two(world: World):
+    """A supervisor starts them again at once: nobody sees them silent."""
+    workers = await engines(world, lambda *_: None)
+    connection, answering = world.begin(b'{"model":"m","prompt":"poison"}', x_baton_mode="aggregated")
+    lives = list(workers)
+    for _ in range(2):
+        await settle()
+        (hit,) = [life for life in lives if life.alive and life.started]
+        await hit.vanish()
+        lives.append(await world.worker(hit.worker_id, script=hit.script, epoch=hit.epoch + 1))
+    await answering
+
+    assert parse(connection.written).status == 502
+    assert asked(lives) == 2
+
+
+@in_virtual_time
+async def test_other_routers_forget_a_quarantine_when_its_worker_reports():
+    async with replicas(routers=2, workers=1) as world:
+        (worker,) = world.workers
+        one, other = world.routers
+        lives = [(worker.worker_id, worker.epoch)]
+        one.reservations.quarantined(b"d" * 16, one.quarantine.add(b"d" * 16, 0.0, lives), lives)
+        await asyncio.sleep(0.1)
+        before = [len(router.quarantine.entries) for router in world.routers]
+        await world.report()
+
+        assert before == [1, 1]
+        assert [len(router.quarantine.entries) for router in (one, other)] == [0, 0]
 
 
 @in_world()
