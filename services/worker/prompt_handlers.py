@@ -15,6 +15,7 @@ from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, LegKind, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import pack_hashes
+from shared.third_party import CONTAINED
 
 log = logging.getLogger("baton.worker")
 
@@ -79,7 +80,8 @@ class TokenizerHandler:
             return _refused(refused.decode())
         try:
             async with asyncio.timeout_at(until):
-                tokenized: EngineTokens = await self._engine.tokens(prompt.path, prompt.body)
+                with CONTAINED:
+                    tokenized: EngineTokens = await self._engine.tokens(prompt.path, prompt.body)
         except TimeoutError:
             return _refused(f"not done within {TOKENS_S_MAX:g} s")
         except Exception as error:  # The engine's server failed on a prompt that belongs to no client.
@@ -118,7 +120,8 @@ class RenderHandler:
         self._count += 1
         try:
             async with asyncio.timeout(self._s_max), self._slots:
-                prompt = await self._prompt(ask)
+                with CONTAINED:
+                    prompt = await self._prompt(ask)
         except TimeoutError:
             return self._refused(f"not done within {self._s_max:g} s")
         except Exception as error:  # The engine's server failed on this prompt alone.

@@ -14,13 +14,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 TINY_MODEL = "baton-tiny"
 VOCABULARY_MAX = 4096
@@ -36,6 +37,11 @@ BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL = SPECIAL_TOKENS = (
     "<|assistant|>",
     "<|tool|>",
 )
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3, Qwen and many others split text; baton-tiny itself splits as GPT-2 does."""
 BOS_ID, EOS_ID = 0, 1
 """The trainer numbers the special tokens first, in their order."""
 CORPUS = Path(__file__).with_name("tiny_corpus.txt")
@@ -52,9 +58,14 @@ ANSWER_TOKENS = 1024
 """Length limit of the response to a request without one."""
 
 
-def ensure_tiny_tokenizer(cache_dir: Path) -> Path:
-    """The directory with the tokenizer of baton-tiny, which is made if it is not cached. Takes about a second."""
-    return _ensure(cache_dir, f"{TINY_MODEL}-tokenizer", _write_tokenizer)
+def ensure_tiny_tokenizer(cache_dir: Path, pattern: str = "") -> Path:
+    """The directory with the tokenizer of baton-tiny, which is made if it is not cached. Takes about a second.
+    ``pattern``: how to split text, such as ``CL100K``.
+    """
+    if not pattern:
+        return _ensure(cache_dir, f"{TINY_MODEL}-tokenizer", _write_tokenizer)
+    name = f"{TINY_MODEL}-tokenizer-{hashlib.sha256(pattern.encode()).hexdigest()[:8]}"
+    return _ensure(cache_dir, name, partial(_write_tokenizer, pattern=pattern))
 
 
 def ensure_tiny_model(cache_dir: Path) -> Path:
@@ -115,8 +126,8 @@ def _write_model(directory: Path) -> None:
     save_file(_weights(vocabulary), directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_tokenizer(directory: Path) -> None:
-    tokenizer = _train_tokenizer()
+def _write_tokenizer(directory: Path, pattern: str = "") -> None:
+    tokenizer = _train_tokenizer(pattern)
     tokenizer.save(str(directory / "tokenizer.json"))
     template = CHAT_TEMPLATE.read_text(encoding="utf-8")
     settings = {
@@ -132,10 +143,13 @@ def _write_tokenizer(directory: Path) -> None:
     _write_json(directory / "tokenizer_config.json", settings)
 
 
-def _train_tokenizer() -> Tokenizer:
+def _train_tokenizer(pattern: str = "") -> Tokenizer:
     """Byte-level BPE, so that any text has tokens; a prompt begins with the bos token as for Llama models."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_MAX,

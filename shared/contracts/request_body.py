@@ -50,6 +50,15 @@ PROMPT_CHARS_MIN = 256 * 1024
 """Characters of a rendered chat per token of the model's maximum length, and the least that any chat may have."""
 
 
+RUN_CHARS_PER_TOKEN_MAX = 4
+RUN_CHARS_MIN = 128 * 1024
+"""Characters between two boundaries of words, per token of the model's maximum length, and the least that any text may
+have. A tokenizer takes seconds for a million of them, and cannot be interrupted.
+"""
+TOKENS_ANSWERED_MIN = 256 * 1024
+"""Tokens that any model's server may make of one text, such as one that is only to be counted or cut."""
+
+
 class _WithVariables(msgspec.Struct):
     chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -65,6 +74,28 @@ class TextTooLong(ValueError):
 def prompt_chars_max(max_model_len: int) -> int:
     """Characters of a rendered chat, at most: generously more than a model can read."""
     return max(PROMPT_CHARS_MIN, PROMPT_CHARS_PER_TOKEN_MAX * max_model_len)
+
+
+def text_fault(text: str, max_model_len: int) -> str:
+    """What makes the text too costly to tokenize, as the end of a sentence; empty when nothing does."""
+    chars_max = prompt_chars_max(max_model_len)
+    if len(text) > chars_max:
+        return (
+            f"has {len(text)} characters; at most {chars_max} are tokenized at once for a model of {max_model_len} "
+            "tokens. Send it in several requests"
+        )
+    run = max(RUN_CHARS_MIN, RUN_CHARS_PER_TOKEN_MAX * max_model_len)
+    for begin in range(0, len(text) - run + 1, run):  # Each run of twice the length contains such a block.
+        block = text[begin : begin + run]
+        words = block.split(None, 1)
+        if not words or len(words[0]) == len(block):
+            return f"has more than {run} characters without a boundary between words. Divide it"
+    return ""
+
+
+def tokens_answered_max(max_model_len: int) -> int:
+    """Tokens that an engine's server makes of one text, at most."""
+    return max(TOKENS_ANSWERED_MIN, max_model_len + 1)
 
 
 def joined(pieces: Iterable[str], chars_max: int) -> str:

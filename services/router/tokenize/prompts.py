@@ -39,6 +39,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
 from shared.contracts.workers import WITHOUT_ENGINE, WorkerRecord
 from shared.runtime.clock import Clock
+from shared.third_party import CONTAINED, LibraryFailed
 
 log = logging.getLogger("baton.router")
 
@@ -314,8 +315,9 @@ class Prompts:
             chars_max = prompt_chars_max(record.max_model_len)
             cache = SEGMENTS_BYTES_MAX
             made = partial(PromptTokenizer, asset, record.hashing, cache_bytes_max=cache, chars_max=chars_max)
-            self._tokenizers[key] = await asyncio.to_thread(made)
-        except ValueError as error:
+            with CONTAINED:
+                self._tokenizers[key] = await asyncio.to_thread(made)
+        except (ValueError, LibraryFailed) as error:
             log.warning("%s is placed by load alone: %s", record.models[:1], error)
             self._tokenizers[key] = None
         self._sources[key] = record.worker_id, asset.epoch

@@ -22,6 +22,7 @@ from services.router.tokenize.block_hash import HashKeys, extend_packed, pack
 from services.router.tokenize.words import words_between
 from shared.contracts.workers import HashScheme
 from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, Cuts, Words, find_cuts, special_tokens
+from shared.third_party import CONTAINED
 
 WORDS_MAX: Final = 1 << 16
 """Words cached in addition to those of the vocabulary; beyond that, all of them are dropped."""
@@ -79,7 +80,8 @@ class PackedWords:
         return count
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
-        encoded: Iterable[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with CONTAINED:
+            encoded: Iterable[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [pack(one.ids) for one in encoded]
 
 

@@ -28,6 +28,7 @@ from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
 from shared.contracts.request_body import PROMPT_CHARS_MIN
 from shared.contracts.workers import HashScheme
+from shared.third_party import CONTAINED, LibraryFailed
 
 BYTES_PER_TOKEN_GUESSED: Final = 4.0
 BYTES_PER_TOKEN_OF_AUDIO: Final = 1000.0
@@ -66,6 +67,7 @@ NOT_EXACT: Final = (
     OverflowError,
     RecursionError,
     struct.error,
+    LibraryFailed,
 )
 """Errors of an invalid or too costly prompt; the engine reports them to the client."""
 Adapter = tuple[str, str]
@@ -130,7 +132,8 @@ class PromptTokenizer:
         if scheme.algorithm not in ALGORITHMS:
             raise ValueError(f"block hashes of {scheme.algorithm} cannot be followed")
         try:
-            tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
+            with CONTAINED:
+                tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
         except Exception as error:  # tokenizers raises plain Exception for all that it cannot read
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         self._scheme = scheme

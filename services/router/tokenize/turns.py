@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from shared.third_party import CONTAINED
+
 WAITING_MAX = 1024
 TENANT_WAITING_MAX = 128
 """Steps that wait for a thread, of all tenants and of one."""
@@ -76,9 +78,10 @@ class Turns:
         """In the thread. The event loop changes ``_count`` meanwhile: a step that has begun to wait is seen after this
         round.
         """
-        result = step()
-        while again(result) and not self._count:
+        with CONTAINED:
             result = step()
+            while again(result) and not self._count:
+                result = step()
         return result
 
     def _begin_next(self) -> None:

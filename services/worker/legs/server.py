@@ -39,6 +39,7 @@ from shared.telemetry.tracing import (
     report_of,
     trace_named,
 )
+from shared.third_party import CONTAINED
 
 log = logging.getLogger("baton.worker")
 
@@ -195,7 +196,7 @@ class LegServer:
             suspect = died_of(self._legs[start.leg_id].result)
             frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died), suspect=suspect))
         except asyncio.CancelledError:
-            frames.fail(Failure(reason=Reason.CANCELLED, message="the worker cancelled the leg"))
+            frames.fail(self._cancelled(start))
             raise
         except Exception as error:  # The engine's server failed on this leg alone.
             if isinstance(error, TimeoutError) and timer.expired():
@@ -205,6 +206,16 @@ class LegServer:
             log.exception("leg %s (%s %s) failed", start.leg_id, start.kind.value, start.path)
             frames.fail(Failure(reason=Reason.INTERNAL, message=f"{type(error).__name__}: {error}"))
         return False
+
+    def _cancelled(self, start: StartLeg) -> Failure:
+        """Why the leg was cancelled, for a router that waits for it. Only a failure of the worker itself ends the tasks
+        of one that takes legs, and it may have failed at this leg.
+        """
+        if self.phase is not WorkerPhase.READY:
+            return Failure(reason=Reason.CANCELLED, message="the worker cancelled the leg")
+        leg = self._legs.get(start.leg_id)
+        suspect = leg is None or leg.result is None or not leg.result.completion_tokens
+        return Failure(reason=Reason.ENGINE_DEAD, message="the worker failed and ends", suspect=suspect)
 
     def _broken_off(self, start: StartLeg) -> None:
         if self._unread is not None:
@@ -239,7 +250,8 @@ class LegServer:
     async def _call(self, call: AsgiCall) -> None:
         """Call the engine's server, which of some paths fails itself when its engine fails."""
         try:
-            await call.run(self._engine.app)
+            with CONTAINED:
+                await call.run(self._engine.app)
         except (LegGone, CannotResume, LegFailed, EngineDied):
             raise
         except Exception:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from opentelemetry.trace import NoOpTracer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from services.worker.engines.port import (
     CURRENT_LEG,
@@ -22,6 +23,7 @@ from services.worker.engines.port import (
 )
 from services.worker.service import run_worker
 from services.worker.settings import Settings
+from services.worker.tiny_model import CL100K
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
@@ -56,6 +58,9 @@ class FakeEngine:
             legs_max=2,
         )
         self.bodies: list[dict | bytes] = []
+        self.panicking = Tokenizer(models.BPE())
+        """Splits as Llama 3 does: long runs of spaces make the library panic."""
+        self.panicking.pre_tokenizer = pre_tokenizers.Split(Regex(CL100K), behavior="isolated")
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.started = asyncio.Event()
@@ -87,11 +92,14 @@ class FakeEngine:
                 self.reason.set_result("out of memory")
             await _answer(send, status, b'{"error":{}}')
             return
+        if spaces := asked.get("spaces"):
+            self.panicking.encode_batch_fast([" " * spaces])
         if asked.get("crash"):
             result.cannot_resume = asked.get("cannot_resume", "")
             raise ZeroDivisionError("a bug in the server")
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         result.prompts_computing = 0 if asked.get("early") else 1
+        result.completion_tokens = asked.get("begun", 0)
         result.prompt_tokens, result.cached_tokens = 7, 3 + len(given.resume or ())
         try:
             await self.may_run.wait()

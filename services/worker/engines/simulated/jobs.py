@@ -42,6 +42,8 @@ from services.worker.engines.simulated.responses import (
 from shared.contracts.engine_paths import CHAT, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
+from shared.contracts.request_body import text_fault
+from shared.third_party import LibraryFailed
 
 THREAD_CHARS_MIN = 16_384
 """Longer text is tokenised on a thread, because it would delay the tokens of all other requests."""
@@ -145,9 +147,14 @@ class JobMaker:
         return model
 
     async def _encode(self, text: str, *, special: bool) -> list[int]:
-        if len(text) < THREAD_CHARS_MIN:
-            return self._tokenizer.encode(text, special=special)
-        return await asyncio.to_thread(self._tokenizer.encode, text, special=special)
+        if fault := text_fault(text, self._max_model_len):
+            raise ApiError(f"The text {fault}.", param="input_text")
+        try:
+            if len(text) < THREAD_CHARS_MIN:
+                return self._tokenizer.encode(text, special=special)
+            return await asyncio.to_thread(self._tokenizer.encode, text, special=special)
+        except LibraryFailed as failed:
+            raise ApiError(f"The tokenizer cannot read this text: {failed}", param="input_text") from failed
 
     def _job(
         self, body: SamplingBody, prompts: list[list[int]], responses: Responses, view: View, leg: LegInput

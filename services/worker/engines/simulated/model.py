@@ -29,6 +29,7 @@ from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_r
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
 from shared.contracts.request_body import joined
 from shared.contracts.workers import ADAPTERS_MAX, Fingerprint, HashScheme
+from shared.third_party import CONTAINED
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
@@ -178,7 +179,8 @@ class SimulatedTokenizer:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids; ``special``: add the special tokens that the tokenizer puts around a prompt."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        with CONTAINED:
+            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: list[int]) -> str:

@@ -326,9 +326,11 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     )
     from services.worker.engines.vllm.openai_app import VllmServer, trim
     from services.worker.engines.vllm.resume import derive_ids
+    from services.worker.engines.vllm.text_bounds import bound_texts
     from services.worker.engines.vllm.tokenizer import bound_rendering
 
     bound_rendering(llm.model_config.max_model_len)
+    bound_texts(llm.model_config.max_model_len)
     derive_ids()
     only_vllm_reads_media()
     refuse_files()

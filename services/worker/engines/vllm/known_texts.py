@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from services.worker.engines.port import CURRENT_LEG
 from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, find_cuts, special_tokens
+from shared.third_party import CONTAINED
 
 TEXT_CHARS_MIN = 2048
 """Shorter texts take vLLM less than a millisecond."""
@@ -60,7 +61,8 @@ class PieceTokens:
         found = {piece: known for piece in pieces if (known := self._recalled(salt, piece)) is not None}
         missing = [piece for piece in dict.fromkeys(pieces) if piece not in found]
         if missing:
-            encoded = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
+            with CONTAINED:
+                encoded = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
             found.update((piece, self._kept(salt, piece, one.ids)) for piece, one in zip(missing, encoded, strict=True))
         tokens = list(chain.from_iterable(found[piece] for piece in pieces))
         return [*self._before, *tokens, *self._after] if special else tokens

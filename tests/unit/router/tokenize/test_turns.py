@@ -13,10 +13,11 @@ import pytest
 from services.router.request.fields import read_request
 from services.router.tokenize.tokenizer import STEP_CHARS, PromptTokenizer
 from services.router.tokenize.turns import TENANT_WAITING_MAX, WAITING_MAX, FairSlots, NoTurn, PromptWork, Turns, Work
-from services.worker.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model import CL100K, ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme
+from shared.third_party import LibraryFailed
 
 
 class ByHand(Executor):
@@ -277,3 +278,41 @@ async def test_a_place_given_to_one_who_leaves_goes_to_the_next():
     await settle()
     assert users.inside[-1] == "last"
     last.cancel()
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException."""
+
+
+async def test_a_panic_in_the_thread_is_an_exception_and_the_next_step_runs():
+    def panics() -> None:
+        raise Panic("a library's bug")
+
+    with ThreadPoolExecutor(1) as thread:
+        turns = Turns(thread)
+        with pytest.raises(LibraryFailed, match="Panic: a library's bug"):
+            await turns.run("t", panics)
+
+        assert await turns.run("t", lambda: 1) == 1
+
+
+async def test_a_prompt_at_which_the_tokenizer_panics_is_guessed(tmp_path):
+    json = (ensure_tiny_tokenizer(tmp_path, CL100K) / "tokenizer.json").read_bytes()
+    asset = TokenizerAsset(worker_id="w", epoch=1, tokenizer_json=json)
+    tokenizer = PromptTokenizer(asset, HashScheme(block_size=16), cache_bytes_max=1 << 20)
+    tokenizer._segments._words._tokenizer = Panicking()
+    body = b'{"model":"m","prompt":"%b"}' % (b"never seen before " * 400)
+    work = PromptWork.in_threads()
+    try:
+        facts = read_request(COMPLETIONS, body)
+        for loop_chars_max in (1 << 20, 0):
+            assert await tokenizer.prompt(facts, bool, work=Work(work, "t"), loop_chars_max=loop_chars_max) is None
+    finally:
+        work.close()
+
+
+class Panicking:
+    """Of the tokenizers library."""
+
+    def encode_batch_fast(self, *_: object, **_options: object) -> None:
+        raise Panic("a library's bug")

@@ -104,6 +104,39 @@ async def test_the_engine_gets_the_tenants_salts_for_media():
         assert worker.engine.salts == [("tenants", "tenants"), ("", "tenants"), ("", "")]
 
 
+SPACES = 11_000_000
+
+
+async def test_a_panic_of_a_library_fails_its_leg_alone():
+    """11 MB of spaces make the tokenizers library panic where text is split as for Llama 3; pyo3's exception for that
+    is a BaseException.
+    """
+    async with running_worker() as worker:
+        _frames, panicked = await worker.read(await worker.leg(body={"spaces": SPACES}, deadline_s=WAIT_S_MAX))
+        frames, failure = await worker.read(await worker.leg(body={"tokens": 1}))
+
+        assert panicked.reason is Reason.INTERNAL
+        assert "PanicException" in panicked.message
+        assert (failure, frames[-1].kind) == (None, FrameKind.END)
+
+
+@pytest.mark.parametrize(("begun", "suspect"), [(0, True), (1, False)])
+async def test_a_worker_that_fails_names_the_legs_that_it_may_have_failed_at(begun, suspect):
+    async with running_worker() as worker:
+        worker.engine.may_run.clear()
+        leg = await worker.leg(body={"begun": begun})
+        await worker.engine.started.wait()
+        worker.service.tasks.create_task(fails())
+
+        _frames, failure = await worker.read(leg)
+
+        assert (failure.reason, failure.suspect) == (Reason.ENGINE_DEAD, suspect)
+
+
+async def fails() -> None:
+    raise ZeroDivisionError("a bug in the worker")
+
+
 async def test_a_leg_with_an_unusable_router_id_is_not_served():
     async with running_worker() as worker:
         for name in ("", "r1.>", "*", "r 1"):
