@@ -59,10 +59,10 @@ def model_of(order: OrderAdapter, fleet: Iterable[FleetWorker]) -> str:
     if order.model:
         for each in ready:
             if order.model in each.record.models:
-                return each.record.models[0]
+                return each.record.model
         raise OrderRefused(f"no worker of {order.model} is ready")
     named = [each for each in ready if not order.workers or each.record.worker_id in order.workers]
-    models = sorted({each.record.models[0] for each in named})
+    models = sorted({each.record.model for each in named})
     if not models:
         raise OrderRefused("none of these workers is ready" if order.workers else "no worker is ready")
     if len(models) > 1:
@@ -72,7 +72,7 @@ def model_of(order: OrderAdapter, fleet: Iterable[FleetWorker]) -> str:
 
 def targets(order: OrderAdapter, model: str, fleet: Iterable[FleetWorker]) -> list[WorkerId]:
     """The ready workers that the order concerns. Raises OrderRefused if a worker that it names is not one of them."""
-    ready = [each.record for each in fleet if _computes(each) and each.record.models[0] == model]
+    ready = [each.record for each in fleet if _computes(each) and each.record.model == model]
     if unknown := sorted(set(order.workers) - {record.worker_id for record in ready}):
         raise OrderRefused(f"{', '.join(unknown)}: no such worker of {model} is ready")
     if order.workers:
@@ -118,7 +118,7 @@ def lacking(wanted: Iterable[WantedAdapter], fleet: Sequence[FleetWorker]) -> li
         for one in wanted
         for each in fleet
         if _computes(each)
-        and each.record.models[0] == one.model
+        and each.record.model == one.model
         and (not one.workers or each.record.worker_id in one.workers)
         and all(adapter.name != one.name for adapter in each.record.adapters)
     ]

@@ -310,7 +310,7 @@ class Router:
 
     def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
         """The status with what this router knows of its workers, and what an operator must correct."""
-        health = health_of(self.fleet.index, self.prompts.parity.book)
+        health = health_of(self.fleet.index, self.prompts.parity.book, self.prompts.failures())
         responses = f"responses are not kept: {self.responses.failure}" if self.responses.failure else ""
         warnings = filter(None, (self.authenticator.failure, self.budgets.failure, self.usage.failure, responses))
         return msgspec.structs.replace(status, router=health, warning="; ".join(warnings))

@@ -34,6 +34,8 @@ class RouterHealth(Message, frozen=True, kw_only=True):
     """Workers whose prefix index is not exact, and the state that it is in: degraded or fallback."""
     tokens_differ: list[WorkerId] = msgspec.field(default_factory=list)
     """Workers whose engines make other tokens of a text than this router."""
+    tokenizers_failed: dict[str, str] = msgspec.field(default_factory=dict)
+    """Models whose tokenizer or chat template the router does not use, and why."""
     is_index_compiled: bool = True
     is_placement_compiled: bool = True
     is_tokenization_compiled: bool = True

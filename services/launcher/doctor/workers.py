@@ -167,7 +167,7 @@ def _models(records: list[WorkerRecord]) -> Iterator[Finding]:
     serving: dict[str, list[WorkerRecord]] = defaultdict(list)
     for record in records:
         if record.role is not Role.STORE and record.phase is WorkerPhase.READY and record.models:
-            serving[record.models[0]].append(record)
+            serving[record.model].append(record)
     for model, those in sorted(serving.items()):
         yield from _roles(model, those)
         engines = [record for record in those if not record.attached]
@@ -304,6 +304,11 @@ def _tokens(router: str, health: RouterHealth) -> Iterator[Finding]:
         what = f"{router} tokenizes differently from {named(sorted(health.tokens_differ))}."
         why = "That model is placed by load alone: cached prefixes are not found."
         todo = "Use the same tokenizer files and chat template. The router's log shows the first token that differs."
+        yield _finding(Level.WARNING, what, why, todo)
+    for model, failure in sorted(health.tokenizers_failed.items()):
+        what = f"{router} does not use what the workers of {model} sent to tokenize with: {failure}."
+        why = "That model, or its chats where only the template failed, is placed by load alone."
+        todo = "Correct the model's tokenizer or chat template, and restart its workers."
         yield _finding(Level.WARNING, what, why, todo)
 
 

@@ -12,12 +12,14 @@ from services.router.feeds.kv import KvFeed
 from services.router.feeds.reservations import ReservationFeed
 from services.router.placement.fleet import Fleet
 from services.router.state.quarantine import Quarantine
+from services.router.state.record_check import record_fault
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.tokenize.prompts import Prompts
+from shared.bounded import Bounded
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus, Envelope, StoredValue
 from shared.contracts.channels import LOAD, WORKER_LOST, WORKER_RECORDS
-from shared.contracts.ids import WorkerId
+from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import WorkerLoad
 from shared.contracts.workers import WITHOUT_ENGINE, Role, WorkerLost, WorkerRecord
 from shared.runtime.clock import Clock
@@ -27,6 +29,8 @@ log = logging.getLogger("baton.router")
 
 SWEEP_S: Final = 1.0
 """Interval at which workers that are neither registered nor heard are dropped."""
+REFUSED_MAX: Final = 1024
+"""Workers whose records were refused, and of which this was logged."""
 
 
 class FleetFeed:
@@ -59,6 +63,8 @@ class FleetFeed:
         self._prompts = prompts
         self._kv = kv
         self._waits = waits
+        self._refused: Bounded[WorkerId, tuple[Epoch, str]] = Bounded(REFUSED_MAX)
+        """The fault that was logged last, by worker."""
 
     async def open(self) -> None:
         """Subscribe; the subscriptions are active on return."""
@@ -94,6 +100,8 @@ class FleetFeed:
         if record is None:
             self._fleet.cluster.unregister(WorkerId(entry.key))
             return
+        if not self._accepts(record):
+            return
         known = self._fleet.cluster.workers.get(record.worker_id)
         is_new = self._fleet.cluster.record(record, self._clock.now())
         self._fleet_changed(0.0)
@@ -111,6 +119,16 @@ class FleetFeed:
                 self._prompts.worker_seen(record)
             if not record.attached:  # What its server has cached is not known.
                 self._kv.worker_joined(record.worker_id, record.epoch)
+
+    def _accepts(self, record: WorkerRecord) -> bool:
+        """Whether the record can be a worker's. One of a worker that can is kept until it expires."""
+        fault = record_fault(record)
+        if not fault:
+            self._refused.pop(record.worker_id, None)
+        elif self._refused.get(record.worker_id) != (record.epoch, fault):
+            self._refused[record.worker_id] = record.epoch, fault
+            log.error("the record of worker %s is refused: %s", record.worker_id, fault)
+        return not fault
 
     def _on_load(self, load: WorkerLoad, _envelope: Envelope) -> None:
         if self._fleet.cluster.report(load, self._clock.now()):

@@ -379,7 +379,7 @@ def _adapter(name: str, views: list[WorkerView], shares: Shares, created: int) -
     return {
         **_model(name, views, shares, created),
         "root": name,
-        "parent": views[-1].record.models[0],
+        "parent": views[-1].record.model,
         "files": [{"sha256": digest, "workers": roles} for digest, roles in workers.items()],
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Protocol
 
@@ -155,13 +155,16 @@ def counter_family(metric: Metric, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(metric.name, metric.meaning, value=value)
 
 
-def health_of(index: PrefixIndex, parity: ParityBook) -> RouterHealth:
-    """The health that a router reports with its status: the workers whose state it does not know exactly."""
+def health_of(index: PrefixIndex, parity: ParityBook, failures: Iterable[tuple[str, str]] = ()) -> RouterHealth:
+    """The health that a router reports with its status: the workers whose state it does not know exactly, and the
+    models whose tokenizer failed, each with the reason.
+    """
     inexact = ((worker_id, one.state) for worker_id, one in index.entries.items() if one.state is not IndexState.EXACT)
     differing = (worker_id for worker_id, one in parity.states.items() if one.parity is Parity.DIFFERS)
     return RouterHealth(
         not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
         tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
+        tokenizers_failed=dict(islice(failures, ROUTER_TROUBLES_MAX)),
         is_index_compiled=block_table.IS_COMPILED,
         is_placement_compiled=native.IS_COMPILED,
         is_tokenization_compiled=words.IS_COMPILED,

@@ -254,7 +254,8 @@ class ChatTemplate:
         self._chars_max = chars_max
         try:
             self._template = self._sandbox.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:
+            # jinja2 compiles to Python's source, which Python may refuse: for nesting too deep, or an argument twice.
             raise TemplateFailed(str(error)) from error
         # Each rendering copies these, which takes longer from the chain of maps that jinja2 makes.
         self._template.globals = dict(self._template.globals)

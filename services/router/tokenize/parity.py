@@ -263,7 +263,7 @@ class ParityWatch:
     async def _compare(self, record: WorkerRecord, tokenizer: PromptTokenizer) -> tuple[Parity, str]:
         adapters = {one.name: (one.name, one.hashed_as) for one in record.adapters[:1]}
         asked = probes(
-            record.models[0],
+            record.model,
             block_size=record.hashing.block_size,
             max_model_len=record.max_model_len,
             adapter=next(iter(adapters), ""),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 from urllib.parse import parse_qs
+
+import msgspec
 
 from services.router.placement.fleet import Fleet
 from services.router.placement.revisions import Shares
@@ -29,17 +31,17 @@ from services.router.tokenize.tokenizer import (
     is_plain_chat,
     prompt_bytes,
 )
+from services.router.tokenize.trials import Trials
 from services.router.tokenize.turns import NoTurn, PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
-from shared.contracts.control import AskTokenizer
+from shared.contracts.control import AskTokenizer, TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, MESSAGES, PLACED, RESPONSES, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
 from shared.contracts.workers import WITHOUT_ENGINE, WorkerRecord
 from shared.runtime.clock import Clock
-from shared.third_party import CONTAINED, LibraryFailed
 
 log = logging.getLogger("baton.router")
 
@@ -88,7 +90,9 @@ class UnreadPrompt(NamedTuple):
 class Prompts:
     """Tokenizes prompts for placement. ``follow`` fetches the tokenizers; ``of`` never fails a request."""
 
-    def __init__(self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet, shares: Shares) -> None:
+    def __init__(
+        self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet, shares: Shares, trials: Trials | None = None
+    ) -> None:
         self._settings = settings
         self._bus = bus
         self._clock = clock
@@ -100,6 +104,9 @@ class Prompts:
         """Tokenizers by fingerprint. None: the router cannot tokenize as this engine does."""
         self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
         """The worker that sent the tokenizer, by fingerprint."""
+        self._failures: dict[str, str] = {}
+        """Why a tokenizer or a chat template of a worker is not used, by fingerprint."""
+        self._trials = trials or Trials()
         self._try_at: dict[str, float] = {}
         self._readers: dict[tuple[str, str, bool], WorkerView | None] = {}
         """Results of ``_reader``, by model, by why the request cannot be split, and by whether the body is long enough
@@ -235,35 +242,61 @@ class Prompts:
         if record.attached:
             return
         self.parity.worker_seen(record)
-        if record.fingerprint.key() not in self._tokenizers:
+        key = record.fingerprint.key()
+        if key in self._failures and self._source_is_gone(record):
+            self._forget(key)  # Its workers may have been restarted because it failed.
+        if key not in self._tokenizers:
             self._wake.set()
 
     def followed(self, fingerprint: str) -> bool:
         """Whether the router can tokenize prompts of this fingerprint as the engine does."""
-        return self._tokenizers.get(fingerprint) is not None and self.parity.trusted(fingerprint)
+        known = self._tokenizers.get(fingerprint)
+        return known is not None and not known.failure and self.parity.trusted(fingerprint)
+
+    def failure(self, fingerprint: str) -> str:
+        """Why prompts of this fingerprint, or chats only, are placed by load alone: what its worker sent failed. Empty
+        where nothing did.
+        """
+        known = self._tokenizers.get(fingerprint)
+        failed = known.failure if known is not None else ""
+        return f"its tokenizer failed: {failed}" if failed else self._failures.get(fingerprint, "")
 
     def tokenizer_of(self, fingerprint: str) -> PromptTokenizer | None:
         """None when there is none, or it is not fetched yet."""
         return self._tokenizers.get(fingerprint)
 
+    def failures(self) -> Iterator[tuple[str, str]]:
+        """Models of the fleet with such a reason."""
+        for view in self._fleet.cluster.workers.values():
+            why = self.failure(view.pairs_with)
+            if why:
+                yield view.record.model, why
+
     def doubt(self, record: WorkerRecord) -> None:
         """A worker tokenizes differently. If the worker that sent the tokenizer has restarted or left, the tokenizer is
         fetched again: all workers may have been restarted with another chat template.
         """
-        key = record.fingerprint.key()
-        worker_id, epoch = self._sources.get(key, (record.worker_id, record.epoch))
-        source = self._fleet.cluster.workers.get(worker_id)
-        if source is None or source.record.epoch != epoch:
-            self._tokenizers.pop(key, None)
+        if self._source_is_gone(record):
+            self._forget(record.fingerprint.key())
             self._wake.set()
+
+    def _source_is_gone(self, record: WorkerRecord) -> bool:
+        """Whether the worker that sent the tokenizer of this one's fingerprint has left or restarted."""
+        worker_id, epoch = self._sources.get(record.fingerprint.key(), (record.worker_id, record.epoch))
+        source = self._fleet.cluster.workers.get(worker_id)
+        return source is None or source.record.epoch != epoch
+
+    def _forget(self, fingerprint: str) -> None:
+        self._tokenizers.pop(fingerprint, None)
+        self._failures.pop(fingerprint, None)
 
     async def follow(self) -> None:
         """Fetch missing tokenizers until cancelled."""
         if self._settings.tokenize == "never":
             return
         while True:
+            self._wake.clear()  # Workers that come while a tokenizer is tried set it again.
             waiting = await self._fetch_missing()
-            self._wake.clear()
             try:
                 async with asyncio.timeout(RETRY_S if waiting else None):
                     await self._wake.wait()
@@ -271,8 +304,9 @@ class Prompts:
                 continue
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads, and the child that tries a tokenizer."""
         self._work.close()
+        self._trials.close()
 
     def _matters(self, facts: RequestFacts, body_bytes: int) -> bool:
         if self._settings.tokenize == "auto":
@@ -295,7 +329,7 @@ class Prompts:
     def _can_add(self, needed: set[str]) -> bool:
         if len(self._tokenizers) >= TOKENIZERS_MAX:
             for fingerprint in self._tokenizers.keys() - needed:
-                del self._tokenizers[fingerprint]
+                self._forget(fingerprint)
                 self._sources.pop(fingerprint, None)
             self._try_at = {fingerprint: at for fingerprint, at in self._try_at.items() if fingerprint in needed}
         return len(self._tokenizers) < TOKENIZERS_MAX
@@ -311,18 +345,33 @@ class Prompts:
             )
             self._try_at[key] = self._clock.now() + RETRY_S
             return False
-        try:
-            chars_max = prompt_chars_max(record.max_model_len)
-            cache = SEGMENTS_BYTES_MAX
-            made = partial(PromptTokenizer, asset, record.hashing, cache_bytes_max=cache, chars_max=chars_max)
-            with CONTAINED:
-                self._tokenizers[key] = await asyncio.to_thread(made)
-        except (ValueError, LibraryFailed) as error:
-            log.warning("%s is placed by load alone: %s", record.models[:1], error)
-            self._tokenizers[key] = None
+        self._tokenizers[key], why = await self._made(asset, record)
+        if why:
+            log.warning("%s is placed by load alone: %s", record.models[:1], why)
         self._sources[key] = record.worker_id, asset.epoch
         self.parity.tokenizer_changed(key)
         return True
+
+    async def _made(self, asset: TokenizerAsset, record: WorkerRecord) -> tuple[PromptTokenizer | None, str]:
+        """A tokenizer that a child process has tried, and why it is none, or has no chat template."""
+        key, why, chars_max = record.fingerprint.key(), "", prompt_chars_max(record.max_model_len)
+        if asset.tokenizer_json:
+            verdict = await self._trials.verdict(asset, record.hashing, chars_max)
+            if verdict.template:
+                why = f"its chat template failed: {verdict.template}"
+                asset = msgspec.structs.replace(asset, chat_template="")
+            if verdict.tokenizer:
+                why = f"its tokenizer failed: {verdict.tokenizer}"
+            if why:
+                self._failures[key] = why
+            if verdict.tokenizer:
+                return None, why
+        cache = SEGMENTS_BYTES_MAX
+        made = partial(PromptTokenizer, asset, record.hashing, cache_bytes_max=cache, chars_max=chars_max)
+        try:
+            return await asyncio.to_thread(made), why
+        except ValueError as error:
+            return None, str(error)
 
 
 def guess_of(

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
+from time import thread_time
 from typing import Final
 
 from tokenizers import Encoding, Tokenizer
@@ -34,8 +35,16 @@ WORDS_AT_ONCE: Final = 1024
 VOCABULARY_WORD: Final = re.compile("[\u2581\u0120]?([A-Za-z]+)")
 """Optional mark that tokenizers use for the space before a word, and the word."""
 
+ENCODING_S_MAX: Final = 1.0
+S_PER_CHAR_MAX: Final = 2e-4
+"""CPU time of one call for which a tokenizer is given up: 1 s, and a hundred times what characters usually take."""
+
 # Without this, the tokenizers library uses every CPU for one prompt; the router tokenizes in one thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class TokenizerFailed(Exception):
+    """The tokenizers library failed at a text, or the tokenizer is used no more."""
 
 
 class PackedWords:
@@ -48,6 +57,8 @@ class PackedWords:
 
     def __init__(self, tokenizer: Tokenizer, cuts: Cuts) -> None:
         self._tokenizer = tokenizer
+        self.failure = ""
+        """Why no further text is tokenized; empty while the tokenizer is used."""
         self._words = cuts.between_words
         self._words_max = WORDS_MAX
         if self._words is not None:
@@ -80,8 +91,19 @@ class PackedWords:
         return count
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
-        with CONTAINED:
-            encoded: Iterable[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        if self.failure:
+            raise TokenizerFailed(self.failure)
+        begun = thread_time()
+        try:
+            with CONTAINED:
+                encoded: Iterable[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise TokenizerFailed(str(error)) from error
+        took_s = thread_time() - begun
+        if took_s > ENCODING_S_MAX:
+            chars = sum(map(len, texts))
+            if took_s > chars * S_PER_CHAR_MAX:
+                self.failure = f"it took {took_s:.1f} s for {chars} characters"
         return [pack(one.ids) for one in encoded]
 
 
@@ -176,6 +198,11 @@ class Segments:
         self._cuts = find_cuts(tokenizer, hint, words_between)
         self._words = PackedWords(tokenizer, self._cuts)
         self._chars, self._tokens = CHARS_GUESSED, CHARS_GUESSED / CHARS_PER_TOKEN_GUESSED
+
+    @property
+    def failure(self) -> str:
+        """See ``PackedWords``."""
+        return self._words.failure
 
     @property
     def chars_per_token(self) -> float:

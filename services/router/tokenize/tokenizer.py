@@ -22,7 +22,7 @@ from services.router.request.prompt import Prompt
 from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
 from services.router.tokenize.chat_messages import Message, Part
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
-from services.router.tokenize.segments import PieceTooLong, Segments, Walk
+from services.router.tokenize.segments import PieceTooLong, Segments, TokenizerFailed, Walk
 from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
@@ -63,6 +63,7 @@ NOT_EXACT: Final = (
     TemplateFailed,
     TooManyRounds,
     PieceTooLong,
+    TokenizerFailed,
     ValueError,
     OverflowError,
     RecursionError,
@@ -131,18 +132,23 @@ class PromptTokenizer:
             raise ValueError(asset.note or "the model has no tokenizer.json")
         if scheme.algorithm not in ALGORITHMS:
             raise ValueError(f"block hashes of {scheme.algorithm} cannot be followed")
-        try:
-            with CONTAINED:
-                tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
-        except Exception as error:  # tokenizers raises plain Exception for all that it cannot read
-            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         self._scheme = scheme
         self._adds_special_tokens = asset.adds_special_tokens
         self._template = _compiled(asset, chars_max)
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
-        self._segments = Segments(
-            tokenizer, scheme, cache_bytes_max=cache_bytes_max, hint=self._example(asset.special_tokens)
-        )
+        try:
+            with CONTAINED:
+                tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
+                self._segments = Segments(
+                    tokenizer, scheme, cache_bytes_max=cache_bytes_max, hint=self._example(asset.special_tokens)
+                )
+        except Exception as error:  # tokenizers raises plain Exception for all that it cannot read
+            raise ValueError(f"tokenizer.json cannot be used: {error}") from error
+
+    @property
+    def failure(self) -> str:
+        """Why its texts are no longer tokenized; empty while they are."""
+        return self._segments.failure
 
     @property
     def chars_per_token(self) -> float:
@@ -159,13 +165,15 @@ class PromptTokenizer:
         try:
             keys = HashKeys(body.cache_salt or "", adapter)
             text = self._read(facts.path, body)
-            if not isinstance(text, Text):
-                return None
-            walk = self._segments.begin(text.text, special=text.special, keys=keys)
-            while self._segments.advance(walk, lambda _block: True, sys.maxsize):
-                pass
+            return self.tokenize(text.text, special=text.special, keys=keys) if isinstance(text, Text) else None
         except NOT_EXACT:
             return None
+
+    def tokenize(self, text: str, *, special: bool = False, keys: HashKeys = NO_KEYS) -> Prompt:
+        """All hashes of a text. Raises all of ``NOT_EXACT``."""
+        walk = self._segments.begin(text, special=special, keys=keys)
+        while self._segments.advance(walk, lambda _block: True, sys.maxsize):
+            pass
         return self._segments.prompt(walk)
 
     async def prompt(
@@ -276,7 +284,7 @@ class PromptTokenizer:
             try:
                 if self._template is not None:
                     shown += self._template.render(system + turns, {"add_generation_prompt": True})
-            except TemplateFailed:
+            except (TemplateFailed, TooManyRounds):
                 continue
         return shown
 

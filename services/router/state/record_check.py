@@ -1,0 +1,55 @@
+"""What a router refuses of a worker's record: a worker's own key lets it write anything there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shared.contracts.workers import ADAPTERS_MAX, WITHOUT_ENGINE, WorkerRecord
+
+COUNT_MAX: Final = 1 << 40
+"""Greatest number of tokens, blocks or requests in a record."""
+BLOCK_TOKENS_MAX: Final = 1 << 20
+ITEMS_MAX: Final = 256
+"""Most names, paths or speeds in a record."""
+NAME_CHARS_MAX: Final = 512
+TEXT_CHARS_MAX: Final = 4096
+
+
+def record_fault(record: WorkerRecord) -> str:
+    """Why the record cannot be a worker's; empty where it can."""
+    of, hashing = record.fingerprint, record.hashing
+    if not record.models and record.phase not in WITHOUT_ENGINE:
+        return "it names no model"
+    counts = {
+        "epoch": record.epoch,
+        "max_model_len": record.max_model_len,
+        "kv_blocks": record.kv_blocks,
+        "legs_max": record.legs_max,
+        "adapters_at_once_max": record.adapters_at_once_max,
+        "pid": record.pid,
+    }
+    for name, count in counts.items():
+        if not 0 <= count <= (COUNT_MAX if name != "epoch" else COUNT_MAX << 10):
+            return f"its {name} is {count}"
+    for name, count, most in (
+        ("step_tokens_max", record.step_tokens_max, COUNT_MAX),
+        ("ranks", record.ranks, ITEMS_MAX),
+        ("block size", hashing.block_size, BLOCK_TOKENS_MAX),
+        ("fingerprint's block size", of.block_size, BLOCK_TOKENS_MAX),
+    ):
+        if not 1 <= count <= most:
+            return f"its {name} is {count}"
+    lengths = {"models": len(record.models), "paths": len(record.paths), "kv_reads": len(record.kv_reads)}
+    for name, length in lengths.items():
+        if length > ITEMS_MAX:
+            return f"it has {length} {name}"
+    if len(record.adapters) > ADAPTERS_MAX:
+        return f"it has {len(record.adapters)} adapters"
+    names = [*record.models, *record.paths, *(name for one in record.adapters for name in (one.name, one.digest))]
+    if not all(0 < len(name) <= NAME_CHARS_MAX for name in names):
+        return f"a name in it is empty, or longer than {NAME_CHARS_MAX} characters"
+    texts = [record.engine, record.host, record.note, hashing.algorithm, hashing.seed, of.key()]
+    texts += [one.hashed_as for one in record.adapters]
+    if any(len(text) > TEXT_CHARS_MAX for text in texts):
+        return f"a text in it is longer than {TEXT_CHARS_MAX} characters"
+    return ""

@@ -1,0 +1,253 @@
+"""A worker's tokenizer, chat template or record cannot stop or hold a router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from functools import partial
+
+import msgspec
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from services.router.request.fields import read_request
+from services.router.telemetry.metrics import health_of
+from services.router.tokenize import trials
+from services.router.tokenize.block_hash import NO_KEYS
+from services.router.tokenize.segments import Segments, TokenizerFailed
+from services.router.tokenize.tokenizer import PromptTokenizer
+from services.router.tokenize.trials import Trials, Verdict
+from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.control import TokenizerAsset
+from shared.contracts.engine_paths import COMPLETIONS
+from shared.contracts.workers import HashScheme
+from tests.support.fleet_builders import record
+from tests.unit.router.fake_worker import FakeWorker
+from tests.unit.router.world import World, in_world, prompt
+
+SCHEME = HashScheme(block_size=32)
+CHARS_MAX = 100_000
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MULTIPLYING = normalizers.Sequence([normalizers.Replace("a", "a" * 16)] * 12)
+REMOTE = normalizers.Sequence([normalizers.Replace("ж", "ж" * 16)] * 3)
+BACKTRACKING = r"(?:.|.)+[0-9]{9}"
+
+
+def asset(pattern: str = CL100K, normalizer=None, template: str = TEMPLATE) -> TokenizerAsset:
+    vocabulary = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return TokenizerAsset(worker_id="w", epoch=1, tokenizer_json=made.to_str().encode(), chat_template=template)
+
+
+TOKENIZERS = {
+    "backtracks": asset(BACKTRACKING),
+    "multiplies": asset(normalizer=MULTIPLYING),
+    "multiplies rare characters": asset(normalizer=REMOTE),
+    "not JSON": msgspec.structs.replace(asset(), tokenizer_json=b"[1, 2"),
+    "no object": msgspec.structs.replace(asset(), tokenizer_json=b"[]"),
+    "not UTF-8": msgspec.structs.replace(asset(), tokenizer_json=b"\xff"),
+}
+TEMPLATES = {
+    "300 parentheses": f"{{{{ {'(' * 300}1{')' * 300} }}}}",
+    "120 nested ifs": "{% if 1 %}" * 120 + "{% endif %}" * 120,
+    "an argument twice": "{{ f(a=1,a=2) }}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+}
+THROUGH_WORKERS = [
+    TOKENIZERS["backtracks"],
+    TOKENIZERS["multiplies"],
+    *(asset(template=one) for one in TEMPLATES.values()),
+]
+
+
+def verdict_on(candidate: TokenizerAsset, one: Trials | None = None) -> Verdict:
+    return asyncio.run((one or Trials()).verdict(candidate, SCHEME, CHARS_MAX))
+
+
+@pytest.mark.parametrize("candidate", [asset(), asset(r"\s+|\S+"), asset(normalizer=normalizers.NFKC())])
+def test_honest_tokenizers_and_templates_pass(candidate):
+    assert verdict_on(candidate) == Verdict()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_that_hangs_grows_or_panics_is_refused(name):
+    verdict = verdict_on(TOKENIZERS[name])
+
+    assert verdict.tokenizer
+    assert not verdict.template
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_does_not_compile_or_end_is_refused_alone(name):
+    verdict = verdict_on(asset(template=TEMPLATES[name]))
+
+    assert verdict.template
+    assert not verdict.tokenizer
+
+
+def test_a_template_that_refuses_a_chat_is_no_failure():
+    assert verdict_on(asset(template="{{ raise_exception('system messages are not supported') }}")) == Verdict()
+
+
+def test_the_router_ends_a_child_that_does_not_end_in_time():
+    begun = time.monotonic()
+
+    assert verdict_on(TOKENIZERS["multiplies"], Trials(s_max=0.05)).tokenizer
+    assert time.monotonic() - begun < 10
+
+
+def test_what_was_tried_is_not_tried_again(monkeypatch):
+    one = Trials()
+    assert verdict_on(TOKENIZERS["not JSON"], one).tokenizer
+    monkeypatch.setattr(trials, "CHILD", ("/does/not/exist",))
+
+    again = msgspec.structs.replace(TOKENIZERS["not JSON"], epoch=2)
+
+    assert verdict_on(again, one).tokenizer
+
+
+def test_a_child_inherits_no_secrets(monkeypatch):
+    monkeypatch.setenv("ROUTER_SALT", "secret")
+    seen = {}
+    monkeypatch.setattr(trials.subprocess, "Popen", partial(_spy, trials.subprocess.Popen, seen))
+
+    assert verdict_on(asset()) == Verdict()
+    assert "ROUTER_SALT" in os.environ
+    assert "ROUTER_SALT" not in seen["env"]
+
+
+def _spy(popen, seen, *args, **kw):
+    seen |= kw
+    return popen(*args, **kw)
+
+
+async def join(world: World, name: str, sent: TokenizerAsset, epoch: int = 1) -> FakeWorker:
+    sent = msgspec.structs.replace(sent, worker_id=name, epoch=epoch)
+    return await world.worker(name, revision=name, epoch=epoch, asset=sent)
+
+
+@in_world(tokenize="always")
+async def test_one_workers_tokenizers_and_templates_do_not_stop_a_router(world: World):
+    for number, hostile in enumerate(THROUGH_WORKERS):
+        await join(world, f"hostile{number}", hostile)
+    await join(world, "good", asset())
+    prompts = world.router.prompts
+    keys = [world.workers[f"hostile{number}"].record().fingerprint.key() for number in range(len(THROUGH_WORKERS))]
+    good = world.workers["good"].record().fingerprint.key()
+    while not (prompts.followed(good) and all(map(prompts.failure, keys))):
+        await asyncio.to_thread(lambda: None)
+        await asyncio.sleep(0.01)
+
+    assert not prompts.failure(good)
+    assert [prompts.followed(key) for key in keys[:2]] == [False, False]
+    assert health_of(world.router.fleet.index, prompts.parity.book, prompts.failures()).tokenizers_failed
+    assert (await world.ask(prompt())).status == 200
+
+
+@in_world(tokenize="always")
+async def test_a_failed_tokenizer_is_fetched_again_when_its_worker_restarts(world: World):
+    worker = await join(world, "w1", TOKENIZERS["not JSON"])
+    key, prompts = worker.record().fingerprint.key(), world.router.prompts
+    while not prompts.failure(key):
+        await asyncio.to_thread(lambda: None)
+        await asyncio.sleep(0.01)
+
+    await worker.vanish()
+    await join(world, "w1", asset(), epoch=2)
+    while not prompts.followed(key):
+        await asyncio.to_thread(lambda: None)
+        await asyncio.sleep(0.01)
+
+    assert not prompts.failure(key)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"models": []},
+        {"models": [""]},
+        {"models": ["m"] * 300},
+        {"models": ["m" * 600]},
+        {"max_model_len": -1},
+        {"legs_max": 1 << 63},
+        {"kv_blocks": -5},
+        {"ranks": 0},
+        {"step_tokens_max": 0},
+        {"hashing": HashScheme(block_size=0)},
+        {"hashing": HashScheme(block_size=-32)},
+        {"note": "n" * 5000},
+    ],
+    ids=str,
+)
+def test_a_record_that_cannot_be_a_workers_is_refused_with_one_log_line(fields, caplog):
+    @in_world(tokenize="always")
+    async def attack(world: World) -> None:
+        await world.worker("good")
+        bad = msgspec.structs.replace(record("bad", revision="bad"), **fields)
+        store = await world.bus.key_value_store(WORKER_RECORDS)
+        for _ in range(3):
+            await store.put(bad)
+            await asyncio.sleep(1)
+
+        assert "bad" not in world.router.fleet.cluster.workers
+        assert (await world.ask(prompt())).status == 200
+
+    attack()
+    assert sum("is refused" in one.getMessage() for one in caplog.records if one.levelno == logging.ERROR) == 1
+
+
+def test_a_tokenizer_that_takes_long_of_a_text_is_used_no_more():
+    segments = Segments(Tokenizer.from_str(asset().tokenizer_json.decode()), SCHEME, cache_bytes_max=1 << 20)
+    tokenize(segments, "The rain had stopped.")
+    assert not segments.failure
+
+    slow = segments._words._tokenizer = Slow(segments._words._tokenizer)
+    tokenize(segments, "An orchard behind the mill.")
+
+    assert slow.calls == 1
+    assert "characters" in segments.failure
+    with pytest.raises(TokenizerFailed):
+        tokenize(segments, "It smelled of leaves.")
+    assert slow.calls == 1
+
+
+class Slow:
+    """Takes more than a second of CPU time for a text."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.calls = 0
+
+    def encode_batch_fast(self, texts, **kw):
+        self.calls += 1
+        end = time.thread_time() + 1.1
+        while time.thread_time() < end:
+            pass
+        return self._tokenizer.encode_batch_fast(texts, **kw)
+
+
+def tokenize(segments: Segments, text: str) -> None:
+    walk = segments.begin(text, special=False, keys=NO_KEYS)
+    while segments.advance(walk, lambda _block: True, 1 << 20):
+        pass
+
+
+def test_a_panic_at_a_text_leaves_its_prompt_to_load(monkeypatch):
+    used = PromptTokenizer(asset(), SCHEME, cache_bytes_max=1 << 20)
+    panicking = Tokenizer.from_str(asset(BACKTRACKING).tokenizer_json.decode())
+    monkeypatch.setattr(used._segments._words, "_tokenizer", panicking)
+    body = msgspec.json.encode({"model": "m", "prompt": "unseen0" * 40 + "1 "})
+
+    assert used.whole_prompt(read_request(COMPLETIONS, body)) is None
