@@ -7,6 +7,7 @@ parsers and the template renderer of that server have no such limits.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,6 +58,10 @@ have. A tokenizer takes seconds for a million of them, and cannot be interrupted
 """
 TOKENS_ANSWERED_MIN = 256 * 1024
 """Tokens that any model's server may make of one text, such as one that is only to be counted or cut."""
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_PAIRED = re.compile(rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|%b%b)*+" % (_HIGH, _LOW), re.DOTALL)
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_HALF_IN_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class _WithVariables(msgspec.Struct):
@@ -65,6 +70,36 @@ class _WithVariables(msgspec.Struct):
 
 _variables = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _with_variables = msgspec.json.Decoder(_WithVariables)
+
+
+def lone_surrogate(body: bytes) -> int:
+    """Where a text of the body has half of a surrogate pair, which is no character: no UTF-8 can hold it. Less than 0
+    if it has none.
+    """
+    if b"\xed" in body and (found := _HALF_IN_BYTES.search(body)) is not None:
+        return found.start()
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return -1
+    paired = _PAIRED.match(body)
+    at = paired.end() if paired is not None else 0
+    return at if body[at : at + 3] in (b"\\ud", b"\\uD") else -1
+
+
+def field_at(body: bytes, at: int) -> str:
+    """The field of the body's object that has this byte; empty where that cannot be read."""
+    body = _HALF_IN_BYTES.sub(
+        b"\xed\x80", _HALF.sub(rb"\\u00", body)
+    )  # msgspec reads no half; bytes stay where they are
+    try:
+        fields = _variables.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    end = 0
+    for name, value in fields.items():  # in the body's order, unless a name is repeated
+        end = body.find(bytes(value), end) + len(memoryview(value))
+        if at < end:
+            return name
+    return ""
 
 
 class TextTooLong(ValueError):

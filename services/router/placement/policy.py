@@ -74,10 +74,16 @@ class RequestPolicy:
             return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
         if options.forced is not None and (fault := unknown_worker(options.forced, workers)) is not None:
             return fault
-        priority_min = self.slos.priority_min if head.client.key.priority is None else head.client.key.priority
-        if options.priority is not None and options.priority < priority_min:
-            message = f"`baton.priority` may be {priority_min} or more (less urgent) here."
-            return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)
+        return self._too_urgent(facts, head.client.key)
+
+    def _too_urgent(self, facts: RequestFacts, key: Key) -> Fault | None:
+        """``priority`` is the engine's, where it has a priority scheduler, and ``baton.priority`` the router's."""
+        priority_min = self.slos.priority_min if key.priority is None else key.priority
+        of_engine = facts.body.priority if facts.body is not None else None
+        for param, asked in (("baton.priority", facts.options.priority), ("priority", of_engine)):
+            if type(asked) is int and asked < priority_min:
+                message = f"`{param}` may be {priority_min} or more (less urgent) here."
+                return Fault(param=param, message=message, reason=Reason.FORBIDDEN)
         return None
 
     def placement_request(

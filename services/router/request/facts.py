@@ -81,6 +81,7 @@ class Body(msgspec.Struct, kw_only=True):
     documents: msgspec.Raw = msgspec.Raw(b"")
     reasoning_effort: Any = None
     truncate_prompt_tokens: Any = None
+    priority: Any = None
     cache_hit_threshold: Any = None
     kv_fetch_min_tokens: Any = None
     baton: msgspec.Raw = msgspec.Raw(b"")

@@ -221,6 +221,11 @@ def test_the_slo_class_orders_the_queue():
         ({"x_baton_class": "bach"}, {}, 400, "x-baton-class"),
         ({"x_baton_tenant": "a b"}, {}, 400, "x-baton-tenant"),
         ({}, {"baton": {"priority": -1}}, 403, "baton.priority"),
+        ({}, {"priority": -1}, 403, "priority"),
+        ({}, {"priority": "-1"}, 400, "priority"),
+        ({}, {"priority": True}, 400, "priority"),
+        ({}, {"stop": ["\ud800"]}, 400, "stop"),
+        ({}, {"user": "\udc00\ud800"}, 400, "user"),
         ({}, {"baton": {"sources": ["w1"]}}, 403, "baton"),
         ({}, {"baton": {"mode": "fast"}}, 400, "baton.mode"),
     ],
@@ -229,9 +234,28 @@ def test_the_slo_class_orders_the_queue():
 async def test_unsupported_fields_are_rejected_by_name(world: World, headers, fields, status, param):
     worker = await world.worker("w1")
 
-    response = await world.ask(prompt(**fields), **headers)
+    response = await world.ask(json.dumps(prompt(**fields)).encode(), **headers)
 
     assert (response.status, response.error["param"]) == (status, param)
+    assert worker.started == []
+
+
+@in_world()
+async def test_a_priority_that_the_key_permits_reaches_the_engine(world: World):
+    worker = await world.worker("w1")
+
+    assert (await world.ask(prompt(priority=7))).status == 200
+    assert json.loads(worker.started[0].body)["priority"] == 7
+
+
+@in_world()
+async def test_json_that_only_engines_read_hides_no_priority(world: World):
+    worker = await world.worker("w1")
+
+    for body in (b'{"model": "m", "prompt": "x", "priority": -9, "seed": NaN}', b'{"\\u0070riority": -9, "seed": NaN}'):
+        response = await world.ask(body)
+        assert response.status == 400
+        assert "JSON" in response.error["message"]
     assert worker.started == []
 
 
