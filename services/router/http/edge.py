@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import secrets
 from typing import Any, Final
 
@@ -36,6 +37,11 @@ UPLOAD_DISCARDED_FACTOR: Final = 4
 """A body whose Content-Length is up to this many times the limit is read and discarded: most clients read the response
 only after they have sent the body, so that closing at once would show them a reset connection instead of the 413.
 """
+JSON_TYPES: Final = re.compile(
+    r"[ \t]*application/(?:[a-z0-9][a-z0-9!#$&^_.-]*\+)?json[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?",
+    re.IGNORECASE | re.ASCII,
+)
+"""One media type, and its parameters."""
 BAD_MODE: Final = bad_request(f"x-baton-mode must be one of {', '.join(Mode)}.")
 NOT_JSON: Final = HttpError(
     415,
@@ -214,6 +220,7 @@ def type_fault(head: Head) -> HttpError | None:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether the body is JSON by its type. A form of another site's page can send other types only."""
-    media = content_type.partition(";")[0].strip().lower()
-    return media == JSON_TYPE or (media.startswith("application/") and media.endswith("+json"))
+    """Whether the body is JSON by its type: ``application/json``, or ``application/...+json`` (RFC 6839). A page of
+    another site can send other types only.
+    """
+    return JSON_TYPES.fullmatch(content_type) is not None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DECODE_FIRST: Final = Mode.DECODE_FIRST
 MISSED: Final = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
 
+BAD_TOKENS: Final = Failure(reason=Reason.BAD_MESSAGE, message="The worker sent token ids that are none.")
+
 
 class AnswerLeg(RunningLeg):
     """Passes the response on to the client, as ``StreamAnswer`` or as ``WholeAnswer``."""
@@ -95,7 +97,13 @@ class AnswerLeg(RunningLeg):
             self._collect(whole, last)
 
     def _relay(self, stream: StreamAnswer, frames: list[Frame]) -> None:
-        rest = stream.relay(frames)
+        try:
+            rest = stream.relay(frames)
+        except OverflowError:
+            if self._leg is not None:
+                self._leg.cancel()
+            self.fail(LegFailed(BAD_TOKENS, self.start.worker_id))
+            return
         if rest is not None:
             self._end_stream(stream, rest)
         elif stream.must_wait and self._leg is not None:

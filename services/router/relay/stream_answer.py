@@ -42,15 +42,21 @@ class StreamAnswer:
 
     def relay(self, frames: list[Frame]) -> bytes | None:
         """Send what these frames hold in one write. Returns None, or at the stream's end the data to end it with. The
-        response's head waits for the first data, so that a leg that fails before it can still be retried.
+        response's head waits for the first data, so that a leg that fails before it can still be retried. Raises
+        OverflowError, and sends nothing, for token ids that are none.
         """
         services, context = self._services, self._context
         timings = context.timings
         data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
-        for frame in frames:
-            if frame.joined:
-                context.join(frame.joined)
-            context.relayed.fromlist(frame.token_ids)
+        relayed, joined = len(context.relayed), len(context.joined)
+        try:
+            for frame in frames:
+                if frame.joined:
+                    context.join(frame.joined)
+                context.relayed.fromlist(frame.token_ids)
+        except OverflowError:
+            del context.relayed[relayed:], context.joined[joined:]
+            raise
         if self._is_uncounted:
             context.cached_tokens, self._is_uncounted = cached_in(frames)
         last = frames[-1]

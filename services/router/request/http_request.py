@@ -53,6 +53,10 @@ class Connection(Protocol):
         """Drop the connection with its unsent bytes."""
 
 
+WITHOUT_BODY: Final = (204, 304)
+"""Statuses whose responses end with their head."""
+
+
 class NoConnection:
     """The connection of a request that has no client: nothing is written to it."""
 
@@ -186,7 +190,11 @@ class HttpRequest:
 
     def answer(self, status: int, headers: bytes, body: bytes) -> None:
         """Send a whole response. ``headers``: see ``header_lines``."""
-        self._begin(status, headers, f"content-length: {len(body)}\r\n".encode())
+        if status in WITHOUT_BODY:  # A client takes a body for the beginning of the next response.
+            body, length = b"", b""
+        else:
+            length = f"content-length: {len(body)}\r\n".encode()
+        self._begin(status, headers, length)
         self._connection.write(self._unsent_head + body)
         self._end()
 

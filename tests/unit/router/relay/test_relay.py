@@ -412,6 +412,41 @@ async def test_the_request_id_and_trace_context_are_forwarded(world: World):
     assert p1.headers[0]["traceparent"] == d1.headers[0]["traceparent"] == trace
 
 
+@pytest.mark.parametrize("bad", [{"tokens": [5, -1]}, {"tokens": [1 << 32]}, {"tokens": [5], "joined": [-7]}], ids=str)
+@in_world()
+async def test_token_ids_that_are_none_fail_the_leg(world: World, bad, caplog):
+    def lie(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        frames.data(EVENTS[0], bad["tokens"], joined=bad.get("joined"))
+
+    worker = await world.worker("w1", script=lie)
+
+    broken = await world.ask(prompt(stream=True))
+    worker.script = serve_leg
+
+    assert (broken.status, broken.error["code"]) == (500, "bad_message")
+    assert "token ids" in broken.error["message"]
+    assert not [one for one in caplog.records if one.exc_info]
+    assert worker.cancelled
+    assert (await world.ask(prompt(stream=True))).body == b"".join(EVENTS) + DONE
+
+
+@pytest.mark.parametrize("status", [204, 304])
+@in_world()
+async def test_a_response_without_content_passes_without_a_body(world: World, status: int):
+    def smuggle(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(status, JSON)
+        frames.data(b"HTTP/1.1 200 OK\r\n\r\n")
+        frames.end(LegReport())
+
+    await world.worker("w1", script=smuggle)
+
+    response = await world.ask(prompt())
+
+    assert (response.status, response.body) == (status, b"")
+    assert "content-length" not in response.headers
+
+
 @in_world()
 async def test_a_protocol_violation_fails_the_request_not_the_router(world: World):
     def no_head(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
