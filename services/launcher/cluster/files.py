@@ -81,7 +81,9 @@ def create(folder: Path, request: InitRequest, now: datetime) -> InitResult:
     """Create missing files. Raises CannotCreate, NoCertificate, BusDown for a key that cannot be read, OSError."""
     found = existing_files(folder, now)
     plan = plan_files(request, found)
-    folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+    # By default the parent is the state folder, which has logs and NATS's storage, too.
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+    folder.mkdir(exist_ok=True, mode=FOLDER_MODE)
     if plan.authority or plan.widens:
         _create_authority(folder, plan, found, now)
     if plan.server:

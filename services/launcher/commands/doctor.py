@@ -11,7 +11,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from services.launcher.commands.options import (
@@ -27,6 +26,7 @@ from services.launcher.commands.options import (
 from services.launcher.doctor.findings import Examination, Finding, Level
 from services.launcher.fleet.joining import stored_names
 from services.launcher.system import state_file
+from services.launcher.terminal import Console
 
 NATS_VARIABLE = "BATON_NATS_URL"
 MARKS = {Level.OK: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from services.launcher.commands.options import fail
 from services.launcher.fleet.fleet_file import Fleet, HostTable, WrongFleetFile, part_of, read_fleet_file
 from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.plan import worker_names
+from services.launcher.terminal import Console
 
 if TYPE_CHECKING:
     from services.launcher.fleet.fleet_file import HostPart

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from services.launcher.cluster.folder import (
     API_KEYS,
@@ -20,6 +19,7 @@ from services.launcher.cluster.folder import (
     variables,
 )
 from services.launcher.commands.options import fail, keys_folder
+from services.launcher.terminal import Console
 from shared.bus.port import BusDown
 from shared.contracts.ids import is_subject_token
 

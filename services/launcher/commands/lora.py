@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from rich.text import Text
 from services.launcher.bus_client import AdapterView
 from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, print_json, reply_of, show
 from services.launcher.commands.orders import checked
+from services.launcher.terminal import Console
 from shared.contracts.fleet_orders import AdapterAction, AdapterOrdered, OrderAdapter, WantedAdapter
 from shared.contracts.message import in_full
 from shared.contracts.workers import LoraAdapter

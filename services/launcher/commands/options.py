@@ -11,7 +11,6 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from services.launcher.bus_client import CommandFailed, keys_for, use_keys
@@ -19,6 +18,7 @@ from services.launcher.cluster.folder import FOLDER
 from services.launcher.fleet.joining import stored_names
 from services.launcher.system import state_file
 from services.launcher.system.machine import inherited_environment
+from services.launcher.terminal import Console
 from shared.bus.nats_client import without_password
 from shared.bus.port import BusError
 from shared.contracts.message import in_full

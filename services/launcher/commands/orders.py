@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from services.launcher.commands.options import (
     EngineRole,
@@ -18,6 +17,7 @@ from services.launcher.commands.options import (
     print_json,
     reply_of,
 )
+from services.launcher.terminal import Console
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, ModelOrdered, OrderModel, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.workers import Role

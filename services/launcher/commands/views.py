@@ -8,7 +8,6 @@ from datetime import date
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from services.launcher.commands.options import (
     Json,
@@ -24,6 +23,7 @@ from services.launcher.commands.options import (
     wide_console,
 )
 from services.launcher.system import state_file
+from services.launcher.terminal import Console, harmless
 from shared.contracts.control import ServicePhase
 
 HEALTH_S = 5.0
@@ -180,7 +180,7 @@ def health(
     if status is None:
         fail(f"unhealthy: no status of {f'{service} {instance}'.rstrip()} within {within_s:g} s")
     is_ready = status.phase is ServicePhase.READY
-    detail = f": {status.detail}" if status.detail else ""
+    detail = f": {harmless(status.detail)}" if status.detail else ""
     print(
         f"{'healthy' if is_ready else 'unhealthy'}: {status.service} {status.instance} is {status.phase.value}{detail}"
     )
@@ -216,7 +216,7 @@ def usage(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comm
     if form == "table":
         show(found, draw, json=False)
     else:
-        sys.stdout.write(to_csv(found) if form == "csv" else to_jsonl(found))
+        sys.stdout.write(harmless(to_csv(found)) if form == "csv" else to_jsonl(found))
 
 
 def _day(text: str, option: str, *, last: bool) -> date:

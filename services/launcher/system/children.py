@@ -83,8 +83,8 @@ class ChildStarter:
     async def start(self, plan: ProcessPlan) -> Child:
         """Start one process. Its output is appended to ``<logs>/<name>.log``. Raises OSError."""
         log = self.log_of(plan.name)
-        log.parent.mkdir(parents=True, exist_ok=True)  # A user may have removed the state directory.
-        with log.open("ab") as output:
+        make_private(log.parent)  # A user may have removed the state directory.
+        with _opened(log, os.O_APPEND) as output:
             process = await asyncio.create_subprocess_exec(
                 *plan.command,
                 env={**self.environment, "PYTHONUNBUFFERED": "1", **plan.env},
@@ -103,10 +103,25 @@ class ChildStarter:
             self._guard_pipe.write(f"-{child.pid}\n".encode())
 
 
+def make_private(folder: Path) -> None:
+    """The folder, for its owner only: logs of engines may have words of their clients."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # It is another user's, who may have it so.
+        folder.chmod(0o700)
+
+
+def _opened(file: Path, how: int) -> BinaryIO:
+    """For writing, by its owner only."""
+    opened = os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | how, 0o600), "wb")
+    with contextlib.suppress(PermissionError):
+        os.fchmod(opened.fileno(), 0o600)
+    return opened
+
+
 @contextlib.contextmanager
 def open_child_starter(logs: Path, environment: Mapping[str, str]) -> Iterator[ChildStarter]:
     """A starter with its guard process."""
-    logs.mkdir(parents=True, exist_ok=True)
+    make_private(logs)
     command = [sys.executable, "-I", "-S", guard.__file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0) as watcher:
         assert watcher.stdin is not None
@@ -121,7 +136,8 @@ def rotate(current: Path, *, bytes_max: int = FILE_BYTES_MAX) -> None:
         for number in range(FILES_MAX - 1, 1, -1):
             with contextlib.suppress(FileNotFoundError):
                 older(current, number - 1).replace(older(current, number))
-        shutil.copyfile(current, older(current, 1))
+        with current.open("rb") as source, _opened(older(current, 1), os.O_TRUNC) as copy:
+            shutil.copyfileobj(source, copy)
     except OSError as error:
         log.warning("%s was cut without a copy: %s", current, error)
         with contextlib.suppress(OSError):

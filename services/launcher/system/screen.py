@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, TextIO, TypeVar, cast
 
-from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from services.launcher.terminal import Console
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.runtime.clock import Clock
 

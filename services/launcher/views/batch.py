@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from rich.text import Text
 from services.launcher.bus_client import CommandFailed
 from services.launcher.router_api import base_of, decoded, reaching, refuse
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
+from services.launcher.terminal import Console
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +20,7 @@ from rich.text import Text
 from services.launcher.bus_client import CommandFailed, ask_service, first_status, open_bus
 from services.launcher.router_api import base_of, decoded, reaching
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
+from services.launcher.terminal import Console
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, CandidateRecord, DecisionRecord, Part
 from shared.contracts.ids import DecisionId, router_of

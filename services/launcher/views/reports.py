@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from services.launcher.bus_client import ask_service
+from services.launcher.terminal import Console
 from shared.contracts.channels import DISAGGREGATION_REPORT, PLANS
 from shared.contracts.planning import (
     AskDisaggregationReport,

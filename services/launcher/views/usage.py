@@ -10,11 +10,12 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Literal
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from services.launcher.bus_client import CommandFailed, open_bus
+from services.launcher.terminal import Console
 from shared.bus.port import BusDown
 from shared.contracts.channels import USAGE
 from shared.contracts.message import in_full
@@ -214,7 +215,7 @@ def _table(usage: Usage) -> Table:
         table.add_column(heading, sum_of_all, no_wrap=True, justify="right")
     for line in usage.lines:
         period = [line.period] if with_period else []
-        table.add_row(*period, _who(line.tenant, line.key), line.model or NO_MODEL, *_cells(line.counts))
+        table.add_row(*period, Text(_who(line.tenant, line.key)), Text(line.model or NO_MODEL), *_cells(line.counts))
     return table
 
 

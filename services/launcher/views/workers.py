@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from services.launcher.bus_client import Fleet, describe_fleet, open_bus
+from services.launcher.terminal import Console
 from shared.bus.port import BusError
 from shared.contracts.workers import WorkerPhase
 from shared.text.formats import long_duration
@@ -74,11 +74,11 @@ def fleet_table(fleet: Fleet, columns: int) -> Table:
         record = worker.record
         has_load = not fleet.from_registry
         table.add_row(
-            record.worker_id,
+            Text(record.worker_id),
             record.role.value,
             Text(worker.phase.value, PHASE_STYLES[worker.phase]),
-            record.model,
-            *((record.engine, f"{record.host}:{record.pid}") if is_wide else ()),
+            Text(record.model),
+            *((Text(record.engine), Text(f"{record.host}:{record.pid}")) if is_wide else ()),
             str(worker.running) if has_load else "?",
             str(worker.waiting) if has_load else "?",
             f"{worker.kv_used:.0%}" if has_load else "?",

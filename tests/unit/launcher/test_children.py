@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -14,11 +17,13 @@ from services.launcher.system.children import (
     RestartPolicy,
     last_lines,
     older,
+    open_child_starter,
     remove,
     rotate,
     tail,
     why_it_died,
 )
+from services.launcher.system.process_plan import ProcessPlan, Stage
 
 MIB = 1 << 20
 
@@ -163,3 +168,23 @@ def test_after_a_long_life_the_first_pause_is_the_shortest_again():
     history.died(now=59.0)
 
     assert history.died(now=119.0) == Restart(0.5, 1)
+
+
+async def test_logs_are_their_owners_only(tmp_path: Path):
+    logs = tmp_path / "logs"
+    logs.mkdir(mode=0o755)
+    (logs / "w1.log").write_text("of an earlier version")
+    (logs / "w1.log").chmod(0o644)
+    plan = ProcessPlan(name="w1", stage=Stage.WORKERS, command=(sys.executable, "-c", "print('x' * 200)"))
+
+    with open_child_starter(logs, dict(os.environ)) as starter:
+        child = await starter.start(plan)
+        await child.process.wait()
+        starter.forget(child)
+    rotate(logs / "w1.log", bytes_max=100)
+
+    assert stat.S_IMODE(logs.stat().st_mode) == 0o700
+    assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in logs.iterdir()} == {
+        "w1.log": 0o600,
+        "w1.log.1": 0o600,
+    }

@@ -70,6 +70,12 @@ def test_created_files_are_readable_by_their_owner_only(tmp_path):
     assert {stat.S_IMODE(each.stat().st_mode) for each in [folder, *folder.iterdir()]} == {0o700}
 
 
+def test_a_state_folder_that_init_makes_is_its_owners_only(tmp_path):
+    create(tmp_path / "state" / "keys", InitRequest(), NOW)
+
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+
+
 def test_a_second_run_changes_nothing(tmp_path):
     create(tmp_path, InitRequest(workers=("gpu-1",)), NOW)
     before = contents(tmp_path)
