@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, Subscription
 from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ADAPTER, DESCRIBE_ADAPTERS, ORDER_ADAPTER, WANTED_ADAPTERS
 from shared.contracts.fleet_orders import (
@@ -171,11 +172,13 @@ class AdapterOrders:
 
     async def run(self) -> None:
         """Take orders while leading, and repeat them where they are missing; until cancelled."""
+        outage = Outage(log)
         while True:
             try:
                 await (self._lead() if self._leading() else self._stand_by())
+                outage.over()
             except BusError as error:
-                log.warning("cannot check the workers' adapters, trying again: %s", error or type(error).__name__)
+                outage.failed("cannot check the workers' adapters", error)
             await asyncio.sleep(CHECK_S)
 
     async def _lead(self) -> None:

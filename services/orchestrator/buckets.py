@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from services.orchestrator.settings import Settings
+from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError
 from shared.contracts.batches import FILES_BYTES_MAX, FILES_S, RECORDS_BYTES_MAX
 from shared.contracts.channels import (
@@ -76,7 +77,7 @@ async def _make_buckets_on_disk(bus: Bus, kept: KeptFor) -> None:
 
 async def keep_buckets(bus: Bus, lease_s: float, kept: KeptFor) -> None:
     """Make them again when NATS has lost them; until cancelled."""
-    is_back = asyncio.Event()
+    is_back, outage = asyncio.Event(), Outage(log)
     bus.on_reconnect(is_back.set)
     while True:
         try:
@@ -87,5 +88,6 @@ async def keep_buckets(bus: Bus, lease_s: float, kept: KeptFor) -> None:
         is_back.clear()
         try:
             await make_buckets(bus, lease_s, kept)
+            outage.over()
         except BusError as error:
-            log.info("cannot check the buckets, trying again: %s", error)
+            outage.failed("cannot check the buckets", error)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from shared.bus.outage import Outage
 from shared.bus.port import BusError, KeyValueStore, WrongRevision
 from shared.contracts.control import Leadership
 from shared.runtime.clock import Clock
@@ -131,8 +132,9 @@ async def stand_for_leadership(
     candidate: Candidate, store: KeyValueStore[Leadership], clock: Clock, stopping: asyncio.Event
 ) -> None:
     """Keep ``candidate`` up to date until ``stopping``; then delete the entry, so that a standby leads at once."""
+    outage = Outage(log)
     while not stopping.is_set():
-        await _step(candidate, store, clock)
+        await _step(candidate, store, clock, outage)
         await _pause(stopping, READ_S)
     if candidate.may_lead(clock.now()):
         candidate.refused()
@@ -143,7 +145,7 @@ async def stand_for_leadership(
             log.warning("cannot delete the leadership entry, it will expire: %s", error)
 
 
-async def _step(candidate: Candidate, store: KeyValueStore[Leadership], clock: Clock) -> None:
+async def _step(candidate: Candidate, store: KeyValueStore[Leadership], clock: Clock, outage: Outage) -> None:
     try:
         async with asyncio.timeout(ENTRY_S_MAX):
             if isinstance(candidate.due(clock.now()), Read):
@@ -156,11 +158,12 @@ async def _step(candidate: Candidate, store: KeyValueStore[Leadership], clock: C
                     log.info("leading in term %d", candidate.term)
                 case Renew() as renew:
                     candidate.written(renew, await store.update(renew.value, renew.revision), requested_at)
+        outage.over()
     except WrongRevision:
         candidate.refused()
     except (BusError, TimeoutError) as error:
         # The lease continues meanwhile. When it ends, this orchestrator stops leading by itself.
-        log.warning("cannot reach the leadership entry: %s", error or "timed out")
+        outage.failed("cannot reach the leadership entry", error)
 
 
 async def _pause(stopping: asyncio.Event, seconds: float) -> None:

@@ -14,6 +14,7 @@ from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
 from services.orchestrator.sleeping import Sleeping, SleepPolicy
+from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, StoredValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.control import Leadership
@@ -141,12 +142,14 @@ class Orchestrator:
         self._candidate.heard(state.term)
 
     async def _publish(self) -> None:
+        outage = Outage(log)
         while True:
             self._unpublished += self._fleet.tick(self._clock.now())
             try:
                 await (self._lead() if self.leading else self._stand_by())
+                outage.over()
             except BusError as error:
-                log.warning("cannot publish the fleet's state, trying again: %s", error)
+                outage.failed("cannot publish the fleet's state", error)
             await asyncio.sleep(TICK_S)
 
     async def _lead(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.orchestrator.settings import Settings
+from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import ORDER_MODEL, REQUESTS_FINISHED, SLEEP, WAKE, WAKE_MODEL
 from shared.contracts.fleet_orders import ModelOrdered, ModelWaking, OrderModel, SleepWorker, WakeModel, WakeWorker
@@ -306,13 +307,15 @@ class Sleeping:
 
     async def run(self) -> None:
         """Follow the fleet and give orders, until cancelled."""
+        outage = Outage(log)
         async with asyncio.TaskGroup() as orders:
             while True:
                 self._update()
                 try:
                     await self._lead(orders) if self._leading() else await self._stand_by()
+                    outage.over()
                 except BusError as error:
-                    log.warning("cannot manage sleeping models, trying again: %s", error)
+                    outage.failed("cannot manage sleeping models", error)
                 self._changed.clear()
                 try:
                     async with asyncio.timeout(TICK_S):

@@ -26,7 +26,9 @@ from shared.bus.port import (
     AskTimedOut,
     BusCounts,
     BusDown,
+    BusRefused,
     Connection,
+    Disconnected,
     Envelope,
     Handler,
     KeyValueStore,
@@ -296,7 +298,7 @@ class NatsBus(Connection):
 
     async def flush(self, timeout_s: float) -> None:
         if not self.connected:
-            raise BusDown("NATS cannot be reached")
+            raise Disconnected("NATS cannot be reached")
         try:
             await within(timeout_s, self._flush(timeout_s), name="flush")
         except (TimeoutError, nats.errors.Error) as error:
@@ -371,7 +373,12 @@ class NatsBus(Connection):
                 if subscription.nats is error.sub:
                     subscription.on_slow()
             return
-        self._errors.report(error)
+        try:
+            self._errors.report(error)
+        except BusRefused as refused:
+            if math.isfinite(self._connect_until):
+                raise
+            self.fail(refused)
         # nats-py calls this after each failed attempt, and an exception from here ends its endless loop of attempts.
         if asyncio.get_running_loop().time() >= self._connect_until:
             raise _TooLate
@@ -383,12 +390,13 @@ class NatsBus(Connection):
         # nats-py would send pending commands after the reconnection, perhaps minutes later. A stale StartLeg does harm.
         self._nc._pending.clear()
         self._nc._pending_data_size = 0
-        self._inbox.fail_all(lambda: BusDown("the connection to NATS was lost"))
+        self._inbox.fail_all(lambda: Disconnected("the connection to NATS was lost"))
         self._call(self.disconnected)
 
     async def _on_reconnected(self) -> None:
         self.counts.reconnects += 1
         self.counts.certificate_ends_at = self._nc.certificate_ends_at
+        self._errors.connected()
         log.warning("reconnected to NATS")
         self._call(self.reconnected)
 

@@ -18,7 +18,7 @@ from nats.aio.client import Client
 
 from shared.bus.nats_credentials import Access
 from shared.bus.nats_reader import LINE_END, MessageReader, Take, header_block
-from shared.bus.port import BusDown, BusRefused, MessageTooLarge
+from shared.bus.port import BusDown, BusRefused, Disconnected, MessageTooLarge
 from shared.bus.wire import PART_HEADER, PART_MARGIN_BYTES, header_bytes, split
 from shared.deadline import keep_cancellation
 
@@ -197,7 +197,7 @@ class Sender:
         """Hand one payload to the connection, unless that must wait. Raises BusDown, MessageTooLarge."""
         nc = self._nc
         if nc._status != CONNECTED:  # Its properties take ten times as long.
-            raise BusDown("NATS cannot be reached")
+            raise Disconnected("NATS cannot be reached")
         size = len(payload)
         if size + PART_MARGIN_BYTES + header_bytes(headers) > nc._max_payload:
             if size > self._frame_budget_bytes:
@@ -235,7 +235,7 @@ class Sender:
         try:
             for number, (part_header, part) in enumerate(parts, 1):
                 if not self._nc.is_connected:
-                    raise BusDown("the connection to NATS was lost while a message in parts was sent")
+                    raise Disconnected("the connection to NATS was lost while a message in parts was sent")
                 # Only the last part, which completes the message, makes the server report a missing subscriber.
                 part_reply = reply if number == len(parts) else ""
                 await self._nc.publish(subject, bytes(part), part_reply, {**(headers or {}), PART_HEADER: part_header})
@@ -290,6 +290,8 @@ LOGINS_MAX: Final = 5
 """Refused logins of a first connection until the key counts as unknown: a nats-server that reads its configuration anew
 also refuses clients whose login is under way.
 """
+REFUSED_S_MAX: Final = 30.0
+"""A process that was connected gives up after its key has been refused for so long; `baton init` may be changing keys."""
 
 _VIOLATION: Final = re.compile(r"permissions violation for (\w+) to \"([^\"]*)\"", re.IGNORECASE)
 _NOT_YET_VALID: Final = 9
@@ -308,9 +310,11 @@ class ConnectionErrors:
         self._access = access
         self._logged: set[str] = set()
         self._refused_logins = 0
+        self._refused_since: float | None = None
+        """The first refused login since the last connection, in the event loop's time."""
 
     def report(self, error: Exception) -> None:
-        """Log an error of the connection. Raises BusRefused if a retry is useless."""
+        """Log an error of the connection. Raises BusRefused if a retry by this process is useless."""
         why = refusal(error, self._url, self._access)
         if why and self.is_first_attempt:
             if _is_refused_login(error):
@@ -320,11 +324,19 @@ class ConnectionErrors:
             self.is_first_attempt = False
             raise BusRefused(why) from error
         text = why or violation(error)
+        if _is_refused_login(error):
+            now = asyncio.get_running_loop().time()
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since > REFUSED_S_MAX:
+                raise BusRefused(why) from error
         if not text:
             log.debug("NATS: %s", error)
         elif text not in self._logged and len(self._logged) < ERRORS_LOGGED_MAX:
             self._logged.add(text)
             log.error("%s", text)
+
+    def connected(self) -> None:
+        self._refused_since = None
 
 
 def violation(error: Exception) -> str:

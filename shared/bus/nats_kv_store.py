@@ -19,6 +19,7 @@ import msgspec
 
 from shared.bus.jetstream import BucketStream, Present, Requester
 from shared.bus.nats_reader import Take
+from shared.bus.outage import Outage
 from shared.bus.port import BusCounts, BusError, StoredValue, Subscription, WrongRevision
 from shared.bus.receiver import count_bad, read_entry
 from shared.bus.wire import BadMessage, pack
@@ -42,6 +43,9 @@ class Owner(Requester, Protocol):
     counts: BusCounts
     reconnected: list[Callable[[], None]]
 
+    @property
+    def connected(self) -> bool: ...
+
     async def listen(self, subject: str, take: Take) -> Subscription:
         """Pass every message to ``take``. Raises BusDown."""
 
@@ -54,6 +58,7 @@ class NatsKeyValueStore(Generic[M]):
         self._channel = channel
         self._bucket = bucket_of(channel)
         self._stream = BucketStream(owner, self._bucket)
+        self._outage = Outage(log)
 
     async def open(self) -> None:
         """Raises BusDown if the bucket does not exist."""
@@ -103,7 +108,8 @@ class NatsKeyValueStore(Generic[M]):
                         yield changed
                 for gone in await self._expired(known, changes):
                     yield gone
-                await changes.wait(known.next_at)
+                # After the reconnection it reads all entries again.
+                await changes.wait(known.next_at if self._owner.connected else None)
         finally:
             self._owner.reconnected.remove(changes.read_again)
             await subscription.close()
@@ -113,7 +119,7 @@ class NatsKeyValueStore(Generic[M]):
             try:
                 return await self._owner.listen(stored_subject(self._bucket, "*"), changes.take)
             except BusError as error:
-                log.info("cannot watch %s yet, trying again: %s", self._bucket, error)
+                self._outage.failed(f"cannot watch {self._bucket}", error)
                 await asyncio.sleep(WATCH_RETRY_S)
 
     async def _read_all(self, changes: _Changes, known: _Known) -> list[StoredValue[M]]:
@@ -142,9 +148,10 @@ class NatsKeyValueStore(Generic[M]):
             try:
                 present = await self._stream.present()
             except BusError as error:
-                log.info("cannot read %s yet, trying again: %s", self._bucket, error)
+                self._outage.failed(f"cannot read {self._bucket}", error)
                 await asyncio.sleep(WATCH_RETRY_S)
                 continue
+            self._outage.over()
             if not changes.must_read:
                 return present
 
@@ -166,9 +173,10 @@ class NatsKeyValueStore(Generic[M]):
             try:
                 newest = await self._stream.newest(key)
             except BusError as error:
-                log.info("cannot see whether %s.%s has expired: %s", self._bucket, key, error)
+                self._outage.failed(f"cannot see whether {self._bucket}.{key} has expired", error)
                 known.ask_again(key)
                 return found
+            self._outage.over()
             if newest is None:
                 del known.revisions[key]
                 found.append(StoredValue(key, None, revision))

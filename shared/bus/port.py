@@ -41,6 +41,10 @@ class BusDown(BusError):
     """NATS cannot be reached at present."""
 
 
+class Disconnected(BusDown):
+    """The connection to NATS is lost; the bus connects again by itself."""
+
+
 class BusRefused(BusDown):
     """NATS and this process reject each other's credentials: a retry needs another configuration."""
 

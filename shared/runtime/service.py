@@ -260,6 +260,9 @@ async def live(service: Service, main: Main, *, drain_s_max: float) -> int:
             if isinstance(error, WrongConfiguration):
                 log.error("the process ends: %s", error)  # noqa: TRY400  # for the operator; the stack adds nothing
                 first, chars_max, code = error, REFUSAL_CHARS_MAX, EXIT_CONFIGURATION
+            elif isinstance(error, BusRefused):  # Started again, the process reads the key that is in its file now.
+                log.error("the process ends: %s", error)  # noqa: TRY400  # for the operator; the stack adds nothing
+                first, chars_max = error, REFUSAL_CHARS_MAX
             else:
                 log.exception("the process ends: %s", error, exc_info=error)
         service.set_phase(ServicePhase.FAILED, _first_line(first, chars_max))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
+import shutil
 import signal
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,7 @@ from services.launcher.cluster.files import create
 from services.launcher.cluster.folder import InitRequest
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import Access, new_seed
-from shared.bus.port import BusDown
+from shared.bus.port import BusDown, BusRefused
 from shared.contracts.channels import KV_EVENTS, Party
 from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch
@@ -134,3 +137,24 @@ async def test_a_process_comes_back_over_tls_when_nats_was_restarted(keys, tmp_p
             await worker.close()
             await router.close()
     assert got == [1]
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_key_is_revoked_stops_and_says_why_once(tmp_path, caplog):
+    keys = ClusterKeys(tmp_path / "keys", "w1")
+    folder = tmp_path / "nats"
+    folder.mkdir()
+    with keys.server(folder) as server:
+        access = keys.access("worker.w1")
+        bus = await connect_nats(server.url, name="worker", connect_s_max=SOON_S, access=access)
+        shutil.rmtree(Path(access.nkey_file).parent)
+        create(keys.folder, InitRequest(api_key=False), datetime.now(UTC))
+        (folder / "secure.conf").write_text((keys.folder / "nats" / "secure.conf").read_text())
+        with caplog.at_level(logging.INFO, "baton"):
+            os.kill(server.pid, signal.SIGHUP)
+            async with asyncio.timeout(2 * SOON_S):
+                with pytest.raises(BusRefused, match="does not know the key"):
+                    await asyncio.shield(bus.failed)
+        await bus.close()
+
+    assert [text.partition(":")[0] for text in caplog.messages] == ["the connection to NATS was lost", "NATS at tls"]

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import pytest
 
+from services.worker.lifecycle.registration import Registration
 from shared.bus.jetstream import BucketStream
 from shared.bus.nats_bus import SEND_S_MAX, UNSENT_BYTES_MAX, NatsBus, connect_nats
 from shared.bus.port import AskTimedOut, BusDown
-from shared.contracts.channels import KV_EVENTS, LEADERSHIP, TOKENS, bucket_of
+from shared.contracts.channels import KV_EVENTS, LEADERSHIP, TOKENS, WORKER_RECORDS, bucket_of
 from shared.contracts.control import AskTokens, ProbePrompt
 from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch
+from tests.support.fleet_builders import record
 from tests.support.nats_server import NatsServer, free_port
 
 pytestmark = pytest.mark.nats
 
 NOTICED_S_MAX = 60.0
+OUTAGE_S = 3.5
+"""Long enough for entries to expire and for every retry to come twice."""
 
 
 async def test_a_server_that_went_silent_is_noticed_within_seconds_and_found_again(nats_server):
@@ -59,6 +64,36 @@ async def test_a_server_that_starts_later_is_waited_for(tmp_path):
         await bus.close()
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+async def test_an_outage_is_one_line_of_a_processs_log(tmp_path, caplog):
+    workers = [f"w{number}" for number in range(5)]
+    with NatsServer(tmp_path) as server:
+        bus = await connect_nats(server.url, name="test")
+        await bus.make_bucket(WORKER_RECORDS, ttl_s=1.0)
+        records = await bus.key_value_store(WORKER_RECORDS)
+        following = [asyncio.create_task(Registration(bus, record(each)).follow()) for each in workers]
+        present = {}
+
+        async def watch() -> None:
+            async for change in records.watch():
+                if change is not None:
+                    present[change.key] = change.value
+
+        following.append(asyncio.create_task(watch()))
+        await until(lambda: len(present) == len(workers), NOTICED_S_MAX)
+        with caplog.at_level(logging.INFO, "baton"):
+            server.kill()
+            await asyncio.sleep(OUTAGE_S)
+            said = list(caplog.messages)
+        await asyncio.to_thread(server.start)
+        await until(lambda: bus.connected and len(present) == len(workers), NOTICED_S_MAX)
+        for task in following:
+            task.cancel()
+        await bus.close()
+
+    assert said == ["the connection to NATS was lost"]
 
 
 async def test_an_attempt_to_reconnect_to_what_never_answers_is_given_up(tmp_path):

@@ -15,6 +15,7 @@ import msgspec
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
+from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError, Envelope, NoResponders, Subscription
 from shared.contracts.channels import CHANGE_ROLE, PLAN, PLANS, REQUESTS_FINISHED, SCALE
 from shared.contracts.fleet_orders import ChangeRole
@@ -63,6 +64,7 @@ class Planning:
 
     async def run(self, fleet: Callable[[], list[FleetWorker]]) -> None:
         """Sample the fleet and plan periodically, until cancelled."""
+        outage = Outage(log)
         async with asyncio.TaskGroup() as changes:
             while True:
                 workers = fleet()
@@ -71,8 +73,9 @@ class Planning:
                         await self._lead(workers, changes)
                     else:
                         await self._stand_by(workers)
+                    outage.over()
                 except BusError as error:
-                    log.warning("cannot publish the plan: %s", error)
+                    outage.failed("cannot publish the plan", error)
                 await asyncio.sleep(self._rules.sample_s)
 
     async def _lead(self, workers: list[FleetWorker], changes: asyncio.TaskGroup) -> None:

@@ -29,6 +29,7 @@ from services.router.batches.lines import (
     unanswered,
 )
 from services.router.batches.store import ClaimLost, Records, SegmentWriter, StoreFailed, read
+from shared.bus.outage import Outage
 from shared.bus.port import WrongRevision
 from shared.contracts.batches import (
     CANCELLED,
@@ -108,6 +109,7 @@ class BatchRun:
         self._output_bytes_max = output_bytes_max
         self._written_at = clock.now()
         self._halted: Halt | None = None
+        self._outage = Outage(log)
         self._stopping = asyncio.Event()
         """No further line begins, and those that run are ended."""
         self._output, self._errors = SegmentWriter(records.bus), SegmentWriter(records.bus)
@@ -385,14 +387,17 @@ class BatchRun:
         """The result of ``work``, which is tried until it succeeds. Raises Stopped if the run is stopped before."""
         while True:
             try:
-                return await work()
+                done = await work()
             except StoreFailed as error:
                 await self._wait_again(error)
+            else:
+                self._outage.over()
+                return done
 
     async def _wait_again(self, error: StoreFailed) -> None:
         if self._halted is Halt.STOPPED:
             raise Stopped from error
-        log.info("batch %s waits for NATS: %s", self.batch.id, error)
+        self._outage.failed(f"batch {self.batch.id} waits for NATS", error)
         await asyncio.sleep(AGAIN_S)
 
     def _halt(self, why: Halt) -> None:

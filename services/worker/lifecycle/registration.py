@@ -14,6 +14,7 @@ import msgspec
 from services.worker.engines.port import EngineAdapters, EngineFacts, EngineHealth
 from services.worker.legs.server import LegServer
 from services.worker.load_reports import LoadPublisher
+from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError, KeyValueStore, StoredValue, WrongRevision
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.control import ServicePhase
@@ -74,6 +75,7 @@ class Registration:
         self._is_over = False
         """Whether the record was removed, or belongs to another process."""
         self._writing = asyncio.Lock()
+        self._outage = Outage(log)
         self._is_changed = asyncio.Event()
         bus.on_reconnect(self._is_changed.set)
 
@@ -112,8 +114,9 @@ class Registration:
                     self._records = await self._bus.key_value_store(WORKER_RECORDS)
                 self._revision = await self._put(self._records)
             except BusError as error:
-                log.warning("the registry could not be written, trying again: %s", error)
+                self._outage.failed("the registry could not be written", error)
                 return False
+            self._outage.over()
             return True
 
     async def _put(self, records: KeyValueStore[WorkerRecord]) -> int:

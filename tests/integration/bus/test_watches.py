@@ -37,6 +37,10 @@ class Between:
         self._bus = bus
         self.counts, self.reconnected = bus.counts, bus.reconnected
 
+    @property
+    def connected(self) -> bool:
+        return self._bus.connected
+
     async def listen(self, subject: str, take: Take) -> Subscription:
         return await self._bus.listen(subject, take)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from services.launcher.cluster.certificates import AUTHORITY_DAYS, SERVER_DAYS, KeyPair, new_authority, new_server
-from shared.bus.nats_client import ERRORS_LOGGED_MAX, LOGINS_MAX, ConnectionErrors, refusal, violation
+from shared.bus.nats_client import ERRORS_LOGGED_MAX, LOGINS_MAX, REFUSED_S_MAX, ConnectionErrors, refusal, violation
 from shared.bus.nats_credentials import Access, credentials, new_seed, read_seed
 from shared.bus.port import BusDown, BusRefused
+from tests.support.virtual_time import in_virtual_time
 
 NOW = datetime.now(UTC)
 URL = "tls://nats.example.org:4222"
@@ -74,7 +76,7 @@ def test_an_invalid_certificate_error_says_what_to_do(tmp_path, made_days_ago, h
         ConnectionErrors(URL, Access(ca_file=ca_file)).report(error)
 
 
-def test_connection_errors_are_logged_up_to_a_limit(caplog):
+async def test_connection_errors_are_logged_up_to_a_limit(caplog):
     errors = ConnectionErrors(URL, Access(nkey_file="k"))
     errors.is_first_attempt = False
 
@@ -153,3 +155,20 @@ def test_a_ca_file_without_a_certificate_is_named(tmp_path):
 )
 def test_without_a_key_the_inbox_prefix_is_that_of_the_urls_user(url, inboxes):
     assert credentials(url, Access(party="router")).inboxes == inboxes
+
+
+@in_virtual_time
+async def test_a_key_that_stays_refused_after_the_connection_was_lost_is_given_up():
+    errors = ConnectionErrors(URL, Access(nkey_file="k"))
+    errors.is_first_attempt = False
+    refused = Exception("nats: 'Authorization Violation'")
+
+    for _ in range(2):  # NATS is given other keys, and has this one again in time.
+        errors.report(refused)
+        await asyncio.sleep(0.9 * REFUSED_S_MAX)
+        errors.report(refused)
+        errors.connected()
+    errors.report(refused)
+    await asyncio.sleep(1.1 * REFUSED_S_MAX)
+    with pytest.raises(BusRefused, match="does not know the key in k"):
+        errors.report(refused)

@@ -9,9 +9,18 @@ import msgspec
 import pytest
 from opentelemetry.trace import NoOpTracer
 
+from shared.bus.port import BusRefused
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterHealth, ServicePhase
-from shared.runtime.service import EXIT_CONFIGURATION, Service, ServiceFacts, WrongConfiguration, baton_version, live
+from shared.runtime.service import (
+    EXIT_CONFIGURATION,
+    EXIT_FAILED,
+    Service,
+    ServiceFacts,
+    WrongConfiguration,
+    baton_version,
+    live,
+)
 from tests.support.fake_clock import FakeClock
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
@@ -167,3 +176,17 @@ async def test_a_service_lives_through_an_outage_of_the_bus():
         stage.bus.restore()
 
     assert await stage.run(main) == 0
+
+
+async def test_a_process_whose_key_nats_no_longer_knows_ends_to_be_started_with_the_present_one(caplog):
+    stage = Stage()
+
+    async def main(service):
+        service.bus.fail(BusRefused("NATS does not know the key"))
+        await asyncio.Event().wait()
+
+    assert await stage.run(main) == EXIT_FAILED
+    assert stage.heard[-1] == (ServicePhase.FAILED, "NATS does not know the key")
+    assert [
+        line.exc_info for line in caplog.records if line.message == "the process ends: NATS does not know the key"
+    ] == [None]
