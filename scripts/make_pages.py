@@ -32,6 +32,9 @@ as OTLP when `BATON_OTLP_ENDPOINT` is set, except those under vLLM's names (`vll
 Lines of batches count as requests and with their tokens, but not in times to the first token, between tokens and of
 requests, nor as goals: no user waits for them.
 
+A worker's counters and histograms are those of one `role`: when it changes its role, they begin at zero under the new
+one, and those of the old one stay as they are. `sum by (worker_id)` is the whole worker.
+
 | metric | kind | labels | meaning |
 |---|---|---|---|
 """

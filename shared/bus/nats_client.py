@@ -291,7 +291,7 @@ LOGINS_MAX: Final = 5
 also refuses clients whose login is under way.
 """
 REFUSED_S_MAX: Final = 30.0
-"""A process that was connected gives up after its key has been refused for so long; `baton init` may be changing keys."""
+"""A process that was connected gives up after its key has been refused for so long: `baton init` may change keys."""
 
 _VIOLATION: Final = re.compile(r"permissions violation for (\w+) to \"([^\"]*)\"", re.IGNORECASE)
 _NOT_YET_VALID: Final = 9

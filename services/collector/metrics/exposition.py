@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from services.collector.console.tables import KeyMonth
-from services.collector.metrics.fleet_metrics import Bounds, FleetMetrics, Handoffs, PlanView, Requests, WorkerView
+from services.collector.metrics.fleet_metrics import (
+    Bounds,
+    FleetMetrics,
+    Handoffs,
+    InRole,
+    PlanView,
+    Requests,
+    WorkerView,
+)
 from services.collector.metrics.windows import Histogram
 from shared.bus.port import BusCounts
 from shared.contracts.fleet_orders import NAME_CHARS_MAX
@@ -39,15 +47,18 @@ WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
     names.WORKER_KV_USED: lambda view, _now: view.load.kv_used,
     names.WORKER_PREFILL_SPEED: lambda view, _now: view.load.prefill_tokens_per_s,
     names.WORKER_TOKEN_INTERVAL: lambda view, _now: view.load.decode_s_per_token,
-    names.WORKER_GENERATION_TOKENS: lambda view, _now: view.totals.values["generation_tokens"],
-    names.WORKER_RECEIVED_BYTES: lambda view, _now: view.totals.values["received_bytes"],
-    names.WORKER_RECEIVED_SECONDS: lambda view, _now: view.totals.values["received_seconds"],
-    names.WORKER_PREEMPTIONS: lambda view, _now: view.totals.values["preemptions"],
-    names.WORKER_STEP_SECONDS: lambda view, _now: view.totals.values["step_seconds"],
     names.WORKER_TOKENS_IN: lambda view, now: view.tokens_in.per_second(now),
     names.WORKER_TOKENS_OUT: lambda view, now: view.tokens_out.per_second(now),
 }
-"""Metrics with one value per worker."""
+"""Gauges with one value per worker."""
+WORKER_TOTALS: Mapping[Metric, str] = {
+    names.WORKER_GENERATION_TOKENS: "generation_tokens",
+    names.WORKER_RECEIVED_BYTES: "received_bytes",
+    names.WORKER_RECEIVED_SECONDS: "received_seconds",
+    names.WORKER_PREEMPTIONS: "preemptions",
+    names.WORKER_STEP_SECONDS: "step_seconds",
+}
+"""Counters with one value per worker and role, and which of its totals they are."""
 EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvExchangeState], float]] = {
     names.WORKER_LEASES_HELD: lambda exchange: exchange.leases,
     names.WORKER_PINNED: lambda exchange: exchange.pinned_blocks,
@@ -125,37 +136,55 @@ def _workers(metrics: FleetMetrics, now: float) -> Iterator[Family]:
     views = [((worker_id, view.load.role.value), view) for worker_id, view in metrics.live_workers(now).items()]
     for metric, read in WORKER_NUMBERS.items():
         yield Family(metric, [Sample(labels, float(read(view, now))) for labels, view in views])
+    counted = _counted(metrics, now)
+    for metric, total in WORKER_TOTALS.items():
+        yield Family(metric, [Sample(labels, each.totals[total]) for labels, each in counted])
     yield Family(
         names.WORKER_PROMPT_TOKENS,
         [
-            Sample((*labels, source), view.totals.values[total])
-            for labels, view in views
+            Sample((*labels, source), each.totals[total])
+            for labels, each in counted
             for source, total in PROMPT_SOURCES.items()
         ],
     )
     yield Family(
         names.WORKER_REQUESTS,
-        [Sample((*labels, mode), count) for labels, view in views for mode, count in view.requests.items()],
+        [Sample((*labels, mode), count) for labels, each in counted for mode, count in each.requests.items()],
     )
     yield Family(
         names.WORKER_FAILURES,
-        [Sample((*labels, reason), count) for labels, view in views for reason, count in view.failures.items()],
+        [Sample((*labels, reason), count) for labels, each in counted for reason, count in each.failures.items()],
     )
-    yield Family(names.WORKER_CACHED_MISSED, [Sample(labels, float(view.predictions.missed)) for labels, view in views])
+    yield Family(
+        names.WORKER_CACHED_MISSED, [Sample(labels, float(each.predictions.missed)) for labels, each in counted]
+    )
     for metric, _of_fleet, pick in LATENCIES:
-        yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
+        yield Family(metric, [Sample(labels, _distribution(pick(each.latencies))) for labels, each in counted])
+
+
+def _counted(metrics: FleetMetrics, now: float, *, exchange: bool = False) -> list[tuple[tuple[str, str], InRole]]:
+    """Worker, role and what was counted in it, of each role that a worker has had; ``exchange``: only of those whose
+    connector reports what it leases and reads.
+    """
+    return [
+        ((worker_id, role.value), counted)
+        for worker_id, view in metrics.live_workers(now).items()
+        if not exchange or view.load.exchange is not None
+        for role, counted in view.roles.items()
+    ]
 
 
 def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
     exchanges = [
-        ((worker_id, view.load.role.value), view.load.exchange, view.totals.values)
+        ((worker_id, view.load.role.value), view.load.exchange)
         for worker_id, view in metrics.live_workers(now).items()
         if view.load.exchange is not None
     ]
     for metric, read in EXCHANGE_NUMBERS.items():
-        yield Family(metric, [Sample(labels, float(read(exchange))) for labels, exchange, _totals in exchanges])
+        yield Family(metric, [Sample(labels, float(read(exchange))) for labels, exchange in exchanges])
+    counted = [(labels, each.totals) for labels, each in _counted(metrics, now, exchange=True)]
     leases, reads = [], []
-    for labels, _exchange_now, totals in exchanges:
+    for labels, totals in counted:
         leases += [Sample((*labels, outcome), totals[f"leases_{outcome}"]) for outcome in LEASE_OUTCOMES]
         reads += [
             Sample((*labels, "done"), totals["reads"] - totals["reads_failed"]),
@@ -168,7 +197,7 @@ def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
         (names.WORKER_RECOMPUTED, "recomputed_tokens"),
         (names.WORKER_FIRST_TOKENS, "first_tokens_received"),
     ):
-        yield Family(metric, [Sample(labels, totals[total]) for labels, _exchange_now, totals in exchanges])
+        yield Family(metric, [Sample(labels, totals[total]) for labels, totals in counted])
 
 
 def _stores(metrics: FleetMetrics, now: float) -> Iterator[Family]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from services.collector.metrics.windows import OTHER, Histogram, LabelSet, Rate, Totals
@@ -13,7 +13,7 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
-from shared.contracts.workers import FleetState, WorkerLost, WorkerRecord
+from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerRecord
 
 MODELS_MAX = 64
 STREAMED, OFFERED = HANDOFFS = ("streamed", "offered")
@@ -242,6 +242,23 @@ STORE_TOTALS = (
 """Counters in a load report's ``store`` since the start of the epoch, in fields named ``<total>_total``."""
 
 
+class InRole:
+    """What a worker has counted in one of its roles. Its counters have the role as a label: after a change of roles
+    they begin at zero, and those of the role before stay as they are.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        self.latencies = Latencies(bounds)
+        """Latencies of requests that the worker decoded."""
+        self.requests: Counter[str] = Counter()
+        """Requests that it decoded, by mode."""
+        self.failures: Counter[str] = Counter()
+        """Failed requests that were placed on it for decode, by reason."""
+        self.predictions = CachePredictions()
+        """Predictions of requests whose prompts the worker computed."""
+
+
 class WorkerView:
     """One worker's metrics."""
 
@@ -253,14 +270,17 @@ class WorkerView:
         self.tokens_out = Rate(now)
         self.prompt, self.cached = Rate(now, HITS_S), Rate(now, HITS_S)
         """Prompt tokens, and how many of them were in its own prefix cache."""
-        self.latencies = Latencies(bounds)
-        """Latencies of requests that the worker decoded."""
-        self.requests: Counter[str] = Counter()
-        """Requests that it decoded, by mode."""
-        self.failures: Counter[str] = Counter()
-        """Failed requests that were placed on it for decode, by reason."""
-        self.predictions = CachePredictions()
-        """Predictions of requests whose prompts the worker computed."""
+        self.roles: dict[Role, InRole] = {}
+        """The counters of each role that it has had."""
+        self._bounds = bounds
+
+    @property
+    def in_role(self) -> InRole:
+        """The counters of its present role."""
+        role = self.load.role
+        if role not in self.roles:
+            self.roles[role] = InRole(self._bounds)
+        return self.roles[role]
 
     def grow(self, load: LoadReport, now: float) -> dict[str, float]:
         """Take a newer report; returns the increase of each total."""
@@ -270,7 +290,11 @@ class WorkerView:
         totals |= {name: float(getattr(exchange, f"{name}_total")) for name in EXCHANGE_TOTALS}
         totals |= {name: float(getattr(store, f"{name}_total")) for name in STORE_TOTALS}
         totals["step_seconds"] = load.steps.seconds if load.steps is not None else 0.0
-        return self.totals.grow(load.epoch, totals)
+        growth = self.totals.grow(load.epoch, totals)
+        totals_in_role = self.in_role.totals
+        for name, amount in growth.items():
+            totals_in_role[name] += amount
+        return growth
 
 
 class FleetView:
@@ -347,12 +371,13 @@ class FleetMetrics:
     def request_finished(self, request: RequestFinished, now: float) -> None:
         self.requests.add(request, now)
         if view := self.workers.get(WorkerId(request.decode_worker)):
-            view.latencies.observe(request)
-            view.requests[mode_of(request)] += 1
+            counted = view.in_role
+            counted.latencies.observe(request)
+            counted.requests[mode_of(request)] += 1
             if request.reason:
-                view.failures[reason_of(request)] += 1
+                counted.failures[reason_of(request)] += 1
         if view := self.workers.get(WorkerId(request.prefill_worker or request.decode_worker)):
-            view.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
+            view.in_role.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
 
     def service_status(self, status: ServiceStatus, now: float) -> None:
         key = (status.service, status.instance)

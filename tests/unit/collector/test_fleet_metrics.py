@@ -8,6 +8,7 @@ from services.orchestrator.lifecycle import Worker
 from shared.bus.port import BusCounts
 from shared.contracts.control import DiskFolder, DiskSpace, ServicePhase, ServiceStatus
 from shared.contracts.inference import RequestFinished
+from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
 from shared.telemetry import names
 from shared.telemetry.prometheus import to_prometheus
@@ -54,6 +55,30 @@ class Shown:
 
     def __call__(self, metric: names.Metric, suffix: str = "", **labels: str) -> float | None:
         return self.samples.get((metric.name + suffix, *sorted(labels.items())))
+
+
+def test_counters_begin_at_zero_in_a_new_role_and_stay_in_the_old_one():
+    one = metrics()
+    before = {"computed_tokens_total": 100, "exchange": KvExchangeState(leases_granted_total=7)}
+    after = {"computed_tokens_total": 130, "exchange": KvExchangeState(leases_granted_total=8)}
+    one.load_reported(load("w1", role=Role.PREFILL, **before), 1.0)
+    one.request_finished(request(mode="aggregated", decode_worker="w1", e2e_s=1.0), 1.0)
+    one.load_reported(load("w1", role=Role.DECODE, **before), 2.0)
+    one.load_reported(load("w1", role=Role.DECODE, **after), 3.0)
+    one.request_finished(request(mode="disaggregated", decode_worker="w1", e2e_s=1.0), 3.0)
+
+    shown = Shown(one, 3.0)
+    old, new = ({"worker_id": "w1", "role": role} for role in ("prefill", "decode"))
+    assert shown(names.WORKER_PROMPT_TOKENS, **old, source="computed") == 100
+    assert shown(names.WORKER_PROMPT_TOKENS, **new, source="computed") == 30
+    assert shown(names.WORKER_LEASES, **old, outcome="granted") == 7
+    assert shown(names.WORKER_LEASES, **new, outcome="granted") == 1
+    assert shown(names.WORKER_REQUESTS, **old, mode="aggregated") == 1
+    assert shown(names.WORKER_REQUESTS, **new, mode="aggregated") is None
+    assert shown(names.WORKER_REQUESTS, **new, mode="disaggregated") == 1
+    assert shown(names.WORKER_E2E, "_count", **new) == 1
+    assert shown(names.WORKER_RUNNING, **old) is None
+    assert shown(names.WORKER_RUNNING, **new) == 0
 
 
 def test_a_load_report_is_shown_per_worker_and_role():
