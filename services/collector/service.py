@@ -205,6 +205,7 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     service.tasks.create_task(collector.ledger.follow(), name="follow-usage")
     service.tasks.create_task(collector.follow_batches(), name="follow-batches")
     service.extend_status(collector.add_status_fields)
+    service.extend_status(edge.add_status_fields)
     await server.listening.wait()
     if otlp_endpoint:
         push = MetricsPush("collector", service.facts.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())

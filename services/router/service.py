@@ -365,6 +365,7 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     """
     await router.open()
     service.extend_status(router.add_status_fields)
+    service.extend_status(router.edge.add_status_fields)
     router.start(service.tasks)
     server = make_server(router.edge)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")

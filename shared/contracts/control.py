@@ -70,6 +70,21 @@ class DiskSpace(Message, frozen=True, kw_only=True):
         return self.free_bytes < min(share * self.size_bytes, bytes_min)
 
 
+class ProcessUse(Message, frozen=True, kw_only=True):
+    """What a process uses of its machine; its child processes are not included."""
+
+    rss_bytes: int = 0
+    """Resident memory."""
+    cpu_s: float = 0.0
+    """CPU time since the process started."""
+    open_files: int = 0
+    """Open file descriptors."""
+    open_files_max: int = 0
+    """The limit of open file descriptors; 0: none."""
+    loop_lag_s: float = 0.0
+    """Longest delay of the event loop in the last seconds."""
+
+
 class ServiceStatus(Message, frozen=True, kw_only=True):
     """Service -> anyone: its phase and address, on each change and every two seconds."""
 
@@ -95,6 +110,9 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     """None for other services than routers."""
     disks: list[DiskSpace] = msgspec.field(default_factory=list)
     """One for each file system that this process writes to."""
+    process: ProcessUse = ProcessUse()
+    refused_connections: int = 0
+    """Connections of clients for which almost no file descriptor was left."""
 
 
 class AskTokenizer(Message, frozen=True, kw_only=True):

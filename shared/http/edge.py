@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
+
+from shared.contracts.control import ServiceStatus
 from shared.http.edge_limits import EdgeLimits
 from shared.http.errors import NO_SNIFFING, Header, HttpError
-from shared.http.limits import Connections, IdleClients
+from shared.http.limits import Connections, Descriptors, IdleClients
 from shared.http.origin import OriginPolicy
 from shared.http.plain_requests import PlainRequests
 
@@ -84,6 +88,7 @@ class HttpEdge(Generic[Request]):
         self.uploads: set[Request] = set()
         """Requests whose body has not arrived completely."""
         self.connections = Connections(limits.connections_max, limits.connections_per_address_max)
+        self.descriptors = Descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0], now)
         self.idle = IdleClients(
             now, head_s_max=limits.head_s_max, read_s_max=limits.read_s_max, keep_alive_s=limits.keep_alive_s
         )
@@ -124,6 +129,9 @@ class HttpEdge(Generic[Request]):
     def begin(self, http_request: Request) -> None:
         """Serve one complete request to one of ``paths`` or ``gets``; returns at once."""
         raise NotImplementedError
+
+    def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
+        return msgspec.structs.replace(status, refused_connections=self.descriptors.lacking)
 
     def refused_connection(self, reason: str) -> None:
         """A connection was refused or dropped, because there are too many."""

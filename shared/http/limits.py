@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import resource
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from ipaddress import IPv6Address, ip_address
 from typing import Final, Protocol
 
 from starlette.requests import ClientDisconnect, Request
+
+log = logging.getLogger("baton.http")
 
 BACKLOG: Final = 4096
 """Connections that the kernel holds until they are accepted; up to this many are accepted in one turn of the loop."""
@@ -24,6 +27,14 @@ LOOKED_AT_MAX: Final = 64
 """Connections that are looked at to find one that makes room."""
 UNNAMED: Final = "-"
 """The address of connections without one, as over a Unix socket."""
+FILES_KEPT_MAX: Final = 512
+FILES_KEPT_SHARE: Final = 20
+"""One of so many descriptors, but at most ``FILES_KEPT_MAX``, stay free of clients' connections: for NATS, files and
+connections that make room.
+"""
+NO_LIMIT: Final = 1 << 62
+QUIET_S: Final = 60.0
+"""After so long without another connection, a lack of descriptors is over."""
 HOST_BITS: Final = 64
 """The low bits of an IPv6 address: a network's owner chooses them freely, so a limit per address must ignore them."""
 
@@ -55,6 +66,46 @@ class Client(Protocol):
         """Another client needs the place: drop the connection."""
 
 
+class Descriptors:
+    """Notices when almost no file descriptors are left. The system gives a new connection the lowest free one, so its
+    number tells. Beyond the limit, libuv closes connections without a word, and nothing else can be opened.
+    """
+
+    def __init__(self, files_max: int, now: Callable[[], float]) -> None:
+        """``files_max``: the process's limit; below 0: none."""
+        self.lacking = 0
+        """Connections that came while almost none were left."""
+        self._files_max = files_max
+        self._last = files_max - min(FILES_KEPT_MAX, files_max // FILES_KEPT_SHARE + 1) if files_max >= 0 else -1
+        self._places = NO_LIMIT
+        """Connections for which there are descriptors, once they have run out: later ones get the numbers of those
+        that made room, which do not tell any more."""
+        self._now = now
+        self._lacking_at = -QUIET_S
+
+    def lack(self, descriptor: int, connections: int) -> bool:
+        """Whether a connection with this descriptor should not have it, beside so many others. Logged once until that
+        is over.
+        """
+        now = self._now()
+        is_over = now - self._lacking_at >= QUIET_S
+        if is_over:
+            self._places = NO_LIMIT
+        if 0 <= self._last <= descriptor:
+            self._places = min(self._places, connections)
+        if connections < self._places:
+            return False
+        self.lacking += 1
+        if is_over:
+            log.warning(
+                "almost all of this process's %d file descriptors are in use: new connections take the place of idle "
+                "ones, or are refused. Raise the limit (ulimit -n, LimitNOFILE).",
+                self._files_max,
+            )
+        self._lacking_at = now
+        return True
+
+
 class Connections:
     """The open connections by their owner: an IPv4 address, or an IPv6 network. A maximum of 0 means no limit.
 
@@ -78,14 +129,16 @@ class Connections:
     def count(self) -> int:
         return len(self._clients)
 
-    def enter(self, client: Client, address: str) -> bool:
-        """Count one more connection. False: refuse it, it is not counted."""
+    def enter(self, client: Client, address: str, *, is_full: bool = False) -> bool:
+        """Count one more connection. False: refuse it, it is not counted. ``is_full``: there is no place for another,
+        however many are open.
+        """
         owner = owner_of(address)
         own = self._by_owner.get(owner, {})
         victim: Client | None = None
         if 0 < self._per_address_max <= len(own):
             victim = self._own_victim(own)
-        elif 0 < self._count_max <= len(self._clients):
+        elif is_full or 0 < self._count_max <= len(self._clients):
             victim = self._victim(len(own))
         else:
             self._add(client, owner)

@@ -207,11 +207,14 @@ class EdgeProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection; refuse one too many."""
         super().connection_made(transport)
-        if self.edge.connections.enter(self, self.client[0] if self.client else UNNAMED):
+        descriptor = transport.get_extra_info("socket").fileno()
+        lacks_descriptors = self.edge.descriptors.lack(descriptor, self.edge.connections.count)
+        address = self.client[0] if self.client else UNNAMED
+        if self.edge.connections.enter(self, address, is_full=lacks_descriptors):
             self.counted = True
             self.edge.idle.waits_for_head(self)
             return
-        self.edge.refused_connection("too_many_connections")
+        self.edge.refused_connection("no_descriptors" if lacks_descriptors else "too_many_connections")
         self.write(TOO_MANY)
         transport.close()
 

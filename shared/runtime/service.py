@@ -25,6 +25,7 @@ from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.deadline import unless
 from shared.runtime.clock import Clock, SystemClock
+from shared.runtime.process_watch import ProcessWatch
 from shared.runtime.settings import CommonSettings
 from shared.runtime.state_folder import DiskWatch
 from shared.runtime.waiting import Waits, waiting_page
@@ -213,8 +214,12 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener
             return 0
         service = Service(facts, bus, clock, tracer, stopping=stopping, spans=spans)
         service.extend_status(DiskWatch(common.state_dir).add_to)
+        watch = ProcessWatch()
+        service.extend_status(watch.add_to)
         return await live(
-            service, _ending_in_time(main, facts.last_resorts.ending_s_max), drain_s_max=facts.drain_s_max
+            service,
+            _ending_in_time(_watched(main, watch), facts.last_resorts.ending_s_max),
+            drain_s_max=facts.drain_s_max,
         )
 
 
@@ -233,6 +238,14 @@ async def _connect(
 
     async with waiting_page(listener, waits):
         return await unless(stopping, waits.until("NATS", attempt), grace_s=facts.last_resorts.cancel_s_max)
+
+
+def _watched(main: Main, watch: ProcessWatch) -> Main:
+    async def run(service: Service) -> None:
+        service.tasks.create_task(watch.follow_loop(), name="watch-loop")
+        await main(service)
+
+    return run
 
 
 def _ending_in_time(main: Main, ending_s_max: float) -> Main:

@@ -417,6 +417,22 @@ DISK_FREE = gauge(
     "folder",
 )
 DISK_SIZE = gauge("baton_disk_size_bytes", "bytes", "Size of that file system.", "service", "process", "folder")
+OF_PROCESS = ("service", "process")
+PROCESS_MEMORY = gauge(
+    "baton_process_resident_memory_bytes", "bytes", "Resident memory of the process, without its children.", *OF_PROCESS
+)
+PROCESS_CPU = counter("baton_process_cpu_seconds_total", "seconds", "CPU time of the process.", *OF_PROCESS)
+PROCESS_OPEN_FDS = gauge("baton_process_open_fds", "descriptors", "Open file descriptors.", *OF_PROCESS)
+PROCESS_MAX_FDS = gauge("baton_process_max_fds", "descriptors", "Limit of open file descriptors; 0: none.", *OF_PROCESS)
+PROCESS_LOOP_LAG = gauge(
+    "baton_process_event_loop_lag_seconds", "seconds", "Longest delay of the event loop in 15 to 30 s.", *OF_PROCESS
+)
+PROCESS_REFUSED = counter(
+    "baton_process_refused_connections_total",
+    "connections",
+    "Connections of clients for which almost no file descriptor was left: refused, or an idle one made room.",
+    *OF_PROCESS,
+)
 
 # Bus (/metrics of each process that serves it).
 BUS_DROPPED = counter(

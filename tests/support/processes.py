@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ SAMPLES_MAX = 5
 class ServiceProcess:
     """One ``python -m services.<name>``. ``log`` is a file with what it said."""
 
-    def __init__(self, name: str, log: Path, settings: dict[str, str]) -> None:
+    def __init__(self, name: str, log: Path, settings: dict[str, str], files_max: int = 0) -> None:
         self.log = log
         with log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -36,6 +37,8 @@ class ServiceProcess:
                 stdout=out,
                 stderr=out,
             )
+        if files_max:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (files_max, files_max))
 
     def stop(self) -> int:
         """SIGTERM, then the exit code."""
@@ -87,9 +90,9 @@ def _thread_states(pid: int) -> Iterator[str]:
 
 
 @contextmanager
-def service_process(name: str, directory: Path, **settings: str) -> Iterator[ServiceProcess]:
+def service_process(name: str, directory: Path, *, files_max: int = 0, **settings: str) -> Iterator[ServiceProcess]:
     """A service until the block ends; ``settings`` are environment variables. What it said is shown if the block fails."""
-    one = ServiceProcess(name, directory / f"{name}-{os.urandom(3).hex()}.log", settings)
+    one = ServiceProcess(name, directory / f"{name}-{os.urandom(3).hex()}.log", settings, files_max)
     try:
         yield one
     except BaseException:

@@ -38,8 +38,12 @@ class SimulatedSystem:
 
 
 @contextmanager
-def simulated_system(directory: Path, nats_server: NatsServer, **settings: str) -> Iterator[SimulatedSystem]:
-    """A system that answers, until the block ends. ``settings`` are variables for all of its processes."""
+def simulated_system(
+    directory: Path, nats_server: NatsServer, *, router_files_max: int = 0, **settings: str
+) -> Iterator[SimulatedSystem]:
+    """A system that answers, until the block ends. ``settings`` are variables for all of its processes,
+    ``router_files_max`` is the router's limit of open files.
+    """
     router_port, collector_port = free_port(), free_port()
     system = SimulatedSystem(f"http://127.0.0.1:{router_port}", f"http://127.0.0.1:{collector_port}")
     common = {"BATON_NATS_URL": nats_server.url, **settings}
@@ -53,7 +57,10 @@ def simulated_system(directory: Path, nats_server: NatsServer, **settings: str) 
     }
     with ExitStack() as running:
         for name, (service, own) in services.items():
-            system.processes[name] = running.enter_context(service_process(service, directory, **common, **own))
+            files_max = router_files_max if name == "router" else 0
+            system.processes[name] = running.enter_context(
+                service_process(service, directory, files_max=files_max, **common, **own)
+            )
         until_ready(f"{system.collector_url}/ready")
         until_disaggregated(system)
         yield system

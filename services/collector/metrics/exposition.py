@@ -20,6 +20,7 @@ from services.collector.metrics.fleet_metrics import (
 )
 from services.collector.metrics.windows import Histogram
 from shared.bus.port import BusCounts
+from shared.contracts.control import ServiceStatus
 from shared.contracts.fleet_orders import NAME_CHARS_MAX
 from shared.contracts.kv_events import KvTier
 from shared.contracts.kv_exchange import KvExchangeState
@@ -92,6 +93,14 @@ STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
     names.STORE_GRANTED: {(): "granted_bytes"},
 }
 """Label values -> total of the store."""
+PROCESS_NUMBERS: Mapping[Metric, Callable[[ServiceStatus], float]] = {
+    names.PROCESS_MEMORY: lambda status: status.process.rss_bytes,
+    names.PROCESS_CPU: lambda status: status.process.cpu_s,
+    names.PROCESS_OPEN_FDS: lambda status: status.process.open_files,
+    names.PROCESS_MAX_FDS: lambda status: status.process.open_files_max,
+    names.PROCESS_LOOP_LAG: lambda status: status.process.loop_lag_s,
+    names.PROCESS_REFUSED: lambda status: status.refused_connections,
+}
 LATENCIES = (
     (names.WORKER_TTFT, names.FLEET_TTFT, attrgetter("ttft")),
     (names.WORKER_ITL, names.FLEET_ITL, attrgetter("itl")),
@@ -314,6 +323,10 @@ def _services(metrics: FleetMetrics) -> Iterable[Family]:
         for folder, disk in {disk.folder: disk for disk in status.disks}.items()
     ]
     return [
+        *(
+            Family(metric, [Sample((each.service, each.instance), float(read(each))) for each in statuses])
+            for metric, read in PROCESS_NUMBERS.items()
+        ),
         Family(names.SERVICE_PHASE, samples),
         Family(names.DISK_FREE, [Sample(labels, float(disk.free_bytes)) for labels, disk in disks]),
         Family(names.DISK_SIZE, [Sample(labels, float(disk.size_bytes)) for labels, disk in disks]),

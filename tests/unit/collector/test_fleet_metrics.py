@@ -6,7 +6,7 @@ from services.collector.metrics.exposition import BOUNDS, families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, WORKERS_MAX, FleetMetrics
 from services.orchestrator.lifecycle import Worker
 from shared.bus.port import BusCounts
-from shared.contracts.control import DiskFolder, DiskSpace, ServicePhase, ServiceStatus
+from shared.contracts.control import DiskFolder, DiskSpace, ProcessUse, ServicePhase, ServiceStatus
 from shared.contracts.inference import RequestFinished
 from shared.contracts.kv_exchange import KvExchangeState
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
@@ -220,13 +220,25 @@ def test_services_are_shown_with_their_phase_and_disks():
     one = metrics()
     one.service_status(ServiceStatus(service="router", instance="r1", phase=ServicePhase.STARTING), 1.0)
     disks = [DiskSpace(folder=DiskFolder.NATS, free_bytes=3, size_bytes=9)]
-    one.service_status(ServiceStatus(service="router", instance="r1", phase=ServicePhase.READY, disks=disks), 2.0)
+    use = ProcessUse(rss_bytes=5, cpu_s=1.5, open_files=7, open_files_max=8, loop_lag_s=0.25)
+    one.service_status(
+        ServiceStatus(
+            service="router", instance="r1", phase=ServicePhase.READY, disks=disks, process=use, refused_connections=6
+        ),
+        2.0,
+    )
     shown = Shown(one, 2.0)
 
     assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="ready") == 1
     assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="starting") is None
     assert shown(names.DISK_FREE, service="router", process="r1", folder="nats") == 3
     assert shown(names.DISK_SIZE, service="router", process="r1", folder="nats") == 9
+    who = {"service": "router", "process": "r1"}
+    assert shown(names.PROCESS_MEMORY, **who) == 5
+    assert shown(names.PROCESS_CPU, **who) == 1.5
+    assert (shown(names.PROCESS_OPEN_FDS, **who), shown(names.PROCESS_MAX_FDS, **who)) == (7, 8)
+    assert shown(names.PROCESS_LOOP_LAG, **who) == 0.25
+    assert shown(names.PROCESS_REFUSED, **who) == 6
 
 
 def test_label_values_are_bounded():

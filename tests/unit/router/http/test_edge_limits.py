@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.api_keys import digest_of
 from shared.contracts.inference import LegReport, StartLeg
-from shared.http.limits import OTHER_FILES, Connections, allow_open_files, owner_of
+from shared.http.limits import OTHER_FILES, QUIET_S, Connections, Descriptors, allow_open_files, owner_of
 from shared.http.protocol import HEADERS_MAX
 from shared.telemetry import names
 from tests.support.examples import examples
@@ -250,6 +250,36 @@ def test_all_addresses_of_an_ipv6_client_share_one_limit():
     assert connections.enter(Waiting(), "2001:db8:0:1::1")
     connections.leave(first)
     assert connections.enter(Waiting(), "2001:db8::ffff")
+
+
+def test_connections_without_descriptors_are_counted_and_logged_once_for_each_lack(caplog):
+    now = 0.0
+    descriptors = Descriptors(100, lambda: now)
+    assert not descriptors.lack(93, 80)
+
+    for descriptor in (94, 20, 95):  # The second one has the number of a connection that made room.
+        assert descriptors.lack(descriptor, 81)
+        now += QUIET_S / 2
+    assert not descriptors.lack(20, 80)
+    assert (descriptors.lacking, len(caplog.messages)) == (3, 1)
+    assert "almost all of this process's 100 file descriptors" in caplog.text
+
+    now += QUIET_S
+    assert not descriptors.lack(20, 81)
+    assert descriptors.lack(99, 81)
+    assert len(caplog.messages) == 2
+    assert not Descriptors(-1, lambda: now).lack(10**6, 81)
+
+
+def test_without_descriptors_an_idle_connection_makes_room_and_a_busy_one_does_not():
+    connections = Connections(0, 0)
+    idle, busy = Waiting(), Waiting(waits=False)
+    connections.enter(idle, "10.0.0.1")
+    connections.enter(busy, "10.0.0.2")
+
+    assert connections.enter(Waiting(waits=False), "10.0.0.3", is_full=True)
+    assert (idle.dropped, busy.dropped) == (True, False)
+    assert not connections.enter(Waiting(), "10.0.0.4", is_full=True)
 
 
 @given(
