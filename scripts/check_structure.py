@@ -54,7 +54,7 @@ PURE = {
     "services.worker.engines.simulated.core": "*",
     "services.worker.engines.store": "kv_exchange records tiers",
     "services.worker.legs": "body resume",
-    "shared": "bounded loopback",
+    "shared": "addresses bounded loopback",
     "shared.engine_speed": "*",
     "shared.http": "errors",
     "shared.text": "*",

@@ -10,6 +10,7 @@ from services.collector.access import check
 from services.collector.app import LIMITS
 from services.collector.service import run_collector
 from services.collector.settings import Settings
+from shared.addresses import url_of
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen
 from shared.runtime.service import refuse, run_service
@@ -28,7 +29,7 @@ def main() -> None:
         sys.exit(f"collector: {error}")
     serve = partial(run_collector, settings=settings, listener=listener, otlp_endpoint=common.otlp_endpoint)
     instance = f"collector-{secrets.token_hex(3)}"
-    url = f"http://{settings.host}:{settings.port}"
+    url = url_of("http", settings.host, settings.port)
     run_service("collector", instance, common, serve, url=url, listener=listener)
 
 

@@ -7,6 +7,7 @@ import sys
 
 from services.router.service import check, serve
 from services.router.settings import Settings
+from shared.addresses import url_of
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen, share
 from shared.runtime.service import refuse, run_service
@@ -31,7 +32,7 @@ def main() -> None:
         settings.instance or f"router-{secrets.token_hex(3)}",
         common,
         lambda service: serve(service, settings, listener, shared),
-        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        url=url_of("http", host, port),
         drain_s_max=settings.drain_s_max,
         listener=listener,
     )

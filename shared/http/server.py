@@ -11,9 +11,11 @@ from typing import Any
 
 import uvicorn
 
+from shared.addresses import host_port
 from shared.http.edge import HttpEdge
 from shared.http.limits import BACKLOG
 from shared.http.protocol import EdgeProtocol
+from shared.sockets import family_of
 
 
 class PortTaken(Exception):
@@ -106,14 +108,13 @@ def share(host: str, port: int) -> socket.socket:
 
 
 def _bound(host: str, port: int, settings: str, *options: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family_of(host), socket.SOCK_STREAM)
     for option in (socket.SO_REUSEADDR, *options):
         bound.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}; set {settings}") from error
+        raise PortTaken(f"cannot listen on {host_port(host, port)}: {error.strerror}; set {settings}") from error
     bound.setblocking(False)
     return bound

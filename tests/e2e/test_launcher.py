@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import httpx
 import nats
 import psutil
 import pytest
@@ -91,6 +92,21 @@ def test_open_is_the_way_without_keys_and_says_so(tmp_path: Path):
         until(lambda: f"nats://127.0.0.1:{system.nats_port}" in system.said(), "NATS listens without TLS")
 
     assert not (tmp_path / "cluster").exists()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_a_system_on_ipv6_serves_and_ends(tmp_path: Path):
+    ports = [str(free_port()) for _ in range(3)]
+    options = ("--port", ports[0], "--collector-port", ports[1], "--nats-port", ports[2])
+    hosts = ("--host", "::1", "--collector-host", "::1", "--nats-host", "::1")
+    launched = Launched(tmp_path, "--engine", "simulated", *hosts, *options, env={"WORKER_KV_HOST": "::1"})
+    with launched:
+        launched.wait_said(f"http://[::1]:{ports[0]}/v1", 120.0)
+        body = {"model": "baton-tiny", "prompt": "Is anybody there? " * 30, "max_tokens": 4}
+        reply = httpx.post(f"http://[::1]:{ports[0]}/v1/completions", json=body, timeout=60.0)
+        launched.end()
+
+    assert reply.status_code == 200
 
 
 def test_a_second_start_on_the_same_ports_names_them_and_starts_nothing(system: System, tmp_path: Path):

@@ -19,6 +19,7 @@ from services.launcher.fleet.fleet_file import Fleet, HostTable, WrongFleetFile,
 from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.plan import worker_names
 from services.launcher.terminal import Console
+from shared.addresses import host_port
 
 if TYPE_CHECKING:
     from services.launcher.fleet.fleet_file import HostPart
@@ -71,7 +72,7 @@ def show_fleet(console: Console, found: Fleet) -> None:
         console.print(f"[bold]{escape(host.name)}[/]{f'  {escape(host.address)}' if host.address else ''}")
         if host is found.head:
             console.print(f"  {SERVICES}")
-            console.print(f"  API at {found.router.host or host.address or '127.0.0.1'}:{found.router.port}")
+            console.print(f"  API at {host_port(found.router.host or host.address or '127.0.0.1', found.router.port)}")
         show_workers(console, found, host)
 
 

@@ -16,6 +16,7 @@ import msgspec
 from services.launcher.bus_client import open_bus
 from services.launcher.doctor.findings import HeardLoad, HeardService, Nats, RouterReply, SystemFacts
 from services.launcher.doctor.machine import run_probes
+from shared.addresses import host_port
 from shared.bus.nats_client import without_password
 from shared.bus.port import AskTimedOut, Bus, BusDown, BusError, Envelope, NoResponders
 from shared.contracts.channels import DESCRIBE_FLEET, LOAD, SERVICE_STATUS, WORKER_RECORDS
@@ -46,16 +47,16 @@ async def read_info(url: str, within_s: float) -> Nats:
             finally:
                 writer.close()
     except ConnectionRefusedError as error:
-        raise BusDown(f"nothing listens at {host}:{port}") from error
+        raise BusDown(f"nothing listens at {host_port(host, port)}") from error
     except (TimeoutError, OSError, ValueError) as error:
         why = getattr(error, "strerror", "") or str(error) or f"not within {within_s:g} s"
-        raise BusDown(f"nothing answers at {host}:{port}: {why}") from error
+        raise BusDown(f"nothing answers at {host_port(host, port)}: {why}") from error
     if not line.startswith(GREETING):
-        raise BusDown(f"the server at {host}:{port} is not a nats-server")
+        raise BusDown(f"the server at {host_port(host, port)} is not a nats-server")
     try:
         return msgspec.json.decode(line.removeprefix(GREETING), type=Nats)
     except msgspec.MsgspecError as error:
-        raise BusDown(f"the server at {host}:{port} is not a nats-server: {error}") from error
+        raise BusDown(f"the server at {host_port(host, port)} is not a nats-server: {error}") from error
 
 
 T = TypeVar("T")

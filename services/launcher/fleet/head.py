@@ -21,9 +21,10 @@ from services.launcher.cluster.folder import NKEY, SECURE, TRUSTED, InitRequest,
 from services.launcher.fleet.fleet_file import Fleet, HostPart
 from services.launcher.fleet.joining import Token
 from services.launcher.system.options import UpOptions
-from services.launcher.system.plan import in_url, worker_names
+from services.launcher.system.plan import worker_names
 from services.launcher.system.process_plan import PlanRefused
 from services.launcher.system.state_file import RunningSystem
+from shared.addresses import url_of
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import Access, read_seed
 from shared.bus.port import BusDown, BusError
@@ -68,7 +69,7 @@ def create_fleet_keys(keys: Path, fleet: Fleet, now: datetime) -> InitResult:
 
 def nats_url_of(fleet: Fleet) -> str:
     """Where the other hosts find NATS."""
-    return f"tls://{in_url(fleet.head.address)}:{fleet.nats.port}"
+    return url_of("tls", fleet.head.address, fleet.nats.port)
 
 
 def nats_url_for_others(running: RunningSystem) -> str:

@@ -20,6 +20,7 @@ import psutil
 
 from services.launcher.system.process_plan import Machine, PlanRefused, RequiredPort
 from shared.contracts.channels import Party
+from shared.sockets import family_of
 
 NVIDIA_SMI_S_MAX = 30.0
 SERVICES = {f"services.{each}": each for each in (Party.ORCHESTRATOR, Party.COLLECTOR, Party.ROUTER, Party.WORKER)}
@@ -167,8 +168,7 @@ def taken_ports(ports: tuple[RequiredPort, ...]) -> list[str]:
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server can listen there now. Raises PlanRefused for a port that needs privileges."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -12,6 +12,7 @@ from services.launcher.cluster.folder import SECURE, variables
 from services.launcher.system.devices import Device, share_cores, share_gpus
 from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.process_plan import Machine, PlanRefused, ProcessPlan, RequiredPort, Stage, SystemPlan
+from shared.addresses import url_of
 from shared.contracts.channels import Party
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
 from shared.contracts.permissions import owner_of
@@ -23,9 +24,8 @@ OPEN = "NATS is open: every user of this machine can read prompts and give order
 
 def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str] = ()) -> SystemPlan:
     """A whole system, or with ``join`` only its further workers. Raises PlanRefused."""
-    nats_url = (
-        options.nats_url or f"{'tls' if options.keys_dir else 'nats'}://{in_url(options.nats_host)}:{options.nats_port}"
-    )
+    scheme = "tls" if options.keys_dir else "nats"
+    nats_url = options.nats_url or url_of(scheme, options.nats_host, options.nats_port)
     base = {party: base_environment(options, nats_url, party) for party in Party}
     workers, notes = plan_workers(options, machine, base[Party.WORKER], names_taken)
     if options.join and (given := for_new_systems(options)):
@@ -51,11 +51,6 @@ def required_ports(options: UpOptions) -> tuple[RequiredPort, ...]:
     )
     nats = RequiredPort(host=options.nats_host, port=options.nats_port, option="--nats-port", purpose="NATS")
     return (api, metrics) if options.nats_url else (api, metrics, nats)
-
-
-def in_url(host: str) -> str:
-    """An address as a URL has it."""
-    return f"[{host}]" if ":" in host else host
 
 
 def for_new_systems(options: UpOptions) -> str:

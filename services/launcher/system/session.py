@@ -23,6 +23,7 @@ from services.launcher.system.process_plan import Machine, Stage, SystemPlan
 from services.launcher.system.scaling import Scaler
 from services.launcher.system.screen import Screen
 from services.launcher.system.supervisor import StartFailed, Supervisor
+from shared.addresses import url_of
 from shared.runtime.service import EXIT_CONFIGURATION
 from shared.runtime.settings import load_common
 from shared.runtime.waiting import first_of
@@ -167,12 +168,12 @@ def endpoints(options: UpOptions) -> Endpoints:
     host, watched = (
         "127.0.0.1" if each in {"0.0.0.0", "::"} else each for each in (options.host, options.collector_host)
     )
-    collector = f"http://{watched}:{options.collector_port}"
+    collector = url_of("http", watched, options.collector_port)
     return Endpoints(
-        api=f"http://{host}:{options.port}",
+        api=url_of("http", host, options.port),
         metrics=f"{collector}/metrics",
         console=f"{collector}/console",
-        routers={f"router-{n}": f"http://{host}:{port}" for n, port in enumerate(options.router_ports, 1)},
+        routers={f"router-{n}": url_of("http", host, port) for n, port in enumerate(options.router_ports, 1)},
     )
 
 

@@ -30,6 +30,7 @@ from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
+from shared.sockets import family_of
 
 REPLY_S_MAX = 1.0
 """Time limit for a peer to send the requested bytes."""
@@ -53,7 +54,7 @@ class TcpAgent:
         self._name = name
         self._regions: list[Region] = []
         self._peers: dict[str, socket.socket] = {}
-        self._listening = socket.create_server((host, 0))
+        self._listening = socket.create_server((host, 0), family=family_of(host))
         self._readers: set[socket.socket] = set()
         threading.Thread(target=self._listen, name="simulated-kv", daemon=True).start()
 

@@ -21,6 +21,7 @@ from connector.layout.engine_layout import UnsupportedEngine, config_refusals, r
 from services.worker.engines.port import Identity
 from services.worker.settings import Settings
 from shared.contracts.workers import Fingerprint
+from shared.sockets import family_of
 
 CPU_KV_BYTES = 256 * 1024 * 1024
 OWN_CONNECTOR = "BatonConnector"
@@ -237,7 +238,7 @@ def free_port(host: str) -> int:
     """
     refused: OSError | None = None
     for port in random.sample(SIDE_CHANNEL_PORTS, PORT_ATTEMPTS_MAX):
-        with socket.socket() as sock:
+        with socket.socket(family_of(host)) as sock:
             try:
                 sock.bind((host, port))
             except OSError as error:
