@@ -32,6 +32,10 @@ DUPLICATE_WINDOW_S_MAX = 1.0
 """Baton does not use it; the server has no zero."""
 NS = 1_000_000_000
 
+REPLICAS_MAX = 3
+"""Servers of a cluster that keep a stream: one of three may be lost, and more would only cost."""
+TOO_FEW_SERVERS = (10005, 10023, 10074)
+"""No peers for so many replicas; not enough resources; a single server."""
 NO_STREAM = 10059
 NAME_IN_USE = 10058
 NO_MESSAGE = 10037
@@ -170,22 +174,29 @@ class BucketStream:
     async def must_exist(self) -> None:
         await self._info({})
 
-    async def make(self, ttl_s: float | None, file_bytes_max: int = 0, *, drops_oldest: bool = False) -> None:
+    async def make(
+        self, ttl_s: float | None, file_bytes_max: int = 0, *, drops_oldest: bool = False, replicas_max: int = 1
+    ) -> None:
         """Make the stream, or put its configuration right. A stream that cannot be changed into what it should be (an
-        earlier version made it, it is sealed) is made anew, and its values are lost; not with ``file_bytes_max``.
+        earlier version made it, it is sealed) is made anew, and its values are lost; not with ``file_bytes_max``, and
+        not because of its replicas: of a cluster, as many servers keep the stream as can, up to ``replicas_max``.
         """
         wanted = stream_config(self.bucket, ttl_s, file_bytes_max, drops_oldest=drops_oldest)
         try:
             present = (await self._info({})).config
         except NoBucket:
-            made = await self._api("STREAM.CREATE", wanted, _Answer)
+            made = await self._replicated("STREAM.CREATE", wanted, replicas_max)
             if made.error is None:
                 log.info("made the bucket %s", self.bucket)
                 return
             if made.error.err_code != NAME_IN_USE:
                 raise self._failed(made.error) from None
             present = (await self._info({})).config  # Another process has just made it, with other settings.
+        replicas = present.get("num_replicas", 1)
+        wanted["num_replicas"] = replicas
         if settings_of(present) == settings_of(wanted):
+            if replicas < replicas_max:  # The cluster has grown, or some servers were away when the stream was made.
+                await self._replicated("STREAM.UPDATE", wanted, replicas_max, above=replicas)
             return
         changed = await self._api("STREAM.UPDATE", wanted, _Answer)
         if changed.error is None:
@@ -194,10 +205,19 @@ class BucketStream:
         if file_bytes_max:
             raise self._failed(changed.error)
         log.warning("the bucket %s is made anew, without its values: %s", self.bucket, changed.error.description)
-        for verb, body in (("STREAM.DELETE", None), ("STREAM.CREATE", wanted)):
-            done = await self._api(verb, body, _Answer)
-            if done.error is not None:
-                raise self._failed(done.error)
+        deleted = await self._api("STREAM.DELETE", None, _Answer)
+        made = deleted if deleted.error is not None else await self._replicated("STREAM.CREATE", wanted, replicas_max)
+        if made.error is not None:
+            raise self._failed(made.error)
+
+    async def _replicated(self, verb: str, wanted: Mapping[str, Any], replicas_max: int, *, above: int = 0) -> _Answer:
+        """Make or change the stream with as many replicas as the cluster can have, more than ``above``."""
+        answer = _Answer()
+        for replicas in range(replicas_max, above, -1):
+            answer = await self._api(verb, {**wanted, "num_replicas": replicas}, _Answer)
+            if answer.error is None or answer.error.err_code not in TOO_FEW_SERVERS:
+                break
+        return answer
 
     async def _info(self, wanted: Mapping[str, Any]) -> _Info:
         info = await self._api("STREAM.INFO", wanted, _Info)

@@ -15,7 +15,8 @@ from uuid import uuid4
 import msgspec
 import nats.errors
 
-from shared.bus.jetstream import BucketStream
+from shared.addresses import servers_of
+from shared.bus.jetstream import REPLICAS_MAX, BucketStream
 from shared.bus.nats_client import CONNECTED, ConnectionErrors, DirectClient, Sender, without_password
 from shared.bus.nats_credentials import OPEN, Access, credentials
 from shared.bus.nats_kv_store import NatsKeyValueStore
@@ -120,7 +121,7 @@ class NatsBus(Connection):
         """Connect and subscribe to the inbox. Raises BusDown."""
         url, name, _access = self._server
         connecting = self._nc.connect(
-            url,
+            servers_of(url),
             name=name,
             inbox_prefix=self._login.inboxes,
             connect_timeout=CONNECT_ATTEMPT_S_MAX,
@@ -290,7 +291,10 @@ class NatsBus(Connection):
     async def make_bucket(
         self, channel: Channel[Any], *, ttl_s: float | None, file_bytes_max: int = 0, drops_oldest: bool = False
     ) -> None:
-        await BucketStream(self, bucket_of(channel)).make(ttl_s, file_bytes_max, drops_oldest=drops_oldest)
+        replicas_max = REPLICAS_MAX if self._nc.is_clustered else 1
+        await BucketStream(self, bucket_of(channel)).make(
+            ttl_s, file_bytes_max, drops_oldest=drops_oldest, replicas_max=replicas_max
+        )
 
     async def listen(self, subject: str, take: Take) -> Subscription:
         """Pass all messages on a subject to ``take``. Raises BusDown."""

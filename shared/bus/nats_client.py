@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import nats.errors
 from nats.aio.client import Client
 
+from shared.addresses import servers_of
 from shared.bus.nats_credentials import Access
 from shared.bus.nats_reader import LINE_END, MessageReader, Take, header_block
 from shared.bus.port import BusDown, BusRefused, Disconnected, MessageTooLarge
@@ -107,6 +108,11 @@ class DirectClient(Client):
         """Abort the lost socket first: nats-py would wait for ever if it cannot send what is pending."""
         self.abort()
         await super()._attempt_reconnect()
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server is one of several."""
+        return bool(self._server_info.get("cluster"))
 
     @property
     def certificate_ends_at(self) -> float:
@@ -371,13 +377,13 @@ def _is_refused_login(error: Exception) -> bool:
 
 
 def without_password(url: str) -> str:
-    """The URL for logs and messages."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    """The URL, or URLs with commas between them, for logs and messages."""
+    parts = [urlsplit(each) for each in (servers_of(url) if "," in url else [url])]
+    return ",".join(each._replace(netloc=each.netloc.rpartition("@")[2]).geturl() for each in parts)
 
 
 def _untrusted_certificate(error: ssl.SSLCertVerificationError, url: str, access: Access) -> str:
-    host = urlsplit(url).hostname
+    host = " or ".join(urlsplit(each).hostname or "" for each in servers_of(url))
     if error.verify_code == _EXPIRED:
         return (
             "its certificate has expired, unless this machine's clock is wrong. Make another with `baton init --renew` "
@@ -401,6 +407,6 @@ def _unknown_key(url: str, access: Access) -> str:
             f"does not know the key in {access.nkey_file}. Keys and secure.conf are made together by `baton init`; "
             "has nats-server read this one (SIGHUP)? A joined host whose token was revoked needs a new one."
         )
-    if urlsplit(url).username:
+    if urlsplit(servers_of(url)[0]).username:
         return "rejects this user and password."
     return "requires a key: BATON_NATS_NKEY_FILE must name the key of this party, which `baton init` made."

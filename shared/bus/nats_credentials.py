@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from shared.addresses import servers_of
 from shared.bus.port import BusDown
 from shared.contracts.ids import is_subject_token
 from shared.contracts.permissions import inbox_prefix
@@ -87,12 +88,13 @@ class Credentials:
 def credentials(url: str, access: Access) -> Credentials:
     """Read the files. Raises BusDown with the correction."""
     options: dict[str, Any] = {}
-    owner = urlsplit(url).username or ""
+    first = urlsplit(servers_of(url)[0])
+    owner = first.username or ""
     if access.nkey_file:
         seed = read_seed(access.nkey_file)
         options["nkeys_seed_str"] = seed.text
         owner = seed.owner or access.party
-    if access.ca_file or urlsplit(url).scheme == "tls":
+    if access.ca_file or first.scheme == "tls":
         options["tls"] = _tls_context(access.ca_file)
     is_known = all(is_subject_token(token) for token in owner.split("."))
     return Credentials(inboxes=inbox_prefix(owner) if is_known else "_INBOX", options=options)

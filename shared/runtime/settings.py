@@ -38,7 +38,9 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     # NATS
     nats_url: str = "nats://127.0.0.1:4222"
-    """URL of nats-server; ``tls://`` insists on TLS. Change it when NATS runs on another host or port."""
+    """URL of nats-server, or of several servers of one cluster with commas; ``tls://`` insists on TLS. Change it when
+    NATS runs on another host or port.
+    """
     nats_nkey_file: str = ""
     """The nkey of this process, made by `baton init`. Empty: NATS requires none. Change it when NATS requires keys."""
     nats_ca_file: str = ""

@@ -42,7 +42,11 @@ StateDir = Annotated[
     Path | None, typer.Option(help="Directory of logs and NATS storage.", show_default="~/.local/state/baton")
 ]
 NatsUrl = Annotated[
-    str, typer.Option(help="URL of a running NATS.", show_default="that of the system started by baton up")
+    str,
+    typer.Option(
+        help="URL of a running NATS; with commas, of the servers of a cluster.",
+        show_default="that of the system started by baton up",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

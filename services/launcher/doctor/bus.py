@@ -16,7 +16,7 @@ import msgspec
 from services.launcher.bus_client import open_bus
 from services.launcher.doctor.findings import HeardLoad, HeardService, Nats, RouterReply, SystemFacts
 from services.launcher.doctor.machine import run_probes
-from shared.addresses import host_port
+from shared.addresses import host_port, servers_of
 from shared.bus.nats_client import without_password
 from shared.bus.port import AskTimedOut, Bus, BusDown, BusError, Envelope, NoResponders
 from shared.contracts.channels import DESCRIBE_FLEET, LOAD, SERVICE_STATUS, WORKER_RECORDS
@@ -33,9 +33,20 @@ GREETING = b"INFO "
 
 
 async def read_info(url: str, within_s: float) -> Nats:
+    """What the first server that answers says of itself. Raises BusDown with the reasons if none does."""
+    reasons = []
+    for server in servers_of(url):
+        try:
+            return await _info_of(server, within_s)
+        except BusDown as error:
+            reasons.append(str(error))
+    raise BusDown("; ".join(reasons) or f"{url} is not a NATS address")
+
+
+async def _info_of(url: str, within_s: float) -> Nats:
     """Connect, read INFO and disconnect. Raises BusDown."""
     try:
-        address = urlsplit(url if "://" in url else f"nats://{url}")
+        address = urlsplit(url)
         host, port = address.hostname or "127.0.0.1", address.port or PORT
     except ValueError as error:
         raise BusDown(f"{url} is not a NATS address: {error}") from error

@@ -24,7 +24,7 @@ from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import worker_names
 from services.launcher.system.process_plan import PlanRefused
 from services.launcher.system.state_file import RunningSystem
-from shared.addresses import url_of
+from shared.addresses import servers_of, url_of
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import Access, read_seed
 from shared.bus.port import BusDown, BusError
@@ -76,7 +76,7 @@ def nats_url_for_others(running: RunningSystem) -> str:
     """Where other hosts find the NATS of a running system. Raises PlanRefused if they cannot."""
     if not running.keys_dir:
         raise PlanRefused("The running system has an open NATS (--open): tokens need keys and TLS.")
-    if is_loopback(urlsplit(running.nats_url).hostname or ""):
+    if any(is_loopback(urlsplit(each).hostname or "") for each in servers_of(running.nats_url)):
         raise PlanRefused(
             "NATS listens on this machine only. Start the system with `baton up --nats-host ADDRESS`, with the address "
             "at which other hosts reach this one, or with a fleet file (`baton up --config`)."
@@ -92,12 +92,13 @@ def make_token(keys: Path, nats_url: str, part: HostPart) -> Token:
     ids = [*worker_names(part.models, part.name)]
     if not ids:
         raise PlanRefused(f"Host {part.name} has no workers, so it has nothing to join with.")
+    servers = servers_of(nats_url)
     create_for(
-        keys, urlsplit(nats_url).hostname or "", InitRequest(workers=tuple(ids), api_key=False), datetime.now(UTC)
+        keys, urlsplit(servers[0]).hostname or "", InitRequest(workers=tuple(ids), api_key=False), datetime.now(UTC)
     )
     folders = {each: keys / folder_of(owner_of(Party.WORKER, each)) for each in ids}
     return Token(
-        nats_urls=(nats_url,),
+        nats_urls=tuple(servers),
         ca=(folders[ids[0]] / TRUSTED).read_text(encoding="ascii"),
         seeds={each: read_seed(folder / NKEY).text for each, folder in folders.items()},
         part=part.of_workers,

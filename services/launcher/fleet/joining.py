@@ -162,7 +162,7 @@ def joined_options(state_dir: Path, token: Token, part: HostPart) -> UpOptions:
     return UpOptions(
         models=part.models,
         engine=part.engine,
-        nats_url=url,
+        nats_url=",".join([url, *(each for each in token.nats_urls if each != url)]),
         keys_dir=folder,
         own_keys=True,
         state_dir=str(state_dir),

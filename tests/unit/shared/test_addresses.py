@@ -17,7 +17,8 @@ from services.launcher.system.options import UpOptions
 from services.launcher.system.session import endpoints
 from services.worker.engines.simulated.kv_exchange import TcpAgent
 from services.worker.engines.vllm.arguments import free_port
-from shared.addresses import host_port, url_of
+from shared.addresses import host_port, servers_of, url_of
+from shared.bus.nats_client import without_password
 from shared.http.server import PortTaken, listen
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +62,12 @@ def test_no_module_joins_an_address_and_a_port_by_itself(folder):
     ]
 
     assert found == []
+
+
+def test_several_servers_of_nats_have_the_scheme_of_the_first_and_show_no_password():
+    assert servers_of("tls://a:1, b:2,tls://c:3") == ["tls://a:1", "tls://b:2", "tls://c:3"]
+    assert servers_of("a:1") == ["nats://a:1"]
+    assert without_password("nats://u:secret@a:1,nats://u:secret@[::1]:2") == "nats://a:1,nats://[::1]:2"
 
 
 @needs_ipv6

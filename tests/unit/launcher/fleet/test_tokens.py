@@ -100,12 +100,13 @@ def test_a_host_that_joins_stores_its_keys_for_its_owner_only_and_runs_with_them
         monkeypatch.setenv(name, "")
     with socket.create_server(("127.0.0.1", 0)) as nats:
         port = nats.getsockname()[1]
-        here = msgspec.structs.replace(token, nats_urls=(f"tls://127.0.0.1:{free_port()}", f"tls://127.0.0.1:{port}"))
+        away = f"tls://127.0.0.1:{free_port()}"
+        here = msgspec.structs.replace(token, nats_urls=(away, f"tls://127.0.0.1:{port}"))
         joining.store(tmp_path, here)
         options = joining.joined_options(tmp_path, joining.stored_token(tmp_path, "two"), here.part)
 
     assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "joined").rglob("*"))
-    assert options.nats_url == f"tls://127.0.0.1:{port}"
+    assert options.nats_url == f"tls://127.0.0.1:{port},{away}"
     assert (os.environ["WORKER_KV_HOST"], os.environ["WORKER_LEGS_MAX"]) == ("127.0.0.1", "9")
     assert os.environ["BATON_NATS_NKEY_FILE"].endswith("joined/two/worker-two-decode-1/nkey")
     plan = plan_system(options, Machine(python="python", nats_server="", cores=(0, 1)))
