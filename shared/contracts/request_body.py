@@ -87,9 +87,8 @@ def lone_surrogate(body: bytes) -> int:
 
 def field_at(body: bytes, at: int) -> str:
     """The field of the body's object that has this byte; empty where that cannot be read."""
-    body = _HALF_IN_BYTES.sub(
-        b"\xed\x80", _HALF.sub(rb"\\u00", body)
-    )  # msgspec reads no half; bytes stay where they are
+    # msgspec reads no half of a pair. Bytes stay where they are.
+    body = _HALF_IN_BYTES.sub(b"\xed\x80", _HALF.sub(rb"\\u00", body))
     try:
         fields = _variables.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
