@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 GRACE_S = 1.0
 """How long a cancelled task may take to end before it is abandoned."""
+LOOK_S = 0.2
+"""How soon a changed life is noticed."""
 CANCELS_MAX = 10
 """Cancellations per grace period: one that is lost is repeated."""
 
@@ -37,6 +39,27 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], *, name: str, gra
             return task.result()
     finally:
         await end({task}, grace_s=grace_s)
+    raise TimeoutError(f"{name}: not within {seconds:g} s")
+
+
+async def within_lives(
+    seconds: float, work: Callable[[], Coroutine[Any, Any, T]], life: Callable[[], int], *, name: str
+) -> T:
+    """As ``within``, for work that never ends if ``life`` changes meanwhile, such as a wait for a reply on a connection
+    that was replaced: then it begins anew.
+    """
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + seconds
+    while (left_s := ends_at - loop.time()) > 0:
+        begun, task = life(), loop.create_task(work(), name=name)
+        try:
+            while left_s > 0 and life() == begun:
+                await asyncio.wait({task}, timeout=min(LOOK_S, left_s))
+                if task.done():
+                    return task.result()
+                left_s = ends_at - loop.time()
+        finally:
+            await end({task}, grace_s=GRACE_S)
     raise TimeoutError(f"{name}: not within {seconds:g} s")
 
 

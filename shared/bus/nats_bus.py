@@ -40,7 +40,7 @@ from shared.bus.port import (
 from shared.bus.receiver import SUBJECT_SHOWN_MAX, Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
 from shared.contracts.channels import AskChannel, Channel, bucket_of
-from shared.deadline import end, within
+from shared.deadline import end, within, within_lives
 
 log = logging.getLogger("baton.bus")
 
@@ -304,9 +304,14 @@ class NatsBus(Connection):
         if not self.connected:
             raise Disconnected("NATS cannot be reached")
         try:
-            await within(timeout_s, self._flush(timeout_s), name="flush")
+            # A PONG is lost with its connection, and nats-py waits on.
+            await within_lives(timeout_s, lambda: self._flush(timeout_s), self._lives, name="flush")
         except (TimeoutError, nats.errors.Error) as error:
             raise BusDown(f"flush: {error}") from error
+
+    def _lives(self) -> int:
+        """Connections that replaced another one."""
+        return int(self._nc.stats["reconnects"])
 
     async def _flush(self, timeout_s: float) -> None:
         # nats-py writes the PING before the pending data; without this line the PONG would prove nothing.

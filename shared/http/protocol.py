@@ -207,7 +207,8 @@ class EdgeProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection; refuse one too many."""
         super().connection_made(transport)
-        descriptor = transport.get_extra_info("socket").fileno()
+        socket = transport.get_extra_info("socket")
+        descriptor = socket.fileno() if socket is not None else -1
         lacks_descriptors = self.edge.descriptors.lack(descriptor, self.edge.connections.count)
         address = self.client[0] if self.client else UNNAMED
         if self.edge.connections.enter(self, address, is_full=lacks_descriptors):

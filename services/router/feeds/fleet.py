@@ -127,7 +127,7 @@ class FleetFeed:
             self._refused.pop(record.worker_id, None)
         elif self._refused.get(record.worker_id) != (record.epoch, fault):
             self._refused[record.worker_id] = record.epoch, fault
-            log.error("the record of worker %s is refused: %s", record.worker_id, fault)
+            log.warning("the record of worker %s is refused: %s", record.worker_id, fault)
         return not fault
 
     def _on_load(self, load: WorkerLoad, _envelope: Envelope) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.relay.failure_policy import FailurePolicy
-from services.router.relay.retry import DEATHS_MAX
+from services.router.relay.suspects import DEATHS_MAX
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import StartLeg

@@ -18,6 +18,7 @@ RECORDED = Path(__file__).with_suffix(".txt")
 KV = "vllm/distributed/kv_transfer"
 
 INTERFACES = {
+    "vllm/exceptions.py": "VLLMValidationError VLLMValidationError.__init__",
     f"{KV}/kv_connector/v1/base.py": (
         "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole KVConnectorTransferResults "
         "KVConnectorWorkerMetadata"

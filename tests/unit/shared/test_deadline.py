@@ -9,7 +9,7 @@ import pytest
 
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import BusDown
-from shared.deadline import end, keep_cancellation, within
+from shared.deadline import end, keep_cancellation, within, within_lives
 
 HANG_S = 20.0
 """A test that takes longer has failed: the event loop is stopped."""
@@ -125,3 +125,20 @@ async def test_a_cancellation_that_wait_for_loses_is_raised(outcome):
 
     await asyncio.wait({task})
     assert task.cancelled()
+
+
+async def test_work_begins_anew_on_another_connection_and_ends_by_its_deadline():
+    lives, begun = [0], []
+
+    async def reply() -> int:
+        begun.append(lives[0])
+        if lives[0] == 0:
+            asyncio.get_running_loop().call_later(0.05, lives.append, 1)
+            asyncio.get_running_loop().call_later(0.05, lives.pop, 0)
+            await asyncio.Event().wait()
+        return lives[0]
+
+    assert await within_lives(5.0, reply, lambda: lives[0], name="reply") == 1
+    assert begun == [0, 1]
+    with pytest.raises(TimeoutError, match="never: not within"):
+        await within_lives(0.3, asyncio.Event().wait, lambda: 0, name="never")
