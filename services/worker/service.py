@@ -17,7 +17,6 @@ from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_events import CachePublisher
 from services.worker.kv_exchange.prefix_copy import StoreCopies
-from services.worker.kv_exchange.suspects import Suspects
 from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExchange
 from services.worker.legs.body import KvPolicy
 from services.worker.legs.guard import Capacity
@@ -98,8 +97,7 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
         try:
             await load_at_start(engine.adapters, settings.lora_adapters, settings.lora_dir)
             forget_refusal(common.state_dir, settings.worker_id)
-            suspects = Suspects(common.state_dir, settings.worker_id, service.clock)
-            plan = await Worker(service, settings, engine, registration, saved_role, suspects).run()
+            plan = await Worker(service, settings, engine, registration, saved_role).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
         if service.stopping.is_set():
@@ -116,13 +114,7 @@ class Worker:
     """One running engine on the bus."""
 
     def __init__(
-        self,
-        service: Service,
-        settings: Settings,
-        engine: Engine,
-        registration: Registration,
-        saved_role: SavedRole,
-        suspects: Suspects,
+        self, service: Service, settings: Settings, engine: Engine, registration: Registration, saved_role: SavedRole
     ) -> None:
         record = registration.record
         worker_id, epoch = record.worker_id, record.epoch
@@ -132,8 +124,7 @@ class Worker:
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cache = CachePublisher(service.bus, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
-        self._exchange = exchange = make_exchange(service, engine, identity)
-        self._suspects = suspects
+        exchange = make_exchange(service, engine, identity)
         self._load = LoadPublisher(
             service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine, exchange=exchange
         )
@@ -154,8 +145,6 @@ class Worker:
         ]
         self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
         if exchange is not None:
-            for suspect, seconds in suspects.refused_s().items():
-                exchange.peers.refuse(suspect, seconds)
             self._opens.append(exchange.open)
             self._follows.append(exchange.follow)
         if exchange is not None and record.role is not Role.STORE:  # A store cannot generate, so it runs no self-test.
@@ -220,7 +209,7 @@ class Worker:
     async def _be_ready_unless(self, drain_wanted: asyncio.Task[DrainPlan]) -> None:
         """Take legs once the KV self-test has passed, unless the worker is to drain before that."""
         remark = await self._probe_until(drain_wanted, self._prober) if self._prober is not None else ""
-        note = "; ".join(filter(None, (self._engine.facts.note, remark, self._suspects.note)))
+        note = "; ".join(filter(None, (self._engine.facts.note, remark)))
         if drain_wanted.done():
             return
         if self._engine.health is None:
@@ -240,8 +229,6 @@ class Worker:
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)
-        if self._exchange is not None:
-            self._suspects.add(self._exchange.peers.connecting())
         self._server.phase = WorkerPhase.GONE
         self._server.fail_all(Failure(reason=Reason.ENGINE_DEAD, message=why))
         await self._drain.flush_frames()

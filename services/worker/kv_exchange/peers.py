@@ -1,7 +1,7 @@
 """The workers that this one may exchange KV with, from the registry, and when to ask each for its handshake.
 
 A peer is asked when its record says PROBING, every ``KEEP_ALIVE_S``, sooner after a failure, and at once when a request
-names it as a source; never twice at a time. One that can end an engine is refused for ``REFUSED_S``.
+names it as a source; never twice at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from connector.layout.bounds import why_out_of_bounds
 from connector.messages import EngineCall, Peer, PeerConnected, PeerGone
 from shared.bus.port import Bus, BusError, Envelope, watch_store
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
@@ -29,11 +28,6 @@ RETRY_S = 1.0
 """Pause after a request for a handshake without a response."""
 RECONNECT_S = 5.0
 """Pause after an engine could not connect to a peer whose handshake it had."""
-REFUSED_S = 300.0
-"""Time for which a peer, in whichever epoch, is not asked after its handshake was out of bounds or would have ended the
-engine, or after an engine died while it connected to it."""
-CONNECTING_S_MAX = 120.0
-"""Time after which an attempt to connect has ended, even if the engine's report of it was lost."""
 MISSING_S_MAX = 5.0
 """Time after which a peer whose record has vanished is given up. If NATS lost its data, the record is back sooner."""
 EXCHANGING = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
@@ -53,8 +47,6 @@ class Known:
     missing_since: float = math.inf
     connected: bool = False
     """Whether the engine knows the peer."""
-    connecting_since: float = -math.inf
-    """When the engine began to connect to it; minus infinity: it has ended."""
 
 
 class PeerTable:
@@ -67,12 +59,11 @@ class PeerTable:
         self.revision = 0
         """Incremented whenever ``records`` change."""
         self._records: dict[WorkerId, WorkerRecord] = {}
-        self._refused_until: dict[WorkerId, float] = {}
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """Records of the workers with the same fingerprint that exchange KV, without refused ones."""
-        return [record for record in self._records.values() if record.worker_id not in self._refused_until]
+        """Records of the workers with the same fingerprint that exchange KV."""
+        return list(self._records.values())
 
     @property
     def connected(self) -> int:
@@ -92,8 +83,7 @@ class PeerTable:
             return []
         gone = self._forget(record.worker_id)
         if fits and len(self._known) < PEERS_MAX:
-            not_before = self._refused_until.get(record.worker_id, now)
-            self._known[record.worker_id] = Known(record.epoch, due_at=not_before, not_before=not_before)
+            self._known[record.worker_id] = Known(record.epoch, due_at=now)
         return gone
 
     def missing(self, worker_id: WorkerId, now: float) -> None:
@@ -137,14 +127,9 @@ class PeerTable:
         if not is_its_own or handshake.epoch < known.epoch or not math.isfinite(handshake.clock_s):
             self.failed(worker_id, now)
             return [], []
-        is_new = not known.connected or handshake.epoch > known.epoch
         gone = self._forget(worker_id) if handshake.epoch > known.epoch else []
         self._known[worker_id] = Known(
-            handshake.epoch,
-            due_at=now + KEEP_ALIVE_S,
-            missing_since=known.missing_since,
-            connected=True,
-            connecting_since=now if is_new else known.connecting_since,
+            handshake.epoch, due_at=now + KEEP_ALIVE_S, missing_since=known.missing_since, connected=True
         )
         # The peer read its clock after the ask was sent: with a later time here the bound would be too small.
         return [Peer(handshake=handshake, clock_ahead_s=handshake.clock_s - requested_at)], gone
@@ -155,43 +140,15 @@ class PeerTable:
             known.is_requested = False
             known.due_at = known.not_before = now + RETRY_S
 
-    def opened(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """The engine has connected to it."""
-        known = self._known.get(worker_id)
-        if known is not None and known.epoch == epoch:
-            known.connecting_since = -math.inf
-
-    def failed_to_open(self, worker_id: WorkerId, epoch: Epoch, now: float) -> None:
+    def refused(self, worker_id: WorkerId, epoch: Epoch, now: float) -> None:
         """The engine could not connect to it."""
         known = self._known.get(worker_id)
         if known is not None and known.epoch == epoch:
             known.connected = False
-            known.connecting_since = -math.inf
             known.due_at = known.not_before = now + RECONNECT_S
 
-    def connecting(self, now: float) -> list[WorkerId]:
-        """Peers that the engine is connecting to."""
-        since = now - CONNECTING_S_MAX
-        return [worker_id for worker_id, known in self._known.items() if known.connecting_since > since]
-
-    def refuse(self, worker_id: WorkerId, until: float) -> list[PeerGone]:
-        """Do not ask the peer until then, whatever its epoch; the engine is to forget it, if it knows it."""
-        if len(self._refused_until) < PEERS_MAX:
-            self._refused_until[worker_id] = until
-            self.revision += 1
-        known = self._known.get(worker_id)
-        gone = self._forget(worker_id)
-        if known is not None:
-            self._known[worker_id] = Known(
-                known.epoch, due_at=until, not_before=until, missing_since=known.missing_since
-            )
-        return gone
-
     def expired(self, now: float) -> list[PeerGone]:
-        """Give up peers whose records did not come back, and admit those that have been refused for long enough."""
-        for worker_id in [one for one, until in self._refused_until.items() if until <= now]:
-            del self._refused_until[worker_id]
-            self.revision += 1
+        """Give up peers whose records did not come back."""
         away = [worker_id for worker_id, known in self._known.items() if now >= known.missing_since + MISSING_S_MAX]
         return [gone for worker_id in away for gone in self._forget(worker_id)]
 
@@ -199,7 +156,7 @@ class PeerTable:
         """When ``due`` or ``expired`` may return something; infinity: only after a change."""
         dues = [known.due_at for known in self._known.values() if not known.is_requested] if self._slots() else []
         ends = [known.missing_since + MISSING_S_MAX for known in self._known.values()]
-        return min([*dues, *ends, *self._refused_until.values()], default=math.inf)
+        return min([*dues, *ends], default=math.inf)
 
     def _set_record(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
         if self._records.get(worker_id) == record:
@@ -268,24 +225,10 @@ class PeerWatch:
         for end in ends:
             if end.failure:
                 log.warning("the engine cannot connect to %s to read its KV: %s", end.worker_id, end.failure)
-                self._table.failed_to_open(end.worker_id, end.epoch, self._clock.now())
-                if end.is_deadly:
-                    self.refuse(end.worker_id, REFUSED_S)
+                self._table.refused(end.worker_id, end.epoch, self._clock.now())
                 self._changed.set()
             else:
-                self._table.opened(end.worker_id, end.epoch)
                 log.info("connected to %s in %.0f ms", end.worker_id, end.seconds * 1000)
-
-    def connecting(self) -> list[WorkerId]:
-        """Peers that the engine is connecting to."""
-        return self._table.connecting(self._clock.now())
-
-    def refuse(self, worker_id: WorkerId, seconds: float) -> None:
-        """Do not connect to it for so long."""
-        log.warning("%s is not connected to for %.0f s", worker_id, seconds)
-        self._end(self._table.refuse(worker_id, self._clock.now() + seconds))
-        self._changed.set()
-        self._notify_listeners()
 
     async def follow(self) -> None:
         """Watch and ask until cancelled."""
@@ -296,7 +239,6 @@ class PeerWatch:
                 for worker_id in self._table.due(self._clock.now()):
                     tasks.create_task(self._ask(worker_id), name=f"ask-handshake-{worker_id}")
                 self._end(self._table.expired(self._clock.now()))
-                self._notify_listeners()
                 await self._until(self._table.next_at())
 
     async def _until(self, at: float) -> None:
@@ -328,18 +270,11 @@ class PeerWatch:
             log.debug("%s sent no handshake: %s", worker_id, error)
             self._table.failed(worker_id, self._clock.now())
         else:
-            self._take(worker_id, handshake, requested_at)
-        self._changed.set()
-
-    def _take(self, worker_id: WorkerId, handshake: KvHandshake, requested_at: float) -> None:
-        if why := why_out_of_bounds(handshake):
-            log.warning("the handshake of %s is not possible: %s", worker_id, why)
-            self.refuse(worker_id, REFUSED_S)
-        else:
             peers, gone = self._table.answered(worker_id, handshake, requested_at, self._clock.now())
             self._end(gone)
             if peers:
                 self._tell(EngineCall(peers=peers))
+        self._changed.set()
 
     def _on_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
         self._end(self._table.lost(lost.worker_id, lost.epoch))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
 import pytest
 
 from connector.messages import EngineNotification, FetchEnded, PeerConnected, PeerGone
@@ -27,35 +26,6 @@ async def test_new_workers_connect_before_any_request():
 
     assert (peer.handshake.worker_id, other.handshake.worker_id) == ("w2", "w1")
     assert 0.0 <= peer.clock_ahead_s < WAIT_S_MAX
-
-
-async def test_a_handshake_out_of_bounds_does_not_reach_the_engine():
-    hub = MemoryHub()
-    async with exchanging(OneWorker(hub, "evil")) as evil, exchanging(OneWorker(hub, "w1")) as honest:
-        evil.exchange._handshake = msgspec.structs.replace(evil.engine.handshake, blocks=-1)
-        async with exchanging(OneWorker(hub, "w2")) as reader:
-            (peer,) = await reader.engine.told("peers")
-            while [one.worker_id for one in reader.exchange.peers.records] != ["w1"]:
-                await asyncio.sleep(0.01)
-            reader.exchange.peers.want([WorkerId("evil")])
-            honest.engine.tell(leases=[lease("w2", "w1")])
-            await reader.engine.told("leases")
-
-            assert [one.handshake.worker_id for one in reader.engine.every("peers")] == ["w1"]
-    assert peer.handshake.worker_id == "w1"
-
-
-async def test_a_peer_whose_metadata_would_end_the_engine_is_not_connected_again():
-    hub = MemoryHub()
-    async with exchanging(OneWorker(hub, "evil")), exchanging(OneWorker(hub, "w1")) as reader:
-        await reader.engine.told("peers")
-
-        end = PeerConnected(worker_id=WorkerId("evil"), epoch=Epoch(1), failure="it ends a process", is_deadly=True)
-        reader.engine.tell(connected=[end])
-        reader.exchange.peers.want([WorkerId("evil")])
-
-        assert reader.exchange.peers.records == []
-        assert reader.exchange.peers.connecting() == []
 
 
 async def test_a_handshake_has_the_current_clock_without_an_engine_call():
