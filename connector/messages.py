@@ -91,8 +91,6 @@ class PeerConnected(Message, frozen=True, kw_only=True):
     epoch: Epoch
     seconds: float = 0.0
     failure: str = ""
-    is_deadly: bool = False
-    """Whether connecting would end the engine's process."""
 
 
 class FetchEnded(Message, frozen=True, kw_only=True):
@@ -167,8 +165,6 @@ class Connected:
     peer: PeerKey
     seconds: float
     failure: str = ""
-    is_deadly: bool = False
-    """Whether connecting would end the rank's process."""
 
 
 @dataclass(slots=True)
@@ -225,7 +221,7 @@ class RankAggregation:
             if connected.failure or len(reports) == self._ranks:
                 del self._connected[connected.peer]
                 seconds = max(one.seconds for one in reports)
-                final.connected.append(Connected(connected.peer, seconds, connected.failure, connected.is_deadly))
+                final.connected.append(Connected(connected.peer, seconds, connected.failure))
         return final
 
 

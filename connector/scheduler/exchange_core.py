@@ -258,7 +258,7 @@ class ExchangeCore:
             if one.failure:
                 self._forget_peer(one.peer)
                 self._peers.shun(one.peer)
-            self._reply_connected(one.peer, one.seconds, one.failure, is_deadly=one.is_deadly)
+            self._reply_connected(one.peer, one.seconds, one.failure)
 
     def on_part(self, part: ReadPart) -> None:
         """A part of a read has ended."""
@@ -394,8 +394,6 @@ class ExchangeCore:
         if not self._grant_ways.send(grant):
             self._replies.grants.append(grant)
 
-    def _reply_connected(self, key: PeerKey, seconds: float, failure: str, *, is_deadly: bool = False) -> None:
-        worker_id, epoch = WorkerId(key[0]), Epoch(key[1])
-        self._replies.connected.append(
-            PeerConnected(worker_id=worker_id, epoch=epoch, seconds=seconds, failure=failure, is_deadly=is_deadly)
-        )
+    def _reply_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
+        connected = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)
+        self._replies.connected.append(connected)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -27,27 +25,6 @@ class TransferFailed(Exception):
     """The agent refused; the message says what and why. No byte moves."""
 
 
-class DeadlyMetadata(TransferFailed):
-    """Loading the peer's metadata ends a process."""
-
-
-LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""What is raised to end a process or a task, and is no failure of what it interrupts."""
-
-
-@contextmanager
-def failing(doing: str) -> Iterator[None]:
-    """Turn whatever a library raises into TransferFailed that says what failed. It need not be an Exception: a Rust
-    library that panics raises a BaseException.
-    """
-    try:
-        yield
-    except (TransferFailed, *LEAVING):
-        raise
-    except BaseException as error:
-        raise TransferFailed(f"{doing}: {type(error).__name__} {error}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class Region:
     base: int
@@ -61,7 +38,7 @@ class Connecting(Protocol):
     """A connection that is being opened."""
 
     def name(self) -> str | None:
-        """What ``read`` and ``forget`` call the connection; None while it is opened. Raises TransferFailed."""
+        """The name of the peer's agent; None while it is opened. Raises TransferFailed."""
 
     def cancel(self) -> None:
         """Give it up, opened or not."""
@@ -90,14 +67,13 @@ class TransferAgent(Protocol):
     def metadata(self) -> bytes:
         """What a peer needs to connect."""
 
-    def connect(self, metadata: bytes, pieces: Spans, remote_device: str) -> Connecting:
-        """Begin to connect to the agent with this metadata. ``pieces``: the first bytes of each piece of memory on this
-        device that is to be read. Does not block: NIXL registers all memory for a connection, which takes up to
-        seconds. Raises TransferFailed, here or later: DeadlyMetadata if it is to be refused for long.
+    def connect(self, metadata: bytes) -> Connecting:
+        """Begin to connect to the agent with this metadata. Does not block: NIXL registers all memory for a connection,
+        which takes up to seconds. Raises TransferFailed.
         """
 
     def forget(self, name: str) -> None:
-        """Disconnect: reads over this connection end, each at the latest when ``release`` returns True. Does not block.
+        """Disconnect: reads from this peer end, each at the latest when ``release`` returns True. Does not block.
         Unknown names are ignored.
         """
 

@@ -80,8 +80,7 @@ class MemoryAgent:
     def metadata(self) -> bytes:
         return self.name.encode()
 
-    def connect(self, metadata: bytes, pieces: Spans, remote_device: str) -> Connecting:
-        del pieces, remote_device
+    def connect(self, metadata: bytes) -> Connecting:
         name = metadata.decode()
         if name not in self._network.agents:
             raise TransferFailed(f"connecting: there is no {name}")

@@ -32,9 +32,8 @@ from nixl import _api as nixl_api
 from nixl import _bindings as nixl_bindings
 
 from connector.layout.routes import halves_of
-from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState, failing
+from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState
 from connector.transfer.threads import DaemonThreads, keep_cores, leave_cores
-from connector.transfer.trial import Trials, trial_command
 
 STATES = {"PROC": TransferState.RUNNING, "DONE": TransferState.DONE, "ERR": TransferState.FAILED}
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -61,12 +60,11 @@ _making = threading.Lock()
 
 @dataclass(slots=True, eq=False)
 class ReadAgent:
-    """An agent that reads from one peer. Not thread-safe. Methods raise what nixl raises unless stated otherwise."""
+    """An agent that reads from one peer. Not thread-safe. Methods raise nixl's ERRORS unless stated otherwise."""
 
     agent: Any
     registered: list[Any]
     name: str
-    """The name of the peer's agent, which the peer chooses."""
 
     def prepare(self, remote: Spans, local: Spans, memories: tuple[str, str]) -> Any:
         """Return a handle. nixl's handle holds a reference to the agent, so drop it before ``end``."""
@@ -77,14 +75,14 @@ class ReadAgent:
         """State of a read; never raises."""
         try:
             return STATES[self.agent.check_xfer_state(handle)]
-        except Exception:
+        except ERRORS:
             return TransferState.FAILED
 
     def release(self, handle: Any) -> bool:
         """Release a handle; False if nixl refuses. Never raises."""
         try:
             self.agent.release_xfer_handle(handle)
-        except Exception:
+        except ERRORS:
             return False
         return True
 
@@ -109,16 +107,11 @@ def open_read_agent(name: str, regions: Sequence[Region], metadata: bytes) -> Re
     """An agent that is connected to the peer. Its name must never be used again. Raises TransferFailed."""
     agent = make_agent(name, progress=False)
     registered = register(agent, regions)
-    return ReadAgent(agent, registered, load(agent, metadata))
-
-
-def load(agent: Any, metadata: bytes) -> str:
-    """Connect an agent to the peer with this metadata; returns the name of the peer's agent. Raises TransferFailed."""
     with failing("connecting"):
         added = agent.add_remote_agent(metadata)
         peer = added.decode() if isinstance(added, bytes) else str(added)
         agent.make_connection(peer, backends=BACKENDS)
-    return peer
+    return ReadAgent(agent, registered, peer)
 
 
 def make_agent(name: str, *, progress: bool, backends: Sequence[str] = BACKENDS) -> Any:
@@ -143,9 +136,18 @@ def deregister(agent: Any, registered: list[Any]) -> None:
     for rows in registered:
         try:
             agent.deregister_memory(rows)
-        except Exception:  # noqa: S112
+        except ERRORS:
             continue  # what nixl refuses to deregister ends with the agent
     registered.clear()
+
+
+@contextmanager
+def failing(doing: str) -> Iterator[None]:
+    """Turn nixl's errors into TransferFailed that says what failed."""
+    try:
+        yield
+    except ERRORS as error:
+        raise TransferFailed(f"{doing}: {type(error).__name__} {error}") from error
 
 
 @contextmanager
@@ -170,12 +172,10 @@ SPLIT_BYTES = 32 << 20
 """Smaller reads end before a second thread would wake up on a machine whose cores are all busy."""
 OPENING_AT_ONCE_MAX = 2
 """Connections that are opened at a time."""
-CONNECTING_AT_ONCE_MAX = 6
-"""Threads that connect: they open, wait to open, or wait for a trial of the peer's metadata."""
 STUCK_S = 1.0
 """A copy on the second thread normally takes milliseconds. After this time the thread gets no more until it ends."""
 CLOSE_S_MAX = 2.0
-"""Time limit for the threads of a kind to end their work."""
+"""Time limit for each thread to end its work."""
 OpenAgent = Callable[[str, Sequence[Region], bytes], ReadAgent]
 
 
@@ -227,17 +227,15 @@ class _Connection:
 class _Opening:
     """A connection that another thread opens."""
 
-    def __init__(self, agent: NixlAgent, name: str, metadata: bytes, opening: Future[ReadAgent]) -> None:
+    def __init__(self, agent: NixlAgent, metadata: bytes, opening: Future[ReadAgent]) -> None:
         self._agent = agent
-        self._given_name = name
         self._metadata = metadata
         self._opening = opening
         self._name: str | None = None
 
     def name(self) -> str | None:
         if self._name is None and self._opening.done():
-            self._agent.opened(self._given_name, self._opening.result(), self._metadata)
-            self._name = self._given_name
+            self._name = self._agent.opened(self._opening.result(), self._metadata)
         return self._name
 
     def cancel(self) -> None:
@@ -250,8 +248,7 @@ class _Opening:
 class NixlAgent:
     """A TransferAgent on nixl. Its name must never be used again: peers identify connections by it.
 
-    ``open_agent`` makes the agent of one connection, on a thread of its own. A connection has the name of this agent,
-    not of the peer's: two peers may say that they have the same name.
+    ``open_agent`` makes the agent of one connection, on a thread of its own.
     """
 
     def __init__(self, name: str, *, split_bytes: int = SPLIT_BYTES, open_agent: OpenAgent = open_read_agent) -> None:
@@ -263,9 +260,7 @@ class NixlAgent:
         self._registered: list[Any] = []
         self._connections: dict[str, _Connection] = {}
         self._agent_numbers = count(1)
-        self._trials = Trials(trial_command(nixl_api.__name__.rpartition(".")[0]))
-        self._connecting = DaemonThreads("kv-connect", CONNECTING_AT_ONCE_MAX)
-        self._may_open = threading.Semaphore(OPENING_AT_ONCE_MAX)
+        self._opening = DaemonThreads("kv-connect", OPENING_AT_ONCE_MAX)
         # This thread and its copies inherit the affinity of the model's thread, and the transfer thread that wakes the
         # second one copies there too: the second one runs on other cores.
         cores = os.sched_getaffinity(0)
@@ -280,30 +275,18 @@ class NixlAgent:
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
-    def connect(self, metadata: bytes, pieces: Spans, remote_device: str) -> Connecting:
-        name = self._new_name()
-        opening = self._connecting.submit(
-            self._try_and_open, name, metadata, pieces if remote_device == "cpu" else None
-        )
-        return _Opening(self, name, metadata, opening)
+    def connect(self, metadata: bytes) -> Connecting:
+        return _Opening(self, metadata, self._open(metadata))
 
-    def opened(self, name: str, first: ReadAgent, metadata: bytes) -> None:
-        """Use the opened connection under this name."""
-        self._connections[name] = _Connection(first, metadata)
+    def opened(self, first: ReadAgent, metadata: bytes) -> str:
+        """Use the opened connection; returns the name of the peer's agent."""
+        self.forget(first.name)
+        self._connections[first.name] = _Connection(first, metadata)
+        return first.name
 
-    def _new_name(self) -> str:
-        return f"{self._name}-{next(self._agent_numbers)}"
-
-    def _try_and_open(self, name: str, metadata: bytes, pieces: Spans | None) -> ReadAgent:
-        """On a thread that connects. Raises TransferFailed, DeadlyMetadata."""
-        believe_refusals = all(region.device == "cpu" for region in self._regions)
-        self._trials.check(metadata, pieces, believe_refusals=believe_refusals)
-        return self._open(name, metadata)
-
-    def _open(self, name: str, metadata: bytes) -> ReadAgent:
-        """On a thread that connects. Raises TransferFailed."""
-        with self._may_open:
-            return self._open_agent(name, self._regions, metadata)
+    def _open(self, metadata: bytes) -> Future[ReadAgent]:
+        name = f"{self._name}-{next(self._agent_numbers)}"
+        return self._opening.submit(self._open_agent, name, self._regions, metadata)
 
     def forget(self, name: str) -> None:
         """See ``TransferAgent``. A copy on the second thread cannot be stopped: its end is awaited by ``release``, so a
@@ -341,11 +324,11 @@ class NixlAgent:
                 transfer.second_half = self._on_second_thread(second.copy, *other, memories)
         try:
             first.agent.transfer(transfer.handle)
-        except Exception:
+        except ERRORS:
             transfer.has_failed = True  # Not raised: the second half may be under way, and must be awaited.
         has_cores = len(os.sched_getaffinity(0)) > 1
         if is_large and has_cores and connection.opening is None and transfer.state() is TransferState.DONE:
-            connection.opening = self._connecting.submit(self._open, self._new_name(), connection.metadata)
+            connection.opening = self._open(connection.metadata)
         return transfer
 
     def state(self, handle: Any) -> TransferState:
@@ -372,7 +355,7 @@ class NixlAgent:
         """Disconnect from all peers and destroy the agent."""
         for name in list(self._connections):
             self.forget(name)
-        self._connecting.close(CLOSE_S_MAX)
+        self._opening.close(CLOSE_S_MAX)
         self._second_thread.close(CLOSE_S_MAX)
         deregister(self._agent, self._registered)
         self._agent = None

@@ -10,7 +10,6 @@ import asyncio
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -83,12 +82,11 @@ class DaemonThreads:
         return future
 
     def close(self, wait_s: float) -> None:
-        """End the threads after the queued jobs. Waits for all of them at most so long."""
-        ends_at = time.monotonic() + wait_s
+        """End the threads after the queued jobs. Waits for each of them at most so long."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(max(0.0, ends_at - time.monotonic()))
+            thread.join(wait_s)
 
     def _run(self) -> None:
         self._initializer()

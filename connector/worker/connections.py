@@ -6,9 +6,7 @@ closed port only at the first read. A connection that fails is reported, so that
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,23 +15,11 @@ import numpy as np
 from connector.layout.routes import ReaderRank, Route, routes_to
 from connector.layout.tensors import why_not
 from connector.messages import Connected, Peer, PeerKey
-from connector.transfer.agent import (
-    Connecting,
-    DeadlyMetadata,
-    Spans,
-    TransferAgent,
-    TransferFailed,
-    TransferState,
-    failing,
-)
+from connector.transfer.agent import Connecting, TransferAgent, TransferFailed, TransferState
 from shared.contracts.kv_exchange import KvHandshake, KvRank
 
-log = logging.getLogger("baton.connector")
-
-OPEN_S_MAX = 60.0
-"""Time limit for the agent to try the peer's metadata and to register all memory for a connection; several connections
-may wait for one another.
-"""
+OPEN_S_MAX = 30.0
+"""Time limit for the agent to register all memory for a connection; several connections may wait for one another."""
 CONNECT_S_MAX = 5.0
 """Time limit for the first read over an opened connection."""
 PROBE_BYTES = 8
@@ -69,12 +55,6 @@ class Connection:
     """Reads under way that test the connection; empty when it works."""
 
 
-def pieces_of(route: Route) -> Spans:
-    """The first bytes of each piece of the peer's block 0."""
-    lengths = np.minimum(route.lengths, PROBE_BYTES)
-    return np.stack([route.remote, lengths, np.full_like(lengths, route.devices[0])], axis=1)
-
-
 class Connections:
     """All connections of one rank."""
 
@@ -105,34 +85,31 @@ class Connections:
     def _connect(self, key: PeerKey, handshake: KvHandshake) -> None:
         connection = Connection(handshake, self._clock())
         self._connections[key] = connection
-        with self._losing(key):
-            if failure := why_not(self._own.handshake, handshake):
-                raise TransferFailed(failure)
-            connection.routes = routes_to(self._own.reader, handshake)
-            for route in connection.routes:
-                rank = handshake.ranks[route.rank]
-                connection.opening.append(self._agent.connect(rank.agent, pieces_of(route), rank.device))
-            self._check_opening(connection)
-
-    @contextmanager
-    def _losing(self, key: PeerKey) -> Iterator[None]:
-        """Whatever fails inside is a lost peer: an engine outlives whatever a peer sends as its handshake."""
+        failure = why_not(self._own.handshake, handshake)
         try:
-            with failing("connecting"):
-                yield
-        except TransferFailed as failed:
-            log.info("cannot connect to %s", key[0], exc_info=failed)
-            self.lose(key, str(failed), is_deadly=isinstance(failed, DeadlyMetadata))
+            if not failure:
+                connection.routes = routes_to(self._own.reader, handshake)
+                for route in connection.routes:
+                    connection.opening.append(self._agent.connect(handshake.ranks[route.rank].agent))
+        except TransferFailed as refused:
+            failure = str(refused)
+        if failure:
+            self.lose(key, failure)
+        else:
+            self._check_opening(key, connection)
 
-    def _check_opening(self, connection: Connection) -> None:
-        """Test the connection once it is open. Raises TransferFailed."""
-        names = [one.name() for one in connection.opening]
-        if all(name is not None for name in names):
-            connection.names, connection.opening = [name for name in names if name is not None], []
-            connection.opened_s = self._clock()
-            self._begin_probes(connection)
-        elif self._clock() - connection.since_s > OPEN_S_MAX:
-            raise TransferFailed(f"the connection was not opened within {OPEN_S_MAX} s")
+    def _check_opening(self, key: PeerKey, connection: Connection) -> None:
+        """Test the connection once it is open."""
+        try:
+            names = [one.name() for one in connection.opening]
+            if all(name is not None for name in names):
+                connection.names, connection.opening = [name for name in names if name is not None], []
+                connection.opened_s = self._clock()
+                self._begin_probes(connection)
+            elif self._clock() - connection.since_s > OPEN_S_MAX:
+                self.lose(key, f"the connection was not opened within {OPEN_S_MAX} s")
+        except TransferFailed as refused:
+            self.lose(key, str(refused))
 
     def _begin_probes(self, connection: Connection) -> None:
         peer = connection.handshake
@@ -146,30 +123,25 @@ class Connections:
     def check(self) -> None:
         """Check connections that are being opened or tested."""
         for key in [key for key, one in self._connections.items() if one.opening]:
-            with self._losing(key):
-                self._check_opening(self._connections[key])
+            self._check_opening(key, self._connections[key])
         for key in [key for key, one in self._connections.items() if one.probes]:
-            with self._losing(key):
-                self._check_probes(key, self._connections[key])
+            connection = self._connections[key]
+            states = {self._agent.state(probe) for probe in connection.probes}
+            took_s = self._clock() - connection.since_s
+            if TransferState.FAILED in states:
+                self.lose(key, "the first read failed")
+            elif TransferState.RUNNING not in states:
+                self._release_probes(connection)
+                self.connected.append(Connected(key, took_s))
+            elif self._clock() - connection.opened_s > CONNECT_S_MAX:
+                self.lose(key, f"no byte could be read within {CONNECT_S_MAX} s")
 
-    def _check_probes(self, key: PeerKey, connection: Connection) -> None:
-        """Raises TransferFailed."""
-        states = {self._agent.state(probe) for probe in connection.probes}
-        took_s = self._clock() - connection.since_s
-        if TransferState.FAILED in states:
-            raise TransferFailed("the first read failed")
-        if TransferState.RUNNING not in states:
-            self._release_probes(connection)
-            self.connected.append(Connected(key, took_s))
-        elif self._clock() - connection.opened_s > CONNECT_S_MAX:
-            raise TransferFailed(f"no byte could be read within {CONNECT_S_MAX} s")
-
-    def lose(self, key: PeerKey, failure: str, *, is_deadly: bool = False) -> None:
+    def lose(self, key: PeerKey, failure: str) -> None:
         """Report a connection as failed and drop it. Unknown peers are ignored."""
         connection = self._connections.get(key)
         if connection is not None:
             self.forget(key)
-            self.connected.append(Connected(key, self._clock() - connection.since_s, failure, is_deadly))
+            self.connected.append(Connected(key, self._clock() - connection.since_s, failure))
 
     def forget(self, key: PeerKey) -> None:
         """Disconnect: no byte of a read from this peer moves any more. Unknown peers are ignored."""

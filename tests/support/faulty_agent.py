@@ -25,8 +25,8 @@ class FaultyAgent:
     def metadata(self) -> bytes:
         return self.inner.metadata()
 
-    def connect(self, metadata: bytes, pieces: Spans, remote_device: str) -> Connecting:
-        return self.inner.connect(metadata, pieces, remote_device)
+    def connect(self, metadata: bytes) -> Connecting:
+        return self.inner.connect(metadata)
 
     def forget(self, name: str) -> None:
         self.inner.forget(name)

@@ -8,7 +8,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
 import pytest
 
 from services.launcher.fleet.fleet_file import read_fleet_file
@@ -85,7 +84,7 @@ def test_sockets_are_bound_to_ipv6_addresses():
 def test_simulated_kv_travels_over_ipv6():
     holder, reader = TcpAgent("a", "::1"), TcpAgent("b", "::1")
     try:
-        reader.connect(holder.metadata(), np.empty((0, 3), np.uint64), "cpu")
+        reader.connect(holder.metadata())
         assert list(reader._peers) == ["a"]
     finally:
         holder.close()

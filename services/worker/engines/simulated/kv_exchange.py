@@ -65,9 +65,8 @@ class TcpAgent:
         host, port = self._listening.getsockname()[:2]
         return msgspec.msgpack.encode(_Address(self._name, host, port))
 
-    def connect(self, metadata: bytes, pieces: Spans, remote_device: str) -> Connecting:
+    def connect(self, metadata: bytes) -> Connecting:
         """Connect to an agent. Raises TransferFailed."""
-        del pieces, remote_device
         try:
             address = msgspec.msgpack.decode(metadata, type=_Address)
             peer = socket.create_connection((address.host, address.port), timeout=REPLY_S_MAX)

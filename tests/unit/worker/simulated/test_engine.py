@@ -357,7 +357,7 @@ async def test_a_tcp_reader_gets_registered_memory_only(directory):
     async with running(directory, worker_id="p", transfer="tcp") as engine:
         told = (await engine.exchange.call(EngineCall(describe=True))).handshake
         reader = TcpAgent("reader", "127.0.0.1")
-        name = reader.connect(told.ranks[0].agent, np.empty((0, 3), np.uint64), "cpu").name()
+        name = reader.connect(told.ranks[0].agent).name()
         room, secret = array("q", [7]), array("q", [42])
         here = np.array([[room.buffer_info()[0], 8, 0]], dtype=np.uint64)
         there = np.array([[secret.buffer_info()[0], 8, 0]], dtype=np.uint64)

@@ -1,4 +1,0 @@
-class nixlBackendError(Exception): ...  # noqa: N801
-
-
-class nixlAgent: ...  # noqa: N801
