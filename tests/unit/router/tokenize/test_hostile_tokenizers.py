@@ -205,7 +205,7 @@ def test_a_record_that_cannot_be_a_workers_is_refused_with_one_log_line(fields, 
         assert (await world.ask(prompt())).status == 200
 
     attack()
-    assert sum("is refused" in one.getMessage() for one in caplog.records if one.levelno == logging.ERROR) == 1
+    assert sum("is refused" in one.getMessage() for one in caplog.records if one.levelno == logging.WARNING) == 1
 
 
 def test_a_tokenizer_that_takes_long_of_a_text_is_used_no_more():
