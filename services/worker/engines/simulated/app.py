@@ -1,4 +1,4 @@
-"""The simulated engine's OpenAI-compatible server. It is plain ASGI, to leave the CPU to the router in benchmarks."""
+"""The simulated engine's server, as clients know vLLM's: plain ASGI, to leave the CPU to the router in benchmarks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.worker.engines.simulated.responses import (
     split_chunk,
     usage_of,
 )
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport
 
@@ -40,7 +40,7 @@ class Submitter(Protocol):
 
 
 class SimulatedApp:
-    """POST /v1/completions, /v1/chat/completions and /v1/responses, GET /v1/models and /health."""
+    """POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages, GET /v1/models and /health."""
 
     def __init__(
         self, engine: Submitter, tokenizer: SimulatedTokenizer, jobs: JobMaker, models: Callable[[], bytes]
@@ -50,7 +50,12 @@ class SimulatedApp:
         self._texts = tokenizer.texts
         self._text_json = {token: encode(text) for token, text in tokenizer.texts.items()}
         self._gets = {"/v1/models": models, "/health": bytes, "/ping": bytes}
-        self._posts: dict[str, MakeJob] = {COMPLETIONS: jobs.completion, CHAT: jobs.chat, RESPONSES: jobs.response}
+        self._posts: dict[str, MakeJob] = {
+            COMPLETIONS: jobs.completion,
+            CHAT: jobs.chat,
+            RESPONSES: jobs.response,
+            MESSAGES: jobs.message,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -58,7 +63,7 @@ class SimulatedApp:
             return
         path, method = scope["path"], scope["method"]
         if method == "POST" and path in self._posts:
-            await self._serve(self._posts[path], await _read_body(receive), send)
+            await self._serve(path, await _read_body(receive), send)
         elif method == "GET" and path in self._gets:
             await respond(send, 200, self._gets[path]())
         elif path in self._posts or path in self._gets:
@@ -66,15 +71,15 @@ class SimulatedApp:
         else:
             await respond(send, 404, b'{"detail":"Not Found"}')
 
-    async def _serve(self, make: MakeJob, raw: bytes, send: Send) -> None:
+    async def _serve(self, path: str, raw: bytes, send: Send) -> None:
         leg = CURRENT_LEG.get() or Leg(LegInput())
         result = leg.result
         try:
-            job = await make(raw, leg.input)
+            job = await self._posts[path](raw, leg.input)
             if leg.input.resume is not None:
                 job = caught_up(job, result, leg.input.resume, self._tokenizer)
         except ApiError as error:
-            await respond(send, error.status, error.body)
+            await respond(send, error.status, error.anthropic_body if path == MESSAGES else error.body)
             return
         streaming = False
         try:
@@ -94,6 +99,7 @@ class SimulatedApp:
 
     async def _stream(self, job: Job, result: LegResult, send: Send) -> None:
         await send(start(200, EVENT_STREAM))
+        # Called for a resumed stream, too: a response counts its events.
         opening = b"".join(job.responses.opening(choice.index) for choice in job.choices)
         opening += b"".join(self._echo_event(job, choice) for choice in job.choices if job.view.echo)
         if opening and job.leg.resume is None:
@@ -123,6 +129,7 @@ class SimulatedApp:
                     self._note_end(job, result, choice)
             if events:
                 await send(part(b"".join(events) if len(events) > 1 else events[0]))
+                await result.shown()
         result.is_over = True
         done = job.responses.done
         end = job.responses.usage(_usage(job, result)) + done if job.view.usage else done

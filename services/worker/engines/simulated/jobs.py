@@ -21,10 +21,12 @@ from services.worker.engines.simulated.requests import (
     CompletionBody,
     ResponseBody,
     SamplingBody,
+    chat_of,
     messages_of,
     prompts_of,
     read_chat,
     read_completion,
+    read_message,
     read_response,
     stop_strings,
 )
@@ -32,14 +34,16 @@ from services.worker.engines.simulated.responses import (
     ChatResponses,
     Choice,
     CompletionResponses,
+    Ending,
     Inbox,
+    MessageObjects,
     ResponseObjects,
     Responses,
     StopStrings,
     chat_logprobs,
     completion_logprobs,
 )
-from shared.contracts.engine_paths import CHAT, RESPONSES
+from shared.contracts.engine_paths import CHAT, MESSAGES, RESPONSES
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
 from shared.contracts.request_body import text_fault
@@ -125,13 +129,19 @@ class JobMaker:
     async def response(self, raw: bytes, leg: LegInput) -> Job:
         body = read_response(raw)
         model = self._check_model(body.model)
-        if leg.resume is not None:
-            raise ApiError("A simulated engine cannot continue the stream of a response.")
         variables = {"tools": body.tools, "add_generation_prompt": True}
         prompt = await self._encode(self._rendered(messages_of(body), variables, "input"), special=False)
         # Events have numbers, and the last one has the usage: none is a copy of the one before.
         view = View(streamed=bool(body.stream), usage_each=True)
-        return self._job(body, [prompt], ResponseObjects(model, body.instructions), view, leg)
+        return self._job(body, [prompt], ResponseObjects(model, leg.answer_id, body.instructions), view, leg)
+
+    async def message(self, raw: bytes, leg: LegInput) -> Job:
+        body = read_message(raw)
+        model = self._check_model(body.model)
+        variables = {"tools": body.tools, "add_generation_prompt": True}
+        prompt = await self._encode(self._rendered(chat_of(body), variables, "messages"), special=False)
+        view = View(streamed=bool(body.stream), usage=True)
+        return self._job(body, [prompt], MessageObjects(model, leg.answer_id, len(prompt)), view, leg)
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any], param: str) -> str:
         try:
@@ -236,7 +246,7 @@ def _streaming(body: CompletionBody | ChatBody) -> dict[str, bool]:
 
 
 class SimulatedRenderer:
-    """Renders responses. Routers read prompts of other paths themselves."""
+    """Renders what routers do not read themselves: responses and messages."""
 
     def __init__(self, jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int) -> None:
         self._jobs = jobs
@@ -246,8 +256,8 @@ class SimulatedRenderer:
     async def render(self, path: str, body: bytes, *, cache_salt: str, media_salt: str) -> EnginePrompt:
         """See the port. ``body`` has the salt."""
         del cache_salt, media_salt
-        if path != RESPONSES:
-            return EnginePrompt(refusal="a simulated engine renders responses only")
+        if path not in (RESPONSES, MESSAGES):
+            return EnginePrompt(refusal="a simulated engine renders responses and messages only")
         found = await engine_tokens(self._jobs, self._tokenizer, self._block_size, path, body)
         return EnginePrompt(tokens=len(found.tokens), hashes=found.hashes, refusal=found.refusal)
 
@@ -257,7 +267,8 @@ async def engine_tokens(
 ) -> EngineTokens:
     """Tokens and block hashes, computed by the code that serves requests."""
     try:
-        job = await {CHAT: jobs.chat, RESPONSES: jobs.response}.get(path, jobs.completion)(body, LegInput())
+        make = {CHAT: jobs.chat, RESPONSES: jobs.response, MESSAGES: jobs.message}.get(path, jobs.completion)
+        job = await make(body, LegInput())
     except ApiError as error:
         return EngineTokens(refusal=str(error))
     tokens = job.choices[0].prompt
@@ -301,4 +312,7 @@ def _replay(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> None:
         if choice.has_ended():
             break
         reason = job.params.ending(token, len(choice.token_ids) + 1, tokenizer.model.eos)
-        choice.add(token, tokenizer.texts.get(token, ""), reason)
+        text = choice.add(token, tokenizer.texts.get(token, ""), reason)
+        if text or choice.finish_reason or choice.stops is None:
+            ending = Ending(finish_reason=choice.finish_reason or None, stop_reason=choice.stop_reason)
+            job.responses.chunk(choice.index, text, ending)

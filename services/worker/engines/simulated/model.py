@@ -26,7 +26,7 @@ from services.worker.engines.simulated.core.engine_core import ModelTokens
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings
 from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from shared.contracts.request_body import joined
 from shared.contracts.workers import ADAPTERS_MAX, Fingerprint, HashScheme
 from shared.third_party import CONTAINED
@@ -34,7 +34,7 @@ from shared.third_party import CONTAINED
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
-PATHS = frozenset({COMPLETIONS, CHAT, RESPONSES})
+PATHS = frozenset({COMPLETIONS, CHAT, RESPONSES, MESSAGES})
 """Paths that ``SimulatedApp`` serves."""
 
 

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API, and error responses in vLLM's format."""
+"""Request bodies of the OpenAI and Anthropic APIs, and error responses in vLLM's format."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+        self.anthropic_body = msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+        """The error in Anthropic's form, for clients of messages."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -77,11 +79,21 @@ class ResponseBody(SamplingBody, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
 
-B = TypeVar("B", CompletionBody, ChatBody, ResponseBody)
+class MessageBody(SamplingBody, frozen=True, kw_only=True):
+    """A request for a message, in Anthropic's form."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+B = TypeVar("B", CompletionBody, ChatBody, ResponseBody, MessageBody)
 
 _READ_COMPLETION = msgspec.json.Decoder(CompletionBody)
 _READ_CHAT = msgspec.json.Decoder(ChatBody)
 _READ_RESPONSE = msgspec.json.Decoder(ResponseBody)
+_READ_MESSAGE = msgspec.json.Decoder(MessageBody)
 
 
 def read_completion(raw: bytes) -> CompletionBody:
@@ -109,6 +121,60 @@ def read_response(raw: bytes) -> ResponseBody:
         message = f"Response with id '{body.previous_response_id}' not found."
         raise ApiError(message, status=404, kind="invalid_request_error", param="response_id")
     return body
+
+
+def read_message(raw: bytes) -> MessageBody:
+    """Raises ApiError."""
+    body = _read(_READ_MESSAGE, raw)
+    if body.max_tokens is None:
+        raise ApiError("max_tokens: Field required", param="max_tokens")
+    if not body.messages:
+        raise ApiError("messages must contain at least one message", param="messages")
+    return body
+
+
+def chat_of(body: MessageBody) -> list[dict[str, Any]]:
+    """The chat of Anthropic's messages, as vLLM makes it. Thoughts are left out, as by many chat templates."""
+    system = body.system if isinstance(body.system, str) else "".join(_texts(body.system or []))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for message in body.messages:
+        role, content = message.get("role", "user"), message.get("content", "")
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+            continue
+        blocks = [block for block in content if isinstance(block, dict)]
+        if unknown := {str(block.get("type")) for block in blocks} - _BLOCKS:
+            raise ApiError(f"Unsupported content block: {min(unknown)}", param="messages")
+        messages += [
+            {"role": "tool", "content": _text(block.get("content", ""))}
+            for block in blocks
+            if block["type"] == "tool_result"
+        ]
+        calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
+        if texts := _texts(blocks):
+            parts = [{"type": "text", "text": text} for text in texts]
+            messages.append({"role": role, "content": texts[0] if len(texts) == 1 else parts, "tool_calls": calls})
+        elif calls:
+            messages.append({"role": role, "tool_calls": calls})
+    if not messages:
+        raise ApiError("messages must contain some content", param="messages")
+    return messages
+
+
+_BLOCKS = {"text", "tool_use", "tool_result", "thinking", "redacted_thinking"}
+
+
+def _texts(blocks: list[dict[str, Any]]) -> list[str]:
+    return [str(block["text"]) for block in blocks if block.get("type") == "text" and block.get("text")]
+
+
+def _text(content: Any) -> str:
+    return "\n".join(_texts(content)) if isinstance(content, list) else str(content)
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    arguments = msgspec.json.encode(block.get("input") or {}).decode()
+    return {"function": {"name": str(block.get("name", "")), "arguments": arguments}}
 
 
 def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
@@ -144,7 +210,8 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
 
 def stop_strings(body: SamplingBody) -> list[str]:
     """Raises ApiError for an empty string."""
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    asked = body.stop_sequences if isinstance(body, MessageBody) else body.stop
+    stops = [asked] if isinstance(asked, str) else asked or []
     if not all(stops):
         raise ApiError("stop cannot contain an empty string.", param="stop")
     return stops

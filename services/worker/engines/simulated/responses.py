@@ -1,4 +1,6 @@
-"""Completions of a request: their texts, and the bytes of OpenAI's endpoints, with vLLM's additional fields."""
+"""Completions of a request: their texts, and the bytes of OpenAI's and Anthropic's endpoints, with vLLM's additional
+fields.
+"""
 
 from __future__ import annotations
 
@@ -292,15 +294,82 @@ class ChatResponses(_ChoiceResponses):
         return {"message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}}
 
 
+class MessageObjects:
+    """/v1/messages of Anthropic's API, with one block of text. Events have names."""
+
+    done = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    def __init__(self, model: str, answer_id: str, prompt_tokens: int) -> None:
+        self._head = {"id": f"msg_{answer_id or uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+        self._ending = UNFINISHED
+
+    def opening(self, _index: int) -> bytes:
+        """The events before the first text."""
+        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
+        message: dict[str, Any] = {
+            **self._head,
+            "content": [],
+            "model": self._model,
+            "stop_reason": None,
+            "usage": usage,
+        }
+        block = {"type": "text", "text": ""}
+        return _named("message_start", message=message) + _named("content_block_start", index=0, content_block=block)
+
+    def chunk(self, _index: int, text: str, ending: Ending) -> bytes:
+        """The text; at its end the block's end."""
+        event = _named("content_block_delta", index=0, delta={"type": "text_delta", "text": text}) if text else b""
+        if ending.finish_reason is None:
+            return event
+        self._ending = ending
+        return event + _named("content_block_stop", index=0)
+
+    def whole(
+        self, choices: list[Choice], texts: list[str], _logprobs: list[Any], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        content = [{"type": "text", "text": text} for text in texts]
+        end = _anthropic_end(choices[0].finish_reason, choices[0].stop_reason)
+        return {**self._head, "content": content, "model": self._model, **end, "usage": _anthropic_usage(usage)}
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event that says why the message ended, and what it used."""
+        end = _anthropic_end(self._ending.finish_reason, self._ending.stop_reason)
+        return _named("message_delta", delta=end, usage=_anthropic_usage(usage))
+
+
+def _anthropic_end(finish_reason: str | None, stop_reason: str | int | None) -> dict[str, str]:
+    if finish_reason == LENGTH:
+        return {"stop_reason": "max_tokens"}
+    if isinstance(stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+    return {"stop_reason": "end_turn"}
+
+
+def _anthropic_usage(usage: dict[str, Any]) -> dict[str, int]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _named(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
+
+
 class ResponseObjects:
     """/v1/responses, with one message of text. Events have names and numbers; the last one has the whole response."""
 
     done = b""
 
-    def __init__(self, model: str, instructions: str | None) -> None:
+    def __init__(self, model: str, answer_id: str, instructions: str | None) -> None:
         self._model = model
         self._instructions = instructions
-        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        drawn = answer_id or uuid.uuid4().hex
+        self._id, self._item_id = f"resp_{drawn}", f"msg_{drawn}"
         self._created_at = int(time.time())
         self._shown: list[str] = []
         self._events = 0
@@ -342,9 +411,8 @@ class ResponseObjects:
         return b""
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(event))
+        return _named(kind, sequence_number=self._events - 1, **fields)
 
     def _part_event(self, kind: str, **fields: Any) -> bytes:
         return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)

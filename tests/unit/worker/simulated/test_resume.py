@@ -21,6 +21,7 @@ from tests.unit.worker.simulated.builders import INSTANT
 PROMPT = "The station master kept three clocks on the wall. " * 8
 TOKENS = 12
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +73,17 @@ async def serve(engine, path, fields, *, resume=None, cached=None, kind=LegKind.
     if path == COMPLETIONS and "logprobs" in fields:
         fields = {**fields, "logprobs": 1}
     body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "max_tokens": TOKENS}
-    asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": PROMPT}]}
+    if path == RESPONSES:
+        body = {"stream": True, "ignore_eos": True, "max_output_tokens": TOKENS}
+    elif path == MESSAGES and "stop" in fields:
+        fields = {"stop_sequences": fields["stop"]}
+    chat = [{"role": "user", "content": PROMPT}]
+    asked = {COMPLETIONS: {"prompt": PROMPT}, RESPONSES: {"input": chat}}.get(path, {"messages": chat})
     raw = json.dumps({**body, **asked, **fields}).encode()
     start = start_leg(request_id="q", kind=kind, path=path, body=raw, resume=None if resume is None else b"")
-    given = LegInput(kind=kind, request_id="q", resume=resume, resume_cached_tokens=cached, order=order)
+    given = LegInput(
+        kind=kind, path=path, request_id="q", answer_id="a", resume=resume, resume_cached_tokens=cached, order=order
+    )
     frames = Frames()
     call = AsgiCall(start, raw, frames, no_server_error)
     await asyncio.create_task(_call(engine, call, given))
@@ -90,14 +98,15 @@ async def _call(engine, call, given) -> None:
 
 def events(body: bytes) -> list:
     """Without what depends on the moment."""
-    return [_settled(part.removeprefix(b"data: ")) for part in body.split(b"\n\n") if part]
+    return [_settled(part.rpartition(b"data: ")[2]) for part in body.split(b"\n\n") if part]
 
 
 def _settled(event: bytes):
     if event == b"[DONE]":
         return "done"
     parsed = json.loads(event)
-    del parsed["created"]
+    parsed.pop("created", None)
+    parsed.get("response", {}).pop("created_at", None)
     return parsed
 
 
@@ -105,7 +114,7 @@ def joined(frames: list[tuple[bytes, list[int]]]) -> tuple[bytes, list[int]]:
     return b"".join(data for data, _ in frames), [token for _, said in frames for token in said]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
     "fields",
     [{}, {"logprobs": True}, {"stop": ["qqqqqqqqqqqqqqqqqqqqqqqq"]}, {"min_tokens": TOKENS, "ignore_eos": False}],
@@ -139,7 +148,7 @@ async def test_a_stop_string_across_the_cut_ends_the_answer(engines):
     assert result.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
 async def test_an_answer_with_all_its_tokens_gets_only_its_end(engines, path):
     whole, _ = await serve(engines[0], path, {})
 
