@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.runtime.settings import load_common
+from tests.nightly.chaos.batches import BatchClients
 from tests.nightly.chaos.breaker import Breaker
 from tests.nightly.chaos.faults import MENU, Fault, Rhythm, Row, schedule
 from tests.nightly.chaos.fleet import REQUEST_S_MAX, Fleet, Size, running_fleet
 from tests.nightly.chaos.oracle import Oracle
-from tests.nightly.chaos.outcomes import Happened, Limits, Outcome, failures, violations
-from tests.nightly.chaos.trace import Ask, Shape, make_trace
+from tests.nightly.chaos.outcomes import BatchOutcome, Happened, Limits, Outcome, batch_violations, failures, violations
+from tests.nightly.chaos.trace import Ask, Shape, make_batches, make_trace
 from tests.nightly.chaos.traffic import Traffic
 from tests.nightly.chaos.witness import Witness, witness_of
 
@@ -35,6 +36,7 @@ class Report:
 
     asks: Sequence[Ask]
     outcomes: Sequence[Outcome]
+    batches: Sequence[BatchOutcome]
     happened: Sequence[Happened]
     violations: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -49,9 +51,13 @@ class Report:
     def summary(self) -> str:
         """For a person."""
         kinds = Counter(f"{one.fault.part} {one.fault.kind}" for one in self.happened)
-        ends = Counter(str(one.status) if one.is_answered else one.code or "cut" for one in self.outcomes)
+        ends = Counter(map(_end, self.outcomes))
+        paths = Counter(ask.path for ask in self.asks)
         lines = [
             f"{len(self.asks)} requests: " + ", ".join(f"{end} {count}" for end, count in sorted(ends.items())),
+            "asked: " + ", ".join(f"{path} {count}" for path, count in sorted(paths.items())),
+            f"{sum(one.reused for one in self.outcomes)} on kept connections",
+            *(one.describe() for one in self.batches),
             f"{len(self.happened)} faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())),
             f"settled after {self.settled_s:.1f} s" if not self.unsettled else "never settled",
             f"{len(self.broken_promises())} broken promises",
@@ -60,6 +66,12 @@ class Report:
             *(f"{one.began_s:.2f}..{one.ended_s:.2f} s: {one.fault.kind} {one.fault.target}" for one in self.happened),
         ]
         return "\n".join(lines)
+
+
+def _end(outcome: Outcome) -> str:
+    if outcome.is_answered:
+        return str(outcome.status)
+    return outcome.code or ("left" if outcome.left else "cut")
 
 
 class Run:
@@ -77,26 +89,33 @@ class Run:
 
     async def break_it(self, shape: Shape, faults: Sequence[Fault], *, always: bool = True) -> Report:
         """The whole story; unless ``always``, of each kind of process enough are left, however slow the machine."""
-        asks = make_trace(shape, self.oracle)
+        asks, batches = make_trace(shape, self.oracle), make_batches(shape, self.oracle)
         began = time.monotonic()
 
         def now() -> float:
             return time.monotonic() - began
 
         traffic, breaker = Traffic(self.fleet.routers, now), Breaker(self.fleet, now)
+        batch_clients = BatchClients(traffic, now)
         try:
             async with asyncio.TaskGroup() as acts:
                 acts.create_task(traffic.send_all(asks), name="traffic")
+                acts.create_task(batch_clients.send_all(batches), name="batches")
                 acts.create_task(breaker.follow(faults, None if always else self.witness.spares), name="breaker")
         finally:
             await traffic.close()
+            await batch_clients.close()
         ended_s = now()
         unsettled = await self.witness.settled(SETTLE_S_MAX)
         return Report(
             asks=asks,
             outcomes=traffic.outcomes,
+            batches=batch_clients.outcomes,
             happened=breaker.happened,
-            violations=violations(asks, traffic.outcomes, breaker.happened, LIMITS),
+            violations=[
+                *violations(asks, traffic.outcomes, breaker.happened, LIMITS),
+                *batch_violations(batches, batch_clients.outcomes, breaker.happened, LIMITS),
+            ],
             failures=failures(traffic.outcomes),
             deaths=self.fleet.deaths(),
             unsettled=unsettled,

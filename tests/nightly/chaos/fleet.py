@@ -26,15 +26,16 @@ DEADLINES = {
     "ROUTER_FIRST_FRAME_S_MAX": "6",
     "ROUTER_FRAME_GAP_S_MAX": "4",
     "ROUTER_LOG_REQUESTS": "false",
+    "ROUTER_FILES_BYTES_MAX": "10000000",
 }
 REQUEST_S_MAX = float(DEADLINES["ROUTER_REQUEST_S_MAX"])
 PACE = {
     "WORKER_ENGINE": "simulated",
-    "WORKER_SIMULATED": "decode_base_s=0.02,prefill_tokens_per_s=6000",
+    "WORKER_SIMULATED": "decode_base_s=0.02,prefill_tokens_per_s=20000,kv_bytes_per_token=2048",
     "WORKER_KV_LEASE_S": f"{LEASE_S:g}",
     "WORKER_KV_CACHE_BYTES": str(64 * 1024 * 1024),
 }
-"""Slow enough that faults hit streams, with a cache small enough that blocks come and go."""
+"""Slow enough that faults hit streams, with a cache of 32,768 tokens: blocks come and go, and a large prompt fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

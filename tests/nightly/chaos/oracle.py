@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +12,19 @@ from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.tiny_model import ensure_tiny_tokenizer
 
 BLOCK_TOKENS = SimulationSettings().block_size
+LONG_WORDS = 64
+"""Long texts are made of so many words, the longest of the vocabulary."""
 
 
 class Oracle:
     """Answers of baton-tiny to requests that ignore the end token."""
 
     def __init__(self, cache_dir: Path) -> None:
-        tokenizer = SimulatedTokenizer(ensure_tiny_tokenizer(cache_dir))
+        self._tokenizer = tokenizer = SimulatedTokenizer(ensure_tiny_tokenizer(cache_dir))
         self.model = tokenizer.model
         self._texts = tokenizer.texts
         self._sampler = TokenSampler(self.model.sayable, self.model.eos)
+        self._long_words = sorted(self._texts.values(), key=lambda text: (-len(text), text))[:LONG_WORDS]
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow."""
@@ -36,3 +40,26 @@ class Oracle:
     def text(self, tokens: Sequence[int]) -> str:
         """As a client reads it."""
         return "".join(self._texts[token] for token in tokens)
+
+    def sayable(self, tokens: Sequence[int]) -> list[int]:
+        """Each token that is no text by itself replaced by one that is."""
+        sayable = self.model.sayable
+        return [token if token in self._texts else sayable[token % len(sayable)] for token in tokens]
+
+    def tokens(self, prompt: Sequence[int] | str | tuple[tuple[str, str], ...]) -> list[int]:
+        """Of a prompt as an engine reads it: a text, tokens, or the roles and texts of a chat."""
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, special=True)
+        if prompt and isinstance(prompt[0], tuple):
+            messages = [{"role": role, "content": text} for role, text in prompt]  # type: ignore[misc]
+            variables = {"tools": None, "add_generation_prompt": True}
+            return self._tokenizer.encode(self._tokenizer.render_chat(messages, variables), special=False)
+        return list(prompt)  # type: ignore[arg-type]
+
+    def long_text(self, chance: random.Random, size: int) -> str:
+        """Words, of about so many bytes."""
+        words: list[str] = []
+        while size > 0:
+            words.append(chance.choice(self._long_words))
+            size -= len(words[-1])
+        return "".join(words)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shared.contracts.failures import HTTP_STATUS, Reason
 from tests.nightly.chaos.faults import Fault, Kind, Part
-from tests.nightly.chaos.trace import Ask
+from tests.nightly.chaos.trace import Ask, Batch
 
 OK = 200
 CODES = {str(reason): HTTP_STATUS[reason] for reason in Reason}
@@ -39,6 +39,16 @@ class Outcome:
     events_after_end: int = 0
     is_cut: bool = False
     """The connection ended before the answer did."""
+    left: bool = False
+    """Its client has left, as it was to."""
+    events: int = 0
+    """Numbered ones."""
+    last_event: str = ""
+    """The name of the last event that has one."""
+    disorder: str = ""
+    """Why the events make no answer, in words."""
+    reused: bool = False
+    """Its connection had served a request before."""
     first_s: float = -1.0
     """The first piece of the answer."""
     gap_s: float = 0.0
@@ -47,14 +57,44 @@ class Outcome:
 
     @property
     def is_answered(self) -> bool:
-        return self.status == OK and not self.code and not self.is_cut
+        return self.status == OK and not self.code and not self.is_cut and not self.left
 
     def describe(self) -> str:
         """For a person."""
-        end = f"status {self.status}{' ' + self.code if self.code else ''}{' cut' if self.is_cut else ''}"
+        marks = [("cut", self.is_cut), ("left", self.left), ("on a kept connection", self.reused)]
+        end = " ".join([f"status {self.status}", *filter(None, [self.code]), *(mark for mark, is_so in marks if is_so)])
         return (
             f"#{self.number} via {self.router} {self.sent_s:.2f}..{self.ended_s:.2f} s: {end}, {len(self.text)} chars"
         )
+
+
+LOST, NEVER_ENDED = "lost", "never ended"
+"""Ends of a batch that are none."""
+COMPLETED = "completed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineOutcome:
+    """One result of a batch."""
+
+    number: int
+    code: str = ""
+    text: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchOutcome:
+    """One batch as its client saw it, from the upload to the results."""
+
+    number: int
+    sent_s: float
+    ended_s: float = 0.0
+    status: str = ""
+    lines: list[LineOutcome] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """For a person."""
+        return f"batch {self.number} {self.sent_s:.2f}..{self.ended_s:.2f} s: {self.status}, {len(self.lines)} lines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +141,7 @@ def _wrongs(ask: Ask, outcome: Outcome, faults: Sequence[Happened], limits: Limi
     near = [happened for happened in faults if _touches(happened, outcome, limits)]
     if outcome.is_cut and not any(_cuts(happened, outcome) for happened in near):
         yield "the connection ended, and its router was well"
-    elif outcome.code and not any(_may_fail(happened, outcome) for happened in near):
+    elif outcome.code and not any(_may_fail(happened, outcome.router) for happened in near):
         yield "failed without an excuse"
     late_s = outcome.ended_s - outcome.sent_s - limits.deadline_s
     frozen_s = sum(happened.ended_s - happened.began_s for happened in near if _freezes(happened, outcome))
@@ -113,6 +153,8 @@ def _wrong_content(ask: Ask, outcome: Outcome) -> Iterator[str]:
     """Whatever a client was given is the right answer or its beginning, and has one end."""
     if not ask.answer.startswith(outcome.text):
         yield "wrong tokens"
+    if outcome.disorder:
+        yield f"events out of order, {outcome.disorder}"
     if not outcome.is_answered:
         return
     if outcome.text != ask.answer:
@@ -124,7 +166,7 @@ def _wrong_content(ask: Ask, outcome: Outcome) -> Iterator[str]:
 
 
 def _wrong_error(outcome: Outcome) -> Iterator[str]:
-    if outcome.is_answered or outcome.is_cut:
+    if outcome.is_answered or outcome.is_cut or (outcome.left and not outcome.code):
         return
     if outcome.code not in CODES:
         yield f"an error that is not documented, {outcome.code!r}"
@@ -136,7 +178,42 @@ def _wrong_error(outcome: Outcome) -> Iterator[str]:
         yield "an answer that ended well and failed"
 
 
-def _touches(happened: Happened, outcome: Outcome, limits: Limits) -> bool:
+def batch_violations(
+    batches: Sequence[Batch], outcomes: Sequence[BatchOutcome], faults: Sequence[Happened], limits: Limits
+) -> list[str]:
+    """Everything that may not be of a batch: it ends, and each of its lines is answered once, and rightly."""
+    found = [
+        f"batch {missing} was never sent" for missing in {b.number for b in batches} - {o.number for o in outcomes}
+    ]
+    by_number = {batch.number: batch for batch in batches}
+    for outcome in outcomes:
+        wrongs = _wrong_batch(by_number[outcome.number], outcome, faults, limits)
+        found += [f"{wrong}: {outcome.describe()}" for wrong in wrongs]
+    return found
+
+
+def _wrong_batch(batch: Batch, outcome: BatchOutcome, faults: Sequence[Happened], limits: Limits) -> Iterator[str]:
+    """Only what NATS has forgotten is lost. A line may fail as any other request, by way of any router."""
+    near = [happened for happened in faults if _touches(happened, outcome, limits)]
+    asks = {ask.number: ask for ask in batch.lines}
+    for line in outcome.lines:
+        if not line.code and line.text != asks[line.number].answer:
+            yield f"line {line.number} has wrong tokens"
+        elif line.code in BUGS or (line.code and line.code not in CODES):
+            yield f"line {line.number} failed with {line.code!r}"
+        elif line.code and not any(_may_fail(happened, happened.fault.target) for happened in near):
+            yield f"line {line.number} failed without an excuse"
+    if any(happened.fault.kind is Kind.FORGET for happened in near):
+        return
+    if outcome.status != COMPLETED:
+        yield "a batch did not complete"
+        return
+    times = Counter(line.number for line in outcome.lines)
+    if wrong := {number: times[number] for number in asks if times[number] != 1}:
+        yield f"lines with another number of results than one, {wrong}"
+
+
+def _touches(happened: Happened, outcome: Outcome | BatchOutcome, limits: Limits) -> bool:
     """Whether the request was under way while the fault was, or while others still found out."""
     return happened.began_s <= outcome.ended_s and outcome.sent_s <= happened.ended_s + limits.settle_s
 
@@ -151,17 +228,17 @@ def _freezes(happened: Happened, outcome: Outcome) -> bool:
     return fault.kind is Kind.FREEZE and (fault.target == outcome.router or fault.part is Part.NATS)
 
 
-def _may_fail(happened: Happened, outcome: Outcome) -> bool:
-    """Whether it may end with a documented error: only if the bus was away for longer than a request has to wait for
+def _may_fail(happened: Happened, router: str) -> bool:
+    """Whether a request by way of this router may end with a documented error: only if the bus was away for longer than a request has to wait for
     it, or if messages were lost, again and again perhaps. That workers die is no excuse.
     """
     fault = happened.fault
     if fault.part is Part.NATS or (fault.part is Part.ROUTER and fault.kind is Kind.CUT):
-        is_its = fault.part is Part.NATS or fault.target == outcome.router
+        is_its = fault.part is Part.NATS or fault.target == router
         return is_its and happened.ended_s - happened.began_s > BUS_AWAY_S_MIN
-    return fault.kind is Kind.LOSE and (fault.part is Part.WORKER or fault.target == outcome.router)
+    return fault.kind is Kind.LOSE and (fault.part is Part.WORKER or fault.target == router)
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
-    """All requests that were not answered."""
-    return [outcome.describe() for outcome in outcomes if not outcome.is_answered]
+    """All requests that were not answered, though their clients waited."""
+    return [outcome.describe() for outcome in outcomes if not outcome.is_answered and not outcome.left]

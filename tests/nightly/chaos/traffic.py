@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import httpx
 import msgspec
 
+from tests.nightly.chaos.apis import body_of, read_event, read_whole
 from tests.nightly.chaos.outcomes import OK, Outcome
 from tests.nightly.chaos.trace import Ask
 
-MODEL = "baton-tiny"
 PATIENCE_S = 90.0
 """A client that still waits then goes home: the request has not ended in any way that is promised."""
 NOBODY_THERE_S_MAX = 40.0
@@ -20,23 +20,50 @@ NOBODY_THERE_S_MAX = 40.0
 CHECK_S = 0.1
 HEALTH_S, HEALTH_S_MAX = 0.25, 1.0
 """A router that is not ready, or does not say so in time, gets no new connections: as load balancers have it."""
+KEPT_S = 60.0
+"""A client that keeps its connection closes it after so long without a request."""
 DATA = "data: "
-DONE = "[DONE]"
+HEADERS = {"content-type": "application/json"}
+
+Router = tuple[str, str]
+"""Name and address."""
+
+
+class Kept:
+    """A client with a connection that it keeps, to the router that took it."""
+
+    def __init__(self) -> None:
+        self.http = httpx.AsyncClient(
+            timeout=httpx.Timeout(PATIENCE_S),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=KEPT_S),
+            trust_env=False,
+        )
+        self.router: Router | None = None
+        self.turn = asyncio.Lock()
+        """Held by the request that uses the connection."""
+        self._local: tuple[str, int] | None = None
+
+    def reuses(self, answer: httpx.Response) -> bool:
+        """Whether this answer came by the connection of the one before."""
+        local = answer.extensions["network_stream"].get_extra_info("client_addr")
+        before, self._local = self._local, local
+        return local == before
 
 
 class Traffic:
     """Sends, and keeps every outcome. ``now`` are the seconds of the run."""
 
-    def __init__(self, routers: Sequence[tuple[str, str]], now: Callable[[], float]) -> None:
+    def __init__(self, routers: Sequence[Router], now: Callable[[], float]) -> None:
         self.outcomes: list[Outcome] = []
         self.under_way = 0
         self._routers = list(routers)
-        self._fit: list[tuple[str, str]] = []
+        self._fit: list[Router] = []
         self._turns = itertools.count()
         self._now = now
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        # A router that dies takes its connections along; one that is reused just then could not be told from it.
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(PATIENCE_S), limits=limits, trust_env=False)
+        self._kept: dict[int, Kept] = {}
+        """By conversation."""
 
     async def send_all(self, asks: Sequence[Ask]) -> None:
         """Every request at its time, whatever became of those before; returns when the last has ended."""
@@ -53,7 +80,12 @@ class Traffic:
         """One request, to the next router that takes connections."""
         self.under_way += 1
         try:
-            outcome = await self._send(ask)
+            if ask.keeps:
+                kept = self._kept.setdefault(ask.conversation, Kept())
+                async with kept.turn:  # The client waits for its answer before it asks again.
+                    outcome = await self._send(ask, kept)
+            else:
+                outcome = await self._send(ask, None)
         finally:
             self.under_way -= 1
         outcome.ended_s = self._now()
@@ -62,18 +94,27 @@ class Traffic:
 
     async def close(self) -> None:
         """No more requests."""
-        await self._http.aclose()
+        await asyncio.gather(self._http.aclose(), *(kept.http.aclose() for kept in self._kept.values()))
 
-    async def _send(self, ask: Ask) -> Outcome:
+    def next_router(self) -> Router:
+        """As a load balancer gives it to a new connection."""
+        choice = self._fit or self._routers
+        return choice[next(self._turns) % len(choice)]
+
+    async def _send(self, ask: Ask, kept: Kept | None) -> Outcome:
         until = self._now() + NOBODY_THERE_S_MAX
         while True:
-            choice = self._fit or self._routers
-            name, url = choice[next(self._turns) % len(choice)]
+            name, url = kept.router if kept is not None and kept.router is not None else self.next_router()
             outcome = Outcome(number=ask.number, router=name, sent_s=self._now())
+            leaving = asyncio.timeout(ask.leaves_after_s)
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._relay(ask, url, outcome)
+                async with asyncio.timeout(PATIENCE_S), leaving:
+                    await self._relay(ask, url, outcome, kept)
+                if kept is not None:
+                    kept.router = name, url
             except httpx.ConnectError:
+                if kept is not None:
+                    kept.router = None
                 if self._now() < until:
                     await asyncio.sleep(CHECK_S)  # Nothing was asked yet: as a load balancer does, take another one.
                     continue
@@ -81,7 +122,10 @@ class Traffic:
             except httpx.TransportError:
                 outcome.is_cut = True
             except TimeoutError:
-                outcome.code = "never ended"
+                if leaving.expired():
+                    outcome.left = True
+                else:
+                    outcome.code = "never ended"
             return outcome
 
     async def _check_health(self) -> None:
@@ -96,25 +140,19 @@ class Traffic:
         except httpx.TransportError:
             return False
 
-    async def _relay(self, ask: Ask, url: str, outcome: Outcome) -> None:
-        body = {
-            "model": MODEL,
-            "prompt": ask.prompt,
-            "max_tokens": ask.max_tokens,
-            "ignore_eos": True,
-            "stream": ask.stream,
-        }
-        headers = {"content-type": "application/json"}
-        content = msgspec.json.encode(body)
-        async with self._http.stream("POST", f"{url}/v1/completions", content=content, headers=headers) as answer:
+    async def _relay(self, ask: Ask, url: str, outcome: Outcome, kept: Kept | None) -> None:
+        http = self._http if kept is None else kept.http
+        content = msgspec.json.encode(body_of(ask))
+        async with http.stream("POST", f"{url}{ask.path}", content=content, headers=HEADERS) as answer:
             outcome.status = answer.status_code
             outcome.decode_worker = answer.headers.get("x-baton-decode-worker", "")
+            outcome.reused = kept is not None and kept.reuses(answer)
             if answer.status_code == OK and ask.stream:
-                await self._read_events(answer, outcome)
+                await self._read_events(ask.path, answer, outcome)
             else:
-                _read_whole(await answer.aread(), outcome)
+                read_whole(ask.path, await answer.aread(), outcome)
 
-    async def _read_events(self, answer: httpx.Response, outcome: Outcome) -> None:
+    async def _read_events(self, path: str, answer: httpx.Response, outcome: Outcome) -> None:
         last_s = self._now()
         async for line in answer.aiter_lines():
             if not line.startswith(DATA):
@@ -124,37 +162,6 @@ class Traffic:
             last_s = self._now()
             if outcome.first_s < 0:
                 outcome.first_s = last_s
-            read_event(line.removeprefix(DATA), outcome)
+            read_event(path, line.removeprefix(DATA), outcome)
         if not outcome.dones and not outcome.code:
             outcome.is_cut = True
-
-
-def read_event(data: str, outcome: Outcome) -> None:
-    """One event of a stream."""
-    if outcome.dones:
-        outcome.events_after_end += 1
-    if data == DONE:
-        outcome.dones += 1
-        return
-    event = msgspec.json.decode(data)
-    if (error := event.get("error")) is not None:
-        outcome.code = str(error["code"])
-        return
-    for choice in event["choices"]:
-        outcome.text += choice["text"]
-        if choice["finish_reason"] is not None:
-            outcome.finishes.append(choice["finish_reason"])
-
-
-def _read_whole(raw: bytes, outcome: Outcome) -> None:
-    try:
-        answer = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        outcome.code = f"no JSON: {raw[:80]!r}"
-        return
-    if outcome.status != OK:
-        outcome.code = str(answer["error"]["code"])
-        return
-    for choice in answer["choices"]:
-        outcome.text += choice["text"]
-        outcome.finishes.append(choice["finish_reason"])

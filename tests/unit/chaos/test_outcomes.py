@@ -5,10 +5,29 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from services.worker.engines.simulated.responses import (
+    CompletionResponses,
+    Ending,
+    MessageObjects,
+    ResponseObjects,
+    Responses,
+    usage_of,
+)
+from shared.contracts.engine_paths import COMPLETIONS, MESSAGES, RESPONSES
+from tests.nightly.chaos.apis import read_event
 from tests.nightly.chaos.faults import Fault, Kind, Part
-from tests.nightly.chaos.outcomes import BUS_AWAY_S_MIN, Happened, Limits, Outcome, violations
-from tests.nightly.chaos.trace import Ask
-from tests.nightly.chaos.traffic import read_event
+from tests.nightly.chaos.outcomes import (
+    BUS_AWAY_S_MIN,
+    BatchOutcome,
+    Happened,
+    Limits,
+    LineOutcome,
+    Outcome,
+    batch_violations,
+    failures,
+    violations,
+)
+from tests.nightly.chaos.trace import Ask, Batch
 
 ASK = Ask(number=0, at_s=1.0, conversation=0, prompt=(10, 11), max_tokens=3, stream=True, answer=" one two three")
 LIMITS = Limits(deadline_s=30.0, settle_s=5.0)
@@ -53,6 +72,9 @@ def test_a_correct_response_in_time_is_no_violation():
         {"code": "internal", "status": 500, "text": "", "finishes": [], "dones": 0},
         {"code": "made_up", "status": 503, "text": "", "finishes": [], "dones": 0},
         {"code": "worker_lost", "status": 404, "text": "", "finishes": [], "dones": 0},
+        {"disorder": "event 3 came as number 2"},
+        {"left": True, "text": " one three"},
+        {"left": True, "code": "worker_lost", "status": 502, "text": "", "finishes": [], "dones": 0},
     ],
     ids=str,
 )
@@ -101,12 +123,113 @@ def test_a_frozen_router_may_be_late_by_its_frozen_time():
     assert judge(outcome(ended_s=37.0), faults=faults) != []
 
 
-def test_events_are_read_as_clients_read_them():
-    seen = Outcome(number=0, router="r1", sent_s=0.0)
-    chunks = [{"text": " one", "finish_reason": None}, {"text": " two", "finish_reason": "length"}]
-    for chunk in chunks:
-        read_event(msgspec.json.encode({"choices": [chunk]}).decode(), seen)
-    read_event("[DONE]", seen)
-    read_event(msgspec.json.encode({"choices": [chunks[0]]}).decode(), seen)
+def test_a_client_that_leaves_needs_no_end_and_has_not_failed():
+    left = outcome(left=True, text=" one", finishes=[], dones=0)
 
-    assert (seen.text, seen.finishes, seen.dones, seen.events_after_end) == (" one two one", ["length"], 1, 1)
+    assert judge(left) == []
+    assert failures([left]) == []
+
+
+def test_a_request_lost_on_a_kept_connection_needs_the_death_of_its_router():
+    lost = outcome(is_cut=True, status=0, text="", finishes=[], dones=0, reused=True)
+
+    assert judge(lost, faults=[happened(Kind.KILL, Part.ROUTER, "r1")]) == []
+    assert judge(lost, faults=[happened(Kind.FREEZE, Part.ROUTER, "r1")]) != []
+
+
+BATCH = Batch(number=0, at_s=1.0, lines=(ASK,))
+RIGHT = LineOutcome(number=0, text=ASK.answer)
+
+
+def judge_batch(*lines: LineOutcome, status: str = "completed", faults=()) -> list[str]:
+    ended = BatchOutcome(number=0, sent_s=1.0, ended_s=9.0, status=status, lines=list(lines))
+    return batch_violations([BATCH], [ended], faults, LIMITS)
+
+
+def test_a_batch_whose_lines_are_all_answered_once_is_no_violation():
+    assert judge_batch(RIGHT) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ([], "completed"),
+        ([RIGHT, RIGHT], "completed"),
+        ([LineOutcome(number=0, text=" one")], "completed"),
+        ([LineOutcome(number=0, code="worker_lost")], "completed"),
+        ([LineOutcome(number=0, code="internal")], "completed"),
+        ([LineOutcome(number=0, code="made_up")], "completed"),
+        ([RIGHT], "failed"),
+        ([], "lost"),
+        ([], "never ended"),
+    ],
+    ids=str,
+)
+def test_any_other_batch_is_a_violation(lines, status):
+    assert len(judge_batch(*lines, status=status)) == 1
+
+
+def test_a_batch_that_was_never_sent_is_a_violation():
+    assert batch_violations([BATCH], [], (), LIMITS) == ["batch 0 was never sent"]
+
+
+def test_nats_that_forgets_loses_batches_and_makes_no_line_wrong():
+    forgot = [happened(Kind.FORGET, Part.NATS, "nats")]
+
+    assert judge_batch(status="lost", faults=forgot) == []
+    assert judge_batch(LineOutcome(number=0, text=" one"), status="lost", faults=forgot) != []
+    assert judge_batch(status="lost", faults=[happened(Kind.KILL, Part.NATS, "nats")]) != []
+
+
+USAGE = usage_of(9, 2, 0)
+STREAMS: dict[str, Responses] = {
+    COMPLETIONS: CompletionResponses("m", "a"),
+    MESSAGES: MessageObjects("m", "a", 9),
+    RESPONSES: ResponseObjects("m", "a", None),
+}
+
+
+def events_of(path: str) -> list[str]:
+    """The data of a stream of two tokens, as simulated engines send it."""
+    made = STREAMS[path]
+    raw = made.opening(0) + made.chunk(0, " one", Ending()) + made.chunk(0, " two", Ending("length", usage=USAGE))
+    if path == MESSAGES:
+        raw += made.usage(USAGE)
+    raw += made.done
+    return [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_events_are_read_as_clients_read_them(path: str):
+    events = events_of(path)
+    seen, doubled, lacking = (Outcome(number=0, router="r1", sent_s=0.0) for _ in range(3))
+    for event in events:
+        read_event(path, event, seen)
+    for event in [*events[:2], *events[1:]]:
+        read_event(path, event, doubled)
+    for event in events[1:]:
+        read_event(path, event, lacking)
+
+    assert (seen.text, seen.finishes, seen.dones, seen.disorder) == (" one two", ["length"], 1, "")
+    for wrong in (doubled, lacking):
+        assert wrong.disorder or wrong.text != seen.text
+    read_event(path, events[-1], seen)
+    assert (seen.dones, seen.events_after_end) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"error": {"code": "frames_lost"}},
+        {"type": "error", "error": {"type": "api_error", "code": "frames_lost"}},
+        {"type": "response.failed", "response": {"error": {"code": "frames_lost"}}},
+        {"type": "error", "code": "frames_lost", "message": "", "param": None, "sequence_number": 7},
+    ],
+)
+@pytest.mark.parametrize("path", STREAMS)
+def test_an_error_in_a_stream_has_its_code(path: str, event: dict):
+    seen = Outcome(number=0, router="r1", sent_s=0.0)
+
+    read_event(path, msgspec.json.encode(event).decode(), seen)
+
+    assert seen.code == "frames_lost"

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from services.worker.engines.simulated.core.batch import RequestParams
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from services.worker.engines.simulated.core.settings import SimulationSettings
+from shared.contracts.engine_paths import COMPLETIONS, MESSAGES, RESPONSES
 from tests.nightly.chaos.chaos import make_oracle
 from tests.nightly.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule
 from tests.nightly.chaos.oracle import Oracle
-from tests.nightly.chaos.trace import Shape, make_trace
+from tests.nightly.chaos.trace import BATCH_LINES, LARGE_BYTES, Shape, make_batches, make_trace
 
 ROLES = {"p1": "prefill", "p2": "prefill", "p3": "prefill", "d1": "decode", "d2": "decode"}
 CAST = Cast(
@@ -28,6 +29,7 @@ CAST = Cast(
     roles=ROLES,
     proxied=frozenset({"p1", "r1"}),
 )
+PATHS = (COMPLETIONS, MESSAGES, RESPONSES)
 SHAPE = Shape(seed=3, seconds=20.0, requests_per_s=5.0)
 
 
@@ -62,10 +64,39 @@ def test_a_trace_follows_its_shape_and_turns_include_the_history(oracle):
     assert asks == make_trace(SHAPE, oracle)
     assert 0.5 * 100 < len(asks) < 2 * 100
     assert [ask.number for ask in asks] == list(range(len(asks)))
-    turns = [ask for ask in asks if ask.conversation == asks[0].conversation]
-    for before, after in itertools.pairwise(turns):
+    turns = 0
+    for before, after in itertools.pairwise(sorted(asks, key=lambda ask: (ask.conversation, ask.at_s))):
+        if before.conversation != after.conversation:
+            continue
+        turns += 1
         assert after.prompt[: len(before.prompt)] == before.prompt
-        assert len(after.prompt) > len(before.prompt) + before.max_tokens
+        if before.path == COMPLETIONS:
+            assert len(after.prompt) > len(before.prompt) + before.max_tokens
+        else:
+            assert after.prompt[len(before.prompt)] == ("assistant", before.answer)
+    assert turns > len(asks) / 4
+
+
+def test_a_trace_has_every_kind_of_client(oracle):
+    asks = make_trace(SHAPE, oracle)
+    large = [ask for ask in asks if isinstance(ask.prompt, str)]
+
+    assert {ask.path for ask in asks} == {COMPLETIONS, MESSAGES, RESPONSES}
+    assert {(ask.path, ask.stream) for ask in asks} == set(itertools.product(PATHS, (True, False)))
+    assert all(LARGE_BYTES[0] <= len(ask.prompt) <= LARGE_BYTES[1] + 16 for ask in large)
+    assert {ask.leaves_after_s is None for ask in large} == {True, False}
+    assert {ask.keeps for ask in asks if ask.leaves_after_s is not None} == {True, False}
+    for conversation in {ask.conversation for ask in asks}:
+        assert len({(ask.keeps, ask.path) for ask in asks if ask.conversation == conversation}) == 1
+
+
+def test_batches_follow_their_shape(oracle):
+    batches = make_batches(SHAPE, oracle)
+
+    assert batches == make_batches(SHAPE, oracle)
+    assert batches
+    for batch in batches:
+        assert [line.number for line in batch.lines] == list(range(BATCH_LINES))
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 31, 32, 33, 64, 200])
