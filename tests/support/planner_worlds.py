@@ -96,6 +96,8 @@ class PlannerWorld:
     sizes: list[tuple[float, int, int]] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
     """Instants, and the wait for the first token that a request would have which comes then."""
+    itls: list[tuple[float, float]] = field(default_factory=list)
+    """Instants, and the longest time between tokens of a decode worker."""
 
     def __post_init__(self) -> None:
         roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.both
@@ -166,16 +168,18 @@ class PlannerWorld:
             self.queued_tokens -= each
             self.streams += each / traffic.prompt_tokens
         decoding = self._ready(Role.DECODE, Role.BOTH)
-        ended = 0.0
+        ended = longest_s = 0.0
         for worker in decoding:
             batch = self.streams / len(decoding)
             step_s = DECODE_STEP_S + batch * DECODE_REQUEST_S
+            longest_s = max(longest_s, step_s)
             busy = min(TICK_S, max(batch * traffic.completion_tokens * step_s / max(batch, 1.0), 0.0))
             worker.batch = batch
             worker.decode_steps += busy / step_s
             worker.decode_requests += batch * busy / step_s
             worker.seconds += busy
             ended += batch * busy / step_s / traffic.completion_tokens
+        self.itls.append((self.now, longest_s))
         self.streams = max(0.0, self.streams - ended)
         self.finished += ended
         self._finish(traffic, token_s, len(prefilling))

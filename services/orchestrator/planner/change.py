@@ -1,5 +1,8 @@
 """Choose the change that a fleet needs most: a worker in another role, more workers, fewer workers, or none.
 
+A short role gets a worker of a role that can spare one, which takes a second; a new one starts for minutes. While a
+role fills up, no worker is removed, because that role may need it.
+
 Why it does not oscillate: a role is too small when its load exceeds ``load_max`` in *all* samples of a short time. It
 is then enlarged until its load is ``FILL`` of that. A worker is removed only when in *all* samples of a long time its
 role would have had less than ``SPARE`` of ``load_max`` without it. So an added worker is removed only after demand has
@@ -8,8 +11,8 @@ fallen by a third for a long time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.planner.work import Observed
@@ -37,6 +40,8 @@ class RoleLoad:
     load_max: Callable[[float], float]
     """Highest load of a worker, as a function of the number of workers."""
     minimum: int
+    cause: str
+    """What makes the work, as text."""
 
     @property
     def size(self) -> float:
@@ -57,6 +62,16 @@ class RoleLoad:
         """Whether the role has lacked workers for ``lasting_s``."""
         return self.fullness(self.observed.lasting, self.size) > 1.0
 
+    @property
+    def fills_up(self) -> bool:
+        """Whether the role lacks workers now, or will in ``lasting_s`` if its work grows on as it does."""
+        return self.fullness(2.0 * self.observed.now - self.observed.lasting, self.size) > 1.0
+
+    @property
+    def falls_behind(self) -> bool:
+        """Whether what waits for it grows although all its workers are ready: its work was underestimated."""
+        return not self.coming and self.observed.queue_grows
+
     def wanted(self) -> int:
         count = self.ready + self.coming
         if self.is_short:
@@ -75,11 +90,25 @@ class Change:
     giver: Role | None = None
     """CHANGE_ROLE: the worker's present role."""
     change: int = 0
+    wanted: int = 0
+    """How many workers ``role`` should have after this change and those that follow from it; 0: it gets none."""
     why: str = ""
 
 
-def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool, can_shrink: bool) -> Change:
-    """The most useful change. ``can_grow``, ``can_shrink``: whether more or fewer workers may be asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Possible:
+    """Which changes may be asked for. A text says why not; empty: they may."""
+
+    no_growth: str = ""
+    no_removal: str = ""
+    counts_max: Mapping[Role, tuple[int, str]] = field(default_factory=dict)
+    """Roles that get workers, new ones or another role's, up to this number only, and why."""
+    gives_none: Mapping[Role, str] = field(default_factory=dict)
+    """Roles of which no worker may take another one."""
+
+
+def choose(roles: Sequence[RoleLoad], rules: Rules, possible: Possible) -> Change:
+    """The most useful change."""
     short = sorted(
         (each for each in roles if each.is_short), key=lambda each: -each.fullness(each.observed.lasting, each.size)
     )
@@ -87,7 +116,7 @@ def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool, can_shrin
         short = [*missing, *(each for each in short if each not in missing)]
     whys = []
     for one in short:
-        choice = _help(one, roles, rules, can_grow=can_grow)
+        choice = _help(one, roles, rules, possible)
         if choice.action is not PlanAction.NOTHING:
             return choice
         whys.append(choice.why)
@@ -95,7 +124,7 @@ def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool, can_shrin
         return Change(why="; ".join(whys))
     if any(each.coming for each in roles):
         return Change(why="workers are starting")
-    return _scale_down(roles, rules, can_shrink=can_shrink)
+    return _scale_down(roles, rules, possible)
 
 
 def _addable(roles: Sequence[RoleLoad], rules: Rules) -> int:
@@ -105,20 +134,29 @@ def _addable(roles: Sequence[RoleLoad], rules: Rules) -> int:
     return min(rules.step_max, rules.workers_max - sum(each.ready + each.coming for each in roles))
 
 
-def _help(one: RoleLoad, roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool) -> Change:
+def _help(one: RoleLoad, roles: Sequence[RoleLoad], rules: Rules, possible: Possible) -> Change:
     """A worker of the other role if that can spare one, else new workers, else the change that does least harm."""
-    full = f"{one.role} has {one.observed.lasting:.1f} workers' worth of work for {one.size:.3g}"
-    giver = next((each for each in roles if each.role is not one.role and each.ready > each.minimum), None)
+    full = f"{one.role} has {one.observed.lasting:.1f} workers' worth of work for {one.size:.3g} ({one.cause})"
+    count_max, why = possible.counts_max.get(one.role, (COUNT_MAX, ""))
+    if one.ready + one.coming >= count_max:
+        return Change(why=f"{full}; {why}")
+    wanted = min(one.wanted(), count_max)
+    others = [each for each in roles if each.role is not one.role and each.ready > each.minimum]
+    giver = next((each for each in others if each.role not in possible.gives_none), None)
     if giver is not None and _without(giver, giver.observed.spare, one) <= SPARE:
-        return _switch(giver, one, f"{full}, and {giver.role} can spare one")
-    more = min(one.wanted() - one.ready - one.coming, _addable(roles, rules))
-    if can_grow and more > 0:
-        return Change(action=PlanAction.SCALE, role=one.role, change=more, why=full)
+        return _switch(giver, one, wanted, f"{full}, and {giver.role} can spare one")
+    more = min(wanted - one.ready - one.coming, _addable(roles, rules))
+    if not possible.no_growth and more > 0:
+        return Change(action=PlanAction.SCALE, role=one.role, change=more, wanted=wanted, why=full)
+    none = possible.no_growth or f"{rules.workers_max} workers is the maximum"
     if giver is not None:
         after = max(one.fullness(one.observed.lasting, one.size + 1), _without(giver, giver.observed.lasting, one))
         if after <= GAIN * one.fullness(one.observed.lasting, one.size):
-            return _switch(giver, one, f"{full}, no worker can be added, and {giver.role} is less full")
-    return Change(why=f"{full}; no worker can be added, and no other role can spare one")
+            return _switch(
+                giver, one, wanted, f"{full}; no worker can be added ({none}), and {giver.role} is less full"
+            )
+    kept = [possible.gives_none[each.role] for each in others if each.role in possible.gives_none]
+    return Change(why="; ".join([full, f"no worker can be added ({none})", *(kept or ["no other role can spare one"])]))
 
 
 def _without(giver: RoleLoad, work: float, taker: RoleLoad) -> float:
@@ -127,20 +165,23 @@ def _without(giver: RoleLoad, work: float, taker: RoleLoad) -> float:
     return giver.fullness(work * held_back, giver.size - 1)
 
 
-def _switch(giver: RoleLoad, taker: RoleLoad, why: str) -> Change:
-    return Change(action=PlanAction.CHANGE_ROLE, role=taker.role, giver=giver.role, why=why)
+def _switch(giver: RoleLoad, taker: RoleLoad, wanted: int, why: str) -> Change:
+    return Change(action=PlanAction.CHANGE_ROLE, role=taker.role, giver=giver.role, wanted=wanted, why=why)
 
 
-def _scale_down(roles: Sequence[RoleLoad], rules: Rules, *, can_shrink: bool) -> Change:
+def _scale_down(roles: Sequence[RoleLoad], rules: Rules, possible: Possible) -> Change:
     total = sum(each.ready for each in roles)
     spare = [each for each in roles if each.wanted() < each.ready]
     if not spare:
         return Change(why="the fleet fits its load")
+    one = min(spare, key=lambda each: each.fullness(each.observed.hold, each.size - 1))
+    if filling := next((each for each in roles if each.fills_up), None):
+        now = f"{filling.observed.now:.1f} workers' worth of work for {filling.size:.3g} now"
+        return Change(why=f"{one.role} could spare one, but {filling.role} has {now} ({filling.cause}) and may need it")
     if total <= rules.workers_min:
         return Change(why=f"some could be spared, but {rules.workers_min} is the minimum")
-    if not can_shrink:
-        return Change(why="some could be spared, but the scaler takes none now")
-    one = min(spare, key=lambda each: each.fullness(each.observed.hold, each.size - 1))
+    if possible.no_removal:
+        return Change(why=f"some could be spared, but {possible.no_removal}")
     work = f"{one.observed.hold:.1f} workers' worth of work"
     why = f"for {rules.hold_s:.0f} s {one.role} had at most {work} for {one.size:.3g}"
     return Change(action=PlanAction.SCALE, role=one.role, change=-1, why=why)

@@ -33,6 +33,7 @@ class EngineWork:
 
     epoch: Epoch
     heard: float
+    running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
     reports_steps: bool = False
@@ -60,7 +61,8 @@ class FleetWork:
             engine = self._engines[load.worker_id] = EngineWork(load.epoch, now)
         elif load.epoch < engine.epoch:
             return
-        engine.heard, engine.waiting, engine.waiting_tokens = now, load.waiting, load.waiting_tokens
+        engine.heard, engine.running = now, load.running
+        engine.waiting, engine.waiting_tokens = load.waiting, load.waiting_tokens
         engine.reports_steps = load.steps is not None
         if load.speed is not None and is_valid(load.speed):
             engine.speed = load.speed
@@ -95,6 +97,10 @@ class FleetWork:
     def waiting(self, worker_ids: Iterable[WorkerId]) -> int:
         """Requests in these engines' queues."""
         return sum(engine.waiting for engine in self._of(worker_ids))
+
+    def running(self, worker_ids: Iterable[WorkerId]) -> int:
+        """Requests in these engines' batches."""
+        return sum(engine.running for engine in self._of(worker_ids))
 
     def _of(self, worker_ids: Iterable[WorkerId]) -> list[EngineWork]:
         return [engine for each in worker_ids if (engine := self._engines.get(each)) is not None]
@@ -236,29 +242,53 @@ class Family:
             prefill=len(workers.of(Role.PREFILL, Role.BOTH)),
             decode=len(workers.of(Role.DECODE, Role.BOTH)),
         )
-        decoding = [each.record.worker_id for each in workers.of(Role.DECODE)]
-        queues = Queues(prompt_tokens=self.engines.waiting_tokens(workers.ids), requests=self.engines.waiting(decoding))
+        only_decode = [each.record.worker_id for each in workers.of(Role.DECODE)]
+        decoding = [each.record.worker_id for each in workers.of(Role.DECODE, Role.BOTH)]
+        queues = Queues(
+            prompt_tokens=self.engines.waiting_tokens(workers.ids),
+            requests=self.engines.waiting(only_decode),
+            decoding=self.engines.running(decoding),
+        )
         work = work_of(self.engines.rate_of(workers.ids), queues, observed, step_times(self.speed), engines, self.rules)
         self.steadiness.add(work, now)
         return work, observed.demand
 
     def roles(self, workers: FamilyWorkers, work: Work, now: float) -> list[RoleLoad]:
         """The work of each role, now and before; none before ``lasting_s`` was observed."""
-        whole = self.steadiness.observed(lambda each: each.prefill + each.decode, now)
-        prefill = self.steadiness.observed(lambda each: each.prefill, now)
-        decode = self.steadiness.observed(lambda each: each.decode, now)
+        observed = self.steadiness.observed
+        whole = observed(lambda each: each.prefill + each.decode, lambda each: each.decode_waiting, now)
+        prefill = observed(lambda each: each.prefill, lambda each: each.prefill_waiting, now)
+        decode = observed(lambda each: each.decode, lambda each: each.decode_waiting, now)
         if whole is None or prefill is None or decode is None:
             return []
         prefills, decodes, both = (workers.counts[role] for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
         if both.all and not prefills.all + decodes.all:
-            return [RoleLoad(Role.BOTH, both.ready, both.coming, 0.0, whole, work.prefill_load_max, 1)]
+            cause = f"{work.prefill_cause}; {work.decode_cause}"
+            return [RoleLoad(Role.BOTH, both.ready, both.coming, 0.0, whole, work.prefill_load_max, 1, cause)]
         helped = _help_to_prefill(both.ready, prefills.ready, decodes.ready, work)
         rest, rules = both.ready - helped, self.rules
         prefill_min, decode_min = (0, 0) if both.ready else (rules.prefill_min, rules.decode_min)
-        prefill_max, decode_max = work.prefill_load_max, work.decode_load_max
         return [
-            RoleLoad(Role.PREFILL, prefills.ready, prefills.coming, helped, prefill, prefill_max, prefill_min),
-            RoleLoad(Role.DECODE, decodes.ready, decodes.coming, rest, decode, decode_max, decode_min),
+            RoleLoad(
+                Role.PREFILL,
+                prefills.ready,
+                prefills.coming,
+                helped,
+                prefill,
+                work.prefill_load_max,
+                prefill_min,
+                work.prefill_cause,
+            ),
+            RoleLoad(
+                Role.DECODE,
+                decodes.ready,
+                decodes.coming,
+                rest,
+                decode,
+                work.decode_load_max,
+                decode_min,
+                work.decode_cause,
+            ),
         ]
 
 

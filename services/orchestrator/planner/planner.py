@@ -1,7 +1,8 @@
 """Decides every few seconds, for each family of workers, whether one change would help it; keeps its newest decisions.
 
-A change takes time, and its effect must show before the next one. If the state is uncertain (silent workers, engines
-that have not worked yet, a new leader), the planner changes nothing.
+A change takes time, and its effect must show before the next one that rests on it: a role that got workers gets no
+more than it lacked then, and gives none. A role that is short otherwise is helped at once. If the state is uncertain
+(silent workers, engines that have not worked yet, a new leader), the planner changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.orchestrator.planner.change import Change, RoleLoad, choose
+from services.orchestrator.planner.change import Change, Possible, RoleLoad, choose
 from services.orchestrator.planner.family import (
     Count,
     Family,
@@ -43,6 +44,21 @@ class Refusals:
     until: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The last change that gave workers to a role."""
+
+    until: float
+    """When its effect must show."""
+    wanted: int
+    """How many workers the role needed, by what was known then. 0: the change may not have been made, so that
+    nothing more is concluded from the role's work.
+    """
+
+
+NO_GROWTH = Growth(0.0, 0)
+
+
 @dataclass(slots=True)
 class Restraint:
     """Why a family is not changed for a while. Times are monotonic seconds."""
@@ -52,6 +68,8 @@ class Restraint:
     under_way: int = 0
     """Number of the decision being carried out; 0: none."""
     cools_down_until: float = 0.0
+    """No worker is removed before."""
+    grown: dict[Role, Growth] = field(default_factory=dict)
     refused: dict[bool, Refusals] = field(default_factory=dict)
     """Key: whether it was for more workers."""
     expected: dict[Role, tuple[int, float]] = field(default_factory=dict)
@@ -122,25 +140,31 @@ class Planner:
         restraint.under_way = 0
         if done or decision.action is PlanAction.CHANGE_ROLE:
             # The worker may have changed its role although its reply was lost.
-            restraint.cools_down_until = now + self._rules.cool_down_s
+            restraint.cools_down_until = until = now + self._rules.cool_down_s
+            if decision.role is not None and decision.change >= 0:
+                wanted = restraint.grown.get(decision.role, NO_GROWTH).wanted if done else 0
+                restraint.grown[decision.role] = Growth(until, wanted)
         if decision.action is PlanAction.CHANGE_ROLE and not done:
             restraint.refusing[decision.worker_id] = now + self._rules.refused_s
         if decision.action is PlanAction.SCALE:
-            self._note_scaling(restraint, now, for_more=decision.change > 0, done=done)
+            self._note_scaling(restraint, decision, now, done=done)
         return self.log.set_outcome(decision.number, outcome) or decision
 
-    def _note_scaling(self, restraint: Restraint, now: float, *, for_more: bool, done: bool) -> None:
+    def _note_scaling(self, restraint: Restraint, decision: PlanDecision, now: float, *, done: bool) -> None:
         """After each refusal in a row the next request waits twice as long."""
+        for_more = decision.change > 0
         times = restraint.refused.get(for_more, Refusals()).times
         pause_s = min(self._rules.refused_s * 2.0**times, REFUSED_S_MAX)
         restraint.refused[for_more] = Refusals() if done else Refusals(times + 1, now + pause_s)
-        if not done:
-            restraint.expected.clear()
+        if not done and decision.role is not None:
+            restraint.expected.pop(decision.role, None)
 
     def advised(self, decision: PlanDecision, now: float) -> PlanDecision:
         """The change is advice only, repeated after the cool-down. Returns the decision with its outcome."""
         updated = self.set_outcome(decision, done=True, outcome="advice only", now=now)
-        self._restraints[decision.model, decision.fingerprint].expected.clear()
+        restraint = self._restraints[decision.model, decision.fingerprint]
+        restraint.expected.clear()
+        restraint.grown = {role: Growth(growth.until, 0) for role, growth in restraint.grown.items()}
         return updated
 
     def _decide(self, key: Key, workers: FamilyWorkers, now: float, wall_ms: int) -> PlanDecision:
@@ -154,10 +178,8 @@ class Planner:
             workers = _with_expected(workers, restraint, now)
             work, demand = family.sample(workers, now)
             roles = family.roles(workers, work, now)
-            choice = self._choose(roles, family.rules, restraint, now)
+            choice = self._choose(roles, workers, family.rules, restraint, now)
         worker_id = _worker_to_change(choice, workers, restraint, now)
-        if choice.action is PlanAction.CHANGE_ROLE and not worker_id:
-            choice = Change(why=f"{choice.why}; but all its workers refuse another role")
         self._number += 1
         decision = PlanDecision(
             number=self._number,
@@ -173,7 +195,7 @@ class Planner:
             change=choice.change,
             why=choice.why,
         )
-        self._begin(decision, workers, restraint, now)
+        self._begin(decision, choice, workers, restraint, now)
         return decision
 
     def _is_ambiguous(self, key: Key) -> bool:
@@ -182,29 +204,67 @@ class Planner:
         siblings = [each.revision for other, each in self._families.items() if other[0] == model and other != key]
         return bool(siblings) and (not revision or revision in siblings)
 
-    def _choose(self, roles: list[RoleLoad], rules: Rules, restraint: Restraint, now: float) -> Change:
+    def _choose(
+        self, roles: list[RoleLoad], workers: FamilyWorkers, rules: Rules, restraint: Restraint, now: float
+    ) -> Change:
         """The most useful change, unless the family must not be changed now."""
-        wait_s = max(restraint.cools_down_until, self._leads_since + self._rules.cool_down_s) - now
         if not roles:
             return Change(why=f"nothing is decided before {self._rules.lasting_s:.0f} s of observation")
         if restraint.under_way:
             return Change(why=f"decision {restraint.under_way} is being carried out")
-        can_grow, can_shrink = (
-            not restraint.is_ambiguous and now >= restraint.refused.get(more, Refusals()).until
-            for more in (True, False)
-        )
-        choice = choose(roles, rules, can_grow=can_grow, can_shrink=can_shrink)
-        if wait_s > 0.0 and choice.action is not PlanAction.NOTHING:
-            return Change(why=f"{choice.why}; to be decided in {wait_s:.0f} s")
+        choice = choose(roles, rules, _possible(roles, workers, restraint, now))
+        led_s = self._leads_since + self._rules.cool_down_s - now
+        if led_s > 0.0 and choice.action is not PlanAction.NOTHING:
+            return Change(why=f"{choice.why}; a new leader decides in {led_s:.0f} s")
         return choice
 
-    def _begin(self, decision: PlanDecision, workers: FamilyWorkers, restraint: Restraint, now: float) -> None:
-        if decision.action is not PlanAction.NOTHING:
-            restraint.under_way = decision.number
-            restraint.expected.clear()
-        if decision.action is PlanAction.SCALE and decision.role is not None and decision.change > 0:
-            soon = workers.counts[decision.role].all + decision.change
-            restraint.expected[decision.role] = (soon, now + self._rules.start_s_max)
+    def _begin(
+        self, decision: PlanDecision, choice: Change, workers: FamilyWorkers, restraint: Restraint, now: float
+    ) -> None:
+        if decision.role is None:
+            return
+        restraint.under_way = decision.number
+        expected = restraint.expected
+        if decision.action is PlanAction.CHANGE_ROLE:
+            for role, more in ((decision.role, 1), (choice.giver, -1)):
+                if role in expected:
+                    soon, until = expected[role]
+                    expected[role] = (soon + more, until)
+        elif decision.change > 0:
+            expected[decision.role] = (
+                workers.counts[decision.role].all + decision.change,
+                now + self._rules.start_s_max,
+            )
+        else:
+            expected.pop(decision.role, None)
+        if choice.wanted:
+            restraint.grown[decision.role] = Growth(now, choice.wanted)
+
+
+def _possible(roles: list[RoleLoad], workers: FamilyWorkers, restraint: Restraint, now: float) -> Possible:
+    """What may be asked for now."""
+    no_growth, no_removal = (
+        "another fingerprint has the same model and revision"
+        if restraint.is_ambiguous
+        else f"the scaler refused, and is asked again in {refused_s:.0f} s"
+        if (refused_s := restraint.refused.get(more, Refusals()).until - now) > 0.0
+        else ""
+        for more in (True, False)
+    )
+    cools_s = restraint.cools_down_until - now
+    if not no_removal and cools_s > 0.0:
+        no_removal = f"the last change must show first, for {cools_s:.0f} s"
+    counts_max, gives_none = {}, {}
+    for each in roles:
+        growth = restraint.grown.get(each.role, NO_GROWTH)
+        if now < growth.until:
+            why = f"the workers that it got must show first, for {growth.until - now:.0f} s"
+            gives_none[each.role] = f"{each.role} gives none: {why}"
+            if not (growth.wanted and each.falls_behind):
+                counts_max[each.role] = (growth.wanted, why)
+        elif not _willing(each.role, workers, restraint, now):
+            gives_none[each.role] = f"all {each.role} workers refuse another role"
+    return Possible(no_growth=no_growth, no_removal=no_removal, counts_max=counts_max, gives_none=gives_none)
 
 
 def _with_expected(workers: FamilyWorkers, restraint: Restraint, now: float) -> FamilyWorkers:
@@ -219,13 +279,16 @@ def _with_expected(workers: FamilyWorkers, restraint: Restraint, now: float) -> 
     return FamilyWorkers(workers.ready, counts)
 
 
+def _willing(role: Role, workers: FamilyWorkers, restraint: Restraint, now: float) -> list[FleetWorker]:
+    """The ready workers of this role that have not refused another one lately."""
+    return [each for each in workers.of(role) if restraint.refusing.get(each.record.worker_id, now) <= now]
+
+
 def _worker_to_change(choice: Change, workers: FamilyWorkers, restraint: Restraint, now: float) -> WorkerId:
     """The least busy worker that may change its role."""
     if choice.giver is None:
         return WorkerId("")
-    willing = [each for each in workers.of(choice.giver) if restraint.refusing.get(each.record.worker_id, now) <= now]
-    if not willing:
-        return WorkerId("")
+    willing = _willing(choice.giver, workers, restraint, now)
     return min(willing, key=lambda each: (each.running + each.waiting, each.record.worker_id)).record.worker_id
 
 

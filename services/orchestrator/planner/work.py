@@ -176,9 +176,13 @@ class Engines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queues:
+    """What engines have accepted and not done yet."""
+
     prompt_tokens: int = 0
     requests: int = 0
-    """Requests at workers that only decode."""
+    """Requests in the queues of workers that only decode."""
+    decoding: int = 0
+    """Requests in the batches of the workers that decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +197,13 @@ class Work:
     """Completions that one engine may have at a time."""
     ttft_s: float
     load_max: float
+    prefill_waiting: float
+    """Prompt tokens that wait in engines."""
+    decode_waiting: float
+    """Requests that wait for a batch, or are too many in it."""
+    prefill_cause: str
+    """What makes the prefill work, as text."""
+    decode_cause: str
 
     def prefill_load_max(self, workers: float) -> float:
         """The load at which waiting and computing together take what the target allows, for 95 of 100 prompts.
@@ -221,7 +232,13 @@ def work_of(
     batch = batch_max(times, context, engines, rules.itl_s)
     tokens_worth = times.decode_step_of(batch, context) / batch
     prefill = prompt_work + queues.prompt_tokens * token_s / rules.clear_s
-    decode = (rate.decode_requests + queues.requests * demand.completion_tokens / rules.clear_s) * tokens_worth
+    decoding = queues.decoding * observed.decode_share
+    # Beyond the target a batch gives hardly more tokens: what is too much of it is a queue, half done on average.
+    too_many = max(0.0, decoding - batch * engines.decode)
+    queued = queues.requests + 0.5 * too_many
+    decode = (rate.decode_requests + queued * demand.completion_tokens / rules.clear_s) * tokens_worth
+    # Batches show at once what the averages of the window show late.
+    decode = max(decode, min(decoding / batch, engines.decode))
     # Requests wait in a router for the phase that is full: the engines of the other have room.
     load = (prefill / max(engines.prefill, 1.0), decode / max(engines.decode, 1.0))
     waits_for = [each >= CAUSE_SHARE * max(load) for each in load]
@@ -235,7 +252,24 @@ def work_of(
         batch=batch,
         ttft_s=rules.ttft_s,
         load_max=rules.load_max,
+        prefill_waiting=queues.prompt_tokens,
+        decode_waiting=queues.requests + too_many,
+        prefill_cause=_cause(f"{rate.prefill_tokens:.0f} prompt tokens/s", queues.prompt_tokens, "tokens", observed),
+        decode_cause=_cause(
+            f"{decoding:.0f} requests decode where {batch:.0f} per worker may", queues.requests, "requests", observed
+        ),
     )
+
+
+def _cause(work: str, waiting: int, unit: str, observed: ObservedDemand) -> str:
+    parts = [work]
+    if waiting:
+        parts.append(f"{waiting} {unit} wait in engines")
+    if observed.waiting >= 1.0:
+        parts.append(f"{observed.waiting:.0f} requests wait in routers")
+    if observed.rejected_per_s:
+        parts.append(f"{observed.rejected_per_s:.2g}/s are rejected")
+    return ", ".join(parts)
 
 
 def batch_max(times: StepTimeModel, context_tokens: float, engines: Engines, itl_s: float) -> float:
@@ -261,8 +295,12 @@ class Observed:
     """The maximum over ``spare_s``; infinite before it was observed for so long."""
     hold: float
     """The maximum over ``hold_s``."""
+    queue_grows: bool = False
+    """Whether what waits has grown in ``lasting_s``."""
 
 
+QUEUE_GROWTH = 1.1
+"""Growth of a queue in ``lasting_s`` that is no fluctuation."""
 Measure = Callable[[Work], float]
 
 
@@ -284,16 +322,18 @@ class Steadiness:
         """The work is unknown for a while: earlier samples no longer count."""
         self._samples.clear()
 
-    def observed(self, measure: Measure, now: float) -> Observed | None:
+    def observed(self, measure: Measure, waiting: Measure, now: float) -> Observed | None:
         """None before ``lasting_s`` was observed."""
         lasting = self._since(now - self._rules.lasting_s, measure)
         if not lasting:
             return None
+        queue = self._since(now - self._rules.lasting_s, waiting)
         return Observed(
             now=lasting[-1],
             lasting=min(lasting),
             spare=max(self._since(now - self._rules.spare_s, measure), default=math.inf),
             hold=max(self._since(now - self._rules.hold_s, measure), default=math.inf),
+            queue_grows=queue[-1] > QUEUE_GROWTH * min(queue),
         )
 
     def _since(self, start: float, measure: Measure) -> list[float]:

@@ -5,6 +5,7 @@ oscillate.
 from __future__ import annotations
 
 import math
+import re
 from itertools import groupby, pairwise
 
 import msgspec
@@ -13,10 +14,10 @@ import pytest
 from services.orchestrator.planner.family import by_family
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import ModelRules, Rules
-from shared.contracts.planning import PlanAction
+from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 from tests.support.fleet_builders import FINGERPRINT, record
-from tests.support.planner_worlds import Curve, PlannerWorld, Traffic, steady
+from tests.support.planner_worlds import TICK_S, Curve, PlannerWorld, Traffic, steady
 
 HOUR_S = 3600.0
 RULES = Rules()
@@ -101,7 +102,75 @@ def test_in_a_full_fleet_roles_follow_the_traffic_one_at_a_time():
     world = PlannerWorld(RULES, prompts_then_answers, prefill=3, decode=3, noise=0.2, **ROLES_ONLY).run(1.5 * HOUR_S)
 
     assert [role for role, _run in groupby(role for _at, role in world.switches())] == [Role.DECODE, Role.PREFILL]
-    assert all(later - earlier >= RULES.cool_down_s for (earlier, _), (later, _) in pairwise(world.switches()))
+    assert len(world.switches()) <= 6
+
+
+def answers_grow(at: float, rate: float = 8.0) -> Curve:
+    """Long prompts for three minutes, hardly anything until ``at``, then short prompts with long answers."""
+
+    def curve(now: float) -> Traffic:
+        if now < 180.0:
+            return Traffic(8.0, 2000.0, 50.0)
+        return Traffic(0.5, 2000.0, 50.0) if now < at else Traffic(rate, 200.0, 600.0)
+
+    return curve
+
+
+def too_slow_s(world: PlannerWorld, since: float) -> float:
+    """For how long the time between tokens was above the target."""
+    return sum(TICK_S for at, itl_s in world.itls if at >= since and itl_s > RULES.itl_s)
+
+
+def test_while_decode_fills_up_no_prefill_worker_is_removed_and_one_changes_its_role():
+    """Its removal is due some seconds after decode's overload begins."""
+    began = 480.0
+    rules = msgspec.structs.replace(RULES, workers_max=6)
+    world = PlannerWorld(rules, answers_grow(began), prefill=4, decode=1).run(began + 300.0)
+
+    changes = [(at, each) for at, each in world.changes if at >= began]
+    at, first = changes[0]
+    assert (first.action, first.role) == (PlanAction.CHANGE_ROLE, Role.DECODE)
+    assert "requests decode where" in first.why
+    assert at - began <= 40.0
+    assert too_slow_s(world, began) <= 60.0
+
+
+def test_an_overload_does_not_wait_until_the_last_change_has_shown():
+    rules = msgspec.structs.replace(RULES, workers_max=6)
+    calm = PlannerWorld(rules, answers_grow(HOUR_S), prefill=4, decode=1)
+    while not calm.scalings():
+        calm.run(TICK_S)
+    removed_at = calm.now
+    calm.curve = answers_grow(removed_at)
+    calm.run(RULES.cool_down_s)
+
+    assert [change for _at, _role, change in calm.scalings()] == [-1]
+    assert [role for _at, role in calm.switches()][:1] == [Role.DECODE]
+    assert calm.switches()[0][0] - removed_at <= 40.0
+
+
+def test_an_overload_that_no_single_worker_ends_gets_all_that_can_be_had():
+    """Decode needs four times as many workers as it has; two places are free, and prefill can spare two."""
+    rules = msgspec.structs.replace(RULES, workers_max=6)
+    began = 240.0
+    world = PlannerWorld(rules, answers_grow(began, 12.0), prefill=3, decode=1).run(began + 300.0)
+
+    assert world.count(Role.DECODE) >= 4
+    assert too_slow_s(world, began) <= 120.0
+
+
+def test_a_role_whose_workers_refuse_to_change_does_not_keep_new_workers_away():
+    rules = msgspec.structs.replace(RULES, refused_s=HOUR_S)
+    world = PlannerWorld(rules, prompts_come_after_two_minutes, prefill=2, decode=3)
+
+    def refuse(decision: PlanDecision) -> None:
+        world.planner.set_outcome(decision, done=False, outcome="no", now=world.now)
+
+    world._carry_out = refuse
+    world.run(600.0)
+
+    actions = [each.action for _at, each in world.changes]
+    assert actions == [*[PlanAction.CHANGE_ROLE] * 3, PlanAction.SCALE]
 
 
 def test_a_spare_worker_changes_role_before_workers_are_added():
@@ -203,8 +272,8 @@ def test_workers_that_were_asked_for_count_before_they_are_there():
     world.run(RULES.start_s_max / 2)
 
     # The queue grows all the time, so more are asked for, each time beside those who are on their way.
-    asked_with = [decision.why.rpartition("for ")[2] for _at, decision in world.changes]
-    assert asked_with == [str(count) for count in range(1, len(asked_with) + 1)]
+    asked_with = [int(re.findall(r"work for (\d+)", decision.why)[0]) for _at, decision in world.changes]
+    assert asked_with == list(range(1, len(asked_with) + 1))
     assert len(asked_with) > 2
 
 

@@ -73,8 +73,8 @@ async def test_only_the_leader_orders_and_each_change_is_published_with_its_outc
         await asyncio.sleep(45.0)
 
         assert heard.workers["d1"].orders == [Role.PREFILL]
-        assert [each.outcome for each in heard.changes] == ["", "d1 is prefill after 0.25 s, 3 legs went on"]
-        assert [each.number for each in heard.changes] == [heard.changes[0].number] * 2
+        assert [each.outcome for each in heard.changes[:2]] == ["", "d1 is prefill after 0.25 s, 3 legs went on"]
+        assert [each.number for each in heard.changes[:2]] == [heard.changes[0].number] * 2
 
 
 @in_virtual_time

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from services.orchestrator.planner.family import step_times
@@ -45,6 +47,24 @@ def test_what_waits_in_engines_is_work_of_its_own_phase():
     assert queued.decode - work().decode == pytest.approx(400 * 0.05 / 40)
 
 
+def test_batches_beyond_the_target_fill_a_worker_and_what_is_too_much_is_a_queue():
+    full, twice = work(queues=Queues(decoding=40)), work(queues=Queues(decoding=80))
+    backlog = work(Steps(decode_requests=800.0), queues=Queues(decoding=40 + int(4 * RULES.clear_s)))
+
+    assert (full.decode, full.decode_waiting) == (pytest.approx(1.0), 0.0)
+    assert (twice.decode, twice.decode_waiting) == (pytest.approx(1.0), pytest.approx(40.0))
+    assert backlog.decode == pytest.approx(1.0 + 0.5 * 400 * 0.05 / 40)
+    assert work(queues=Queues(decoding=40), decode_share=0.25).decode == pytest.approx(0.25)
+
+
+def test_the_causes_of_work_are_named():
+    waits = work(queues=Queues(prompt_tokens=7, requests=3, decoding=80), waiting=12.0, rejected_per_s=0.5)
+
+    routers = "12 requests wait in routers, 0.5/s are rejected"
+    assert waits.prefill_cause == f"9000 prompt tokens/s, 7 tokens wait in engines, {routers}"
+    assert waits.decode_cause == f"80 requests decode where 40 per worker may, 3 requests wait in engines, {routers}"
+
+
 def test_waiting_requests_count_for_the_phase_that_is_full():
     for_prefill = work(waiting=RULES.clear_s)
     for_decode = work(Steps(prefill_tokens=1000.0, decode_requests=720.0), waiting=RULES.clear_s)
@@ -83,7 +103,7 @@ def test_a_batch_is_as_large_as_target_cache_and_engine_allow(
 
 def test_the_prefill_load_limit_follows_from_target_and_worker_count():
     loose = work()
-    tight = Work(prefill=0.9, decode=0.1, prompt_s=0.5, batch=40.0, ttft_s=2.0, load_max=0.85)
+    tight = dataclasses.replace(loose, prompt_s=0.5)
 
     assert loose.prefill_load_max(1) == pytest.approx(0.85)
     assert tight.prefill_load_max(1) == pytest.approx(0.5)
@@ -92,8 +112,8 @@ def test_the_prefill_load_limit_follows_from_target_and_worker_count():
 
 
 def test_a_target_that_no_engine_can_meet_does_not_empty_them():
-    hopeless = Work(prefill=0.9, decode=0.1, prompt_s=3.0, batch=40.0, ttft_s=2.0, load_max=0.85)
-    hardly = Work(prefill=0.9, decode=0.1, prompt_s=1.99, batch=40.0, ttft_s=2.0, load_max=0.85)
+    hopeless = dataclasses.replace(work(), prompt_s=3.0)
+    hardly = dataclasses.replace(hopeless, prompt_s=1.99)
 
     assert hopeless.prefill_load_max(1) == 0.85
     assert hardly.prefill_load_max(1) == pytest.approx(0.3)
