@@ -11,6 +11,7 @@ import msgspec
 
 from services.worker.engines.port import StartEngine
 from services.worker.lifecycle.sleeping import begin_anew
+from services.worker.network import network_addresses, own_address, ucx_defaults
 from services.worker.service import SHUTDOWN_S_MAX, Ending, engine_starter, run_worker
 from services.worker.settings import Settings
 from shared.bus.port import Bus
@@ -33,7 +34,9 @@ def main() -> None:
 
     async def live(service: Service) -> None:
         nonlocal ending
-        ending = await run_worker(service, settings, common, starter_of(settings, service.bus))
+        here = msgspec.structs.replace(settings, kv_host=settings.kv_host or await own_address(common.nats_url))
+        os.environ.update(ucx_defaults(here.kv_host, os.environ))
+        ending = await run_worker(service, here, common, starter_of(here, service.bus), network_addresses)
 
     try:
         run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + SHUTDOWN_S_MAX)

@@ -72,9 +72,19 @@ class Ending(Enum):
     """The process begins anew, without an engine."""
 
 
-async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> Ending:
-    """From registration to removal. Raises EngineRefused when the engine cannot serve and EngineDead when it dies; both
-    end the process.
+async def not_known() -> None:
+    """For a worker in a process of others: its sockets cannot be told from theirs."""
+
+
+async def run_worker(
+    service: Service,
+    settings: Settings,
+    common: CommonSettings,
+    start_engine: StartEngine,
+    find_addresses: Callable[[], Awaitable[list[str] | None]] = not_known,
+) -> Ending:
+    """From registration to removal. ``find_addresses``: where others reach the worker and its engine. Raises
+    EngineRefused when the engine cannot serve and EngineDead when it dies; both end the process.
     """
     saved_role = SavedRole(common.state_dir, settings.worker_id, settings.role)
     settings = msgspec.structs.replace(settings, role=saved_role.role)
@@ -97,6 +107,7 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
         try:
             await load_at_start(engine.adapters, settings.lora_adapters, settings.lora_dir)
             forget_refusal(common.state_dir, settings.worker_id)
+            await registration.update(msgspec.structs.replace(registration.record, listens=await find_addresses()))
             plan = await Worker(service, settings, engine, registration, saved_role).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)

@@ -123,9 +123,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What moves KV between vLLM engines: baton, Baton's KV exchange, or upstream, vLLM's NixlConnector. Change it when
     you compare the two.
     """
-    kv_host: str = "127.0.0.1"
-    """Address at which other workers reach this one, for ``connector`` upstream and simulated engines. Change it when
-    workers run on several hosts.
+    kv_host: str = ""
+    """Address at which other workers reach this one. Empty: the address from which it reaches NATS. On loopback the
+    exchange of KV over TCP is confined to this host. Change it when other hosts reach this one at another address.
     """
     cache_hit_threshold: Share = 0.0
     """Default for requests: refuse one if less than this share of its prompt is cached or can be fetched; 0: never.
@@ -180,6 +180,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in names[1:]:
             if not is_model_alias(name):
                 raise ValueError(f"WORKER_ALIASES: {name!r} is no alias; write {ALIAS_RULE}")
+
+    @property
+    def kv_address(self) -> str:
+        """``kv_host``, or loopback where nothing has found one."""
+        return self.kv_host or "127.0.0.1"
 
     @property
     def model_names(self) -> list[str]:

@@ -87,6 +87,7 @@ class LoraAdapter(Message, frozen=True, kw_only=True):
 
 
 KV_SPEEDS_MAX = 16
+ADDRESSES_MAX = 16
 """Partners in a record whose KV the worker has read in a self-test; the newest are kept."""
 
 
@@ -155,6 +156,10 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     """
     ranks: int = 1
     """Tensor parallel ranks of its engine: GPUs, where it has some."""
+    listens: list[str] | None = None
+    """Addresses other than loopback on which it and its engine accept connections, at most ``ADDRESSES_MAX``; None: not
+    known.
+    """
 
     @property
     def model(self) -> str:

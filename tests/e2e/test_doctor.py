@@ -29,6 +29,7 @@ def test_a_healthy_system_has_no_errors(simulated: System):
         "1 collector ready",
         " leads, term ",
         "requires no API keys",
+        "listens on loopback only",
     ):
         assert text in said
 

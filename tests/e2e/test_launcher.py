@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -84,6 +85,25 @@ def test_every_command_finds_the_keys_of_the_running_system(system: System):
     ):
         run = partial(baton, *command, "--state-dir", str(system.folder))
         until(lambda run=run: run()[0] == 0, f"baton {' '.join(command)} works")
+
+
+@pytest.mark.parametrize("transfer", ["nixl", "tcp"])
+def test_no_process_of_a_system_on_loopback_listens_elsewhere(
+    transfer: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    """``simulated`` moves KV over NIXL; the other system has every kind of process that a host can have."""
+    with ExitStack() as started:
+        if transfer == "nixl":
+            system = request.getfixturevalue("simulated")
+        else:
+            options = ("--both", "1", "--store", "1", "--routers", "2", "--workers-max", "2")
+            tcp = {"WORKER_SIMULATED": "transfer=tcp"}
+            system = started.enter_context(System(tmp_path, *SIMULATED, *options, env=tcp)).wait_ready(START_S_MAX)
+        found = system.addresses()
+
+    assert set(found) == {"127.0.0.1"}, found
+    commands = " ".join(found["127.0.0.1"])
+    assert all(name in commands for name in ("nats-server", "services.router", "services.collector", "services.worker"))
 
 
 def test_open_is_the_way_without_keys_and_says_so(tmp_path: Path):

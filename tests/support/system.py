@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -186,6 +187,17 @@ class Launched:
             return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark
         except (psutil.Error, OSError):
             return False
+
+    def addresses(self) -> dict[str, set[str]]:
+        """Where processes of this system accept connections or datagrams, with their commands."""
+        found: dict[str, set[str]] = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = " ".join(process.cmdline())
+                for one in process.net_connections("inet"):
+                    if one.status == psutil.CONN_LISTEN or (one.type is socket.SOCK_DGRAM and not one.raddr):
+                        found.setdefault(one.laddr.ip, set()).add(command)
+        return found
 
     def pids(self, module: str, worker_id: str = "") -> list[int]:
         """Processes that run ``python -m MODULE``, of one worker if it is named."""

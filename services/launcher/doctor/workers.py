@@ -66,6 +66,7 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
                 yield _finding(Level.NOTE, f"{record.worker_id} is {record.phase.value}.", record.note)
     yield from _models(facts.records)
     yield from about_kv_reads(facts.records)
+    yield from about_listening(facts.records)
     for heard in facts.loads:
         yield from _load(heard)
     yield from _known_to_routers(facts)
@@ -386,3 +387,25 @@ def _slow(record: WorkerRecord, read: KvReadSpeed) -> Finding:
     what = f"{record.worker_id} reads KV from {read.source_id} at {speed}, slow for {memory} memory."
     why, todo = (CUDA_WHY, CUDA_TODO) if read.memory is KvMemory.CUDA else (CPU_WHY, CPU_TODO)
     return _finding(Level.WARNING, what, why, todo)
+
+
+REACHABLE_WHY = (
+    "UCX's TCP transport writes where a packet says, without asking who sent it: whoever reaches these ports can read "
+    "and change what the engine has in memory."
+)
+REACHABLE_TODO = (
+    "Give the fleet a network of its own, or let UCX_TLS leave out tcp. On one host, leave WORKER_KV_HOST and "
+    "UCX_NET_DEVICES unset."
+)
+
+
+def about_listening(records: list[WorkerRecord]) -> Iterator[Finding]:
+    """Whether other hosts can reach workers and their engines, as far as they say."""
+    known = [record for record in records if record.listens is not None and not record.attached]
+    reachable = [record for record in known if record.listens]
+    if reachable:
+        where = sorted({address for record in reachable for address in record.listens or ()})
+        what = f"{_names(reachable)} can be reached by others: KV transfer listens on {named(where)}."
+        yield _finding(Level.NOTE, what, REACHABLE_WHY, REACHABLE_TODO)
+    elif known:
+        yield _finding(Level.OK, f"KV transfer of {many(len(known), 'worker')} listens on loopback only")

@@ -40,6 +40,7 @@ def record_fault(record: WorkerRecord) -> str:
         if not 1 <= count <= most:
             return f"its {name} is {count}"
     lengths = {"models": len(record.models), "paths": len(record.paths), "kv_reads": len(record.kv_reads)}
+    lengths["listens"] = len(record.listens or [])
     for name, length in lengths.items():
         if length > ITEMS_MAX:
             return f"it has {length} {name}"
@@ -49,7 +50,7 @@ def record_fault(record: WorkerRecord) -> str:
     if not all(0 < len(name) <= NAME_CHARS_MAX for name in names):
         return f"a name in it is empty, or longer than {NAME_CHARS_MAX} characters"
     texts = [record.engine, record.host, record.note, hashing.algorithm, hashing.seed, of.key()]
-    texts += [one.hashed_as for one in record.adapters]
+    texts += [one.hashed_as for one in record.adapters] + (record.listens or [])
     if any(len(text) > TEXT_CHARS_MAX for text in texts):
         return f"a text in it is longer than {TEXT_CHARS_MAX} characters"
     return ""

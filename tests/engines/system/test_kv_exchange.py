@@ -51,6 +51,16 @@ GRANTS_BETWEEN_STEPS_MAX = 8
 """In two or three steps, if each grant waited for the end of one."""
 
 
+def test_nothing_of_a_system_on_loopback_listens_elsewhere(fleet: Fleet):
+    """UCX's and Gloo's ports too. Nobody sets anything for it."""
+    found = fleet.system.addresses()
+
+    assert set(found) == {"127.0.0.1"}, found
+    assert any("EngineCore" in command for command in found["127.0.0.1"]), found
+    records = {name: worker["record"] for name, worker in fleet.system.fleet().items()}
+    assert {name: record["listens"] for name, record in records.items()} == {PREFILL: [], DECODE: [], STORE: []}
+
+
 @pytest.fixture
 async def client(fleet: Fleet) -> AsyncIterator[Client]:
     async with client_of(fleet) as client:

@@ -347,6 +347,29 @@ def test_the_speed_of_kv_reads_is_told(speed, memory):
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "level", "text"),
+    [
+        ({"listens": []}, Level.OK, "KV transfer of 1 worker listens on loopback only"),
+        (
+            {"listens": ["10.0.0.2", "10.0.0.3"]},
+            Level.NOTE,
+            "d1 can be reached by others: KV transfer listens on 10.0.0.2",
+        ),
+        ({"listens": ["10.0.0.2"], "attached": True}, None, "listens on"),
+        ({}, None, "listens on"),
+    ],
+    ids=["loopback", "network", "attached", "not known"],
+)
+def test_it_says_whether_others_can_reach_kv_transfer(changes: dict[str, object], level: Level | None, text: str):
+    told = {one.what: one for one in found(installation(), system(**changed_record(**changes)))}
+
+    assert [one.level for what, one in told.items() if text in what] == ([level] if level else [])
+    assert all(
+        "network of its own" in one.todo for one in told.values() if one.level is Level.NOTE and text in one.what
+    )
+
+
 def test_a_speed_of_a_worker_that_has_left_is_not_told():
     there = system(**reading(1e6, source="p9"))
 

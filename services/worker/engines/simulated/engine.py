@@ -77,7 +77,7 @@ def simulation_settings(settings: Settings, epoch: int = 0) -> SimulationSetting
         **asdict(profile),
         worker_id=settings.worker_id,
         epoch=epoch,
-        host=settings.kv_host,
+        host=settings.kv_address,
         kv_lease_s=settings.kv_lease_s,
         block_size=settings.block_tokens,
         kv_blocks=kv_blocks,

@@ -72,7 +72,7 @@ def mover_of(settings: Settings, engine: str) -> MoverOf:
     if transfer == "tcp":
         from services.worker.engines.simulated.kv_exchange import TcpAgent
 
-        return threaded(lambda name: TcpAgent(name, settings.kv_host))
+        return threaded(lambda name: TcpAgent(name, settings.kv_address))
     raise ValueError(f"WORKER_SIMULATED: transfer={transfer}: a store needs nixl or tcp")
 
 

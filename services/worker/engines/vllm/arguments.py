@@ -195,18 +195,21 @@ SIDE_CHANNEL_PORTS = range(20_000, 32_000)
 PORT_ATTEMPTS_MAX = 32
 
 
-def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
-    """Set defaults for what vLLM reads at import. The operator's values stay."""
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Keeps the ranks of an engine off the network, if they are on one host: Gloo listens on the address of its name."""
+
+
+def prepare_import(*, kv_host: str, model_is_local: bool, one_host: bool) -> None:
+    """Set defaults for what vLLM reads at import. The operator's values stay. ``one_host``: all ranks are on it."""
     os.environ[PARENT_PID] = str(os.getpid())
-    defaults = _defaults(kv_host)
-    if model_is_local:
-        defaults["HF_HUB_OFFLINE"] = "1"
-    for name, value in defaults.items():
+    for name, value in import_defaults(kv_host, model_is_local=model_is_local, one_host=one_host).items():
         os.environ.setdefault(name, value)
 
 
-def _defaults(kv_host: str) -> dict[str, str]:
+def import_defaults(kv_host: str, *, model_is_local: bool, one_host: bool) -> dict[str, str]:
     return {
+        **({"HF_HUB_OFFLINE": "1"} if model_is_local else {}),
+        **(ON_LOOPBACK if one_host else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # Full block hashes in KV events: their first 8 bytes go on the wire, and routers compute those too.

@@ -47,6 +47,7 @@ from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.engine_paths import SERVED
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.workers import Fingerprint, HashScheme
+from shared.loopback import is_loopback
 from shared.runtime.settings import CommonSettings
 
 if TYPE_CHECKING:
@@ -86,7 +87,11 @@ async def start_engine(
     report("preparing the model")
     is_tiny = settings.model == TINY_MODEL
     model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
-    prepare_import(kv_host=settings.kv_host, model_is_local=model.startswith(("/", "./", "../")))
+    prepare_import(
+        kv_host=settings.kv_address,
+        model_is_local=model.startswith(("/", "./", "../")),
+        one_host=settings.connector == "baton" or is_loopback(settings.kv_address),  # Baton's refuses several.
+    )
     run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
     launch = Launch(
         settings=settings,

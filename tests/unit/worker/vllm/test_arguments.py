@@ -22,6 +22,7 @@ from services.worker.engines.vllm.arguments import (
     configure_connector,
     engine_threads,
     free_port,
+    import_defaults,
     parse_cores,
     refuse_unsupported,
 )
@@ -288,3 +289,11 @@ def test_a_taken_port_is_not_chosen():
 def test_a_foreign_address_is_refused_with_advice():
     with pytest.raises(OSError, match="WORKER_KV_HOST"):
         free_port("192.0.2.1")
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_ranks_on_one_host_meet_on_loopback(one_host: bool):
+    """Gloo would listen on the address that the host's name has, NCCL on a network card."""
+    made = import_defaults("127.0.0.1", model_is_local=True, one_host=one_host)
+
+    assert [made.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")] == ["lo" if one_host else None] * 2
