@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.deadline import unless
 from shared.runtime.clock import Clock, SystemClock
+from shared.runtime.heartbeat import Heartbeat, heartbeat_of
 from shared.runtime.process_watch import ProcessWatch
 from shared.runtime.settings import CommonSettings
 from shared.runtime.state_folder import DiskWatch
@@ -94,6 +96,7 @@ class Service:
         *,
         stopping: asyncio.Event | None = None,
         spans: SpanSink | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.facts = facts
         self.bus = bus
@@ -106,16 +109,23 @@ class Service:
         self.phase = ServicePhase.STARTING
         self.waits = Waits(clock.now)
         self._status_fields: list[Callable[[ServiceStatus], ServiceStatus]] = []
+        self._heartbeat = heartbeat or Heartbeat()
         self._detail = ""
         self._changed = asyncio.Event()
 
     def set_phase(self, phase: ServicePhase, detail: str = "") -> None:
-        """Log and publish the phase; the status is repeated every ``STATUS_PERIOD_S``."""
+        """Log and publish the phase; the status is repeated every ``STATUS_PERIOD_S``. While the service is ready or
+        drains, its supervisor may expect that the event loop runs.
+        """
         if (phase, detail) != (self.phase, self._detail):
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
         self.phase = phase
         self._detail = detail
         self._changed.set()
+        if phase in {ServicePhase.READY, ServicePhase.DRAINING}:
+            self._heartbeat.begin()
+        else:
+            self._heartbeat.pause()
 
     def extend_status(self, add_fields: Callable[[ServiceStatus], ServiceStatus]) -> None:
         """From now on ``add_fields`` completes each status before it is published."""
@@ -169,12 +179,15 @@ def run_service(  # noqa: PLR0913  # the whole life of a process
 ) -> NoReturn:
     """Run ``main`` in a service process and exit: 0 after a clean drain, ``EXIT_CONFIGURATION`` if NATS rejects the
     process's credentials or ``main`` raises WrongConfiguration, 1 otherwise. A second signal exits at once. Until there
-    is a connection to NATS, HTTP requests to ``listener`` get 503.
+    is a connection to NATS, HTTP requests to ``listener`` get 503. SIGQUIT writes the stack of each thread to stderr.
     """
+    faulthandler.register(signal.SIGQUIT)
+    heartbeat = heartbeat_of(os.environ)
+    heartbeat.pause()  # Until it is ready.
     setup_logging(name, instance, level=common.log_level, log_format=common.log_format)
     facts = ServiceFacts(name=name, instance=instance, url=url, drain_s_max=drain_s_max, last_resorts=last_resorts)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_run(facts, common, main, listener))
+        code = runner.run(_run(facts, common, main, listener, heartbeat))
         _leave_after(last_resorts.cancel_s_max, code)  # Closing the runner waits for every task that is left.
     sys.exit(code)
 
@@ -201,7 +214,9 @@ def refuse(name: str, error: Exception) -> NoReturn:
     sys.exit(EXIT_CONFIGURATION)
 
 
-async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener: socket.socket | None) -> int:
+async def _run(
+    facts: ServiceFacts, common: CommonSettings, main: Main, listener: socket.socket | None, heartbeat: Heartbeat
+) -> int:
     stopping, clock = asyncio.Event(), SystemClock()
     _on_signals(stopping, facts.drain_s_max + facts.last_resorts.cancel_s_max)
     with _tracing(facts, common) as (tracer, spans):
@@ -212,7 +227,7 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener
             return EXIT_CONFIGURATION
         if bus is None:
             return 0
-        service = Service(facts, bus, clock, tracer, stopping=stopping, spans=spans)
+        service = Service(facts, bus, clock, tracer, stopping=stopping, spans=spans, heartbeat=heartbeat)
         service.extend_status(DiskWatch(common.state_dir).add_to)
         watch = ProcessWatch()
         service.extend_status(watch.add_to)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import psutil
 import pytest
 
 from services.launcher.system import state_file
+from services.launcher.system.process_plan import Stage
+from services.launcher.system.watchdog import STILL_S_MAX
 from tests.e2e.conftest import START_S_MAX
 from tests.support.nats_server import is_free
 from tests.support.system import GUARD_S_MAX, System, baton, until
@@ -19,11 +23,24 @@ pytestmark = pytest.mark.nats
 TWO = ("--engine", "simulated", "--routers", "2", "--both", "2")
 NAMES = ("router-1", "router-2")
 CONNECTIONS_MAX = 200
+BEAT_S_MAX = 1.5
+"""Of the launcher, whose supervisor allows it 2 s."""
+SPARE_S = 10.0
+"""For heartbeats that were under way when a process was frozen, and for a busy machine."""
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with System(tmp_path_factory.mktemp("routers"), *TWO) as system:
+def notified() -> Iterator[socket.socket]:
+    """Where the launcher's own supervisor, such as systemd, gets heartbeats."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind("")
+        yield notified
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory, notified: socket.socket) -> Iterator[System]:
+    asked = {"NOTIFY_SOCKET": f"@{notified.getsockname()[1:].decode()}", "WATCHDOG_USEC": "2000000"}
+    with System(tmp_path_factory.mktemp("routers"), *TWO, env=asked) as system:
         yield system.wait_ready(START_S_MAX)
 
 
@@ -69,6 +86,32 @@ def test_both_routers_are_listed_with_their_own_addresses(system: System):
         assert baton("health", "router", name, "--state-dir", str(system.folder))[0] == 0
 
 
+def test_the_launcher_sends_its_supervisor_heartbeats_while_its_loop_runs(system: System, notified: socket.socket):
+    assert system.process is not None
+    drain(notified)
+    notified.settimeout(SPARE_S)
+    assert notified.recv(100) == b"WATCHDOG=1"
+
+    launcher = psutil.Process(system.process.pid)
+    launcher.suspend()
+    try:
+        drain(notified)
+        notified.settimeout(BEAT_S_MAX)
+        with pytest.raises(TimeoutError):
+            notified.recv(100)
+    finally:
+        launcher.resume()
+    notified.settimeout(SPARE_S)
+    assert notified.recv(100) == b"WATCHDOG=1"
+
+
+def drain(received: socket.socket) -> None:
+    received.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while received.recv(100):
+            pass
+
+
 def test_a_second_system_is_refused_the_shared_port(system: System, tmp_path: Path):
     code, out, err = baton("up", *TWO, "--port", str(system.port), "--state-dir", str(tmp_path))
 
@@ -78,19 +121,34 @@ def test_a_second_system_is_refused_the_shared_port(system: System, tmp_path: Pa
 
 
 def test_when_a_router_is_killed_the_other_answers_until_it_is_back(system: System):
-    victim = own_urls(system)["router-1"]
-    [pid] = [
-        process
-        for process in system.pids("services.router")
-        if psutil.Process(process).environ()["ROUTER_INSTANCE"] == "router-1"
-    ]
+    victim, process = own_urls(system)["router-1"], router_process(system, "router-1")
 
-    psutil.Process(pid).kill()
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], GUARD_S_MAX)
+    process.kill()
+    psutil.wait_procs([process], GUARD_S_MAX)
 
     for _ in range(10):
         assert complete(system).status_code == 200
     until(lambda: answers(f"{victim}/ready"), "the killed router is back at its own address")
+
+
+def test_a_router_that_is_frozen_is_killed_so_that_the_other_gets_its_connections(system: System):
+    victim, process = own_urls(system)["router-1"], router_process(system, "router-1")
+    until(lambda: answers(f"{victim}/ready"), "it serves")
+
+    process.suspend()
+    gone, _ = psutil.wait_procs([process], STILL_S_MAX[Stage.SERVICES] + SPARE_S)
+
+    assert gone == [process]
+    for _ in range(10):
+        assert complete(system).status_code == 200
+    assert "router-1: It was stopped (SIGSTOP, or a debugger) for 10 s, so it was killed." in system.said()
+    until(lambda: answers(f"{victim}/ready"), "it is back at its own address")
+
+
+def router_process(system: System, name: str) -> psutil.Process:
+    processes = map(psutil.Process, system.pids("services.router"))
+    [found] = [each for each in processes if each.environ()["ROUTER_INSTANCE"] == name]
+    return found
 
 
 def answers(url: str) -> bool:

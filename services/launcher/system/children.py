@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from services.launcher.system import guard
-from services.launcher.system.process_plan import ProcessPlan
+from services.launcher.system.process_plan import ProcessPlan, Stage
+from services.launcher.system.watchdog import STILL_S_MAX, Watchdog
 from shared.runtime.waiting import first_of
 
 KILL_S_MAX = 10.0
 """A process ends within this time after SIGKILL, unless it hangs in the kernel."""
+LAST_WORDS_S = 1.0
+"""Time for a process that is killed to write to its log where each of its threads is."""
 log = logging.getLogger("baton.launcher")
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
@@ -48,6 +51,8 @@ class Child:
     plan: ProcessPlan
     process: asyncio.subprocess.Process
     log: Path
+    why_ended: str = ""
+    """Why the launcher has killed it; empty if it has not."""
 
     @property
     def pid(self) -> int:
@@ -63,6 +68,14 @@ class Child:
         await asyncio.wait_for(self.process.wait(), KILL_S_MAX)
         return by_itself
 
+    async def kill(self, why: str) -> None:
+        """Kill it and what it has started. If it can, it says in its log where each of its threads is."""
+        self.why_ended = why
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGQUIT)
+        await first_of(self.process.wait(), asyncio.sleep(LAST_WORDS_S))
+        self.kill_group()
+
     def kill_group(self) -> None:
         """Kill the processes that it has started and left behind."""
         with contextlib.suppress(ProcessLookupError):
@@ -70,11 +83,12 @@ class Child:
 
 
 class ChildStarter:
-    """Starts children and reports them to the guard, which ends them if this process is killed."""
+    """Starts children and reports them to the guard, which ends them if this process is killed, and to the watchdog."""
 
-    def __init__(self, logs: Path, environment: Mapping[str, str], guard_pipe: BinaryIO) -> None:
+    def __init__(self, logs: Path, environment: Mapping[str, str], guard_pipe: BinaryIO, watchdog: Watchdog) -> None:
         self.logs = logs
         self.environment = environment
+        self.watchdog = watchdog
         self._guard_pipe = guard_pipe
 
     def log_of(self, name: str) -> Path:
@@ -87,18 +101,20 @@ class ChildStarter:
         with _opened(log, os.O_APPEND) as output:
             process = await asyncio.create_subprocess_exec(
                 *plan.command,
-                env={**self.environment, "PYTHONUNBUFFERED": "1", **plan.env},
+                env={**self.environment, "PYTHONUNBUFFERED": "1", **plan.env, **self.watchdog.variables(plan.stage)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         self._guard_pipe.write(f"+{process.pid}\n".encode())
+        self.watchdog.watch(process.pid, plan.stage)
         return Child(plan, process, log)
 
     def forget(self, child: Child) -> None:
         """The child has ended: kill the rest of its group."""
         child.kill_group()
+        self.watchdog.forget(child.pid)
         with contextlib.suppress(BrokenPipeError):
             self._guard_pipe.write(f"-{child.pid}\n".encode())
 
@@ -119,13 +135,18 @@ def _opened(file: Path, how: int) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def open_child_starter(logs: Path, environment: Mapping[str, str]) -> Iterator[ChildStarter]:
-    """A starter with its guard process."""
+def open_child_starter(
+    logs: Path, environment: Mapping[str, str], still_s_max: Mapping[Stage, float] = STILL_S_MAX
+) -> Iterator[ChildStarter]:
+    """A starter with its guard process and its watchdog, for the running loop."""
     make_private(logs)
     command = [sys.executable, "-I", "-S", guard.__file__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0) as watcher:
+    with (
+        Watchdog(still_s_max) as watchdog,
+        subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0) as watcher,
+    ):
         assert watcher.stdin is not None
-        yield ChildStarter(logs, environment, watcher.stdin)  # type: ignore[arg-type]  # unbuffered: a raw FileIO
+        yield ChildStarter(logs, environment, watcher.stdin, watchdog)  # type: ignore[arg-type]  # unbuffered: a raw FileIO
 
 
 def rotate(current: Path, *, bytes_max: int = FILE_BYTES_MAX) -> None:

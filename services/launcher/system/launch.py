@@ -9,6 +9,7 @@ How `baton up` starts processes::
           supervisor.py     NATS, then services, then workers; restarts what dies; stops in the reverse order
             children.py     one process: its group, its log file, why it died
               guard.py      ends all processes if the launcher itself is killed
+              watchdog.py   finds processes whose event loop stands still
 """
 
 from __future__ import annotations

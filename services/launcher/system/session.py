@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -24,6 +25,7 @@ from services.launcher.system.scaling import Scaler
 from services.launcher.system.screen import Screen
 from services.launcher.system.supervisor import StartFailed, Supervisor
 from shared.addresses import url_of
+from shared.runtime.heartbeat import heartbeat_of
 from shared.runtime.service import EXIT_CONFIGURATION
 from shared.runtime.settings import load_common
 from shared.runtime.waiting import first_of
@@ -51,6 +53,7 @@ class Session:
         """Start, wait, stop. Returns the exit code."""
         for note in self.plan.notes:
             self.screen.show(f"[yellow]![/] {note}")
+        heartbeat_of(os.environ).begin()
         with stop_signals() as (stop, hurry), open_child_starter(self.logs, inherited_environment()) as starter:
             async with Supervisor(self.plan, starter, self.screen, hurry) as system:
                 failure = await self._serve(system, stop)

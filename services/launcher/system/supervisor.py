@@ -21,6 +21,7 @@ from services.launcher.system.children import (
 )
 from services.launcher.system.process_plan import ProcessPlan, Stage, SystemPlan, stop_s
 from services.launcher.system.screen import Row, Screen
+from services.launcher.system.watchdog import STEP_S
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DRAINED, SERVICE_STATUS
@@ -84,6 +85,7 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         self._tasks.create_task(self._rotate_logs(), name="rotate-logs")
+        self._tasks.create_task(self._end_still(), name="end-still-processes")
         return self
 
     async def __aexit__(
@@ -178,6 +180,15 @@ class Supervisor:
                 except OSError as error:
                     self._screen.show_error(f"{child.log} cannot be rotated: {error}")
             await first_of(self._stopping.wait(), asyncio.sleep(children.ROTATE_S))
+
+    async def _end_still(self) -> None:
+        """Kill processes whose event loop stands still. They are started again as others that die."""
+        while not self._stopping.is_set():
+            await first_of(self._stopping.wait(), asyncio.sleep(STEP_S))
+            still = self._starter.watchdog.step()
+            for child in self._children.values():
+                if why := still.get(child.pid):
+                    self._tasks.create_task(child.kill(why), name=f"kill-{child.plan.name}")
 
     async def until_broken(self) -> str:
         """Returns the reason when the system cannot continue."""
@@ -280,11 +291,12 @@ class Supervisor:
         return history.died(self._clock.now()).pause_s
 
     def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, history: RestartHistory) -> float | None:
-        """As ``_after_failure``, with the reason from its status and log."""
+        """As ``_after_failure``, with the launcher's own reason, or the one from its status and log."""
         row = self._screen.board.rows[process.name]
         detail = row.detail if row.phase is ServicePhase.FAILED else ""
         lines = children.tail(child.log)
-        return self._after_failure(process, why_it_died(lines, exit_code, detail), lines, exit_code, history)
+        why = child.why_ended or why_it_died(lines, exit_code, detail)
+        return self._after_failure(process, why, lines, exit_code, history)
 
     def _after_failure(
         self, process: ProcessPlan, why: str, lines: Sequence[str], exit_code: int, history: RestartHistory

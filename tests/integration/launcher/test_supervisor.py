@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,10 @@ from tests.support.nats_server import free_port
 pytestmark = pytest.mark.nats
 
 FAKE = Path(__file__).with_name("fake_service.py")
+STILL = Path(__file__).with_name("still_service.py")
+STILL_S_MAX = {Stage.SERVICES: 2.0, Stage.WORKERS: 2.0}
+LOADS_S = 3.5
+"""For which a service holds its loop before it is ready: longer than ``STILL_S_MAX``."""
 WAIT_S_MAX = 60.0
 QUICK = RestartPolicy(backoff_s_first=0.01, backoff_s_max=0.01)
 DEATHS = 5
@@ -40,6 +45,11 @@ DEATHS = 5
 def fake(name: str, nats_url: str, *habits: str, stage: Stage = Stage.WORKERS) -> ProcessPlan:
     command = (sys.executable, str(FAKE), name, *habits)
     return ProcessPlan(name=name, stage=stage, command=command, env={"BATON_NATS_URL": nats_url})
+
+
+def still(name: str, nats_url: str, *habits: str) -> ProcessPlan:
+    command = (sys.executable, str(STILL), name, *habits)
+    return ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env={"BATON_NATS_URL": nats_url})
 
 
 @contextlib.asynccontextmanager
@@ -53,11 +63,11 @@ async def system_of(
         plan_nats(options, machine.describe_machine()),
         fake("router", url, *habits.pop("router", ()), stage=Stage.SERVICES),
         aside(fake("collector", url, *habits.pop("collector", ()), stage=Stage.SERVICES)),
-        *(fake(name, url, *given) for name, given in habits.items()),
+        *((still if name.startswith("still") else fake)(name, url, *given) for name, given in habits.items()),
     )
     screen = Screen(Board(), SystemClock(), Console(file=out or io.StringIO()))
     environment = {**machine.inherited_environment(), "PYTHONPATH": str(Path(__file__).parents[3])}
-    with open_child_starter(folder / "logs", environment) as nursery:
+    with open_child_starter(folder / "logs", environment, STILL_S_MAX) as nursery:
         plan = SystemPlan(processes=processes, ports=(), nats_url=url)
         async with Supervisor(plan, nursery, screen, hurry or asyncio.Event(), QUICK) as system:
             yield system
@@ -112,6 +122,31 @@ async def test_a_worker_that_dies_is_started_again_under_the_same_name(tmp_path:
         os.kill(first, signal.SIGKILL)
 
         await until(lambda: system.rows["w1"].pid != first and system.rows["w1"].phase is ServicePhase.READY)
+
+
+@pytest.mark.parametrize("how", ["stopped", "in a call that does not return"])
+async def test_a_process_whose_event_loop_stands_still_is_killed_and_started_again(tmp_path: Path, how: str):
+    """One that only loads, with its loop held as long, is let be, and so are the others."""
+    shown, hold = io.StringIO(), tmp_path / "hold"
+    habits = {"still1": ("0", str(hold)), "still2": (str(LOADS_S), "never"), "w1": ()}
+    async with system_of(tmp_path, out=shown, **habits) as system:
+        await system.bring_up()
+        first = {name: row.pid for name, row in system.rows.items()}
+        await until(lambda: all(system.rows[each].detail == "awake" for each in ("still1", "still2")))
+        assert "event loop" not in shown.getvalue()
+
+        if how == "stopped":
+            os.kill(first["still1"], signal.SIGSTOP)
+        else:
+            hold.touch()
+        await until(lambda: system.rows["still1"].pid != first["still1"] and system.rows["still1"].detail == "awake")
+
+        assert {name for name, row in system.rows.items() if row.pid != first[name]} == {"still1"}
+    if how == "stopped":
+        assert "still1: It was stopped (SIGSTOP, or a debugger) for 2 s, so it was killed." in shown.getvalue()
+    else:
+        assert "still1: Its event loop stood still for 2 s, so it was killed." in shown.getvalue()
+        assert re.search(r'still_service.py", line \d+ in main', (tmp_path / "logs" / "still1.log").read_text())
 
 
 async def test_a_worker_whose_logs_were_removed_or_cannot_be_written_is_started_when_it_can(tmp_path: Path):

@@ -86,6 +86,8 @@ def test_a_host_drains_restarts_after_failures_and_survives_an_engine_without_me
         assert RESTARTS.items() <= unit.items()
         assert RESTARTS.items() <= in_container.items()
         assert (unit["KillMode"], unit["TimeoutStopSec"]) == (["mixed"], ["600"])
+        assert unit["WatchdogSec"] == ["120"]
+        assert "WatchdogSec" not in in_container  # Podman does not pass the launcher's heartbeats on.
         assert unit["ExecReload"][0].endswith("service upgrade")
         assert unit["ExecStart"][0].endswith('up --config "/home/u/my fleet.toml"')
         assert in_container["ExecReload"][0].startswith("/usr/bin/podman exec baton ")
