@@ -95,7 +95,7 @@ class Run:
         def now() -> float:
             return time.monotonic() - began
 
-        traffic, breaker = Traffic(self.fleet.routers, now), Breaker(self.fleet, now)
+        traffic, breaker = Traffic(self.fleet.routers, now), Breaker(self.fleet, now, self.witness.bus)
         batch_clients = BatchClients(traffic, now)
         try:
             async with asyncio.TaskGroup() as acts:
@@ -117,7 +117,7 @@ class Run:
                 *batch_violations(batches, batch_clients.outcomes, breaker.happened, LIMITS),
             ],
             failures=failures(traffic.outcomes),
-            deaths=self.fleet.deaths(),
+            deaths=[*self.fleet.deaths(), *breaker.failed],
             unsettled=unsettled,
             settled_s=now() - ended_s,
         )

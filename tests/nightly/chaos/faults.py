@@ -14,7 +14,7 @@ CALM_S = 2.0
 
 
 class Kind(StrEnum):
-    """What is done to a process, or to its connection to NATS."""
+    """What is done to a process, or to its connection to NATS; and what operators do, which may cost no request."""
 
     KILL = "kill"
     """SIGKILL; started again after ``for_s``."""
@@ -28,6 +28,20 @@ class Kind(StrEnum):
     """A share of its messages never arrives, for ``for_s``."""
     DELAY = "delay"
     """Its messages arrive late, for ``for_s``."""
+    SHAPE = "shape"
+    """Its link is slow: so many bytes a second, each late, for ``for_s``."""
+    VANISH = "vanish"
+    """Its connection is half open: nothing arrives any more in either direction, and nobody is told. For ``for_s`` new
+    connections are the same.
+    """
+    EXHAUST = "exhaust"
+    """Idle clients use up its file descriptors, for ``for_s``."""
+    RESTART = "restart"
+    """SIGTERM; started again ``for_s`` after its end."""
+    DRAIN = "drain"
+    """``baton drain``; started again ``for_s`` after its end."""
+    ROLE = "role"
+    """``baton role``, and back after ``for_s``."""
 
 
 class Part(StrEnum):
@@ -84,9 +98,25 @@ MENU = (
     Row(kind=Kind.KILL, part=Part.NATS, cards=1, least_s=0.0, most_s=2.0),
     Row(kind=Kind.FORGET, part=Part.NATS, cards=1, least_s=0.0, most_s=2.0),
     Row(kind=Kind.FREEZE, part=Part.NATS, cards=1, least_s=0.2, most_s=3.0),
+    Row(kind=Kind.RESTART, part=Part.ROUTER, cards=2, least_s=0.0, most_s=1.0),
+    Row(kind=Kind.RESTART, part=Part.WORKER, cards=1, least_s=0.0, most_s=1.0),
+    Row(kind=Kind.RESTART, part=Part.ORCHESTRATOR, cards=1, least_s=0.0, most_s=1.0),
+    Row(kind=Kind.DRAIN, part=Part.WORKER, cards=1, least_s=0.0, most_s=1.0),
+    Row(kind=Kind.ROLE, part=Part.WORKER, cards=2, least_s=0.5, most_s=4.0),
+    Row(kind=Kind.FREEZE, part=Part.WORKER, cards=1, least_s=8.0, most_s=20.0),
+    Row(kind=Kind.FREEZE, part=Part.ROUTER, cards=1, least_s=4.0, most_s=12.0),
+    Row(kind=Kind.VANISH, part=Part.WORKER, cards=1, least_s=1.0, most_s=8.0),
+    Row(kind=Kind.VANISH, part=Part.ROUTER, cards=1, least_s=1.0, most_s=4.0),
+    Row(kind=Kind.SHAPE, part=Part.WORKER, cards=1, least_s=2.0, most_s=6.0),
+    Row(kind=Kind.SHAPE, part=Part.ROUTER, cards=1, least_s=2.0, most_s=6.0),
+    Row(kind=Kind.EXHAUST, part=Part.ROUTER, cards=1, least_s=1.0, most_s=5.0),
 )
 WORKERS_ONLY = tuple(row for row in MENU if row.part is Part.WORKER and row.kind in (Kind.KILL, Kind.FREEZE))
 """What may cost no request at all, as long as capacity remains."""
+OF_LINES = frozenset({Kind.CUT, Kind.LOSE, Kind.DELAY, Kind.SHAPE, Kind.VANISH})
+"""What is done to a connection."""
+MOVABLE = frozenset({"prefill", "decode"})
+"""Roles that are changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +170,10 @@ def _targets(row: Row, cast: Cast, rhythm: Rhythm, busy: Iterable[Fault]) -> lis
     """Who can be hit now without everybody of a kind being hit at the same time."""
     hit = {fault.target for fault in busy}
     names = [name for name in cast.names.get(row.part, ()) if name not in hit]
-    if row.kind in (Kind.CUT, Kind.LOSE, Kind.DELAY):
+    if row.kind in OF_LINES:
         names = [name for name in names if name in cast.proxied]
+    if row.kind is Kind.ROLE:
+        names = [name for name in names if cast.roles[name] in MOVABLE]
     if row.part is Part.WORKER:
         return [name for name in names if _may_fall(name, cast, rhythm, hit)]
     some_left = row.part in (Part.NATS, Part.COLLECTOR) or not hit & set(cast.names[row.part])

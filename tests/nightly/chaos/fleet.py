@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ DEADLINES = {
     "ROUTER_LOG_REQUESTS": "false",
     "ROUTER_FILES_BYTES_MAX": "10000000",
 }
+ROUTER_FILES_MAX = 512
+"""A router's limit of file descriptors."""
 REQUEST_S_MAX = float(DEADLINES["ROUTER_REQUEST_S_MAX"])
 PACE = {
     "WORKER_ENGINE": "simulated",
@@ -111,7 +114,9 @@ class Actor:
         self.lives += 1
         self._is_expected = False
         settings = self._settings | (self.skew.settings(self.lives) if self.skew is not None else {})
-        self._process = ServiceProcess(self._service, self._folder / f"{self.name}-{self.lives}.log", settings)
+        log = self._folder / f"{self.name}-{self.lives}.log"
+        files_max = ROUTER_FILES_MAX if self._service == "router" else 0
+        self._process = ServiceProcess(self._service, log, settings, files_max)
 
     def kill(self) -> None:
         """SIGKILL, by us."""
@@ -122,6 +127,14 @@ class Actor:
     def expect_end(self) -> None:
         """It is told to leave."""
         self._is_expected = True
+
+    def ended(self, s_max: float) -> int | None:
+        """The exit code, once it has ended; None if it has not after ``s_max`` seconds."""
+        assert self._process is not None
+        try:
+            return self._process.process.wait(s_max)
+        except subprocess.TimeoutExpired:
+            return None
 
     def signal(self, number: int) -> None:
         """SIGSTOP or SIGCONT."""

@@ -1,4 +1,4 @@
-"""A proxy between one process and NATS that loses, delays or refuses whole messages."""
+"""A proxy between one process and NATS that loses, delays or refuses whole messages, is slow, or falls silent."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class Trouble:
         self.lost_share = 0.0
         self.delay_s = 0.0
         self.is_cut = False
+        self.bytes_per_s = 0.0
+        """Of each connection, in each direction; 0: as fast as can be."""
+        self.is_silent = False
+        """New connections are half open from the beginning."""
         self.lost = 0
         """Messages, so far."""
         self._chance = random.Random(seed)
@@ -74,6 +78,8 @@ class Line:
         self._nats_port = nats_port
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._half_open: set[asyncio.Task[None]] = set()
+        """Those of ``_connections`` that carry nothing any more."""
 
     @property
     def url(self) -> str:
@@ -96,26 +102,36 @@ class Line:
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
 
+    def vanish(self) -> None:
+        """All connections are half open now, for ever: neither side learns whether the other still is."""
+        self._half_open |= self._connections
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
         try:
-            if not self.trouble.is_cut:
-                await self._join(reader, writer)
+            if self.trouble.is_silent:
+                while await reader.read(READ_BYTES_MAX):
+                    pass
+            elif not self.trouble.is_cut:
+                await self._join(task, reader, writer)
         except (OSError, asyncio.CancelledError):
             pass  # asyncio would log it; it is what lines are for
         finally:
             self._connections.discard(task)
+            self._half_open.discard(task)
             writer.transport.abort()
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _join(self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nats_reader, nats_writer = await asyncio.open_connection("127.0.0.1", self._nats_port)
         try:
-            ways = (self._carry(reader, nats_writer), self._carry(nats_reader, writer))
+            ways = (self._carry(task, reader, nats_writer), self._carry(task, nats_reader, writer))
             pumps = [asyncio.ensure_future(way) for way in ways]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                if task in self._half_open:
+                    await asyncio.wait(pumps)  # NATS believes in a connection whose process has given it up.
             finally:
                 for pump in pumps:
                     pump.cancel()
@@ -123,13 +139,17 @@ class Line:
         finally:
             nats_writer.transport.abort()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """One direction, in order: what is delayed delays what follows it."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(UNSENT_CHUNKS_MAX)
-        delivering = asyncio.ensure_future(_deliver(under_way, writer))
+        delivering = asyncio.ensure_future(self._deliver(task, under_way, writer))
         stream, clock = Stream(self.trouble), asyncio.get_running_loop().time
         try:
             while data := await reader.read(READ_BYTES_MAX):
+                if task in self._half_open:
+                    continue
                 if delivering.done():
                     return
                 if passed := stream.passed(data):
@@ -139,12 +159,17 @@ class Line:
             with suppress(asyncio.CancelledError, OSError):
                 await delivering
 
-
-async def _deliver(under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
-    clock = asyncio.get_running_loop().time
-    while True:
-        at, data = await under_way.get()
-        if (early_s := at - clock()) > 0:
-            await asyncio.sleep(early_s)
-        writer.write(data)
-        await writer.drain()
+    async def _deliver(
+        self, task: asyncio.Task[None], under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            at, data = await under_way.get()
+            if (early_s := at - clock()) > 0:
+                await asyncio.sleep(early_s)
+            if task in self._half_open:
+                continue
+            writer.write(data)
+            await writer.drain()
+            if self.trouble.bytes_per_s:
+                await asyncio.sleep(len(data) / self.trouble.bytes_per_s)

@@ -230,10 +230,11 @@ def _freezes(happened: Happened, outcome: Outcome) -> bool:
 
 def _may_fail(happened: Happened, router: str) -> bool:
     """Whether a request by way of this router may end with a documented error: only if the bus was away for longer than a request has to wait for
-    it, or if messages were lost, again and again perhaps. That workers die is no excuse.
+    it, or if messages were lost, again and again perhaps. That workers die is no excuse, nor is what operators do, or
+    a slow link.
     """
     fault = happened.fault
-    if fault.part is Part.NATS or (fault.part is Part.ROUTER and fault.kind is Kind.CUT):
+    if fault.part is Part.NATS or (fault.part is Part.ROUTER and fault.kind in (Kind.CUT, Kind.VANISH)):
         is_its = fault.part is Part.NATS or fault.target == router
         return is_its and happened.ended_s - happened.began_s > BUS_AWAY_S_MIN
     return fault.kind is Kind.LOSE and (fault.part is Part.WORKER or fault.target == router)

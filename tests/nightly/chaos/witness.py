@@ -34,15 +34,16 @@ class Witness:
     """What is promised of a fleet that is left in peace."""
 
     def __init__(self, fleet: Fleet, bus: Bus, router: Router) -> None:
+        self.bus = bus
+        """With an operator's rights."""
         self._fleet = fleet
-        self._bus = bus
         self._router = router
         self._loads: dict[str, LoadReport] = {}
         self._http = httpx.AsyncClient(timeout=5.0, trust_env=False)
 
     async def open(self) -> None:
         """Hear all load reports from now on."""
-        await self._bus.subscribe(LOAD, self._load_reported)
+        await self.bus.subscribe(LOAD, self._load_reported)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -129,7 +130,7 @@ class Witness:
             return [f"{worker_id}: the witness's index is not exact"]
         try:
             ask = AskKvSnapshot(worker_id=worker_id, epoch=index.entries[worker_id].epoch)
-            truth = await self._bus.ask(KV_SNAPSHOT, ask, timeout_s=ASK_S_MAX)
+            truth = await self.bus.ask(KV_SNAPSHOT, ask, timeout_s=ASK_S_MAX)
         except BusError as error:
             return [f"{worker_id}: no snapshot, {error}"]
         slot = index.slot(worker_id)
@@ -163,7 +164,7 @@ class Witness:
 
     async def _leader_complaints(self, expected: set[str]) -> list[str]:
         try:
-            state = await self._bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX)
+            state = await self.bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX)
         except BusError as error:
             return [f"nobody leads: {error}"]
         ready = {worker.record.worker_id for worker in state.workers if worker.phase is WorkerPhase.READY}

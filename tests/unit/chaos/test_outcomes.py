@@ -94,9 +94,31 @@ def test_a_broken_stream_must_be_a_prefix_of_the_correct_answer():
     assert judge(failed("frames_lost", status=200, text=" two"), faults=faults) != []
 
 
-@pytest.mark.parametrize("kind", [Kind.KILL, Kind.FREEZE, Kind.CUT, Kind.DELAY])
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.LOSE}))
 def test_a_worker_that_breaks_is_no_excuse(kind):
-    assert judge(failed("worker_lost", status=502), faults=[happened(kind, Part.WORKER, "w1")]) != []
+    assert judge(failed("worker_lost", status=502), faults=[happened(kind, Part.WORKER, "w1", 1.5, 9.0)]) != []
+
+
+OPERATORS = (Kind.RESTART, Kind.DRAIN, Kind.ROLE)
+
+
+@pytest.mark.parametrize("kind", [*OPERATORS, Kind.SHAPE, Kind.DELAY, Kind.EXHAUST])
+@pytest.mark.parametrize("part", [Part.WORKER, Part.ROUTER, Part.ORCHESTRATOR])
+def test_what_operators_do_and_slow_links_and_idle_clients_are_no_excuse(kind, part):
+    faults = [happened(kind, part, "r1", 1.5, 9.0)]
+    cut = outcome(is_cut=True, status=0, text="", finishes=[], dones=0)
+
+    assert judge(failed("bus_down"), faults=faults) != []
+    assert judge(cut, faults=faults) != []
+    assert judge(outcome(ended_s=40.0), faults=faults) != []
+
+
+@pytest.mark.parametrize("kind", [Kind.CUT, Kind.VANISH])
+def test_a_router_that_is_cut_off_excuses_its_own_requests(kind):
+    faults = [happened(kind, Part.ROUTER, "r1", 1.5, 1.5 + 2 * BUS_AWAY_S_MIN)]
+
+    assert judge(failed("bus_down"), faults=faults) == []
+    assert judge(failed("bus_down", router="r2"), faults=faults) != []
 
 
 def test_nats_is_an_excuse_if_it_was_away_for_long_and_lately():
