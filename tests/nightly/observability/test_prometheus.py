@@ -43,6 +43,7 @@ WITHOUT_DATA = {
     "tenants: Budget used": "no key has a budget",
     "alert ErrorRatioHigh": "no request gets a 5xx: requests of the lost worker continue on others",
     "alert ModelWithoutWorker": "no model loses its last worker",
+    "alert RequestsNotReported": "the test is shorter than the time with which it compares",
     "alert ProcessFailed": "no process fails with an error",
     "alert KvReadsSlow": "simulated blocks are too small to measure the speed of reads",
 }
