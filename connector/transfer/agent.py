@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -25,6 +27,23 @@ class TransferFailed(Exception):
     """The agent refused; the message says what and why. No byte moves."""
 
 
+LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""What is raised to end a process or a task, and is no failure of what it interrupts."""
+
+
+@contextmanager
+def failing(doing: str) -> Iterator[None]:
+    """Turn whatever a library raises into TransferFailed that says what failed. It need not be an Exception: a Rust
+    library that panics raises a BaseException.
+    """
+    try:
+        yield
+    except (TransferFailed, *LEAVING):
+        raise
+    except BaseException as error:
+        raise TransferFailed(f"{doing}: {type(error).__name__} {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     base: int
@@ -38,7 +57,7 @@ class Connecting(Protocol):
     """A connection that is being opened."""
 
     def name(self) -> str | None:
-        """The name of the peer's agent; None while it is opened. Raises TransferFailed."""
+        """What ``read`` and ``forget`` call the connection; None while it is opened. Raises TransferFailed."""
 
     def cancel(self) -> None:
         """Give it up, opened or not."""
@@ -73,7 +92,7 @@ class TransferAgent(Protocol):
         """
 
     def forget(self, name: str) -> None:
-        """Disconnect: reads from this peer end, each at the latest when ``release`` returns True. Does not block.
+        """Disconnect: reads over this connection end, each at the latest when ``release`` returns True. Does not block.
         Unknown names are ignored.
         """
 

@@ -32,11 +32,13 @@ from nixl import _api as nixl_api
 from nixl import _bindings as nixl_bindings
 
 from connector.layout.routes import halves_of
-from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState
+from connector.transfer.agent import Connecting, Region, Spans, TransferFailed, TransferState, failing
 from connector.transfer.threads import DaemonThreads, keep_cores, leave_cores
 
 STATES = {"PROC": TransferState.RUNNING, "DONE": TransferState.DONE, "ERR": TransferState.FAILED}
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
+PACKAGE: str = nixl_api.__name__.rpartition(".")[0]
+"""The package that ``nixl`` stands for in this process."""
 BACKENDS = ["UCX"]
 ERRORS = tuple(one for name, one in vars(nixl_bindings).items() if name.startswith("nixl") and name.endswith("Error"))
 PROGRESS_DELAY_US = 10_000
@@ -60,11 +62,12 @@ _making = threading.Lock()
 
 @dataclass(slots=True, eq=False)
 class ReadAgent:
-    """An agent that reads from one peer. Not thread-safe. Methods raise nixl's ERRORS unless stated otherwise."""
+    """An agent that reads from one peer. Not thread-safe. Methods raise what nixl raises unless stated otherwise."""
 
     agent: Any
     registered: list[Any]
     name: str
+    """The name of the peer's agent, which the peer chooses."""
 
     def prepare(self, remote: Spans, local: Spans, memories: tuple[str, str]) -> Any:
         """Return a handle. nixl's handle holds a reference to the agent, so drop it before ``end``."""
@@ -75,14 +78,14 @@ class ReadAgent:
         """State of a read; never raises."""
         try:
             return STATES[self.agent.check_xfer_state(handle)]
-        except ERRORS:
+        except Exception:
             return TransferState.FAILED
 
     def release(self, handle: Any) -> bool:
         """Release a handle; False if nixl refuses. Never raises."""
         try:
             self.agent.release_xfer_handle(handle)
-        except ERRORS:
+        except Exception:
             return False
         return True
 
@@ -107,11 +110,16 @@ def open_read_agent(name: str, regions: Sequence[Region], metadata: bytes) -> Re
     """An agent that is connected to the peer. Its name must never be used again. Raises TransferFailed."""
     agent = make_agent(name, progress=False)
     registered = register(agent, regions)
+    return ReadAgent(agent, registered, load(agent, metadata))
+
+
+def load(agent: Any, metadata: bytes) -> str:
+    """Connect an agent to the peer with this metadata; returns the name of the peer's agent. Raises TransferFailed."""
     with failing("connecting"):
         added = agent.add_remote_agent(metadata)
         peer = added.decode() if isinstance(added, bytes) else str(added)
         agent.make_connection(peer, backends=BACKENDS)
-    return ReadAgent(agent, registered, peer)
+    return peer
 
 
 def make_agent(name: str, *, progress: bool, backends: Sequence[str] = BACKENDS) -> Any:
@@ -136,18 +144,9 @@ def deregister(agent: Any, registered: list[Any]) -> None:
     for rows in registered:
         try:
             agent.deregister_memory(rows)
-        except ERRORS:
+        except Exception:  # noqa: S112
             continue  # what nixl refuses to deregister ends with the agent
     registered.clear()
-
-
-@contextmanager
-def failing(doing: str) -> Iterator[None]:
-    """Turn nixl's errors into TransferFailed that says what failed."""
-    try:
-        yield
-    except ERRORS as error:
-        raise TransferFailed(f"{doing}: {type(error).__name__} {error}") from error
 
 
 @contextmanager
@@ -227,15 +226,17 @@ class _Connection:
 class _Opening:
     """A connection that another thread opens."""
 
-    def __init__(self, agent: NixlAgent, metadata: bytes, opening: Future[ReadAgent]) -> None:
+    def __init__(self, agent: NixlAgent, name: str, metadata: bytes, opening: Future[ReadAgent]) -> None:
         self._agent = agent
+        self._given_name = name
         self._metadata = metadata
         self._opening = opening
         self._name: str | None = None
 
     def name(self) -> str | None:
         if self._name is None and self._opening.done():
-            self._name = self._agent.opened(self._opening.result(), self._metadata)
+            self._agent.opened(self._given_name, self._opening.result(), self._metadata)
+            self._name = self._given_name
         return self._name
 
     def cancel(self) -> None:
@@ -248,7 +249,8 @@ class _Opening:
 class NixlAgent:
     """A TransferAgent on nixl. Its name must never be used again: peers identify connections by it.
 
-    ``open_agent`` makes the agent of one connection, on a thread of its own.
+    ``open_agent`` makes the agent of one connection, on a thread of its own. A connection has the name of this agent,
+    not of the peer's: two peers may say that they have the same name.
     """
 
     def __init__(self, name: str, *, split_bytes: int = SPLIT_BYTES, open_agent: OpenAgent = open_read_agent) -> None:
@@ -276,16 +278,17 @@ class NixlAgent:
         return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> Connecting:
-        return _Opening(self, metadata, self._open(metadata))
+        name = self._new_name()
+        return _Opening(self, name, metadata, self._open(name, metadata))
 
-    def opened(self, first: ReadAgent, metadata: bytes) -> str:
-        """Use the opened connection; returns the name of the peer's agent."""
-        self.forget(first.name)
-        self._connections[first.name] = _Connection(first, metadata)
-        return first.name
+    def opened(self, name: str, first: ReadAgent, metadata: bytes) -> None:
+        """Use the opened connection under this name."""
+        self._connections[name] = _Connection(first, metadata)
 
-    def _open(self, metadata: bytes) -> Future[ReadAgent]:
-        name = f"{self._name}-{next(self._agent_numbers)}"
+    def _new_name(self) -> str:
+        return f"{self._name}-{next(self._agent_numbers)}"
+
+    def _open(self, name: str, metadata: bytes) -> Future[ReadAgent]:
         return self._opening.submit(self._open_agent, name, self._regions, metadata)
 
     def forget(self, name: str) -> None:
@@ -324,11 +327,11 @@ class NixlAgent:
                 transfer.second_half = self._on_second_thread(second.copy, *other, memories)
         try:
             first.agent.transfer(transfer.handle)
-        except ERRORS:
+        except Exception:
             transfer.has_failed = True  # Not raised: the second half may be under way, and must be awaited.
         has_cores = len(os.sched_getaffinity(0)) > 1
         if is_large and has_cores and connection.opening is None and transfer.state() is TransferState.DONE:
-            connection.opening = self._open(connection.metadata)
+            connection.opening = self._open(self._new_name(), connection.metadata)
         return transfer
 
     def state(self, handle: Any) -> TransferState:

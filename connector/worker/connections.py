@@ -6,7 +6,9 @@ closed port only at the first read. A connection that fails is reported, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +17,10 @@ import numpy as np
 from connector.layout.routes import ReaderRank, Route, routes_to
 from connector.layout.tensors import why_not
 from connector.messages import Connected, Peer, PeerKey
-from connector.transfer.agent import Connecting, TransferAgent, TransferFailed, TransferState
+from connector.transfer.agent import Connecting, TransferAgent, TransferFailed, TransferState, failing
 from shared.contracts.kv_exchange import KvHandshake, KvRank
+
+log = logging.getLogger("baton.connector")
 
 OPEN_S_MAX = 30.0
 """Time limit for the agent to register all memory for a connection; several connections may wait for one another."""
@@ -85,31 +89,33 @@ class Connections:
     def _connect(self, key: PeerKey, handshake: KvHandshake) -> None:
         connection = Connection(handshake, self._clock())
         self._connections[key] = connection
-        failure = why_not(self._own.handshake, handshake)
-        try:
-            if not failure:
-                connection.routes = routes_to(self._own.reader, handshake)
-                for route in connection.routes:
-                    connection.opening.append(self._agent.connect(handshake.ranks[route.rank].agent))
-        except TransferFailed as refused:
-            failure = str(refused)
-        if failure:
-            self.lose(key, failure)
-        else:
-            self._check_opening(key, connection)
+        with self._losing(key):
+            if failure := why_not(self._own.handshake, handshake):
+                raise TransferFailed(failure)
+            connection.routes = routes_to(self._own.reader, handshake)
+            for route in connection.routes:
+                connection.opening.append(self._agent.connect(handshake.ranks[route.rank].agent))
+            self._check_opening(connection)
 
-    def _check_opening(self, key: PeerKey, connection: Connection) -> None:
-        """Test the connection once it is open."""
+    @contextmanager
+    def _losing(self, key: PeerKey) -> Iterator[None]:
+        """Whatever fails inside is a lost peer: an engine outlives whatever a peer sends as its handshake."""
         try:
-            names = [one.name() for one in connection.opening]
-            if all(name is not None for name in names):
-                connection.names, connection.opening = [name for name in names if name is not None], []
-                connection.opened_s = self._clock()
-                self._begin_probes(connection)
-            elif self._clock() - connection.since_s > OPEN_S_MAX:
-                self.lose(key, f"the connection was not opened within {OPEN_S_MAX} s")
-        except TransferFailed as refused:
-            self.lose(key, str(refused))
+            with failing("connecting"):
+                yield
+        except TransferFailed as failed:
+            log.info("cannot connect to %s", key[0], exc_info=failed)
+            self.lose(key, str(failed))
+
+    def _check_opening(self, connection: Connection) -> None:
+        """Test the connection once it is open. Raises TransferFailed."""
+        names = [one.name() for one in connection.opening]
+        if all(name is not None for name in names):
+            connection.names, connection.opening = [name for name in names if name is not None], []
+            connection.opened_s = self._clock()
+            self._begin_probes(connection)
+        elif self._clock() - connection.since_s > OPEN_S_MAX:
+            raise TransferFailed(f"the connection was not opened within {OPEN_S_MAX} s")
 
     def _begin_probes(self, connection: Connection) -> None:
         peer = connection.handshake
@@ -123,18 +129,23 @@ class Connections:
     def check(self) -> None:
         """Check connections that are being opened or tested."""
         for key in [key for key, one in self._connections.items() if one.opening]:
-            self._check_opening(key, self._connections[key])
+            with self._losing(key):
+                self._check_opening(self._connections[key])
         for key in [key for key, one in self._connections.items() if one.probes]:
-            connection = self._connections[key]
-            states = {self._agent.state(probe) for probe in connection.probes}
-            took_s = self._clock() - connection.since_s
-            if TransferState.FAILED in states:
-                self.lose(key, "the first read failed")
-            elif TransferState.RUNNING not in states:
-                self._release_probes(connection)
-                self.connected.append(Connected(key, took_s))
-            elif self._clock() - connection.opened_s > CONNECT_S_MAX:
-                self.lose(key, f"no byte could be read within {CONNECT_S_MAX} s")
+            with self._losing(key):
+                self._check_probes(key, self._connections[key])
+
+    def _check_probes(self, key: PeerKey, connection: Connection) -> None:
+        """Raises TransferFailed."""
+        states = {self._agent.state(probe) for probe in connection.probes}
+        took_s = self._clock() - connection.since_s
+        if TransferState.FAILED in states:
+            raise TransferFailed("the first read failed")
+        if TransferState.RUNNING not in states:
+            self._release_probes(connection)
+            self.connected.append(Connected(key, took_s))
+        elif self._clock() - connection.opened_s > CONNECT_S_MAX:
+            raise TransferFailed(f"no byte could be read within {CONNECT_S_MAX} s")
 
     def lose(self, key: PeerKey, failure: str) -> None:
         """Report a connection as failed and drop it. Unknown peers are ignored."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from connector.layout.routes import PART_BYTES, block_bytes_of, parts_of, spans_of
 from connector.messages import Orders, PeerKey, Read, ReadPart, Results
-from connector.transfer.agent import TransferAgent, TransferFailed, TransferState
+from connector.transfer.agent import TransferAgent, TransferFailed, TransferState, failing
 from connector.transfer.threads import allow_cores
 from connector.worker.connections import Connection, Connections, Own
 
@@ -153,7 +153,8 @@ class Copier:
             part.failure = "the peer has no such blocks"
         else:
             try:
-                self._post(part, connection, remote, local)
+                with failing("reading"):
+                    self._post(part, connection, remote, local)
             except TransferFailed as refused:
                 part.failure = str(refused)
                 self._connections.lose(part.read.peer, part.failure)

@@ -17,6 +17,7 @@ from services.worker.engines.adapters import load_at_start
 from services.worker.engines.port import Engine, EngineDead, EngineRefused, Identity, StartEngine
 from services.worker.kv_events import CachePublisher
 from services.worker.kv_exchange.prefix_copy import StoreCopies
+from services.worker.kv_exchange.suspects import Suspects
 from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExchange
 from services.worker.legs.body import KvPolicy
 from services.worker.legs.guard import Capacity
@@ -108,7 +109,8 @@ async def run_worker(
             await load_at_start(engine.adapters, settings.lora_adapters, settings.lora_dir)
             forget_refusal(common.state_dir, settings.worker_id)
             await registration.update(msgspec.structs.replace(registration.record, listens=await find_addresses()))
-            plan = await Worker(service, settings, engine, registration, saved_role).run()
+            suspects = Suspects(common.state_dir, settings.worker_id, service.clock)
+            plan = await Worker(service, settings, engine, registration, saved_role, suspects).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
         if service.stopping.is_set():
@@ -125,7 +127,13 @@ class Worker:
     """One running engine on the bus."""
 
     def __init__(
-        self, service: Service, settings: Settings, engine: Engine, registration: Registration, saved_role: SavedRole
+        self,
+        service: Service,
+        settings: Settings,
+        engine: Engine,
+        registration: Registration,
+        saved_role: SavedRole,
+        suspects: Suspects,
     ) -> None:
         record = registration.record
         worker_id, epoch = record.worker_id, record.epoch
@@ -135,7 +143,8 @@ class Worker:
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cache = CachePublisher(service.bus, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
-        exchange = make_exchange(service, engine, identity)
+        self._exchange = exchange = make_exchange(service, engine, identity)
+        self._suspects = suspects
         self._load = LoadPublisher(
             service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine, exchange=exchange
         )
@@ -156,11 +165,15 @@ class Worker:
         ]
         self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
         if exchange is not None:
+            for suspect, seconds in suspects.refused_s().items():
+                exchange.peers.refuse(suspect, seconds)
             self._opens.append(exchange.open)
             self._follows.append(exchange.follow)
         if exchange is not None and record.role is not Role.STORE:  # A store cannot generate, so it runs no self-test.
             speeds = ReadSpeeds(exchange.measure_read, registration)
-            self_tests = SelfTestHandler(service.bus, service.clock, engine, identity, speeds.measure)
+            self_tests = SelfTestHandler(
+                service.bus, service.clock, engine, identity, exchange.peers.settled, speeds.measure
+            )
             self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
             self._opens.append(self_tests.open)
             copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
@@ -220,7 +233,7 @@ class Worker:
     async def _be_ready_unless(self, drain_wanted: asyncio.Task[DrainPlan]) -> None:
         """Take legs once the KV self-test has passed, unless the worker is to drain before that."""
         remark = await self._probe_until(drain_wanted, self._prober) if self._prober is not None else ""
-        note = "; ".join(filter(None, (self._engine.facts.note, remark)))
+        note = "; ".join(filter(None, (self._engine.facts.note, remark, self._suspects.note)))
         if drain_wanted.done():
             return
         if self._engine.health is None:
@@ -240,6 +253,8 @@ class Worker:
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)
+        if self._exchange is not None:
+            self._suspects.add(self._exchange.peers.connecting())
         self._server.phase = WorkerPhase.GONE
         self._server.fail_all(Failure(reason=Reason.ENGINE_DEAD, message=why))
         await self._drain.flush_frames()

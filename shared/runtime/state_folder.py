@@ -1,8 +1,9 @@
 """The state folder: the space that is free in it, and the files that outlive a worker's process.
 
 One of these says why its engine was refused at start: the worker removes it at its next successful start, and `baton
-doctor` reads it when the process has ended. The other has the role that a worker changed to at run time: a restarted
-worker reads it, and the launcher removes it before it starts a new worker.
+doctor` reads it when the process has ended. Another has the role that a worker changed to at run time: a restarted
+worker reads it, and the launcher removes it before it starts a new worker. The third has the peers that a worker's
+engine was connecting to when it died.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def _folder(state_dir: str) -> Path:
 def saved_role_file(state_dir: str, worker_id: str) -> Path:
     """It exists only while the role differs from the role in the settings."""
     return Path(state_dir).expanduser() / "roles" / f"{worker_id}.json"
+
+
+def suspects_file(state_dir: str, worker_id: str) -> Path:
+    """It exists once an engine of the worker has died while it connected to a peer."""
+    return Path(state_dir).expanduser() / "suspects" / f"{worker_id}.json"
 
 
 MEASURE_S = 15.0

@@ -13,8 +13,9 @@ from shared.contracts.channels import KV_GRANT, KV_HANDSHAKE, KV_LEASE, WORKER_R
 from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvGrant, KvSource, LeaseKv
-from shared.contracts.workers import KvMemory
+from shared.contracts.workers import KvMemory, WorkerPhase
 from tests.engines.test_handover import completion, prompt_of
+from tests.support.hostile_handshakes import FORGERIES
 from tests.support.worker_processes import handoff
 
 pytestmark = pytest.mark.vllm
@@ -243,6 +244,45 @@ async def test_handshakes_have_the_current_clock(pair, router):
     assert [answer.worker_id for answer in answers] == ["p1", "p1", "d1", "d1"]
     assert answers[0].clock_s < answers[1].clock_s
     assert answers[0].fingerprint == answers[2].fingerprint == pair[0].record.fingerprint.key()
+
+
+async def test_engines_outlive_the_handshakes_of_hostile_workers(pair, router):
+    """Workers of the same fleet, each with a key of its own. Both engines connect to each of them."""
+    prefill, decode = pair
+    ask = AskKvHandshake(worker_id=prefill.worker_id, reader_id=WorkerId("test"))
+    honest = await router.bus.ask(KV_HANDSHAKE, ask, timeout_s=5.0)
+    registry = await router.bus.key_value_store(WORKER_RECORDS)
+    cores = [worker.engine_core().pid for worker in pair]
+
+    for name, (forge, _fault) in FORGERIES.items():
+        evil = msgspec.structs.replace(forge(honest), worker_id=WorkerId(f"evil-{name}"), epoch=1)
+
+        async def answer(_ask, _envelope, evil=evil):
+            return evil
+
+        await router.bus.answer(KV_HANDSHAKE, answer, worker_id=evil.worker_id)
+        record = msgspec.structs.replace(prefill.record, worker_id=evil.worker_id, epoch=1, phase=WorkerPhase.PROBING)
+        await registry.put(record)
+    try:
+        async with asyncio.timeout(120.0):
+            for worker in pair:
+                for name, (_forge, fault) in FORGERIES.items():
+                    while not [
+                        line for line in worker.log.read_text().splitlines() if f"evil-{name}" in line and fault in line
+                    ]:
+                        assert worker.process.poll() is None, f"{worker.worker_id} died"
+                        await asyncio.sleep(0.1)
+        body = completion(prompt_of(300, seed=720))
+        offered = await router.leg(prefill, LegKind.PREFILL, body)
+        taken = await router.leg(decode, LegKind.DECODE, body, kv_transfer=handoff(offered.report))
+        alone = await router.leg(prefill, LegKind.AGGREGATED, body)
+    finally:
+        for name in FORGERIES:
+            await registry.delete(f"evil-{name}")
+
+    assert taken.token_ids == alone.token_ids
+    assert taken.report.kv.fetched_tokens > 0
+    assert [worker.engine_core().pid for worker in pair] == cores
 
 
 async def test_an_unread_offer_is_released_when_its_decode_leg_ends(pair, router):

@@ -283,6 +283,9 @@ class EngineRenderer(Protocol):
 
 
 class EngineExchange(Protocol):
+    nixl_package: str
+    """The package by which it loads peers' NIXL metadata; empty: it loads none."""
+
     async def call(self, call: EngineCall) -> EngineNotification:
         """Run the call between two engine steps. Later results come as notifications. Raises EngineDead."""
 

@@ -1,7 +1,8 @@
 """The workers that this one may exchange KV with, from the registry, and when to ask each for its handshake.
 
 A peer is asked when its record says PROBING, every ``KEEP_ALIVE_S``, sooner after a failure, and at once when a request
-names it as a source; never twice at a time.
+names it as a source; never twice at a time. The engine learns of a peer when a process that may die has tried its NIXL
+metadata. A peer that can end an engine is refused for ``REFUSED_S``.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
+from connector.layout.bounds import why_out_of_bounds
 from connector.messages import EngineCall, Peer, PeerConnected, PeerGone
+from services.worker.kv_exchange.trials import Outcome, Verdict
 from shared.bus.port import Bus, BusError, Envelope, watch_store
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
@@ -27,7 +30,12 @@ KEEP_ALIVE_S = 30.0
 RETRY_S = 1.0
 """Pause after a request for a handshake without a response."""
 RECONNECT_S = 5.0
-"""Pause after an engine could not connect to a peer whose handshake it had."""
+"""Pause after an engine, or a trial, could not connect to a peer whose handshake it had."""
+REFUSED_S = 300.0
+"""Time for which a peer, in whichever epoch, is not asked after its handshake was out of bounds or would have ended the
+engine, or after an engine died while it connected to it."""
+CONNECTING_S_MAX = 120.0
+"""Time after which an attempt to connect has ended, even if the engine's report of it was lost."""
 MISSING_S_MAX = 5.0
 """Time after which a peer whose record has vanished is given up. If NATS lost its data, the record is back sooner."""
 EXCHANGING = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
@@ -47,6 +55,8 @@ class Known:
     missing_since: float = math.inf
     connected: bool = False
     """Whether the engine knows the peer."""
+    connecting_since: float = -math.inf
+    """When the engine began to connect to it; minus infinity: it has ended."""
 
 
 class PeerTable:
@@ -59,11 +69,12 @@ class PeerTable:
         self.revision = 0
         """Incremented whenever ``records`` change."""
         self._records: dict[WorkerId, WorkerRecord] = {}
+        self._refused_until: dict[WorkerId, float] = {}
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """Records of the workers with the same fingerprint that exchange KV."""
-        return list(self._records.values())
+        """Records of the workers with the same fingerprint that exchange KV, without refused ones."""
+        return [record for record in self._records.values() if record.worker_id not in self._refused_until]
 
     @property
     def connected(self) -> int:
@@ -83,7 +94,8 @@ class PeerTable:
             return []
         gone = self._forget(record.worker_id)
         if fits and len(self._known) < PEERS_MAX:
-            self._known[record.worker_id] = Known(record.epoch, due_at=now)
+            not_before = self._refused_until.get(record.worker_id, now)
+            self._known[record.worker_id] = Known(record.epoch, due_at=not_before, not_before=not_before)
         return gone
 
     def missing(self, worker_id: WorkerId, now: float) -> None:
@@ -127,28 +139,68 @@ class PeerTable:
         if not is_its_own or handshake.epoch < known.epoch or not math.isfinite(handshake.clock_s):
             self.failed(worker_id, now)
             return [], []
+        is_new = not known.connected or handshake.epoch > known.epoch
         gone = self._forget(worker_id) if handshake.epoch > known.epoch else []
         self._known[worker_id] = Known(
-            handshake.epoch, due_at=now + KEEP_ALIVE_S, missing_since=known.missing_since, connected=True
+            handshake.epoch,
+            due_at=now + KEEP_ALIVE_S,
+            missing_since=known.missing_since,
+            connected=True,
+            connecting_since=now if is_new else known.connecting_since,
         )
         # The peer read its clock after the ask was sent: with a later time here the bound would be too small.
         return [Peer(handshake=handshake, clock_ahead_s=handshake.clock_s - requested_at)], gone
 
-    def failed(self, worker_id: WorkerId, now: float) -> None:
-        """It sent no handshake."""
+    def failed(self, worker_id: WorkerId, now: float, pause_s: float = RETRY_S) -> None:
+        """It sent no handshake, or one that the engine does not get."""
         if known := self._known.get(worker_id):
             known.is_requested = False
-            known.due_at = known.not_before = now + RETRY_S
+            known.due_at = known.not_before = now + pause_s
 
-    def refused(self, worker_id: WorkerId, epoch: Epoch, now: float) -> None:
+    def opened(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """The engine has connected to it."""
+        known = self._known.get(worker_id)
+        if known is not None and known.epoch == epoch:
+            known.connecting_since = -math.inf
+
+    def failed_to_open(self, worker_id: WorkerId, epoch: Epoch, now: float) -> None:
         """The engine could not connect to it."""
         known = self._known.get(worker_id)
         if known is not None and known.epoch == epoch:
             known.connected = False
+            known.connecting_since = -math.inf
             known.due_at = known.not_before = now + RECONNECT_S
 
+    def is_settled(self, worker_id: WorkerId, now: float) -> bool:
+        """Whether the engine has connected to it, or cannot for now."""
+        known = self._known.get(worker_id)
+        if known is None or (known.connected and known.connecting_since == -math.inf):
+            return True
+        return not known.connected and now < known.not_before
+
+    def connecting(self, now: float) -> list[WorkerId]:
+        """Peers that the engine is connecting to."""
+        since = now - CONNECTING_S_MAX
+        return [worker_id for worker_id, known in self._known.items() if known.connecting_since > since]
+
+    def refuse(self, worker_id: WorkerId, until: float) -> list[PeerGone]:
+        """Do not ask the peer until then, whatever its epoch; the engine is to forget it, if it knows it."""
+        if len(self._refused_until) < PEERS_MAX:
+            self._refused_until[worker_id] = until
+            self.revision += 1
+        known = self._known.get(worker_id)
+        gone = self._forget(worker_id)
+        if known is not None:
+            self._known[worker_id] = Known(
+                known.epoch, due_at=until, not_before=until, missing_since=known.missing_since
+            )
+        return gone
+
     def expired(self, now: float) -> list[PeerGone]:
-        """Give up peers whose records did not come back."""
+        """Give up peers whose records did not come back, and admit those that have been refused for long enough."""
+        for worker_id in [one for one, until in self._refused_until.items() if until <= now]:
+            del self._refused_until[worker_id]
+            self.revision += 1
         away = [worker_id for worker_id, known in self._known.items() if now >= known.missing_since + MISSING_S_MAX]
         return [gone for worker_id in away for gone in self._forget(worker_id)]
 
@@ -156,7 +208,7 @@ class PeerTable:
         """When ``due`` or ``expired`` may return something; infinity: only after a change."""
         dues = [known.due_at for known in self._known.values() if not known.is_requested] if self._slots() else []
         ends = [known.missing_since + MISSING_S_MAX for known in self._known.values()]
-        return min([*dues, *ends], default=math.inf)
+        return min([*dues, *ends, *self._refused_until.values()], default=math.inf)
 
     def _set_record(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
         if self._records.get(worker_id) == record:
@@ -182,17 +234,28 @@ ANSWER_S_MAX = 2.0
 
 
 class PeerWatch:
-    """Drives a ``PeerTable`` and tells the engine which peers it may read from (``tell``)."""
+    """Drives a ``PeerTable`` and tells the engine which peers it may read from (``tell``), after a trial of each
+    (``try_peer``).
+    """
 
     def __init__(
-        self, bus: Bus, clock: Clock, worker_id: WorkerId, table: PeerTable, tell: Callable[[EngineCall], None]
+        self,
+        bus: Bus,
+        clock: Clock,
+        worker_id: WorkerId,
+        table: PeerTable,
+        tell: Callable[[EngineCall], None],
+        try_peer: Callable[[KvHandshake], Awaitable[Verdict]],
     ) -> None:
         self._bus = bus
         self._clock = clock
         self._worker_id = worker_id
         self._table = table
         self._tell = tell
+        self._try_peer = try_peer
         self._changed = asyncio.Event()
+        self._waiting: set[asyncio.Event] = set()
+        """Each is set when the state of a peer may have changed."""
         self._all_read = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         self._notified_revision = 0
@@ -218,17 +281,45 @@ class PeerWatch:
     def want(self, worker_ids: list[WorkerId]) -> None:
         """Requests name workers that the engine is not connected to."""
         self._table.want(worker_ids, self._clock.now())
-        self._changed.set()
+        self._wake()
 
     def connected(self, ends: list[PeerConnected]) -> None:
         """Attempts to connect have ended. After a failure, prompts that the peer holds are computed."""
         for end in ends:
             if end.failure:
                 log.warning("the engine cannot connect to %s to read its KV: %s", end.worker_id, end.failure)
-                self._table.refused(end.worker_id, end.epoch, self._clock.now())
-                self._changed.set()
+                self._table.failed_to_open(end.worker_id, end.epoch, self._clock.now())
             else:
+                self._table.opened(end.worker_id, end.epoch)
                 log.info("connected to %s in %.0f ms", end.worker_id, end.seconds * 1000)
+        if ends:
+            self._wake()
+
+    async def settled(self, worker_id: WorkerId, s_max: float) -> None:
+        """Wait until the engine has connected to it, or cannot for now, but no longer than ``s_max``."""
+        changed = asyncio.Event()
+        self._waiting.add(changed)
+        try:
+            async with asyncio.timeout(s_max):
+                await self.all_read()
+                while not self._table.is_settled(worker_id, self._clock.now()):
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            log.info("the engine has not connected to %s within %g s", worker_id, s_max)
+        finally:
+            self._waiting.discard(changed)
+
+    def connecting(self) -> list[WorkerId]:
+        """Peers that the engine is connecting to."""
+        return self._table.connecting(self._clock.now())
+
+    def refuse(self, worker_id: WorkerId, seconds: float) -> None:
+        """Do not connect to it for so long."""
+        log.warning("%s is not connected to for %.0f s", worker_id, seconds)
+        self._end(self._table.refuse(worker_id, self._clock.now() + seconds))
+        self._wake()
+        self._notify_listeners()
 
     async def follow(self) -> None:
         """Watch and ask until cancelled."""
@@ -239,6 +330,7 @@ class PeerWatch:
                 for worker_id in self._table.due(self._clock.now()):
                     tasks.create_task(self._ask(worker_id), name=f"ask-handshake-{worker_id}")
                 self._end(self._table.expired(self._clock.now()))
+                self._notify_listeners()
                 await self._until(self._table.next_at())
 
     async def _until(self, at: float) -> None:
@@ -258,7 +350,7 @@ class PeerWatch:
                 self._table.missing(WorkerId(entry.key), self._clock.now())
             else:
                 self._end(self._table.record(entry.value, self._clock.now()))
-            self._changed.set()
+            self._wake()
             self._notify_listeners()
 
     async def _ask(self, worker_id: WorkerId) -> None:
@@ -270,14 +362,35 @@ class PeerWatch:
             log.debug("%s sent no handshake: %s", worker_id, error)
             self._table.failed(worker_id, self._clock.now())
         else:
+            await self._take(worker_id, handshake, requested_at)
+        self._wake()
+
+    async def _take(self, worker_id: WorkerId, handshake: KvHandshake, requested_at: float) -> None:
+        if why := why_out_of_bounds(handshake):
+            log.warning("the handshake of %s is not possible: %s", worker_id, why)
+            self.refuse(worker_id, REFUSED_S)
+            return
+        verdict = await self._try_peer(handshake)
+        if verdict.outcome is Outcome.DEADLY:
+            log.warning("the handshake of %s would end the engine: %s", worker_id, verdict.why)
+            self.refuse(worker_id, REFUSED_S)
+        elif verdict.outcome is Outcome.REFUSED:
+            log.warning("the engine cannot connect to %s to read its KV: %s", worker_id, verdict.why)
+            self._table.failed(worker_id, self._clock.now(), RECONNECT_S)
+        else:
             peers, gone = self._table.answered(worker_id, handshake, requested_at, self._clock.now())
             self._end(gone)
             if peers:
                 self._tell(EngineCall(peers=peers))
+
+    def _wake(self) -> None:
         self._changed.set()
+        for waiting in self._waiting:
+            waiting.set()
 
     def _on_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
         self._end(self._table.lost(lost.worker_id, lost.epoch))
+        self._wake()
         self._notify_listeners()
 
     def _notify_listeners(self) -> None:

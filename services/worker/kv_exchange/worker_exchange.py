@@ -7,6 +7,7 @@ import logging
 import math
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import msgspec
 
@@ -15,6 +16,7 @@ from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.message_handler import FetchHandler, MessageHandler
 from services.worker.kv_exchange.peers import PeerTable, PeerWatch
+from services.worker.kv_exchange.trials import PASSED, Trials, Verdict, trial_command
 from services.worker.legs.body import read_offer
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
@@ -45,7 +47,8 @@ class WorkerExchange:
         self._fetches = FetchHandler(self._calls)
         self._measurer = SpeedMeasurer(self._calls)
         table = PeerTable(identity.worker_id, fingerprint)
-        self.peers = PeerWatch(bus, clock, identity.worker_id, table, self._handler.tell_engine)
+        self._trials = Trials(trial_command(engine.nixl_package)) if engine.nixl_package else None
+        self.peers = PeerWatch(bus, clock, identity.worker_id, table, self._handler.tell_engine, self._try_peer)
         engine.on_notifications(self._on_notifications)
 
     @property
@@ -65,7 +68,7 @@ class WorkerExchange:
         await self._bus.answer(KV_FETCH, self._fetches.answer, worker_id=self._me.worker_id)
 
     async def follow(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with self._trials or nullcontext(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._calls.follow(), name="call-engine")
             tasks.create_task(self._handler.follow(), name="send-exchange")
             tasks.create_task(self.peers.follow(), name="follow-peers")
@@ -117,6 +120,12 @@ class WorkerExchange:
         """Handler of KV_HANDSHAKE. The engine's clock is this machine's, so the engine need not be asked."""
         assert self._handshake is not None
         return msgspec.structs.replace(self._handshake, clock_s=self._clock.now())
+
+    async def _try_peer(self, peer: KvHandshake) -> Verdict:
+        if self._trials is None:
+            return PASSED
+        assert self._handshake is not None
+        return await self._trials.verdict(peer, self._handshake)
 
     def _on_notifications(self, notifications: EngineNotification) -> None:
         self._handler.send(notifications)

@@ -190,14 +190,19 @@ MEASURE_S_MAX = 5.0
 WAITING_MAX = 4
 """Measurements that may wait for the one under way; further ones are left out."""
 
+CONNECT_S_MAX = 15.0
+"""Time limit for an engine to be connected to a partner. A lease must not end while it connects, so this comes first.
+"""
 READ_S_MAX = 10.0
 """Time limit for this engine to read a prompt's KV and generate."""
-RUN_S_MAX = PROMPT_S_MAX + READ_S_MAX + MEASURE_S_MAX
-"""Time limit for a partner to ask for this worker's prompt, read it and measure how fast it reads."""
+RUN_S_MAX = CONNECT_S_MAX + PROMPT_S_MAX + READ_S_MAX + MEASURE_S_MAX
+"""Time limit for a partner to connect, ask for this worker's prompt, read it and measure how fast it reads."""
 ERROR_CHARS_MAX = 300
 
 Measure = Callable[[WorkerId, Epoch], Awaitable[None]]
 """Measures how fast this worker reads another one's KV, within MEASURE_S_MAX. Never raises."""
+Settled = Callable[[WorkerId, float], Awaitable[None]]
+"""Waits, for so many seconds at most, until this worker's engine has connected to another one, or cannot for now."""
 
 
 class CannotCompute(Exception):
@@ -207,8 +212,11 @@ class CannotCompute(Exception):
 class SelfTestHandler:
     """Runs KV self-tests with partners and serves theirs. Its engine calls are not legs: no router waits for them."""
 
-    def __init__(self, bus: Bus, clock: Clock, engine: Engine, identity: Identity, measure: Measure) -> None:
-        """``measure``: called after each read of a partner's KV that passed."""
+    def __init__(
+        self, bus: Bus, clock: Clock, engine: Engine, identity: Identity, settled: Settled, measure: Measure
+    ) -> None:
+        """``settled`` is called before each read of a partner's KV, ``measure`` after each that passed."""
+        self._settled = settled
         self._measure = measure
         self._bus = bus
         self._clock = clock
@@ -239,6 +247,7 @@ class SelfTestHandler:
         return worst(task.result() for task in results)
 
     async def _read_from(self, partner: WorkerRecord) -> Result:
+        await self._settled(partner.worker_id, CONNECT_S_MAX)
         try:
             prompt = await self._ask_for(partner.worker_id)
         except BusError as error:
@@ -280,6 +289,7 @@ class SelfTestHandler:
 
     async def _run(self, ask: RunSelfTest, _envelope: Envelope) -> SelfTestResult:
         """Handler of RUN_SELF_TEST. Raises AskRefused where the test is inconclusive."""
+        await self._settled(ask.source_id, CONNECT_S_MAX)
         me, began = self._me, self._clock.now()
         try:
             prompt = await self._ask_for(ask.source_id)

@@ -487,11 +487,47 @@ def test_waiting_for_results_ends_when_there_are_none(sides):
     assert not side.transfers.take_results(wait_s=0.01)
 
 
-def test_a_failed_transfer_thread_fails_the_engine(sides):
-    def bug(_number: int) -> None:
-        raise KeyError("a bug")
+class Panic(BaseException):
+    """As pyo3 raises it for a panic of Rust."""
 
-    side = sides(bug)
+
+@pytest.mark.parametrize("error", [KeyError("xpu"), OverflowError("too large"), Panic("slice index")], ids=repr)
+def test_a_peer_is_lost_by_whatever_a_library_raises_while_it_connects(sides, error):
+    def fail(number: int) -> None:
+        if number == 1:
+            raise error
+
+    side = sides(fail)
+    side.transfers.submit(Orders(connect=[side.peer]))
+    (lost,) = side.until(lambda results: bool(results.connected)).connected
+
+    side.transfers.submit(Orders(connect=[side.peer]))
+    side.read()
+
+    assert type(error).__name__ in lost.failure
+    assert side.until(lambda results: bool(results.parts)).parts[0].failure == ""
+
+
+@pytest.mark.parametrize("error", [KeyError("xpu"), Panic("slice index")], ids=repr)
+def test_a_peer_is_lost_by_whatever_a_library_raises_while_it_reads(sides, error):
+    def fail(number: int) -> None:
+        if number == 2:
+            raise error
+
+    side = sides(fail)
+    side.transfers.submit(Orders(connect=[side.peer]))
+    side.read()
+    results = side.until(lambda results: len(results.connected) == 2 and bool(results.parts))
+
+    assert type(error).__name__ in results.parts[0].failure
+    assert type(error).__name__ in results.connected[1].failure
+
+
+def test_a_failed_transfer_thread_fails_the_engine(sides):
+    def leave(_number: int) -> None:
+        raise SystemExit("a bug")
+
+    side = sides(leave)
     side.transfers.submit(Orders(connect=[side.peer]))
 
     with pytest.raises(RuntimeError, match="the transfer thread failed"):

@@ -266,10 +266,20 @@ def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -
     return direct_mover(core, THIS_PROCESS.agent(name), fingerprint, clock)
 
 
+def nixl_package_of(transfer: str) -> str:
+    """See ``EngineExchange``. ``transfer``: how KV moves."""
+    if transfer != "nixl":
+        return ""
+    from connector.transfer.nixl_agent import PACKAGE  # A machine for simulated workers may have no NIXL.
+
+    return PACKAGE
+
+
 class SimulatedExchange:
     """An ``EngineExchange``. The engine's loop calls ``poll``."""
 
     def __init__(self, core: EngineCore, mover: Mover, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+        self.nixl_package = nixl_package_of(core.settings.transfer)
         self._core = core
         self._mover = mover
         self._clock = clock

@@ -31,9 +31,10 @@ from services.worker.engines.port import (
     TokenizerFiles,
 )
 from services.worker.engines.simulated.core.block_cache import BlockCache
+from services.worker.engines.simulated.kv_exchange import nixl_package_of
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
-from services.worker.engines.store.memory import Arena, FileJobs, MoverOf, Storage, mover_of
+from services.worker.engines.store.memory import Arena, FileJobs, MoverOf, Storage, mover_of, transfer_of
 from services.worker.engines.store.records import BlockShape, shape_of
 from services.worker.engines.store.tiers import FileTier, Tiers
 from services.worker.settings import Settings
@@ -145,6 +146,8 @@ class StoreOptions:
     files_bytes: int
     folder: Path
     lease_s_max: float = 30.0
+    nixl_package: str = ""
+    """See ``EngineExchange``."""
 
 
 class StoreEngine(Engine, EngineExchange):
@@ -153,7 +156,7 @@ class StoreEngine(Engine, EngineExchange):
     def __init__(
         self, options: StoreOptions, shape: BlockShape, blocks: int, storage: Storage, make_mover: MoverOf
     ) -> None:
-        self.app, self.exchange = no_app, self
+        self.app, self.exchange, self.nixl_package = no_app, self, options.nixl_package
         self.facts = facts_of(options, blocks, storage.as_text(blocks))
         tiers = Tiers(
             BlockCache(blocks),
@@ -315,6 +318,7 @@ async def start_store(
     report(f"waiting for a worker of {model}")
     partner = await find_partner(bus, identity.worker_id, model)
     folder = folder_of(common, identity)
+    transfer = transfer_of(settings, partner.record.engine)
     options = StoreOptions(
         partner=partner,
         model=partner.record.models[0] if partner.record.models else model,
@@ -323,9 +327,10 @@ async def start_store(
         files_bytes=settings.store_files_bytes,
         folder=folder,
         lease_s_max=settings.kv_lease_s,
+        nixl_package=nixl_package_of(transfer),
     )
     report(f"opening {folder}" if options.files_bytes else "allocating memory")
-    store = await open_store(options, mover_of(settings, partner.record.engine))
+    store = await open_store(options, mover_of(transfer, settings.kv_address))
     store.end_after(wait_until_orphaned(bus, partner.record.fingerprint.key(), model))
     return store
 

@@ -60,11 +60,16 @@ MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[T
 """Makes a mover and its handshake. Arguments: identity, shape, address and number of the blocks; called on results."""
 
 
-def mover_of(settings: Settings, engine: str) -> MoverOf:
-    """The mover for workers with that kind of engine. Raises ValueError for a transfer that a store cannot use."""
+def transfer_of(settings: Settings, engine: str) -> str:
+    """How workers with that kind of engine move KV."""
     transfer = settings.profile.transfer if engine == "simulated" else "nixl"
     if transfer == "auto":
-        transfer = "nixl" if find_spec("nixl") else "tcp"
+        return "nixl" if find_spec("nixl") else "tcp"
+    return transfer
+
+
+def mover_of(transfer: str, host: str) -> MoverOf:
+    """The mover for workers that move KV in that way. Raises ValueError for one that a store cannot use."""
     if transfer == "nixl":
         from connector.transfer.nixl_agent import NixlAgent  # a machine for simulated workers may have no NIXL
 
@@ -72,7 +77,7 @@ def mover_of(settings: Settings, engine: str) -> MoverOf:
     if transfer == "tcp":
         from services.worker.engines.simulated.kv_exchange import TcpAgent
 
-        return threaded(lambda name: TcpAgent(name, settings.kv_address))
+        return threaded(lambda name: TcpAgent(name, host))
     raise ValueError(f"WORKER_SIMULATED: transfer={transfer}: a store needs nixl or tcp")
 
 

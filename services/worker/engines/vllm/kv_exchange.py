@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 import zmq.asyncio
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -20,14 +22,25 @@ NOTIFICATIONS_QUEUED_MAX = 4096
 SHUTTING_DOWN = "Server shutting down"
 """EngineCore's error when it is about to end."""
 
+NIXL_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
+"""What nixl takes without CUDA: the first that is installed."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(EngineNotification).decode
+
+
+def nixl_package(cuda: str | None) -> str:
+    """The package that ``nixl`` stands for in the engine's process, where PyTorch has been built for this CUDA."""
+    if cuda:
+        return f"nixl_cu{cuda.partition('.')[0]}"
+    return next(filter(find_spec, NIXL_PACKAGES), "nixl")
 
 
 class VllmExchange:
     """An ``EngineExchange``. It receives notifications after ``attach``."""
 
     def __init__(self, run_dir: Path) -> None:
+        self.nixl_package = nixl_package(torch.version.cuda)
         self.endpoint = f"ipc://{run_dir}/notifications"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)  # type: ignore[attr-defined]

@@ -44,7 +44,8 @@ def grant(ask: LeaseKv, **more) -> KvGrant:
 class FakeExchange:
     """Remembers every call. ``answer`` makes the notifications that a call is answered with."""
 
-    def __init__(self, worker_id: str, epoch: int = 1) -> None:
+    def __init__(self, worker_id: str, epoch: int = 1, *, nixl_package: str = "") -> None:
+        self.nixl_package = nixl_package
         self.handshake = handshake(worker_id, epoch)
         self.calls: list[EngineCall] = []
         self.answer: Callable[[EngineCall], EngineNotification] = lambda _call: EngineNotification()
@@ -84,11 +85,11 @@ class FakeExchange:
 class OneWorker:
     """A worker's exchange on a hub, or on a bus of its own."""
 
-    def __init__(self, where: MemoryHub | Bus, worker_id: str, epoch: int = 1) -> None:
+    def __init__(self, where: MemoryHub | Bus, worker_id: str, epoch: int = 1, *, nixl_package: str = "") -> None:
         self.worker_id = WorkerId(worker_id)
         self.epoch = Epoch(epoch)
         self.bus = MemoryBus(where) if isinstance(where, MemoryHub) else where
-        self.engine = FakeExchange(worker_id, epoch)
+        self.engine = FakeExchange(worker_id, epoch, nixl_package=nixl_package)
         identity = Identity(self.worker_id, self.epoch)
         self.exchange = WorkerExchange(self.bus, SystemClock(), identity, self.engine, FINGERPRINT.key())
 

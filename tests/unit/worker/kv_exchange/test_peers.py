@@ -10,10 +10,12 @@ import pytest
 from connector.messages import PeerGone
 from services.worker.kv_exchange.peers import (
     ASKS_AT_ONCE_MAX,
+    CONNECTING_S_MAX,
     KEEP_ALIVE_S,
     MISSING_S_MAX,
     PEERS_MAX,
     RECONNECT_S,
+    REFUSED_S,
     RETRY_S,
     PeerTable,
 )
@@ -104,12 +106,57 @@ def test_a_needed_peers_handshake_is_requested_at_once():
 
 def test_a_peer_that_cannot_be_connected_is_asked_after_a_pause():
     one = connected(now=0.0)
-    one.refused("w1", 1, 1.0)
+    one.failed_to_open("w1", 1, 1.0)
     one.want(["w1"], 1.0)
 
     assert one.connected == 0
     assert one.due(1.0) == []
     assert one.due(1.0 + RECONNECT_S) == ["w1"]
+
+
+def test_a_refused_peer_is_not_asked_in_any_epoch_until_its_time_is_over():
+    one = connected(epoch=1)
+
+    assert one.refuse("w1", 10.0 + REFUSED_S) == gone(epoch=1)
+    one.record(record("w1", epoch=2), 11.0)
+    one.want(["w1"], 11.0)
+
+    assert one.due(9.9 + REFUSED_S) == []
+    assert one.records == []
+    assert one.next_at() == 10.0 + REFUSED_S
+    one.expired(10.0 + REFUSED_S)
+    assert one.due(10.0 + REFUSED_S) == ["w1"]
+    assert [record.worker_id for record in one.records] == ["w1"]
+
+
+def test_a_worker_may_be_refused_before_it_is_known():
+    one = book()
+    one.refuse("w1", REFUSED_S)
+
+    one.record(record("w1"), 1.0)
+
+    assert one.due(1.0) == []
+    assert one.due(REFUSED_S) == ["w1"]
+
+
+def test_a_peer_counts_as_connecting_until_the_engine_reports():
+    one = connected(now=0.0)
+    assert one.connecting(1.0) == ["w1"]
+
+    one.due(KEEP_ALIVE_S)
+    one.answered("w1", handshake("w1"), KEEP_ALIVE_S, KEEP_ALIVE_S)
+    assert one.connecting(KEEP_ALIVE_S) == ["w1"]
+    assert one.connecting(CONNECTING_S_MAX) == []
+
+    one.opened("w1", 1)
+    assert one.connecting(KEEP_ALIVE_S) == []
+    one.due(2 * KEEP_ALIVE_S)
+    one.answered("w1", handshake("w1"), 2 * KEEP_ALIVE_S, 2 * KEEP_ALIVE_S)
+    assert one.connecting(2 * KEEP_ALIVE_S) == []
+
+    again = connected(now=0.0)
+    again.failed_to_open("w1", 1, 1.0)
+    assert again.connecting(1.0) == []
 
 
 def test_a_new_epoch_ends_the_old_one_and_is_asked():

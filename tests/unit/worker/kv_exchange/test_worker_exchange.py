@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from connector.messages import EngineNotification, FetchEnded, PeerConnected, PeerGone
@@ -12,7 +13,16 @@ from shared.bus.port import AskRefused
 from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE, KV_RELEASE, WORKER_LOST
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, NoGrant, ReleaseKv
+from shared.contracts.kv_exchange import (
+    AskKvHandshake,
+    FetchedKv,
+    FetchKv,
+    KvLayer,
+    KvPlane,
+    KvRank,
+    NoGrant,
+    ReleaseKv,
+)
 from shared.contracts.workers import WorkerLost
 from tests.support.memory_bus import MemoryHub
 from tests.unit.worker.kv_exchange.fakes import HASH, WAIT_S_MAX, OneWorker, exchange_state, exchanging, grant, lease
@@ -26,6 +36,67 @@ async def test_new_workers_connect_before_any_request():
 
     assert (peer.handshake.worker_id, other.handshake.worker_id) == ("w2", "w1")
     assert 0.0 <= peer.clock_ahead_s < WAIT_S_MAX
+
+
+async def test_a_handshake_out_of_bounds_does_not_reach_the_engine():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "evil")) as evil, exchanging(OneWorker(hub, "w1")) as honest:
+        evil.exchange._handshake = msgspec.structs.replace(evil.engine.handshake, blocks=-1)
+        async with exchanging(OneWorker(hub, "w2")) as reader:
+            (peer,) = await reader.engine.told("peers")
+            while [one.worker_id for one in reader.exchange.peers.records] != ["w1"]:
+                await asyncio.sleep(0.01)
+            reader.exchange.peers.want([WorkerId("evil")])
+            honest.engine.tell(leases=[lease("w2", "w1")])
+            await reader.engine.told("leases")
+
+            assert [one.handshake.worker_id for one in reader.engine.every("peers")] == ["w1"]
+    assert peer.handshake.worker_id == "w1"
+
+
+def with_metadata(worker: OneWorker, metadata: bytes) -> OneWorker:
+    """Its engine loads NIXL's metadata, of which it has some itself."""
+    layers = [KvLayer(base=4096, block_stride=8, planes=[KvPlane(offset=0, head_bytes=8, heads=1)])]
+    ranks = [KvRank(rank=0, agent=metadata, device="cpu", device_id=0, layers=layers)]
+    worker.engine.handshake = msgspec.structs.replace(worker.engine.handshake, ranks=ranks)
+    return worker
+
+
+@pytest.mark.parametrize(("metadata", "is_refused"), [(b"segfault", True), (b"mismatch", False), (b"\xff", False)])
+async def test_an_engine_does_not_get_metadata_that_fails_its_trial(metadata, is_refused):
+    hub = MemoryHub()
+    reader = with_metadata(OneWorker(hub, "r1", nixl_package="tests.support.fake_nixl"), b"own")
+    evil, honest = with_metadata(OneWorker(hub, "evil"), metadata), with_metadata(OneWorker(hub, "w1"), b"honest")
+    async with exchanging(evil), exchanging(reader):
+        async with asyncio.timeout(WAIT_S_MAX):
+            while not reader.exchange.peers.records:
+                await asyncio.sleep(0)
+            await reader.exchange.peers.settled(WorkerId("evil"), WAIT_S_MAX)
+        assert is_refused == (not reader.exchange.peers.records)
+        async with exchanging(honest):
+            (peer,) = await reader.engine.told("peers")
+
+        assert peer.handshake.worker_id == "w1"
+        assert reader.exchange.peers.connecting() == ["w1"]
+
+
+async def test_a_peer_is_settled_when_the_engine_has_connected_to_it_or_cannot():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "w1")) as reader:
+        peers = reader.exchange.peers
+        await peers.settled(WorkerId("nobody"), WAIT_S_MAX)
+        async with exchanging(OneWorker(hub, "w2")), exchanging(OneWorker(hub, "w3")):
+            await reader.engine.told("peers", 2)
+            waiting = [asyncio.create_task(peers.settled(WorkerId(name), WAIT_S_MAX)) for name in ("w2", "w3")]
+            await peers.settled(WorkerId("w2"), 0.0)
+            assert not any(task.done() for task in waiting)
+
+            good = PeerConnected(worker_id=WorkerId("w2"), epoch=Epoch(1), seconds=0.1)
+            bad = PeerConnected(worker_id=WorkerId("w3"), epoch=Epoch(1), failure="no byte could be read")
+            reader.engine.tell(connected=[good, bad])
+
+            async with asyncio.timeout(WAIT_S_MAX):
+                await asyncio.gather(*waiting)
 
 
 async def test_a_handshake_has_the_current_clock_without_an_engine_call():

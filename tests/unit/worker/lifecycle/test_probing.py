@@ -362,10 +362,14 @@ async def not_measured(_source: WorkerId, _epoch: Epoch) -> None:
     """Reads of a ``Talker`` have no speed."""
 
 
+async def settled(_source: WorkerId, _s_max: float) -> None:
+    """A ``Talker`` connects to nobody."""
+
+
 async def answering(hub: MemoryHub) -> FakeEngine:
     engine = Talker()
     me = Identity(WorkerId("w1"), Epoch(1))
-    await SelfTestHandler(MemoryBus(hub), SystemClock(), engine, me, not_measured).open()
+    await SelfTestHandler(MemoryBus(hub), SystemClock(), engine, me, settled, not_measured).open()
     return engine
 
 
@@ -387,6 +391,37 @@ async def test_prompts_computed_for_partners_are_bounded():
     engine.may_run.set()
     assert refused.value.failure.reason is Reason.WORKER_BUSY
     assert len(await asyncio.gather(*asks)) == PROMPTS_AT_ONCE_MAX
+
+
+async def test_a_worker_reads_for_a_self_test_once_its_engine_has_connected():
+    hub, may_read, order = MemoryHub(), asyncio.Event(), []
+
+    async def wait_to_connect(source: WorkerId, _s_max: float) -> None:
+        order.append(source)
+        await may_read.wait()
+
+    async def give(_ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
+        order.append("prompt")
+        return SelfTestPrompt(worker_id=WorkerId("s1"), epoch=Epoch(2), tokens=[1], answer=[2])
+
+    bus, me = MemoryBus(hub), Identity(WorkerId("w1"), Epoch(1))
+    handler = SelfTestHandler(MemoryBus(hub), SystemClock(), Talker(), me, wait_to_connect, not_measured)
+    await handler.open()
+    await bus.answer(SELF_TEST_PROMPT, give, worker_id="s1")
+    ask = RunSelfTest(worker_id=WorkerId("w1"), source_id=WorkerId("s1"), source_epoch=Epoch(1))
+
+    tests = [
+        asyncio.ensure_future(handler.try_with(record("s1"))),
+        asyncio.ensure_future(bus.ask(RUN_SELF_TEST, ask, timeout_s=SOON_S_MAX)),
+    ]
+    async with asyncio.timeout(SOON_S_MAX):
+        while len(order) < 2:
+            await asyncio.sleep(0)
+        assert order == ["s1", "s1"]
+        may_read.set()
+        await asyncio.wait(tests)
+
+    assert order[2:] == ["prompt", "prompt"]
 
 
 async def test_a_source_that_sends_no_prompt_fails_the_test():

@@ -1,0 +1,4 @@
+class nixlBackendError(Exception): ...  # noqa: N801
+
+
+class nixlAgent: ...  # noqa: N801
