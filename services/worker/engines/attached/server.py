@@ -23,6 +23,9 @@ from shared.runtime.settings import SettingsError
 log = logging.getLogger("baton.worker")
 
 CONNECT_S_MAX = 5.0
+DECODED = frozenset({"identity", "gzip", "deflate"})
+"""Content encodings that httpx reads without a further library."""
+ENCODING_CHARS_SHOWN = 40
 KEY_BYTES_MAX = 8192
 KEY_CHARS_MIN = 8
 """A shorter key would be found by chance in answers, which are then withheld."""
@@ -101,10 +104,11 @@ class Server:
 
     async def pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
         """The body as it comes. Raises ServerAway, BadAnswer."""
-        if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise BadAnswer("it sent a compressed answer, which it was not asked for")
-        try:
-            async for piece in response.aiter_raw():
+        encodings = response.headers.get_list("content-encoding", split_commas=True)
+        if unknown := [one for one in encodings if one.strip().lower() not in DECODED]:
+            raise BadAnswer(f"it sent an answer that is encoded as {unknown[0][:ENCODING_CHARS_SHOWN]!r}")
+        try:  # Some proxies compress though they were asked not to.
+            async for piece in response.aiter_bytes():
                 yield piece
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._away(error) from None

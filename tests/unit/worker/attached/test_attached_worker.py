@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
+import zlib
 
 import pytest
 
@@ -65,6 +67,17 @@ async def test_a_whole_answer_comes_back_under_the_served_name():
         assert (report.prompt_tokens, report.cached_tokens, report.completion_tokens) == (9, 4, 2)
         assert report.finish_reason == "stop"
         assert server.posted()[0].json == {**ASK, "model": "theirs"}
+
+
+async def test_a_server_that_compresses_though_it_was_not_asked_is_read():
+    async with server_and_worker() as (server, worker):
+        for encoding, encode in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+            server.answers[CHAT] = says(encode(json.dumps(WHOLE).encode()), content_encoding=encoding)
+
+            status, data, _report, failure = await answer(worker)
+
+            assert (status, failure) == (200, None)
+            assert json.loads(data)["choices"] == WHOLE["choices"]
 
 
 async def test_a_stream_is_relayed_and_usage_asked_for_is_kept_from_a_client_that_did_not_ask():
@@ -147,13 +160,25 @@ async def test_a_bad_stream_breaks_off_with_a_clear_failure(tmp_path, events, sh
         (says(b"[1]"), Reason.SERVER_LOST),
         (says(b'{"a": "' + b"x" * (2 << 20) + b'"}'), Reason.SERVER_LOST),
         (says(WHOLE, content_encoding="gzip"), Reason.SERVER_LOST),
+        (says(WHOLE, content_encoding="br"), Reason.SERVER_LOST),
         (says(b"", 302, location="http://elsewhere/"), Reason.SERVER_LOST),
         (says(b"", 204), Reason.SERVER_LOST),
         (says(b"bad gateway", 502), Reason.SERVER_LOST),
         (says({"error": {"message": "wrong key"}}, 401), Reason.SERVER_LOST),
         (says(b"loading", 503), Reason.WORKER_BUSY),
     ],
-    ids=["text", "a list", "too large", "compressed", "redirect", "no content", "gateway", "key", "busy"],
+    ids=[
+        "text",
+        "a list",
+        "too large",
+        "not compressed",
+        "compressed otherwise",
+        "redirect",
+        "no content",
+        "gateway",
+        "key",
+        "busy",
+    ],
 )
 async def test_what_is_no_answer_lets_the_router_try_elsewhere(answers, reason, monkeypatch):
     monkeypatch.setattr(app, "ANSWER_BYTES_MAX", 1 << 20)  # 64 MiB pass too slowly for a busy machine.
