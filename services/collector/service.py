@@ -42,7 +42,7 @@ from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskDisaggregationReport, DisaggregationReport, PlanDecision
 from shared.contracts.usage import UsageMonth
 from shared.contracts.workers import FleetState, WorkerLost
-from shared.http.origin import OriginPolicy
+from shared.http.origin import AllowedPages, OriginPolicy
 from shared.http.server import make_server
 from shared.loopback import is_loopback
 from shared.runtime.clock import Clock
@@ -223,10 +223,10 @@ def _make_edge(service: Service, settings: Settings, collector: Collector, acces
     add_console(app, collector.console_context)
     origins = OriginPolicy(
         "COLLECTOR_ALLOWED_HOSTS",
-        settings.allowed_hosts,
+        AllowedPages(settings.allowed_hosts),
         checks_host=is_loopback(settings.host) and not access.key_needed,
     )
-    return CollectorEdge(guarded(app, access), service.clock.now, LIMITS, origins)
+    return CollectorEdge(guarded(app, access), service.clock.now, LIMITS, AllowedPages(""), origins)
 
 
 async def _push(collector: Collector, push: MetricsPush) -> None:

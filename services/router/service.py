@@ -63,7 +63,7 @@ from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.ids import RouterId
-from shared.http.server import make_server
+from shared.http.server import Server, make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
 from shared.runtime.settings import SettingsError
@@ -76,6 +76,8 @@ log = logging.getLogger("baton.router")
 FIRST_WORKER_S_MAX = 10.0
 """How long a router without workers takes no connections from a port that it shares."""
 READY_CHECK_S = 0.05
+END_S = 2.0
+"""The end of the time to stop, for requests that are ended with an error."""
 SWITCH_S = 0.001
 """How long the event loop waits for a tokenizing thread to release the GIL."""
 
@@ -378,9 +380,24 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     if shared is not None and await first_worker(router, service):
         await server.listen_too(shared)
     await service.stopping.wait()
+    await leave(router, service, server, serving)
+
+
+async def leave(router: Router, service: Service, server: Server, serving: asyncio.Task[None]) -> None:
+    """Stop: first only for load balancers, then take no more requests, then end those that run for too long."""
     service.set_phase(ServicePhase.DRAINING, f"{len(router.relay.in_flight)} requests")
+    settings, begun_at = router.settings, service.clock.now()
+    router.edge.leaving = True
+    await asyncio.sleep(settings.leaves_s)
     router.queue.close()
     # uvicorn closes the listener and idle connections, and waits for running requests.
     server.stop()
-    await asyncio.gather(serving, router.responses.drain(), router.batches.runner.stop())
+    ending = asyncio.gather(serving, router.responses.drain(), router.batches.runner.stop())
+    ends_at = begun_at + max(settings.drain_s_max / 2, settings.drain_s_max - END_S)
+    try:
+        async with asyncio.timeout(max(0.0, ends_at - service.clock.now())):
+            await asyncio.shield(ending)
+    except TimeoutError:
+        router.deadline_monitor.end_all()
+        await ending
     await router.close()

@@ -9,6 +9,8 @@ import msgspec
 from shared.loopback import is_loopback
 
 Forcing = Literal["auto", "anyone", "nobody"]
+LEAVE_S = 3.0
+"""Load balancers ask for readiness every second or two."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,8 +152,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rather try again.
     """
     drain_s_max: float = 30.0
-    """Time for running requests to end after SIGTERM. Change it when answers take longer, and the supervisor waits for
-    them before it kills.
+    """Time from SIGTERM until the router ends, for running requests to end by themselves; 2 s before it is over, those
+    that have not are ended with an error. Change it when answers take longer, and the supervisor waits for them before
+    it kills.
+    """
+    leave_s: Annotated[float, msgspec.Meta(ge=0.0)] | None = None
+    """The first seconds of ``drain_s_max``. The router still takes requests then, while ``/ready`` answers 503 and each
+    response closes its connection, so that load balancers go elsewhere first. Empty: 3 s if other machines can
+    connect, otherwise 0. Change it when a load balancer asks less often.
     """
 
     # Targets and queues
@@ -229,6 +237,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_requests: bool = True
     """Whether each finished request gets a log line. Change it when the lines are too many, or another system has them.
     """
+
+    @property
+    def leaves_s(self) -> float:
+        """``leave_s``, or its default; never more than half of the time to end."""
+        chosen = self.leave_s if self.leave_s is not None else 0.0 if self.is_local else LEAVE_S
+        return min(chosen, self.drain_s_max / 2)
 
     @property
     def is_local(self) -> bool:

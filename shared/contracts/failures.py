@@ -52,6 +52,8 @@ class Reason(StrEnum):
     """The other side asked to stop."""
     BAD_MESSAGE = "bad_message"
     """The receiver could not read the message."""
+    ROUTER_STOPPING = "router_stopping"
+    """The router stops, and the time for answers to end by themselves is over: 503."""
     INTERNAL = "internal"
     """A bug: logged where it happened, 500."""
 
@@ -78,6 +80,7 @@ HTTP_STATUS: dict[Reason, int] = {
     Reason.CLIENT_SLOW: 499,
     Reason.CANCELLED: 499,
     Reason.BAD_MESSAGE: 500,
+    Reason.ROUTER_STOPPING: 503,
     Reason.INTERNAL: 500,
 }
 

@@ -42,6 +42,8 @@ FLAG_PREFIX = "add_"
 
 BRACKET_BIT = ord("[") ^ ord("{")
 """The only one in which they differ."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""The mark of UTF-8, which some clients put before JSON. RFC 8259 lets a reader ignore it."""
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 """Marks of UTF-16, in which single bytes do not show quotes. Python's parser accepts it and UTF-32, unlike the
 standard."""

@@ -11,20 +11,21 @@ import msgspec
 
 from shared.contracts.control import ServiceStatus
 from shared.http.edge_limits import EdgeLimits
-from shared.http.errors import NO_SNIFFING, Header, HttpError
+from shared.http.errors import JSON, NO_SNIFFING, Header, HttpError
 from shared.http.limits import Connections, Descriptors, IdleClients
-from shared.http.origin import OriginPolicy
+from shared.http.origin import AllowedPages, OriginPolicy
 from shared.http.plain_requests import PlainRequests
 
 AsgiMessage = MutableMapping[str, Any]
-AsgiApp = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
-    Awaitable[None],
-]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], AsgiSend], Awaitable[None]]
+NO_CONTENT = 204
 
-
-HEALTH_PATHS = frozenset({"/health", "/ready", "/healthcheck"})
+HEALTH_PATHS = frozenset({"/", "/health", "/ready", "/healthcheck", "/ping"})
 """Load balancers ask them under any name."""
+READINESS_PATHS = frozenset({"/ready", "/healthcheck"})
+"""Load balancers send no new requests to a server that answers these with 503."""
+LEAVING = b'{"status":"not ready","reason":"the process stops"}'
 WALK_S = 0.1
 """Interval at which late clients are looked for."""
 
@@ -79,11 +80,23 @@ class HttpEdge(Generic[Request]):
     """Headers of every response of the app."""
 
     def __init__(
-        self, app: AsgiApp, now: Callable[[], float], limits: EdgeLimits, origins: OriginPolicy | None
+        self,
+        app: AsgiApp,
+        now: Callable[[], float],
+        limits: EdgeLimits,
+        pages: AllowedPages,
+        origins: OriginPolicy | None,
     ) -> None:
-        """``origins`` None: no request is refused for the page that makes it, because each needs a key."""
+        """``pages``: those that get headers with which they may read responses. ``origins`` None: no request is refused
+        for the page that makes it, because each needs a key.
+        """
         self.app = app
+        self.pages = pages
         self.origins = origins
+        self.date_line = b""
+        """The Date header of all responses, which the server renews each second."""
+        self.leaving = False
+        """Each response closes its connection, because the server stops soon."""
         self.limits = limits
         self.uploads: set[Request] = set()
         """Requests whose body has not arrived completely."""
@@ -95,14 +108,25 @@ class HttpEdge(Generic[Request]):
         self.plain_requests = PlainRequests(self.paths)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        refusal = self.refusal(scope)
-        if refusal is None:
-            await self.app(scope, receive, send)
+        scope["path"] = plain_path(scope["path"])
+        if scope["method"] == "OPTIONS" and (allowed := self.pages.preflight(scope["headers"])):
+            await _respond(send, 204, allowed, b"")
             return
-        headers = [header for header in refusal.headers() if header != NO_SNIFFING]  # It is one of ``headers``.
-        headers.append((b"content-length", b"%d" % len(refusal.body)))
-        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-        await send({"type": "http.response.body", "body": refusal.body})
+        more = [header for name, value in scope["headers"] if name == b"origin" for header in self.pages.headers(value)]
+        if self.leaving:
+            more.append((b"connection", b"close"))
+        send = _adding(more, send) if more else send
+        if self.leaving and scope["path"] in READINESS_PATHS:
+            await _respond(send, 503, [(b"content-type", JSON)], LEAVING)
+            return
+        refusal = self.refusal(scope)
+        if refusal is not None:
+            headers = [header for header in refusal.headers() if header != NO_SNIFFING]  # It is one of ``headers``.
+            await _respond(send, refusal.status, headers, refusal.body)
+            return
+        if scope["method"] == "HEAD":  # uvicorn, which has the scope itself, sends the head alone.
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
 
     def refusal(self, scope: Any) -> HttpError | None:
         """Why the app does not get this request; None when it does."""
@@ -135,3 +159,27 @@ class HttpEdge(Generic[Request]):
 
     def refused_connection(self, reason: str) -> None:
         """A connection was refused or dropped, because there are too many."""
+
+
+def plain_path(path: str) -> str:
+    """The path without empty parts: clients join a base URL and a path with two slashes, or end it with one."""
+    if "//" not in path and (len(path) == 1 or not path.endswith("/")):
+        return path
+    return "/" + "/".join(part for part in path.split("/") if part)
+
+
+async def _respond(send: AsgiSend, status: int, headers: list[Header], body: bytes) -> None:
+    length = [(b"content-length", b"%d" % len(body))] if status != NO_CONTENT else []
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _adding(more: list[Header], send: AsgiSend) -> AsgiSend:
+    """``send`` with more headers in the response's head."""
+
+    async def sends(message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return sends

@@ -25,7 +25,7 @@ UNREAD: Final = frozenset({
     b"expect", b"http2-settings", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
 })  # fmt: skip
 """Headers that change how a request or its body is read."""
-SECRET: Final = frozenset({b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"})
+SECRET: Final = frozenset({b"authorization", b"cookie", b"proxy-authorization", b"x-api-key", b"api-key"})
 """Headers that are not kept in memory."""
 LINES_KNOWN_MAX: Final = 2048
 """Header lines that are remembered. A plain dict is cleared when it is full: compiled code reads it without a call,

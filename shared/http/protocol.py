@@ -27,6 +27,7 @@ state after an error, so ``last_text`` also means that nothing more may be fed t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Final
 
 import httptools
@@ -36,7 +37,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from shared.http.edge import DirectRequest, HttpEdge
+from shared.http.edge import DirectRequest, HttpEdge, plain_path
 from shared.http.errors import Header, HttpError, error_body
 from shared.http.limits import UNNAMED
 
@@ -53,6 +54,7 @@ BAD_BODY: Final = HttpError(
     400, error_body(400, "The body does not match its headers."), reason="bad_request", closes=True
 )
 
+NOTHING: Final[Mapping[bytes, str]] = {}
 UPGRADE_HEADERS: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
@@ -337,9 +339,8 @@ class EdgeProtocol(HttpToolsProtocol):
     def _served(self, path: bytes) -> str | None:
         """The path, if the edge serves it without the app."""
         method = self.parser.get_method()
-        if method == b"POST":
-            return self.edge.paths.get(path)
-        return self.edge.gets.get(path) if method == b"GET" else None
+        served = self.edge.paths if method == b"POST" else self.edge.gets if method == b"GET" else NOTHING
+        return served.get(path) or served.get(plain_path(path.decode("latin-1")).encode("latin-1"))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.started = cycle
@@ -473,6 +474,10 @@ class EdgeProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.transport.close()
+
+    def common_headers(self) -> bytes:
+        """The header lines that each response has."""
+        return self.edge.date_line
 
     def write(self, data: bytes) -> None:
         """Write to the socket, unless it is closing."""

@@ -17,6 +17,9 @@ from shared.http.limits import BACKLOG
 from shared.http.protocol import EdgeProtocol
 from shared.sockets import family_of
 
+DATE_S = 1.0
+"""A response's Date has seconds."""
+
 
 class PortTaken(Exception):
     """Another process listens there."""
@@ -27,8 +30,9 @@ class Server(uvicorn.Server):
     looks, which uvicorn does every 0.1 s; it waits 0.1 s for connections to close only where there are some.
     """
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, edge: HttpEdge[Any]) -> None:
         super().__init__(config)
+        self.edge = edge
         self.listening = asyncio.Event()
         self._further: list[socket.socket] = []
         self._stopping = asyncio.Event()
@@ -52,8 +56,12 @@ class Server(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        await self.on_tick(0)  # It sets the headers of all responses.
-        await self._stopping.wait()
+        while not self._stopping.is_set():
+            await self.on_tick(0)  # It sets the headers of all responses of the app, with the time.
+            self.edge.date_line = b"date: %b\r\n" % dict(self.server_state.default_headers)[b"date"]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self._stopping.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no new connections; wait for running requests."""
@@ -85,12 +93,12 @@ def make_server(edge: HttpEdge[Any]) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        date_header=False,
+        date_header=True,
         proxy_headers=False,
         headers=list(edge.headers),
         timeout_graceful_shutdown=int(edge.limits.drain_s_max),
     )
-    return Server(config)
+    return Server(config, edge)
 
 
 def listen(host: str, port: int, prefix: str = "ROUTER_") -> socket.socket:

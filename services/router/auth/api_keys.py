@@ -25,8 +25,8 @@ KEYS_MAX = 100_000
 SALT_CHARS_MIN = 32
 PER_MINUTE_MAX = 1 << 40
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/healthcheck", "/docs", "/redoc", "/openapi.json"})
-"""Served without a key: health probes, and the API's documentation, which contains no secrets."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/healthcheck", "/ping"})
+"""Served without a key, to probes of load balancers."""
 METRICS_PATH = "/metrics"
 
 OWN_CHARS_MAX = 128

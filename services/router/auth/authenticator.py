@@ -21,6 +21,8 @@ from shared.runtime.settings import CHECK_S, FollowedFile
 log = logging.getLogger("baton.router")
 
 BEARER: Final = b"bearer "
+KEY_HEADERS: Final = frozenset({b"x-api-key", b"api-key"})
+"""Headers with a key besides ``Authorization: Bearer KEY``: Anthropic's clients send the first, Azure's the second."""
 
 KeysAndSecret = tuple[Keyring, bytes] | None
 """The API keys and the secret of their tenants' salts; None where no key is needed."""
@@ -46,21 +48,33 @@ class Authenticator:
         return self._keys.failure
 
     def client(self, headers: list[Header]) -> ApiClient | None:
-        """The client whose key the headers have. None: no key, an unknown one, or two different ones. The key itself is
+        """The client whose key the headers have; other keys beside it, which some clients send to every server, count
+        for nothing. None: no key, no known one, or those of two clients (``unknown`` says which). The key itself is
         never stored, so that it cannot reach a worker, log, trace or error.
         """
         if not self.closed:
             return ANYONE
+        known = self._known(headers)
+        return known[0] if len(known) == 1 else None
+
+    def unknown(self, headers: list[Header]) -> HttpError:
+        """The error for headers of which ``client`` is None."""
+        return TWO_KEYS if len(self._known(headers)) > 1 else UNKNOWN
+
+    def _known(self, headers: list[Header]) -> list[ApiClient]:
+        """The clients whose keys the headers have."""
         given: set[bytes] = set()
         for name, value in headers:
-            if name == b"x-api-key":
+            if name in KEY_HEADERS:
                 given.add(value.strip())
-            elif name == b"authorization":
-                given.add(value[len(BEARER) :].strip() if value[: len(BEARER)].lower() == BEARER else b"")
-        if len(given) != 1:
-            return None
-        key = given.pop()
-        return self._clients.get(digest_of(key)) if len(key) <= KEY_CHARS_MAX else None
+            elif name == b"authorization" and value[: len(BEARER)].lower() == BEARER:
+                given.add(value[len(BEARER) :].strip())
+        known: list[ApiClient] = []
+        for key in given:
+            client = self._clients.get(digest_of(key)) if len(key) <= KEY_CHARS_MAX else None
+            if client is not None:
+                known.append(client)
+        return known
 
     def owner(self, digest: str) -> ApiClient | None:
         """The client of the key with this SHA-256, of a request that was taken earlier; None if it is revoked."""
@@ -89,7 +103,7 @@ class Authenticator:
         if scope["path"] in OPEN_PATHS or (self._metrics_open and scope["path"] == METRICS_PATH):
             return None
         if client is None:
-            return UNKNOWN
+            return self.unknown(scope["headers"])
         return None if may_see(client.key, scope["path"], metrics_open=self._metrics_open) else NOT_TO_SEE
 
     async def follow(self, check_s: float = CHECK_S) -> None:
@@ -157,6 +171,12 @@ UNKNOWN: Final = HttpError(
     error_body(401, "An API key that is known here is needed: `Authorization: Bearer KEY`.", code="invalid_api_key"),
     reason="unauthorized",
     more=((b"www-authenticate", b'Bearer realm="baton"'),),
+)
+TWO_KEYS: Final = HttpError(
+    401,
+    error_body(401, "The request has the API keys of two clients in its headers: send one.", code="invalid_api_key"),
+    reason="unauthorized",
+    more=UNKNOWN.more,
 )
 NOT_FOR_INFERENCE: Final = not_allowed("This key does not permit inference.")
 NOT_TO_SEE: Final = not_allowed("This needs a key with the permission view or admin.")

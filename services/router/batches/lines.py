@@ -10,6 +10,7 @@ import msgspec
 
 from shared.contracts.batches import BatchUsage, LineFault
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES
+from shared.contracts.request_body import BYTE_ORDER_MARK
 
 ENDPOINTS = (CHAT, COMPLETIONS, "/v1/embeddings", RESPONSES)
 LINES_MAX = 50_000
@@ -167,7 +168,7 @@ class Validation:
 def read_request(text: bytes, endpoint: str) -> Request:
     """Raises BadLine. Messages do not repeat what the line contains: operators read them."""
     try:
-        written = _written.decode(text)
+        written = _written.decode(text.removeprefix(BYTE_ORDER_MARK))  # Before a file's first line.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadLine("invalid_json_line", "This line is not a JSON object.") from None
     custom_id = written.custom_id

@@ -27,7 +27,7 @@ from services.router.placement.fleet import Fleet
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.revisions import Shares
 from services.router.request.client import CLIENT_SCOPE_KEY
-from services.router.request.errors import error_for
+from services.router.request.errors import error_for, error_response, failed
 from services.router.request.facts import Mode
 from services.router.request.fields import (
     FETCH_MIN_TOKENS_MAX,
@@ -41,12 +41,15 @@ from services.router.responses.responses import Responses
 from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
+from shared.contracts.failures import Reason
 from shared.contracts.workers import Role, WorkerPhase
 from shared.http.errors import HttpError, error_body
 from shared.runtime.clock import Clock
+from shared.runtime.service import baton_version
 from shared.runtime.waiting import Waits
 
 JSON = "application/json"
+MODEL_CHARS_SHOWN = 200
 
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -246,7 +249,14 @@ def make_app(  # noqa: PLR0913  # wiring
     order_adapters: OrderAdapters,
 ) -> FastAPI:
     """The FastAPI app for everything but the relayed paths."""
-    app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
+    # FastAPI's pages of documentation load scripts from another host.
+    app = FastAPI(
+        title="Baton",
+        description="OpenAI-compatible inference over prefill and decode workers.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     _add_inference(app)
     _add_models(app, fleet, shares, clock)
     _add_state(app, fleet, bus, clock, waits)
@@ -301,13 +311,38 @@ def _add_models(app: FastAPI, fleet: Fleet, shares: Shares, clock: Clock) -> Non
         """The models and LoRA adapters that ready workers offer, with their revisions and each revision's share of
         conversations. ``parent`` is the model that an adapter adapts.
         """
+        return Response(msgspec.json.encode({"object": "list", "data": offered_to(request)}), media_type=JSON)
+
+    @app.get("/v1/models/{model:path}", tags=["inference"], responses={404: {"description": "No such model."}})
+    async def model(model: str, request: Request) -> Response:
+        """One entry of the list of models; the name may contain slashes."""
+        found = next((one for one in offered_to(request) if one["id"] == model), None)
+        if found is None:
+            refusal = failed(Reason.MODEL_UNKNOWN, f"No worker offers the model {model[:MODEL_CHARS_SHOWN]!r}.")
+            return error_response(refusal)
+        return Response(msgspec.json.encode(found), media_type=JSON)
+
+    def offered_to(request: Request) -> list[dict[str, Any]]:
         allowed = request.scope[CLIENT_SCOPE_KEY].key.models
         data = list_models(fleet, shares, clock.now(), created)
-        data = [one for one in data if not allowed or allowed & {one["id"], fleet.cluster.primary_name(one["id"])}]
-        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
+        return [one for one in data if not allowed or allowed & {one["id"], fleet.cluster.primary_name(one["id"])}]
 
 
 def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock, waits: Waits) -> None:
+    @app.get("/", tags=["state"])
+    async def root() -> Response:
+        """What answers here, for people and for probes that ask no other path."""
+        return Response(msgspec.json.encode({"service": "Baton router", "api": "/openapi.json"}), media_type=JSON)
+
+    @app.get("/version", tags=["state"])
+    async def version() -> Response:
+        """The version of the router, and those of the engines of ready workers."""
+        views = [view for view in fleet.cluster.workers.values() if fleet.offered(view, clock.now())]
+        engines = sorted({view.record.fingerprint.engine_version for view in views})
+        return Response(msgspec.json.encode({"version": baton_version(), "engines": engines}), media_type=JSON)
+
+    @app.post("/ping", tags=["state"], operation_id="post_ping", responses={503: {"description": "As ``/health``."}})
+    @app.get("/ping", tags=["state"], responses={503: {"description": "As ``/health``."}})
     @app.get("/health", tags=["state"], responses={503: {"description": "Starting; says what it waits for."}})
     async def health() -> Response:
         """The process is alive and has found what it needs to start."""

@@ -7,6 +7,7 @@ import itertools
 import logging
 import re
 import secrets
+from collections.abc import Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -14,20 +15,22 @@ import msgspec
 from services.router.auth.authenticator import Authenticator
 from services.router.relay.relay import Relay
 from services.router.request.client import ANYONE, ApiClient
-from services.router.request.errors import bad_request, error_for, failed
+from services.router.request.errors import BUG, bad_request, error_for, failed
 from services.router.request.facts import Mode
 from services.router.request.form import form_type
 from services.router.request.head import JSON_TYPE, Head
-from services.router.request.http_request import Connection, HttpRequest, Upload, UploadTotals
+from services.router.request.http_request import Connection, HttpRequest, Upload, UploadTotals, header_lines
 from services.router.responses.responses import Responses
 from services.router.settings import Settings
 from services.router.telemetry.request_log import RequestLog
 from shared.contracts.engine_paths import FORMS, PASSED_THROUGH, PLACED, RESPONSES, TOKENIZER_INFO
 from shared.contracts.failures import Reason
+from shared.contracts.request_body import BYTE_ORDER_MARK
 from shared.http.edge import AsgiApp, HttpEdge
 from shared.http.edge_limits import EdgeLimits
+from shared.http.encodings import DECODERS, BadEncoding, BodyTooLarge, UnknownEncoding, decoded, encodings_of
 from shared.http.errors import Header, HttpError, error_body
-from shared.http.origin import OriginPolicy
+from shared.http.origin import AllowedPages, OriginPolicy
 from shared.runtime.clock import Clock
 from shared.telemetry.tracing import trace_named
 
@@ -50,6 +53,8 @@ NOT_JSON: Final = HttpError(
     ),
     reason="not_json",
 )
+DECODED_AT_ONCE_MAX: Final = 2
+BODY_BUG: Final = failed(Reason.INTERNAL, BUG)
 NOT_A_FORM: Final = HttpError(
     415,
     error_body(415, "Send a form, with the header `Content-Type: multipart/form-data; boundary=...` (`curl -F`)."),
@@ -73,7 +78,8 @@ class Edge(HttpEdge[HttpRequest]):
         authenticator: Authenticator,
         app: AsgiApp,
     ) -> None:
-        super().__init__(app, clock.now, limits_of(settings), origins_of(settings, authenticator))
+        pages = AllowedPages(settings.allowed_hosts)
+        super().__init__(app, clock.now, limits_of(settings), pages, origins_of(settings, pages, authenticator))
         self._settings = settings
         self._now = clock.now
         self._relay = relay
@@ -82,6 +88,7 @@ class Edge(HttpEdge[HttpRequest]):
         self._authenticator = authenticator
         self.upload_totals = UploadTotals()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._decoding = asyncio.Semaphore(DECODED_AT_ONCE_MAX)
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
 
@@ -100,8 +107,14 @@ class Edge(HttpEdge[HttpRequest]):
         head = Head(path, headers, self._new_id)
         head.query = query
         http_request = HttpRequest(
-            connection, head, Upload(self._now(), self.upload_totals), http11=http11, keep_alive=keep
+            connection,
+            head,
+            Upload(self._now(), self.upload_totals),
+            http11=http11,
+            keep_alive=keep and not self.leaving,
         )
+        if head.origin:
+            http_request.page_headers = header_lines(self.pages.headers(head.origin))
         client = self._authenticator.client(headers)
         if not self._lets_in(http_request, client, headers):
             return http_request
@@ -109,7 +122,7 @@ class Edge(HttpEdge[HttpRequest]):
             self.connections.know(connection)
         if head.mode is None:
             self._refuse(http_request, BAD_MODE)
-        elif (wrong := type_fault(head)) is not None:
+        elif (wrong := type_fault(head) or encoding_fault(head)) is not None:
             self._refuse(http_request, wrong)
         elif len(self._relay.in_flight) >= self._settings.requests_at_once_max:
             self._refuse(http_request, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
@@ -120,7 +133,8 @@ class Edge(HttpEdge[HttpRequest]):
     def _lets_in(self, http_request: HttpRequest, client: ApiClient | None, headers: list[Header]) -> bool:
         """Whether the client may have requests served. A refusal closes rather than read a large body."""
         refusal = self.origins.refusal(headers) if self.origins is not None else None
-        refusal = refusal or self._authenticator.request(client)
+        if refusal is None:
+            refusal = self._authenticator.unknown(headers) if client is None else self._authenticator.request(client)
         if refusal is not None:
             closes = http_request.head.length > UPLOAD_DISCARDED_FACTOR * self._settings.body_bytes_max
             self._refuse(http_request, msgspec.structs.replace(refusal, closes=closes))
@@ -165,13 +179,56 @@ class Edge(HttpEdge[HttpRequest]):
                 http_request.refuse(http_request.refusal)
 
     def begin(self, http_request: HttpRequest) -> None:
+        """Serve one request whose body is complete; returns at once."""
+        if http_request.head.encoding:
+            self._spawn(self._decode(http_request), "decode-body")
+        else:
+            self._begin(http_request)
+
+    async def _decode(self, http_request: HttpRequest) -> None:
+        """Continue with the body as it was before the client compressed it."""
+        error: HttpError | None = BODY_BUG
+        try:
+            async with self._decoding:  # What a small body becomes is counted only when it is there.
+                error = await self._decoded(http_request)
+        except Exception:
+            log.exception("a body could not be decoded because of an internal error")
+        if http_request.left:
+            http_request.upload.over()
+        elif error is not None:
+            self._refuse(http_request, error)
+            http_request.refuse(error)
+        elif not self.limit_body(http_request, http_request.upload.size):
+            self._begin(http_request)
+        elif http_request.refusal is not None:
+            http_request.refuse(http_request.refusal)
+
+    async def _decoded(self, http_request: HttpRequest) -> HttpError | None:
+        """Put the decoded body into the place of the other, or return why that cannot be."""
+        bytes_max = self._settings.body_bytes_max
+        names = encodings_of(http_request.head.encoding)
+        try:
+            body = await asyncio.to_thread(decoded, http_request.upload.body(), names, bytes_max)
+        except BodyTooLarge:
+            return failed(Reason.TOO_LARGE, f"The body, decoded, is larger than {bytes_max} bytes.")
+        except BadEncoding as wrong:
+            return bad_request(f"The body is not encoded as {', '.join(names)}, as its header says: {wrong}.")
+        http_request.replace_body(body)
+        return None
+
+    def _begin(self, http_request: HttpRequest) -> None:
+        if http_request.upload.has_mark():
+            http_request.replace_body(http_request.upload.body().removeprefix(BYTE_ORDER_MARK))
         # ``takes`` compares the path, too, but is Python's: only this path pays for the call.
         if http_request.head.path == RESPONSES and self._responses.takes(http_request):
-            task = asyncio.get_running_loop().create_task(self.serve(http_request), name="serve-response")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self.serve(http_request), "serve-response")
         else:
             self._relay.begin(http_request, http_request.upload.over)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def serve(self, http_request: HttpRequest) -> None:
         """As ``begin``, and wait for the end."""
@@ -202,11 +259,11 @@ def limits_of(settings: Settings) -> EdgeLimits:
     )
 
 
-def origins_of(settings: Settings, authenticator: Authenticator) -> OriginPolicy | None:
+def origins_of(settings: Settings, pages: AllowedPages, authenticator: Authenticator) -> OriginPolicy | None:
     """Which pages may use the router. Where a key is needed, a page needs one: browsers attach none by themselves."""
     if authenticator.closed:
         return None
-    return OriginPolicy("ROUTER_ALLOWED_HOSTS", settings.allowed_hosts, checks_host=settings.is_local)
+    return OriginPolicy("ROUTER_ALLOWED_HOSTS", pages, checks_host=settings.is_local)
 
 
 def type_fault(head: Head) -> HttpError | None:
@@ -217,6 +274,19 @@ def type_fault(head: Head) -> HttpError | None:
     if head.content_type != JSON_TYPE:
         head.content_type = JSON_TYPE if is_json(head.content_type) or head.path == TOKENIZER_INFO else ""
     return None if head.content_type else NOT_JSON
+
+
+def encoding_fault(head: Head) -> HttpError | None:
+    """Why a body with this Content-Encoding is refused; None when it can be decoded, or need not be."""
+    try:
+        encodings = encodings_of(head.encoding)
+    except UnknownEncoding as unknown:
+        message = f"The body's encoding, {unknown}, is not read here. Send it as it is, or as {', '.join(DECODERS)}."
+        accepted = (b"accept-encoding", ", ".join(DECODERS).encode())
+        return HttpError(415, error_body(415, message), reason="unknown_encoding", more=(accepted,))
+    if not encodings:
+        head.encoding = ""
+    return None
 
 
 def is_json(content_type: str) -> bool:

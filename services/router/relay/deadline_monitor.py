@@ -21,6 +21,9 @@ read: its connection is dropped.
 """
 
 TOO_LONG: Final = Failure(reason=Reason.DEADLINE, message="The request took too long.")
+STOPPING: Final = Failure(
+    reason=Reason.ROUTER_STOPPING, message="The router stops before the answer is complete: send the request again."
+)
 REVOKED: Final = Failure(reason=Reason.FORBIDDEN, message="The request's API key was revoked.")
 
 
@@ -44,6 +47,13 @@ class DeadlineMonitor:
         while True:
             await asyncio.sleep(WALK_S)
             self.walk(self._clock.now())
+
+    def end_all(self) -> None:
+        """End all requests in flight, because the router stops: streams with an event that says so."""
+        now = self._clock.now()
+        for context in list(self._in_flight):
+            context.ends_at = context.deadline_at = min(now, context.ends_at)
+            self._end(context, now, STOPPING)
 
     def walk(self, now: float) -> None:
         """End all that is late, and all whose key was revoked."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from services.router.admission.queues import QueueEntry
 from services.router.decisions.decision import Decision
 from services.router.placement.placement import Placement, PlacementRequest
+from services.router.request.errors import EVENT_STREAM, is_anthropic
 from services.router.request.facts import Mode, RequestFacts
 from services.router.request.http_request import HttpRequest, header_lines, header_value
 from services.router.request.prompt import Prompt
@@ -272,7 +273,8 @@ class ResponseHeaders:
             fixed = self._fixed[key] = header_lines(_fixed_headers(*key))
         named, decision = context.http_request.head.request_id, context.decision
         decided = f"{DECISION_HEADER}: {decision.decision_id}\r\n" if decision is not None else ""
-        return fixed + f"x-request-id: {named}\r\n{decided}".encode()
+        own = f"request-id: {named}\r\n" if is_anthropic(context.http_request.head.path) else ""
+        return fixed + f"x-request-id: {named}\r\n{own}{decided}".encode()
 
 
 def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:
@@ -282,6 +284,8 @@ def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, str
         (b"x-baton-mode", mode.value.encode()),
         (b"x-baton-decode-worker", header_value(decode)),
     ]
+    if content_type.startswith(EVENT_STREAM):  # Proxies would keep the events back until the stream ends.
+        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     if prefill:
         headers.append((b"x-baton-prefill-worker", header_value(prefill)))
         headers.append((b"x-baton-handoff", b"streamed" if streamed else b"offered"))

@@ -8,13 +8,12 @@ import msgspec
 from fastapi import Response
 
 from services.router.request.facts import Fault
-from shared.contracts.engine_paths import COUNT_TOKENS, MESSAGES
+from shared.contracts.engine_paths import MESSAGES
 from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.http.errors import ErrorResponse, HttpError, error_body
 
 EVENT_STREAM: Final = "text/event-stream"
 RETRY_AFTER_S_MAX: Final = 86_400.0
-ANTHROPIC_PATHS: Final = frozenset({MESSAGES, COUNT_TOKENS})
 ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -64,12 +63,17 @@ def refused_field(fault: Fault) -> HttpError:
 
 def error_for(path: str, error: HttpError, request_id: str | None = None) -> HttpError:
     """The error in the format that clients of ``path`` read."""
-    if path not in ANTHROPIC_PATHS:
+    if not is_anthropic(path):
         return error
     detail = msgspec.json.decode(error.body, type=ErrorResponse).error
     body = {**_anthropic_error(error.status, detail.message, detail.code), "request_id": request_id}
     more = error.more if request_id is None else (*error.more, (b"request-id", request_id.encode()))
     return msgspec.structs.replace(error, body=msgspec.json.encode(body), more=more)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether clients of this path expect Anthropic's form."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 def error_response(error: HttpError) -> Response:

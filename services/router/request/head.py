@@ -20,7 +20,7 @@ TRACE_CONTEXT: Final = {
 """Headers that are passed on to the workers, in the form that W3C Trace Context prescribes."""
 
 READ = frozenset({b"content-length", b"content-type", b"x-request-id", b"x-baton-mode", b"x-baton-class"})
-READ |= {b"x-baton-tenant", *TRACE_CONTEXT}
+READ |= {b"x-baton-tenant", b"origin", b"content-encoding", *TRACE_CONTEXT}
 """The headers that the router reads; clients send many others."""
 JSON_TYPE: Final = "application/json"
 MODES: Final = {mode.value.encode(): mode for mode in Mode}
@@ -33,10 +33,12 @@ class Head:
         "class_name",
         "client",
         "content_type",
+        "encoding",
         "http11",
         "is_batch",
         "length",
         "mode",
+        "origin",
         "path",
         "query",
         "request_id",
@@ -60,6 +62,10 @@ class Head:
         self.tenant = ""
         """The header's tenant, which counts when no API key says otherwise."""
         self.content_type = JSON_TYPE
+        self.origin = b""
+        """The site of the page that sent the request; empty: no page did."""
+        self.encoding = ""
+        """The Content-Encoding of the body; empty: none."""
         self.length = -1
         """The Content-Length; -1 without one."""
         self.trace: dict[str, str] | None = None
@@ -80,6 +86,10 @@ class Head:
                 self.mode = MODES.get(value.strip().lower())
             elif name == b"x-baton-class":
                 self.class_name = value.decode("latin-1").strip()
+            elif name == b"content-encoding":
+                self.encoding = value.decode("latin-1")
+            elif name == b"origin":
+                self.origin = value
             elif name == b"x-baton-tenant":
                 self.tenant = value.decode("latin-1").strip()
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from services.router.request.errors import BUG, error_event, error_for, failed
 from services.router.request.head import Head
 from shared.contracts.failures import Reason
+from shared.contracts.request_body import BYTE_ORDER_MARK
 from shared.http.errors import Header, HttpError
 
 OBJECT_BYTES: Final = 64
@@ -46,6 +47,9 @@ class Connection(Protocol):
     async def drain(self) -> None:
         """Wait until the client has caught up or left."""
 
+    def common_headers(self) -> bytes:
+        """The header lines that each response has."""
+
     def answered(self, *, close: bool) -> None:
         """The response is complete: the connection closes, or takes the next request."""
 
@@ -66,6 +70,9 @@ class NoConnection:
         return False
 
     async def drain(self) -> None: ...
+
+    def common_headers(self) -> bytes:
+        return b""
 
     def answered(self, *, close: bool) -> None: ...
 
@@ -111,6 +118,10 @@ class Upload:
         self._held += size
         self.totals.bytes_held += size
 
+    def has_mark(self) -> bool:
+        """Whether the body begins with a byte order mark. One that is torn over two pieces counts as none."""
+        return bool(self._parts) and self._parts[0].startswith(BYTE_ORDER_MARK)
+
     def over(self) -> None:
         """The body is no longer needed."""
         self.totals.bytes_held -= self._held
@@ -138,6 +149,7 @@ class HttpRequest:
         "is_current",
         "left",
         "on_left",
+        "page_headers",
         "refusal",
         "slow",
         "upload",
@@ -147,6 +159,8 @@ class HttpRequest:
         self._connection = connection
         self._keep_alive = keep_alive
         self._unsent_head = b""
+        self.page_headers = b""
+        """Header lines with which a page of another site may read the response."""
         self.head = head
         head.http11 = http11
         self.upload = upload
@@ -183,6 +197,12 @@ class HttpRequest:
         if not self.ended:
             for callback in tuple(self.on_left):
                 callback()
+
+    def replace_body(self, body: bytes) -> None:
+        """Another complete body takes the place of the one that came."""
+        upload = self.upload
+        self.upload = upload.replaced(body)
+        upload.over()
 
     def hold(self, size: int) -> None:
         """So many bytes more are in memory for this request; a negative number releases them."""
@@ -255,7 +275,8 @@ class HttpRequest:
     def _begin(self, status: int, headers: bytes, framing: bytes) -> None:
         self.begun = True
         end = HEAD_END if self._keep_alive else CLOSING_HEAD_END
-        self._unsent_head = STATUS_LINE[status] + headers + framing + end
+        common = self._connection.common_headers()
+        self._unsent_head = STATUS_LINE[status] + common + headers + self.page_headers + framing + end
 
     def _end(self) -> None:
         self.ended = True

@@ -21,6 +21,7 @@ from services.router.settings import Settings
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from shared.http.edge import HttpEdge
+from shared.http.origin import AllowedPages
 from shared.http.protocol import EdgeProtocol
 from shared.http.server import make_server
 from tests.nightly.fuzz.bus_fuzz import Campaign, Progress
@@ -336,7 +337,7 @@ async def collector_edge() -> AsyncIterator[Target]:
     asyncio.get_running_loop().set_default_executor(AtOnce())
     async with world(LoopClock(), watchers=WatcherLimits()) as here, asyncio.TaskGroup() as tasks:
         limits = msgspec.structs.replace(LIMITS, connections_per_address_max=0)
-        feed, edge = here.collector.feed, CollectorEdge(here.app, LoopClock().now, limits, LOOPBACK)
+        feed, edge = here.collector.feed, CollectorEdge(here.app, LoopClock().now, limits, AllowedPages(""), LOOPBACK)
         running = [tasks.create_task(feed.follow()), tasks.create_task(edge.end_late())]
         yield Target(edge, lambda: {"places in the event stream": len(feed)})
         for task in running:

@@ -17,7 +17,7 @@ from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import KvMoved, RequestFinished, RequestsFinished
 from shared.contracts.workers import FleetState, FleetWorker, Role
-from shared.http.origin import OriginPolicy
+from shared.http.origin import AllowedPages, OriginPolicy
 from shared.http.server import listen, make_server
 from shared.runtime.clock import SystemClock
 from tests.support.fake_clock import FakeClock
@@ -25,7 +25,7 @@ from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 TWO = WatcherLimits(total=2, for_operators=0, per_address=2)
-LOOPBACK = OriginPolicy("COLLECTOR_ALLOWED_HOSTS", "", checks_host=True)
+LOOPBACK = OriginPolicy("COLLECTOR_ALLOWED_HOSTS", AllowedPages(""), checks_host=True)
 PARTS = TtftParts(admission_s=0.01, queue_s=0.02, prefill_s=0.1, handoff_s=0.03, first_token_s=0.04)
 
 
@@ -100,7 +100,9 @@ async def world(clock=None, host="127.0.0.1", key_file="", watchers=TWO):
 @asynccontextmanager
 async def serving(one, host="127.0.0.1", origins=LOOPBACK, **limits):
     """Serve its app over real sockets; returns the server and its port."""
-    edge = CollectorEdge(one.app, SystemClock().now, msgspec.structs.replace(LIMITS, **limits), origins)
+    edge = CollectorEdge(
+        one.app, SystemClock().now, msgspec.structs.replace(LIMITS, **limits), AllowedPages(""), origins
+    )
     server, listener = make_server(edge), listen(host, 0)
     async with asyncio.TaskGroup() as tasks:
         late, running = tasks.create_task(edge.end_late()), tasks.create_task(server.serve(sockets=[listener]))

@@ -54,6 +54,9 @@ class FakeConnection:
     async def drain(self) -> None:
         await self.reads.wait()
 
+    def common_headers(self) -> bytes:
+        return b""
+
     def answered(self, *, close: bool) -> None:
         self.closed = close
 

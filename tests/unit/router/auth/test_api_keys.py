@@ -69,6 +69,9 @@ KEY_OF_SOMEBODY = [
     {"authorization": f"bearer  {ACME}"},
     {"x-api-key": ACME},
     {**bearer(ACME), "x-api-key": ACME},
+    {"api-key": ACME},
+    {**bearer("sk-of-another-service"), "x-api-key": ACME},
+    {"authorization": "Basic b3RoZXI6c2VydmljZQ==", "api-key": ACME},
 ]
 
 
@@ -84,6 +87,15 @@ async def test_a_missing_key_gets_401_before_the_body_is_read():
         assert up.worker.started == []
 
 
+async def test_keys_of_two_clients_in_one_request_get_401_that_says_so():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
+        for path, method in ((COMPLETIONS, "POST"), ("/v1/models", "GET")):
+            both = {**bearer(ACME), "x-api-key": RIVAL}
+            response = await client.request(method, path, json=prompt(), headers=both)
+            assert response.status_code == 401
+            assert "two clients" in response.json()["error"]["message"]
+
+
 async def test_a_valid_key_is_served_and_never_reaches_a_worker():
     async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
         for headers in KEY_OF_SOMEBODY:
@@ -96,10 +108,12 @@ async def test_a_valid_key_is_served_and_never_reaches_a_worker():
 
 async def test_only_health_routes_need_no_key():
     async with running(keys=KEYS, metrics="admin") as up, httpx.AsyncClient(base_url=up.url) as client:
-        seen = {path: (await client.get(path)).status_code for path in ("/health", "/ready", "/openapi.json")}
+        seen = {path: (await client.get(path)).status_code for path in ("/", "/health", "/ready", "/ping")}
         assert set(seen.values()) == {200}
         hidden = [
             "/metrics",
+            "/openapi.json",
+            "/version",
             "/v1/models",
             "/baton/decisions",
             "/baton/decisions/latest",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from tests.unit.router.http.test_edge_limits import BEARER, KEYS
@@ -32,6 +33,12 @@ OWN = [
     ("host: localhost:8000", "origin: http://localhost:8000", "sec-fetch-site: same-origin"),
     ("host: localhost:8000", "sec-fetch-site: none"),
 ]
+
+
+async def answer(up: Running, method: str, path: str, *headers: str, body: bytes = b"") -> httpx.Response:
+    lines = dict(line.split(": ", 1) for line in headers)
+    async with httpx.AsyncClient(base_url=up.url) as client:
+        return await client.request(method, path, headers=lines, content=body)
 
 
 async def status(up: Running, method: str, path: str, *headers: str, body: bytes = b"") -> int:
@@ -66,7 +73,7 @@ async def test_a_link_of_another_site_may_lead_here():
             "sec-fetch-dest: document",
         )
 
-        assert await status(up, "GET", "/docs", *link) == 200
+        assert await status(up, "GET", "/v1/models", *link) == 200
         assert await status(up, "POST", COMPLETIONS, *link, JSON, body=BODY) == 403
 
 
@@ -79,6 +86,64 @@ async def test_the_operator_can_name_a_proxy_and_other_sites():
         assert await status(up, "POST", COMPLETIONS, *proxied, JSON, body=BODY) == 200
         assert await status(up, "POST", COMPLETIONS, *app, JSON, body=BODY) == 200
         assert await status(up, "POST", COMPLETIONS, *other, JSON, body=BODY) == 403
+
+
+WRONG = b'{"model": "m", "prompt": "x", "cache_hit_threshold": 7}'
+PAGE = "https://app.example:3000"
+PREFLIGHT = (
+    "host: 127.0.0.1:8000",
+    f"origin: {PAGE}",
+    "access-control-request-method: POST",
+    "access-control-request-headers: authorization,content-type,x-baton-mode",
+)
+
+
+@pytest.mark.parametrize("keys", ["", KEYS])
+async def test_a_named_page_may_send_requests_and_read_the_responses(keys: str):
+    async with running(allowed_hosts="app.example:3000", keys=keys) as up:
+        for path in (CHAT, COMPLETIONS, "/v1/models"):
+            asked = await answer(up, "OPTIONS", path, *PREFLIGHT)
+            assert asked.status_code == 204
+            assert asked.headers["access-control-allow-origin"] == PAGE
+            assert asked.headers["access-control-allow-headers"] == "authorization,content-type,x-baton-mode"
+            assert "POST" in asked.headers["access-control-allow-methods"]
+
+        key = (BEARER,) if keys else ()
+        for method, path, body, status_code in (
+            ("POST", COMPLETIONS, BODY, 200),
+            ("POST", COMPLETIONS, WRONG, 400),
+            ("GET", "/v1/models", b"", 200),
+            ("GET", "/nothing", b"", 404),
+        ):
+            read = await answer(up, method, path, f"origin: {PAGE}", JSON, *key, body=body)
+            assert read.status_code == status_code
+            assert read.headers["access-control-allow-origin"] == PAGE
+            assert read.headers["vary"] == "origin"
+        if keys:
+            unknown = await answer(up, "POST", COMPLETIONS, f"origin: {PAGE}", JSON, body=BODY)
+            assert (unknown.status_code, unknown.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+@pytest.mark.parametrize("keys", ["", KEYS])
+async def test_a_page_that_is_not_named_may_read_nothing(keys: str):
+    async with running(allowed_hosts="app.example:3000", keys=keys) as up:
+        other = tuple(line.replace("app.example:3000", "app.example:3001") for line in PREFLIGHT)
+
+        refused = await answer(up, "OPTIONS", CHAT, *other)
+        read = await answer(up, "POST", COMPLETIONS, "origin: https://app.example:3001", JSON, BEARER, body=BODY)
+
+        assert refused.status_code == (401 if keys else 403)
+        assert not [name for one in (refused, read) for name in one.headers if name.startswith("access-control")]
+
+
+async def test_a_preflight_cannot_inject_headers():
+    async with running(allowed_hosts="app.example:3000") as up:
+        asked = [line for line in PREFLIGHT if "request-headers" not in line]
+
+        got = await answer(up, "OPTIONS", CHAT, *asked, "access-control-request-headers: a\tb: c")
+
+        assert got.status_code == 204
+        assert "access-control-allow-headers" not in got.headers
 
 
 async def test_where_a_key_is_needed_the_key_decides():

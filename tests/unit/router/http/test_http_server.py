@@ -27,9 +27,12 @@ PATIENCE_S = 60.0
 
 
 class Running:
-    def __init__(self, router: Router, server: Server, worker: FakeWorker, port: int) -> None:
+    def __init__(
+        self, router: Router, server: Server, serving: asyncio.Task[None], worker: FakeWorker, port: int
+    ) -> None:
         self.router = router
         self.server = server
+        self.serving = serving
         self.worker = worker
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
@@ -71,7 +74,7 @@ async def running(**settings: object) -> AsyncIterator[Running]:
         while not router.fleet.cluster.workers:
             await asyncio.sleep(0)
         try:
-            yield Running(router, server, worker, listener.getsockname()[1])
+            yield Running(router, server, serving, worker, listener.getsockname()[1])
         finally:
             server.stop()
             await serving

@@ -102,7 +102,7 @@ async def test_unusual_unambiguous_requests_are_served(sent: bytes):
 
 async def test_alternative_spellings_of_a_path_reach_no_worker():
     async with running() as up:
-        for path in (f"http://elsewhere{COMPLETIONS}", "/v1/%63ompletions", f"/{COMPLETIONS}", f"/v1/..{COMPLETIONS}"):
+        for path in (f"http://elsewhere{COMPLETIONS}", "/v1/%63ompletions", f"/v1/..{COMPLETIONS}"):
             response = await up.raw(request(BODY, "connection: close", path=path))
             assert response.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
 
