@@ -28,7 +28,6 @@ from shared.http.edge import HttpEdge
 from shared.http.edge_limits import EdgeLimits
 from shared.http.limits import UNNAMED, BodyRefused, owner_of, small_body
 from shared.runtime.settings import SettingsError
-from shared.telemetry.prometheus import PROMETHEUS_CONTENT_TYPE
 from shared.text.explanation import NO_DECISION_ID, not_kept, router_away
 
 SECURITY_HEADERS = (
@@ -62,13 +61,14 @@ class CollectorEdge(HttpEdge[Never]):
     headers = SECURITY_HEADERS
 
 
-def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI:
-    """The app with metrics, health and readiness."""
+def make_app(metrics: Callable[[str], tuple[bytes, str]], ready: Callable[[], bool]) -> FastAPI:
+    """The app with metrics, health and readiness. ``metrics`` gets the Accept header, and returns page and type."""
     app = FastAPI(title="Baton metrics collector", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/metrics")
-    async def show_metrics() -> Response:
-        return Response(metrics(), media_type=PROMETHEUS_CONTENT_TYPE)
+    async def show_metrics(request: Request) -> Response:
+        body, content_type = metrics(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     @app.get("/health")
     async def show_health() -> dict[str, str]:

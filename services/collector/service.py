@@ -100,10 +100,12 @@ class Collector:
         used = usage_families(self._console.usage.largest(self._month()))
         return [*families(self._metrics, self._bus.counts, now), *used]
 
-    def prometheus(self) -> bytes:
-        """The page for Prometheus. Metrics under vLLM's names are here alone: OTLP's names have no colon."""
+    def prometheus(self, accept: str) -> tuple[bytes, str]:
+        """The page for Prometheus, and its content type. Metrics under vLLM's names are here alone: OTLP's names have
+        no colon.
+        """
         unix_s = self._clock.wall_ms() / 1000
-        return to_prometheus([*self.families(), *vllm_families(self._metrics, self._clock.now(), unix_s)])
+        return to_prometheus([*self.families(), *vllm_families(self._metrics, self._clock.now(), unix_s)], accept)
 
     def page(self) -> Page:
         self._console.month = self._month()

@@ -13,48 +13,43 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client import metrics as client_metrics
+from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PrometheusFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
 
 from shared.telemetry.metrics import Kind, Metric
 
-SHOWS_CREATED: Final = client_metrics._use_created
-"""Whether series have a sample of when they were made: prometheus_client's own switch."""
-PROMETHEUS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+disable_created_metrics()
+"""A series has no sample of when it was made: the text format shows these as gauges, one more for each series."""
 
 
 class Count:
     """One series of a counter: add to its ``value``."""
 
-    __slots__ = ("created_at", "value")
+    __slots__ = ("value",)
 
     def __init__(self) -> None:
         self.value = 0.0
-        self.created_at = time.time()
 
     def add_to(self, family: PrometheusFamily, labels: dict[str, str]) -> None:
         family.add_sample(f"{family.name}_total", labels, self.value)
-        if SHOWS_CREATED:
-            family.add_sample(f"{family.name}_created", labels, self.created_at)
 
 
 class Buckets:
     """One series of a histogram."""
 
-    __slots__ = ("_bounds", "_exemplars", "counts", "created_at", "sum")
+    __slots__ = ("_bounds", "_exemplars", "counts", "sum")
 
-    def __init__(self, bounds: Sequence[float], *, has_created: bool = SHOWS_CREATED) -> None:
+    def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._exemplars: dict[int, Exemplar] = {}
         self.counts = [0] * (len(bounds) + 1)
         """Counts by bound, not cumulative; the last is of values above all bounds."""
         self.sum = 0.0
-        self.created_at = time.time() if has_created else None
 
     def observe(self, value: float, trace_id: str = "") -> None:
         """Count a value; the trace, if there is one, becomes the exemplar of its bucket."""
@@ -76,8 +71,6 @@ class Buckets:
             family.add_sample(f"{family.name}_bucket", le, total, exemplar=self._exemplars.get(number))
         family.add_sample(f"{family.name}_count", labels, total)
         family.add_sample(f"{family.name}_sum", labels, self.sum)
-        if self.created_at is not None:
-            family.add_sample(f"{family.name}_created", labels, self.created_at)
 
 
 class Shown(Protocol):
@@ -152,11 +145,19 @@ class Family:
     samples: Sequence[Sample]
 
 
-def to_prometheus(families: Iterable[Family]) -> bytes:
-    """The families in Prometheus's text format."""
+def page(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """The registry's page and its content type: OpenMetrics, which has exemplars, where the Accept header takes it,
+    otherwise Prometheus's text format.
+    """
+    encode, content_type = choose_encoder(accept)
+    return bytes(encode(registry)), content_type
+
+
+def to_prometheus(families: Iterable[Family], accept: str = "") -> tuple[bytes, str]:
+    """The families as ``page`` shows them."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Given(families))
-    return bytes(generate_latest(registry))
+    return page(registry, accept)
 
 
 class _Given:

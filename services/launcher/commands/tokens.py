@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 WORKERS_MAX = 64
 EPILOG = """[bold]Examples[/]
 
-[cyan]baton token --role decode > host.token[/]   a decode worker of the running system's model
+[cyan]baton token --role decode --out host.token[/]   a decode worker of the running system's model
 
-[cyan]baton token --config fleet.toml --name gpu-2 > gpu-2.token[/]   the workers that the file gives to gpu-2
+[cyan]baton token --config fleet.toml --name gpu-2 --out gpu-2.token[/]   the workers that the file gives to gpu-2
 
 [cyan]baton token --name gpu-2 --revoke[/]   the keys of gpu-2's workers stop working
 
@@ -60,9 +60,13 @@ def token(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comm
         str, typer.Option(help="Where other hosts reach the head host.", show_default="that of the file")
     ] = "",
     revoke: Annotated[bool, typer.Option("--revoke", help="Revoke the keys of the host instead.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the token to this file, which only you may read.", show_default="standard output"),
+    ] = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Print a token with which another host joins. Run this on the host with NATS."""
+    """Make a token with which another host joins. Run this on the host with NATS."""
     folder = state_folder(state_dir)
     if name and not is_subject_token(name):
         fail(f"--name {name}: write letters, digits, '-' and '_'.")
@@ -78,7 +82,17 @@ def token(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comm
         nats_url, part = _from_file(config, name, address)
     else:
         nats_url, part = part_from_running(running, name or f"host-{secrets.token_hex(2)}", str(role), count, model)
-    print(_made(folder, running, nats_url, part))
+    from services.launcher.cluster.files import write_private
+
+    text = _made(folder, running, nats_url, part)
+    if out is None:
+        print(text)
+        return
+    try:
+        write_private(out, f"{text}\n".encode())
+    except OSError as error:
+        fail(f"{out}: {error.strerror}. Name another file with --out.")
+    print(f"The token is in {out}. Bring it to the host, and run `baton join {out.name}` there.", file=sys.stderr)
 
 
 def _from_file(config: Path, name: str, head_address: str) -> tuple[str, HostPart]:

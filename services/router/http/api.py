@@ -14,7 +14,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 
 from services.router.batches.batches import Batches
@@ -47,6 +46,7 @@ from shared.http.errors import HttpError, error_body
 from shared.runtime.clock import Clock
 from shared.runtime.service import baton_version
 from shared.runtime.waiting import Waits
+from shared.telemetry.prometheus import page
 
 JSON = "application/json"
 MODEL_CHARS_SHOWN = 200
@@ -269,8 +269,8 @@ def make_app(  # noqa: PLR0913  # wiring
     @app.get("/metrics", response_class=Response, tags=["state"])
     async def metrics(request: Request) -> Response:
         """Prometheus metrics of this router; with an OpenMetrics Accept header also exemplars."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        body, content_type = page(registry, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     return app
 

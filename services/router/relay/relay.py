@@ -340,7 +340,9 @@ class Relay:
         context.status = HTTP_STATUS[reason]
         context.reason = str(reason)
         if not left and not http_request.ended:
-            http_request.end(error_event(context.facts.path, reason, failure.message))
+            http_request.end(
+                error_event(context.facts.path, reason, failure.message, context.response_id, context.newest)
+            )
         self._finish(context)
 
     def _refuse(self, context: RequestContext, error: HttpError) -> None:

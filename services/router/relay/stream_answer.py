@@ -30,8 +30,6 @@ class StreamAnswer:
         self._load = load
         self._frame_gap_s_max = services.settings.frame_gap_s_max
         self._gaps = services.metrics.gaps.of[placement.mode].noted
-        self._data = b""
-        """The newest data of the stream."""
         self._written_at = 0.0
         self._is_uncounted = context.cached_tokens is None
         """Whether the frame with the cached tokens may still arrive."""
@@ -77,7 +75,7 @@ class StreamAnswer:
             return data
         self.must_wait = False
         if data:
-            self._data = data
+            context.newest = data
             context.http_request.send(data)
             at = timings.last_at
             self.must_wait = services.coalescer.must_wait(self._written_at, at, services.inbox.received)
@@ -88,8 +86,10 @@ class StreamAnswer:
         """Whether the client has all of the stream, though its leg has not ended: its last event, whole. No text holds
         an unescaped line end.
         """
-        last = self._data.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
-        return self._data.endswith(EVENT_END) and last.startswith(LAST_EVENTS)
+        data = self._context.newest
+        return data.endswith(EVENT_END) and data.removesuffix(EVENT_END).rpartition(EVENT_END)[2].startswith(
+            LAST_EVENTS
+        )
 
     def _begin(self, at: float, data: bytes) -> None:
         """The first data of this attempt: it begins the response, or resumes it."""

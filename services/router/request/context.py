@@ -38,6 +38,7 @@ CLIENT_LEFT: Final = Failure(reason=Reason.CANCELLED, message="the client left")
 CLIENT_SLOW: Final = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
 ID_BYTES: Final = 16
 NO_WORKERS: Final[frozenset[WorkerId]] = frozenset()
+RESPONSE_ID: Final = re.compile(rb'"response":\s?\{"id":\s?"([A-Za-z0-9_-]{1,128})"')
 CREATED: Final = re.compile(rb'"created(?:_at)?":(\d{1,18})')
 
 
@@ -104,6 +105,11 @@ class RequestContext:
     """Tokens relayed before each resume, summed over all resumes."""
     like: Served | None = None
     """What the worker that began the stream serves: a worker with another model would continue it differently."""
+
+    response_id = ""
+    """The id in the events of a stream of /v1/responses; empty: not known."""
+    newest = b""
+    """The newest data of the stream."""
 
     status = 0
     """HTTP status of the response; 0 until it is known."""
@@ -224,6 +230,8 @@ class RequestContext:
         """``data`` are the stream's first bytes. A resumed stream repeats their ``created``."""
         if found := CREATED.search(data):
             self.created = int(found[1])
+        if self.facts.path == RESPONSES and (found := RESPONSE_ID.search(data)):
+            self.response_id = found[1].decode()
 
     def join(self, indexes: list[int]) -> None:
         """``indexes`` of the next frame's tokens that its engine received together with the one before."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
 from fastapi import Response
 
 from services.router.request.facts import Fault
-from shared.contracts.engine_paths import MESSAGES
+from shared.contracts.engine_paths import MESSAGES, RESPONSES
 from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.http.errors import ErrorResponse, HttpError, error_body
 
@@ -24,6 +25,7 @@ ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
 }
 """Anthropic's error types by status. Anthropic itself sends 529 when overloaded; its clients retry on 503, too."""
+SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number":\s?(\d{1,15})[,}]')
 BUG: Final = "Internal error in the router; its log has details."
 CODES: Final = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
 
@@ -82,9 +84,22 @@ def error_response(error: HttpError) -> Response:
     return Response(error.body, error.status, headers)
 
 
-def error_event(path: str, reason: Reason, message: str) -> bytes:
-    """The last event of a stream that failed after it had begun. Clients of messages ignore events without a name."""
+def error_event(path: str, reason: Reason, message: str, response_id: str = "", newest: bytes = b"") -> bytes:
+    """The last event of a stream that failed after it had begun. Clients of messages ignore events without a name, and
+    those of responses need a response that failed, with the id of the first event; its number follows that of
+    ``newest``, the last data that was sent.
+    """
     status = HTTP_STATUS[reason]
+    if path == RESPONSES:
+        numbers = SEQUENCE_NUMBER.findall(newest)
+        error = {"code": str(reason), "message": message}
+        response = {"id": response_id, "object": "response", "status": "failed", "error": error, "output": []}
+        event = {
+            "type": "response.failed",
+            "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+            "response": response,
+        }
+        return b"event: response.failed\ndata: " + msgspec.json.encode(event) + b"\n\n"
     if path != MESSAGES:
         return b"data: " + error_body(status, message, code=str(reason)) + b"\n\n"
     error = _anthropic_error(status, message, str(reason))

@@ -121,7 +121,7 @@ class Gaps:
     def __init__(self) -> None:
         self.noted: list[float] = []
         """Gaps in seconds, not counted yet."""
-        self.buckets = Buckets(names.ROUTER_ITL.buckets, has_created=False)
+        self.buckets = Buckets(names.ROUTER_ITL.buckets)
 
     def count(self) -> None:
         """Count ``noted``."""

@@ -69,7 +69,7 @@ class World:
         self.bus, self.others, self.clock = MemoryBus(hub), MemoryBus(hub), clock
         self.access = Access(host, key_file)
         self.collector = Collector(self.bus, clock, self.access, watchers)
-        app = make_app(lambda: b"", lambda: self.bus.connected)
+        app = make_app(lambda _accept: (b"", "text/plain"), lambda: self.bus.connected)
         add_console(app, self.collector.console_context)
         self.app = guarded(app, self.access)
 

@@ -46,7 +46,7 @@ class Shown:
     """The samples as Prometheus reads them."""
 
     def __init__(self, one: FleetMetrics, now: float) -> None:
-        text = to_prometheus(families(one, BusCounts(), now)).decode()
+        text = to_prometheus(families(one, BusCounts(), now))[0].decode()
         self.samples = {
             (sample.name, *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)

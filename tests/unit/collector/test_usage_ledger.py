@@ -248,7 +248,7 @@ def test_metrics_have_this_months_usage_and_the_share_of_budgets():
     ):
         usage.heard(entry.entry, entry)
 
-    page = to_prometheus(usage_families(usage.largest("2026-11"))).decode()
+    page = to_prometheus(usage_families(usage.largest("2026-11")))[0].decode()
 
     shown = {line for line in page.splitlines() if line and not line.startswith("#") and not line.endswith(" 0.0")}
     k, free, other = (

@@ -31,7 +31,7 @@ def metrics_of(*records: WorkerRecord) -> FleetMetrics:
 
 
 def shown(metrics: FleetMetrics, now: float = 1.0, unix_s: float = 1e9) -> dict[str, list]:
-    text = to_prometheus(vllm_families(metrics, now, unix_s)).decode()
+    text = to_prometheus(vllm_families(metrics, now, unix_s))[0].decode()
     return {family.name: family.samples for family in text_string_to_metric_families(text)}
 
 

@@ -18,7 +18,7 @@ from shared.telemetry import names
 from shared.telemetry.log import TRACE_ID, JsonLines, Text
 from shared.telemetry.metrics import Kind
 from shared.telemetry.names import METRICS
-from shared.telemetry.prometheus import counter, gauge, histogram
+from shared.telemetry.prometheus import Distribution, Family, Sample, counter, gauge, histogram, page, to_prometheus
 from shared.telemetry.setup import setup
 from shared.telemetry.tracing import extract, inject, trace_named
 
@@ -112,10 +112,32 @@ def test_every_metric_name_follows_prometheus_conventions(metric):
     assert f"# HELP {metric.name}" in generate_latest(registry).decode()
 
 
+EMPTY = Distribution([0] * (len(names.ROUTER_TTFT.buckets) + 1), 0.0)
+
+
 def shown(registry: CollectorRegistry) -> list[str]:
     """Both formats, without the numbers that are times."""
     text = generate_latest(registry).decode() + openmetrics(registry).decode()
-    return [re.sub(r"(?<=_created\b)(.*) \S+$|(?<=[0-9]) [0-9.]+$", r"\1", line) for line in text.splitlines()]
+    return [re.sub(r"(?<=[0-9]) [0-9.]+$", "", line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("accept", "begins"),
+    [
+        ("", "text/plain"),
+        ("text/plain;version=0.0.4", "text/plain"),
+        ("application/openmetrics-text;version=1.0.0,text/plain;q=0.5", "application/openmetrics-text"),
+    ],
+)
+def test_a_page_has_the_format_that_is_asked_for_and_no_times_of_creation(accept: str, begins: str):
+    registry = CollectorRegistry()
+    counter(names.ROUTER_PROMPT_TOKENS, registry)
+    families = [Family(names.ROUTER_TTFT, [Sample(("aggregated",) * len(names.ROUTER_TTFT.labels), EMPTY)])]
+
+    for body, content_type in (page(registry, accept), to_prometheus(families, accept)):
+        assert content_type.startswith(begins)
+        assert body.endswith(b"# EOF\n") == begins.startswith("application")
+        assert b"_created" not in body
 
 
 def test_plain_series_show_what_prometheus_clients_own_objects_show():

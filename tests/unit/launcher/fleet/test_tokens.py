@@ -14,6 +14,7 @@ import pytest
 from services.launcher.cluster.files import create, create_for, existing_files
 from services.launcher.cluster.folder import NKEY, InitRequest
 from services.launcher.commands.tokens import part_from_running
+from services.launcher.commands.tokens import token as make
 from services.launcher.fleet import head, joining
 from services.launcher.fleet.fleet_file import HostPart
 from services.launcher.fleet.joining import Token, WrongToken, read_token, write_token
@@ -44,6 +45,32 @@ def test_a_token_is_one_word_and_reads_back(token: Token):
     assert re.fullmatch(r"\S+", text)
     assert read_token(text) == token
     assert read_token(f"{text[:70]}\n  {text[70:]}\n") == token
+
+
+FLEET = """
+[[host]]
+name = "one"
+address = "10.0.0.1"
+workers = [{ role = "prefill", model = "A" }]
+
+[[host]]
+name = "two"
+workers = [{ role = "decode", model = "A" }]
+"""
+
+
+def test_a_token_in_a_file_is_readable_by_its_owner_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    out = tmp_path / "two.token"
+    out.write_text("an older one, which all may read")
+    out.chmod(0o644)
+
+    make(config=tmp_path / "fleet.toml", name="two", out=out, state_dir=tmp_path / "state")
+
+    assert sorted(read_token(out.read_text()).seeds) == ["two-decode-1"]
+    assert out.stat().st_mode & 0o777 == 0o600
+    said = capsys.readouterr()
+    assert (said.out, "baton join two.token" in said.err) == ("", True)
 
 
 def test_a_token_has_the_keys_of_its_workers_and_no_others(keys: Path, token: Token):

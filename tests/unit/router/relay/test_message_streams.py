@@ -122,6 +122,28 @@ async def test_a_broken_stream_of_a_message_ends_with_an_error_that_clients_of_m
     assert (error["error"]["type"], error["error"]["code"]) == ("api_error", "engine_dead")
 
 
+@in_world(failures=FailurePolicy(resumes_max=0))
+async def test_a_broken_stream_of_a_response_ends_with_that_response_failed(world: World):
+    numbered = event("response.output_text.delta", sequence_number=41, delta='"sequence_number":99}')
+
+    def breaks(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        frames.data(BEGINNINGS[RESPONSES], [])
+        frames.data(numbered, [5])
+        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="as the test wants"))
+
+    await world.worker("w1", script=breaks)
+
+    response = await world.ask(BODIES[RESPONSES], path=RESPONSES)
+
+    begun = BEGINNINGS[RESPONSES] + numbered
+    name, data = response.body.removeprefix(begun).removesuffix(b"\n\n").split(b"\n")
+    failed = msgspec.json.decode(data.removeprefix(b"data: "))
+    assert (name, failed["type"], failed["sequence_number"]) == (b"event: response.failed", "response.failed", 42)
+    assert (failed["response"]["id"], failed["response"]["status"]) == ("resp_1", "failed")
+    assert failed["response"]["error"]["code"] == "engine_dead"
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
