@@ -287,9 +287,8 @@ class UsageLog:
 
     def _model(self, context: RequestContext) -> str:
         """The served model: a client may name any other, which must not become a row of the ledger."""
-        if context.placement is not None:
-            return context.facts.model or context.placement.decode.record.model
-        return context.facts.model if self._cluster.knows(context.facts.model) else ""
+        model = context.model()
+        return model if context.placement is not None or self._cluster.knows(model) else ""
 
     def _used(
         self, context: RequestContext, finished: RequestFinished, tokens: tuple[int, int], decoding: list[float] | None

@@ -133,7 +133,7 @@ class Decision:
             router_id=router_id,
             request_id=self.request_id,
             at_unix_s=self.at_unix_s,
-            model=self.request.model,
+            model=self.request.model or (placement.decode.record.model if placement is not None else ""),
             mode=placement.mode.value if placement is not None else "",
             reason=result.why if isinstance(result, Placement) else result.message,
             attempt=self.attempt,

@@ -163,6 +163,11 @@ class RequestContext:
         if facts.path == RESPONSES and facts.stream:
             self.answer_id = secrets.token_hex(ID_BYTES)
 
+    def model(self) -> str:
+        """The model that the client named, else that of the worker that serves the request; empty: neither is known."""
+        placement = self.placement
+        return self.facts.model or (placement.decode.record.model if placement is not None else "")
+
     def trace_id(self) -> str:
         """For log lines; empty: there is none."""
         return trace_named(self.http_request.head.trace) if self.trace is None else self.trace.name()

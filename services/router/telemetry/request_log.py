@@ -49,7 +49,7 @@ def finished_request(context: RequestContext, now: float) -> RequestFinished:
         request_id=context.http_request.head.request_id,
         decision_id=decision.decision_id if decision is not None else DecisionId(""),
         tenant=decision.request.tenant if decision is not None else context.http_request.head.client.key.tenant,
-        model=context.facts.model,
+        model=context.model(),
         path=context.facts.path,
         mode=mode,
         status=context.status,

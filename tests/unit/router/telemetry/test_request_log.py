@@ -75,3 +75,12 @@ def test_a_request_rejected_at_the_edge_logs_one_line(written):
     (line,) = lines(written)
     assert (line["status"], line["reason"], line["path"], line["trace_id"]) == (413, "too_large", COMPLETIONS, TRACE)
     assert line["request_id"]
+
+
+def test_a_request_that_names_no_model_is_logged_under_the_one_that_served_it(written):
+    body = prompt(stream=True)
+    del body["model"]
+
+    asked(body)
+
+    assert [line["model"] for line in lines(written)] == ["m"]
