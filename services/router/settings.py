@@ -226,7 +226,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     batch_lines_at_once: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 32
     """Lines of batches that this router serves at a time, while nothing waits; a quarter of them beside other requests.
-    No more than these are computed again when the router dies. Change it when batches leave engines idle.
+    Half as many again are for tenants that have fewer than those. No more are computed again when the router dies.
+    Change it when batches leave engines idle.
     """
 
     # Observability

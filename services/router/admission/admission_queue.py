@@ -35,6 +35,8 @@ class AdmissionQueue:
         self._metrics = metrics
         metrics.queue.set_function(lambda: float(len(self._waiting)))
         self._waiting: dict[QueueEntry, asyncio.Future[Placement | Rejection]] = {}
+        self.lines_waiting: dict[str, int] = {}
+        """Lines of batches that wait, by tenant."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._pause_until = 0.0
@@ -42,6 +44,11 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def clients_waiting(self) -> int:
+        """Waiting requests that are no lines of batches."""
+        return len(self._waiting) - sum(self.lines_waiting.values())
 
     def ended(self, entry: QueueEntry, context: RequestContext) -> None:
         """The request of this entry has ended: settle its tenant's account."""
@@ -74,13 +81,23 @@ class AdmissionQueue:
         context.http_request.on_left.append(leave)
         if context.http_request.left:
             leave()
+        line_of = entry.request.tenant if context.http_request.head.is_batch else None
+        if line_of is not None:
+            self.lines_waiting[line_of] = self.lines_waiting.get(line_of, 0) + 1
         try:
             return await decided
         finally:
+            if line_of is not None:
+                self._line_waits_no_more(line_of)
             context.http_request.on_left.remove(leave)
             del self._waiting[entry]
             self._admission.withdraw(entry)
             self._metrics.waited(self._now() - begun)
+
+    def _line_waits_no_more(self, tenant: str) -> None:
+        self.lines_waiting[tenant] -= 1
+        if not self.lines_waiting[tenant]:
+            del self.lines_waiting[tenant]
 
     def reschedule(self, lag_s: float = 0.0) -> None:
         """Run a scheduling pass soon, at least ``lag_s`` from now: see ``ReservationBook.lag_s``."""

@@ -28,6 +28,7 @@ from services.router.batches.lines import (
     read_request,
     unanswered,
 )
+from services.router.batches.slots import Slot
 from services.router.batches.store import ClaimLost, Records, SegmentWriter, StoreFailed, read
 from shared.bus.outage import Outage
 from shared.bus.port import WrongRevision
@@ -57,11 +58,17 @@ T = TypeVar("T")
 
 AHEAD_MAX = 512
 """Maximum of lines that are served, or done, after one that is not done yet."""
+BEGUN_BYTES_MAX = 8 * 1024 * 1024
+"""No line begins while those that have no stored result are larger together, or their results are."""
 GROUP_S = 0.02
 """Results that come within this time are stored together."""
 HEARTBEAT_S = 3.0
 """A run writes its record at least so often, or another router takes the batch over."""
 AGAIN_S = 1.0
+STUCK_S, STUCK_WITH_RESULTS_S = 60.0, 3600.0
+"""A run that gets no results for so long lets a batch of a tenant without a run go first. It waits longer when it has
+stored some: each such run adds a segment to the batch's files.
+"""
 LATE_MESSAGE = "This request could not be executed before the completion window expired."
 OUTPUT_PURPOSE = "batch_output"
 
@@ -84,7 +91,8 @@ class Finished(NamedTuple):
     """A result that is not committed yet."""
 
     result: Result
-    holds_slot: bool
+    slot: Slot | None
+    """Counts as begun until the result is stored. None: the line has not begun."""
 
 
 class BatchRun:
@@ -107,7 +115,8 @@ class BatchRun:
         self._server = server
         self._clock = clock
         self._output_bytes_max = output_bytes_max
-        self._written_at = clock.now()
+        self._written_at = self._progressed_at = clock.now()
+        self._is_giving_way = False
         self._halted: Halt | None = None
         self._outage = Outage(log)
         self._stopping = asyncio.Event()
@@ -124,6 +133,8 @@ class BatchRun:
         self._moved = asyncio.Event()
         """``progress.line`` has changed."""
         self._running = 0
+        self._begun: dict[Slot, int] = {}
+        """Slots of the lines without a stored result, and the bytes of each line, or of its result."""
         self._feeding: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
@@ -135,6 +146,26 @@ class BatchRun:
         if self.batch.status in (VALIDATING, IN_PROGRESS):
             self._become(CANCELLING)
             self._halt(Halt.CANCELLED)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its lines have waited for long: their key is at its limits, or engines do not take them."""
+        stuck_s = STUCK_WITH_RESULTS_S if self._has_results else STUCK_S
+        is_waiting = bool(self._begun) and not any(slot.is_held for slot in self._begun)
+        return is_waiting and self._clock.now() - self._progressed_at >= stuck_s
+
+    @property
+    def _has_results(self) -> bool:
+        return self._output.segment.size + self._errors.segment.size > 0
+
+    @property
+    def stuck_since(self) -> float:
+        return self._progressed_at
+
+    def give_way(self) -> None:
+        """Let a batch of another tenant run first."""
+        self._is_giving_way = True
+        self._halt(Halt.STOPPED)
 
     async def run(self) -> None:
         """Run until the batch has ended, the run is stopped, or another router has the batch."""
@@ -150,7 +181,9 @@ class BatchRun:
             await self._release()
 
     async def _release(self) -> None:
-        free = msgspec.structs.replace(self.batch, router_id="", run="")
+        # A run without results has added nothing to the files: it need not count.
+        runs = self.batch.runs - (self._is_giving_way and not self._has_results)
+        free = msgspec.structs.replace(self.batch, router_id="", run="", runs=runs)
         try:
             await self._records.update_batch(free, self._revision)
         except (StoreFailed, WrongRevision) as error:  # Then it is taken over a little later.
@@ -223,7 +256,7 @@ class BatchRun:
         try:
             async with aclosing(self._read(progress.line, progress.offset)) as lines:
                 async for line in lines:
-                    while line.number - self.batch.progress.line >= AHEAD_MAX:
+                    while line.number - self.batch.progress.line >= AHEAD_MAX or self._is_full:
                         self._moved.clear()
                         await self._moved.wait()
                     self._ends[line.number] = line.end
@@ -234,34 +267,44 @@ class BatchRun:
         except BadLine as bad:
             self._fail(_fault(bad))
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether no further line may begin now: it would only be one more to wait for the limits of the same key."""
+        begun = self._begun
+        if len(begun) >= self._server.slots.most or sum(begun.values()) >= BEGUN_BYTES_MAX:
+            return True
+        return self._halted is None and any(slot.is_limited for slot in begun)
+
     async def _begin(self, line: Line, tasks: asyncio.TaskGroup) -> None:
         """Begin a line when there is room for it beside those of other batches."""
         request = read_request(line.text, self.batch.endpoint)
-        if self._halted is not None:
-            self._late(line, request, holds_slot=False)
+        slot = self._server.slots.slot(self.batch.tenant)
+        if not await slot.take(self._stopping):
+            self._late(line, request, None)
             return
-        await self._server.slots.acquire()
         self._running += 1
-        tasks.create_task(self._serve(line, request), name=f"line {self.batch.id}-{line.number}")
+        self._begun[slot] = len(line.text)
+        tasks.create_task(self._serve(line, request, slot), name=f"line {self.batch.id}-{line.number}")
 
-    async def _serve(self, line: Line, request: Request) -> None:
+    async def _serve(self, line: Line, request: Request, slot: Slot) -> None:
         result = None
         try:
-            result = await self._server.serve(self.batch, line, request, self._stopping)
+            result = await self._server.serve(self.batch, line, request, self._stopping, slot)
         finally:
             self._running -= 1
             self._arrived.set()
             if result is not None:
-                self._finished.append(Finished(result, holds_slot=True))
-            elif not self._late(line, request, holds_slot=True):
-                self._server.slots.release()
+                self._finished.append(Finished(result, slot))
+                self._begun[slot] = len(result.text)
+            elif not self._late(line, request, slot):
+                self._end_line(slot)
 
-    def _late(self, line: Line, request: Request, *, holds_slot: bool) -> bool:
+    def _late(self, line: Line, request: Request, slot: Slot | None) -> bool:
         """Tell the client that the line was not served in time; False: it will be served later, or never."""
         if self._halted is not Halt.LATE:
             return False
         result = unanswered(line.number, self.batch.id, request.custom_id, "batch_expired", LATE_MESSAGE)
-        self._finished.append(Finished(result, holds_slot))
+        self._finished.append(Finished(result, slot))
         self._arrived.set()
         return True
 
@@ -281,6 +324,7 @@ class BatchRun:
             self.batch = msgspec.structs.replace(self.batch, progress=progress)
             if finished:
                 await self._commit()
+                self._progressed_at = self._clock.now()
                 self._server.counts[COMPLETED] += completed
                 self._server.counts[FAILED] += len(finished) - completed
         finally:
@@ -310,8 +354,13 @@ class BatchRun:
         )
 
     def _give_back(self, finished: Sequence[Finished]) -> None:
-        for _ in range(sum(one.holds_slot for one in finished)):
-            self._server.slots.release()
+        for one in finished:
+            if one.slot is not None:
+                self._end_line(one.slot)
+
+    def _end_line(self, slot: Slot) -> None:
+        slot.give_back()
+        self._begun.pop(slot, None)
 
     async def _end(self) -> None:
         """Make files of what was written, and record how the batch ended."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,10 @@ log = logging.getLogger("baton.router")
 LEASE_S = 5 * HEARTBEAT_S
 POLL_S = 1.0
 """Interval at which batches without a router are looked for."""
-RUNS_AT_ONCE_MAX = 4
-"""Batches that this router runs at a time."""
+RUNS_AT_ONCE_MAX, TENANT_RUNS_MAX = 16, 4
+"""Batches that this router runs at a time, and those of one tenant."""
+RUNS_RESERVED = 4
+"""The last runs of a router are for tenants without any, at this router and at others."""
 RUNS_MAX = 128
 """Claims of one batch: each may add a segment to its files, and a batch that ends routers must not do so for ever."""
 RUN_BYTES = 8
@@ -81,6 +83,8 @@ class Runner:
         self._output_bytes_max = output_bytes_max
         self._seen: dict[str, Seen] = {}
         """Batches that have not ended."""
+        self._gave_way: dict[str, float] = {}
+        """When batches that have not ended gave way to others at this router."""
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -102,10 +106,8 @@ class Runner:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._changed.clear()
-                for seen in self._wanting():
-                    if self._is_stopped or len(self._runs) >= RUNS_AT_ONCE_MAX:
-                        break
-                    await self._claim(seen, tasks)
+                await self._claim_all(tasks)
+                self._make_way()
                 try:
                     async with asyncio.timeout(POLL_S):
                         await self._changed.wait()
@@ -124,6 +126,7 @@ class Runner:
         batch = change.value
         if batch is None or batch.has_ended:
             self._seen.pop(change.key, None)
+            self._gave_way.pop(change.key, None)
         else:
             self._seen[change.key] = Seen(batch, change.revision, self._clock.now())
             if batch.status == CANCELLING and change.key in self._runs:
@@ -136,22 +139,62 @@ class Runner:
         for seen in self._seen.values():
             seen.changed_at = self._clock.now()
 
-    def _wanting(self) -> Iterator[Seen]:
-        """Batches without a router: tenants with the fewest that run come first, then the oldest."""
-        now = self._clock.now()
-        free = [
+    async def _claim_all(self, tasks: asyncio.TaskGroup) -> None:
+        """Claim as many batches as this router may run."""
+        tried: set[str] = set()
+        while not self._is_stopped and (seen := self._next(tried)) is not None:
+            tried.add(seen.batch.key)
+            if not await self._claim(seen, tasks):
+                return
+
+    def _next(self, tried: set[str]) -> Seen | None:
+        """A batch without a router that this one may run: of a tenant with the fewest that run, the oldest. Those that
+        have given way come last.
+        """
+        free_runs = RUNS_AT_ONCE_MAX - len(self._runs)
+        if free_runs <= 0:
+            return None
+        running, here = self._running(), Counter(run.batch.tenant for run in self._runs.values())
+
+        def may_run(seen: Seen) -> bool:
+            tenant = seen.batch.tenant
+            if seen.batch.status == CANCELLING:  # It only has to end.
+                return True
+            return here[tenant] < TENANT_RUNS_MAX and (free_runs > RUNS_RESERVED or not running[tenant])
+
+        free = (
             seen
             for key, seen in self._seen.items()
-            if key not in self._runs and (not seen.batch.run or now - seen.changed_at >= LEASE_S)
-        ]
-        running: dict[str, int] = {}
-        for seen in self._seen.values():
-            if seen.batch.run and now - seen.changed_at < LEASE_S:
-                running[seen.batch.tenant] = running.get(seen.batch.tenant, 0) + 1
-        yield from sorted(free, key=lambda seen: (running.get(seen.batch.tenant, 0), seen.batch.created_at))
+            if key not in self._runs and key not in tried and not self._is_run(seen) and may_run(seen)
+        )
+        return min(
+            free,
+            key=lambda one: (running[one.batch.tenant], self._gave_way.get(one.batch.key, 0.0), one.batch.created_at),
+            default=None,
+        )
 
-    async def _claim(self, seen: Seen, tasks: asyncio.TaskGroup) -> None:
-        """Run the batch, if no other router is faster."""
+    def _running(self) -> Counter[str]:
+        """Batches by tenant that routers run now, all routers together."""
+        return Counter(seen.batch.tenant for seen in self._seen.values() if self._is_run(seen))
+
+    def _is_run(self, seen: Seen) -> bool:
+        return bool(seen.batch.run) and self._clock.now() - seen.changed_at < LEASE_S
+
+    def _make_way(self) -> None:
+        """Where tenants without a run wait and all runs are taken, have one end whose lines only wait."""
+        if self._is_stopped or len(self._runs) < RUNS_AT_ONCE_MAX:
+            return
+        running = self._running()
+        if all(running[seen.batch.tenant] for seen in self._seen.values()):
+            return
+        stuck = [run for run in self._runs.values() if run.is_stuck]
+        if stuck:
+            run = min(stuck, key=lambda one: one.stuck_since)
+            self._gave_way[run.batch.key] = self._clock.now()
+            run.give_way()
+
+    async def _claim(self, seen: Seen, tasks: asyncio.TaskGroup) -> bool:
+        """Run the batch, if no other router is faster. False: records cannot be written now."""
         batch = seen.batch
         if batch.runs >= RUNS_MAX:
             fault = LineFault(code="too_many_interruptions", message="The batch was interrupted too often.")
@@ -161,10 +204,10 @@ class Runner:
         try:
             revision = await self._records.update_batch(claimed, seen.revision)
         except WrongRevision:
-            return
+            return True
         except StoreFailed as error:
             log.info("cannot claim batch %s: %s", batch.id, error)
-            return
+            return False
         self._seen[batch.key] = Seen(claimed, revision, self._clock.now())
         run = self._runs[batch.key] = BatchRun(
             claimed,
@@ -177,6 +220,7 @@ class Runner:
         task = tasks.create_task(self._run(batch.key, run), name=f"batch {batch.id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return True
 
     async def _run(self, key: str, run: BatchRun) -> None:
         try:
@@ -251,10 +295,6 @@ class Batches:
         if file.expires_at < expires_at:
             message = "The file expires before the batch's completion window ends. Upload it again."
             raise FileRefused(400, message, "file_expires", "input_file_id")
-        batches = await self._records.batches(tenant)
-        if sum(not batch.has_ended for batch in batches) >= UNFINISHED_MAX:
-            message = f"{UNFINISHED_MAX} batches of this tenant have not ended. Try again when some have."
-            raise FileRefused(429, message, "too_many_batches")
         batch = StoredBatch(
             key=record_key(tenant, batch_id),
             id=batch_id,
@@ -269,11 +309,19 @@ class Batches:
             created_at=now,
             expires_at=expires_at,
         )
+        async with self._records.counting(tenant):
+            await self._add(batch)
+        return batch
+
+    async def _add(self, batch: StoredBatch) -> None:
+        batches = await self._records.batches(batch.tenant)
+        if sum(not one.has_ended for one in batches) >= UNFINISHED_MAX:
+            message = f"{UNFINISHED_MAX} batches of this tenant have not ended. Try again when some have."
+            raise FileRefused(429, message, "too_many_batches")
         ended = sorted((one for one in batches if one.has_ended), key=lambda one: (one.created_at, one.id))
         for one in ended[: max(0, len(batches) + 1 - BATCHES_MAX)]:
             await self._records.delete_batch(one.key)
         await self._records.create_batch(batch)
-        return batch
 
     async def find(self, tenant: str, batch_id: str) -> StoredBatch | None:
         """The tenant's batch; None: it has none of this id."""

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.auth.authenticator import Authenticator
 from services.router.batches.lines import Line, Request, Result, answered, unanswered
+from services.router.batches.slots import Slot, Slots
 from services.router.request.client import ApiClient
 from services.router.request.context import RequestContext
 from services.router.request.errors import BUG, failed
@@ -23,15 +24,14 @@ from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
 
-GAP_CHECK_S: Final = 0.05
-"""Interval of checks whether other requests still wait."""
 BESIDE_SHARE: Final = 4
 """While other requests are served, only a quarter of the lines are: each more makes the others' streams slower."""
 ATTEMPTS_MAX: Final = 3
 """Attempts to serve a line whose worker is lost, or takes too long."""
 AGAIN_S_MIN: Final = 1.0
 AGAIN_S_MAX: Final = 30.0
-LATER: Final = frozenset({429, 503})
+LIMITED: Final = 429
+LATER: Final = frozenset({LIMITED, 503})
 """Statuses that say that it may be served later: there is no limit to these attempts but the batch's time."""
 PERHAPS: Final = frozenset({408, 500, 502, 504})
 
@@ -104,17 +104,21 @@ class LineServer:
         self._lines_running = 0
         self.counts: dict[str, int] = {COMPLETED: 0, FAILED: 0}
         """Lines whose result is stored, for metrics."""
-        self.slots = asyncio.Semaphore(settings.batch_lines_at_once)
-        """Held from a line's beginning until its result is stored."""
+        self.slots = Slots(settings.batch_lines_at_once, self._running_max, self._may_begin)
+        """Held while a line is served, and until its result is stored."""
 
     def owner(self, batch: StoredBatch) -> ApiClient | None:
         """Whose requests the lines are; None: the key is revoked."""
         return self._authenticator.owner(batch.api_key)
 
-    async def serve(self, batch: StoredBatch, line: Line, request: Request, stopping: asyncio.Event) -> Result | None:
-        """The line's result. None: ``stopping`` was set before there was one."""
+    async def serve(
+        self, batch: StoredBatch, line: Line, request: Request, stopping: asyncio.Event, slot: Slot
+    ) -> Result | None:
+        """The line's result; ``slot``, which is held, is still held then. It is given back while the line waits: its
+        key may have reached a limit for days. None: ``stopping`` was set before there was a result.
+        """
         attempts = 0
-        while await self._gap(stopping):
+        while slot.is_held or await slot.take(stopping):
             client = self.owner(batch)
             if client is None:
                 return unanswered(line.number, batch.id, request.custom_id, "api_key_revoked", "The key is revoked.")
@@ -124,25 +128,27 @@ class LineServer:
                 break
             attempts += answer.status in PERHAPS
             if answer.status not in LATER and (answer.status not in PERHAPS or attempts >= ATTEMPTS_MAX):
+                slot.answered()
                 return answered(line.number, batch.id, request.custom_id, request_id, answer.status, answer.body)
-            if await is_set(stopping, min(max(answer.retry_after_s, AGAIN_S_MIN), AGAIN_S_MAX)):
+            slot.is_limited = answer.status == LIMITED
+            slot.give_back()
+            if await is_set(stopping, again_s(answer)):
                 break
+            slot.is_limited = False
+        slot.give_back()
         return None
 
-    async def _gap(self, stopping: asyncio.Event) -> bool:
-        """Wait until no request waits for a worker. False: ``stopping`` was set before."""
-        while not stopping.is_set():
-            if self._is_gap():
-                return True
-            await asyncio.sleep(GAP_CHECK_S)
-        return False
-
-    def _is_gap(self) -> bool:
-        if len(self._queue) or self._totals().bytes_held > self._settings.bodies_bytes_max:
-            return False
-        others = len(self._in_flight) - self._lines_running
+    def _running_max(self) -> int:
+        """How many lines may be served now; none while requests of clients wait."""
+        if self._queue.clients_waiting or self._totals().bytes_held > self._settings.bodies_bytes_max:
+            return 0
         most = self._settings.batch_lines_at_once
-        return self._lines_running < (max(1, most // BESIDE_SHARE) if others > 0 else most)
+        others = len(self._in_flight) - self._lines_running
+        return max(1, most // BESIDE_SHARE) if others > 0 else most
+
+    def _may_begin(self, tenant: str) -> bool:
+        """Engines that take no more of a tenant's lines now take none of its next one."""
+        return not self._queue.lines_waiting.get(tenant)
 
     async def _ask(
         self, batch: StoredBatch, client: ApiClient, request_id: str, body: bytes, stopping: asyncio.Event
@@ -169,6 +175,12 @@ class LineServer:
             leaving.cancel()
             upload.over()
         return None if request.left else request.answered
+
+
+def again_s(answer: Answer) -> float:
+    """Seconds until a line is tried again. A key that has used its budget is told no time."""
+    wait_s = answer.retry_after_s or (AGAIN_S_MAX if answer.status == LIMITED else AGAIN_S_MIN)
+    return min(max(wait_s, AGAIN_S_MIN), AGAIN_S_MAX)
 
 
 async def leave_when(stopping: asyncio.Event, request: HttpRequest) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -125,6 +127,13 @@ class Records:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
+        self._counting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def counting(self, tenant: str) -> asyncio.Lock:
+        """Held from counting a tenant's records until one more is written: requests at once would all count the same.
+        Other routers do not wait for it, so that a tenant may exceed a limit by one record for each of them.
+        """
+        return self._counting.setdefault(tenant, asyncio.Lock())
 
     async def file(self, key: str) -> StoredFile | None:
         """A file; None: there is none."""
