@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -63,21 +63,24 @@ class Files:
         self._records = records
         self._clock = clock
         self._bytes_max = bytes_max
+        self._arriving: dict[str, set[IncomingFile]] = {}
+        """By tenant, at this router."""
 
     async def incoming(self, tenant: str) -> IncomingFile:
         """A file that arrives now. Raises FileRefused if there is no room for any."""
         files = await self.of_tenant(tenant)
         if len(files) >= FILES_MAX:
-            raise FileRefused(403, f"A tenant may have {FILES_MAX} files. Delete some first.", "too_many_files")
-        return IncomingFile(self._records, self._clock, self._bytes_left(files))
+            raise too_many_files()
+        beside = self._arriving.setdefault(tenant, set())
+        incoming = IncomingFile(self._records, self._clock, self._bytes_left(files), beside)
+        beside.add(incoming)
+        return incoming
 
     async def keep(
         self, tenant: str, incoming: IncomingFile, *, filename: str, purpose: str, expires_s: int
     ) -> StoredFile:
         """Keep a file that has arrived. Raises FileRefused when others that arrived meanwhile have left no room."""
         await incoming.close()
-        incoming.bytes_left = self._bytes_left(await self.of_tenant(tenant))
-        await incoming.add(b"")
         now, file_id = self._now(), new_id("file-", self._clock.wall_ms())
         file = StoredFile(
             key=record_key(tenant, file_id),
@@ -88,9 +91,23 @@ class Files:
             expires_at=now + min(expires_s or FILE_S_MAX, FILE_S_MAX),
             segments=[incoming.segment],
         )
-        await self._records.put_file(file)
+        async with self._records.counting(tenant):
+            files = await self.of_tenant(tenant)
+            if len(files) >= FILES_MAX:
+                raise too_many_files()
+            if incoming.segment.size > (bytes_left := self._bytes_left(files)):
+                raise storage_full(bytes_left)
+            await self._records.put_file(file)
+            self.arrived(tenant, incoming)
         await incoming.forget()
         return file
+
+    def arrived(self, tenant: str, incoming: IncomingFile) -> None:
+        """The file is kept, or its upload has failed: its bytes do not count as arriving any more."""
+        arriving = self._arriving.get(tenant, set())
+        arriving.discard(incoming)
+        if not arriving:
+            self._arriving.pop(tenant, None)
 
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
         """The tenant's file; None: it has none of this id, or it has expired."""
@@ -117,7 +134,7 @@ class Files:
         await self._remove(file)
         return True
 
-    def content(self, file: StoredFile) -> AsyncIterator[bytes]:
+    def content(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
         return read(self._records.bus, file.segments)
 
     async def sweep(self) -> None:
@@ -153,12 +170,13 @@ class Files:
 class IncomingFile:
     """The bytes of a file while they arrive."""
 
-    def __init__(self, records: Records, clock: Clock, bytes_left: int) -> None:
-        """``bytes_left``: that the tenant's files may still have."""
+    def __init__(self, records: Records, clock: Clock, bytes_left: int, beside: set[IncomingFile]) -> None:
+        """``bytes_left``: for this file and those that arrive ``beside`` it, of the same tenant."""
         self._records = records
         self._clock = clock
         self._is_recorded = False
-        self.bytes_left = bytes_left
+        self._bytes_left = bytes_left
+        self._beside = beside
         self._writer = SegmentWriter(records.bus)
 
     @property
@@ -171,9 +189,9 @@ class IncomingFile:
         size = self.segment.size + len(data)
         if size > FILE_BYTES_MAX:
             raise FileRefused(413, f"A file may have at most {FILE_BYTES_MAX} bytes.", "file_too_large", "file")
-        if size > self.bytes_left:
-            message = f"The tenant's files may have {self.bytes_left} bytes more. Delete some first."
-            raise FileRefused(413, message, "storage_full", "file")
+        bytes_left = self._bytes_left - sum(one.segment.size for one in self._beside if one is not self)
+        if size > bytes_left:
+            raise storage_full(max(0, bytes_left))
         self._writer.add(data)
         if self.segment.size >= PART_BYTES and not self._is_recorded:
             await self._record()
@@ -209,6 +227,17 @@ class IncomingFile:
     async def discard(self) -> None:
         await remove(self._records.bus, [self.segment])
         await self.forget()
+
+
+def too_many_files() -> FileRefused:
+    """403."""
+    return FileRefused(403, f"A tenant may have {FILES_MAX} files. Delete some first.", "too_many_files")
+
+
+def storage_full(bytes_left: int) -> FileRefused:
+    """413."""
+    message = f"The tenant's files may have {bytes_left} bytes more. Delete some first."
+    return FileRefused(413, message, "storage_full", "file")
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:

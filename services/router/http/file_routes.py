@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,11 +12,13 @@ import msgspec
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from services.router.auth.authenticator import refusal_of
 from services.router.batches.batches import Batches, batch_object
-from services.router.batches.files import FILE_S_MIN, PURPOSE, FileRefused, IncomingFile, file_object
+from services.router.batches.files import FILE_BYTES_MAX, FILE_S_MIN, PURPOSE, FileRefused, IncomingFile, file_object
 from services.router.batches.store import StoreFailed
+from services.router.http.transfers import Pace, Transfers
 from services.router.http.upload_form import BadForm, UploadForm
 from services.router.request.client import CLIENT_SCOPE_KEY, ApiClient
 from services.router.request.errors import error_response, failed
@@ -34,15 +36,12 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 FILE, BATCH = FILES + "/{file_id}", BATCHES + "/{batch_id}"
 FILES_MAX, BATCHES_MAX, BATCHES_DEFAULT = 10_000, 100, 20
 """Entries of one page of a listing."""
-UPLOADS_MAX = 16
-"""Uploads that a router receives at a time."""
+FORM_BYTES_MAX = FILE_BYTES_MAX + 1024 * 1024
+"""Of an upload: a file, and what is around it."""
 PIECE_S_MAX, UPLOAD_S_MAX = 30.0, 900.0
 """Seconds for the next piece of an upload, and for all of it."""
 NOT_ENABLED = HttpError(
     404, error_body(404, "This system keeps no files: ROUTER_FILES_BYTES_MAX is 0.", code="files_not_kept")
-)
-FULL = HttpError(
-    503, error_body(503, "The router is receiving too many files. Try again shortly.", code="too_many_uploads"), 5.0
 )
 STATUSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field or parameter is invalid; the message says which."},
@@ -54,10 +53,11 @@ STATUSES: dict[int | str, dict[str, Any]] = {
     413: {"description": "The file is too large, or the tenant's files have no room for it."},
     415: {"description": "A file must be sent as a form."},
     422: {"description": "Not used: invalid parameters get 400."},
-    429: {"description": "The key has reached its rate limit, or too many of the tenant's batches have not ended."},
-    503: {
-        "description": "NATS, which stores the files, cannot be used now, or the router is receiving too many files."
+    429: {
+        "description": "The key has reached its rate limit, or too many of the tenant's uploads, downloads or batches "
+        "have not ended."
     },
+    503: {"description": "NATS, which stores the files, cannot be used now, or the router has too many transfers."},
 }
 UPLOAD_BODY = {
     "required": True,
@@ -118,17 +118,19 @@ class Routes:
         self._batches = batches
         self._files = batches.files
         self._now = now
-        self._uploads = 0
+        self._uploads, self._downloads = Transfers("uploads"), Transfers("downloads")
 
     async def upload(self, request: Request) -> Response:
         """Keep a file, the input of a batch."""
-        if self._uploads >= UPLOADS_MAX:
-            return error_response(FULL)
-        self._uploads += 1
-        try:
-            return await self._answered(request, lambda client: self._upload(client, request))
-        finally:
-            self._uploads -= 1
+
+        async def answer(client: ApiClient) -> Any:
+            tenant = client.key.tenant
+            if (refusal := self._uploads.refusal(tenant)) is not None:
+                return error_response(refusal)
+            with self._uploads.one_of(tenant):
+                return await self._upload(tenant, request)
+
+        return await self._answered(request, answer)
 
     async def list_files(
         self,
@@ -169,12 +171,16 @@ class Routes:
         """The bytes of a file."""
 
         async def answer(client: ApiClient) -> Response:
+            tenant = client.key.tenant
+            if (refusal := self._downloads.refusal(tenant)) is not None:
+                return error_response(refusal)
             file = await self._file(client, file_id)
             pieces = self._files.content(file)
             # An error at the beginning still gets a status of its own.
             first = await anext(pieces, b"")
             headers = {"content-length": str(file.size)}
-            return StreamingResponse(_streamed(first, pieces), media_type="application/octet-stream", headers=headers)
+            content = _streamed(first, pieces, Pace(self._now))
+            return Download(self._downloads, tenant, content, headers)
 
         return await self._answered(request, answer)
 
@@ -218,15 +224,11 @@ class Routes:
 
         return await self._answered(request, answer)
 
-    async def _upload(self, client: ApiClient, request: Request) -> Any:
-        tenant = client.key.tenant
+    async def _upload(self, tenant: str, request: Request) -> Any:
         incoming = await self._files.incoming(tenant)
         try:
-            form = UploadForm(request.headers.get("content-type", ""), incoming.add)
-        except BadForm as bad:
-            raise FileRefused(415, str(bad), "not_a_form") from bad
-        try:
-            await _receive(request, form)
+            form = _form_of(request, incoming)
+            await _receive(request, form, Pace(self._now))
             purpose, expires_s = _fields(form)
             file = await self._files.keep(
                 tenant, incoming, filename=form.filename, purpose=purpose, expires_s=expires_s
@@ -234,6 +236,8 @@ class Routes:
         except BaseException:
             await _discard(incoming)
             raise
+        finally:
+            self._files.arrived(tenant, incoming)
         return file_object(file)
 
     async def _file(self, client: ApiClient, file_id: str) -> StoredFile:
@@ -259,15 +263,51 @@ class Routes:
         return result if isinstance(result, Response) else Response(msgspec.json.encode(result), media_type=JSON)
 
 
-async def _receive(request: Request, form: UploadForm) -> None:
+class Download(StreamingResponse):
+    """The bytes of a file; counts from its first to its last."""
+
+    def __init__(
+        self, downloads: Transfers, tenant: str, content: AsyncIterator[bytes], headers: dict[str, str]
+    ) -> None:
+        super().__init__(content, media_type="application/octet-stream", headers=headers)
+        self._downloads = downloads
+        self._tenant = tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._downloads.one_of(self._tenant):
+            try:
+                await super().__call__(scope, receive, send)
+            except SlowReader:
+                log.info("a client read a file too slowly: its connection is closed")
+
+
+class SlowReader(Exception):
+    """The client takes too long to read a file."""
+
+
+def _form_of(request: Request, incoming: IncomingFile) -> UploadForm:
+    """Raises FileRefused."""
+    try:
+        return UploadForm(request.headers.get("content-type", ""), incoming.add)
+    except BadForm as bad:
+        raise FileRefused(415, str(bad), "not_a_form") from bad
+
+
+async def _receive(request: Request, form: UploadForm, pace: Pace) -> None:
     """Feed the whole body to the form. Raises FileRefused."""
     try:
         async with asyncio.timeout(UPLOAD_S_MAX), aclosing(request.stream()) as stream:
             while True:
-                async with asyncio.timeout(PIECE_S_MAX):
-                    piece = await anext(stream, None)
+                with pace.waiting():
+                    async with asyncio.timeout(PIECE_S_MAX):
+                        piece = await anext(stream, None)
                 if piece is None:
                     break
+                pace.moved += len(piece)
+                if pace.is_slow:
+                    raise TimeoutError
+                if pace.moved > FORM_BYTES_MAX:
+                    raise FileRefused(413, f"A file may have at most {FILE_BYTES_MAX} bytes.", "file_too_large", "file")
                 await form.feed(piece)
         form.close()
     except BadForm as bad:
@@ -304,11 +344,20 @@ async def _discard(incoming: IncomingFile) -> None:
         log.info("cannot delete the parts of an incomplete file, they will expire: %s", error)
 
 
-async def _streamed(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """All pieces. A failure ends the connection before the promised length: the client sees that bytes are missing."""
-    yield first
-    async for piece in pieces:
-        yield piece
+async def _streamed(first: bytes, pieces: AsyncGenerator[bytes, None], pace: Pace) -> AsyncGenerator[bytes, None]:
+    """All pieces. A failure, or a client that reads too slowly, ends the connection before the promised length: the
+    client sees that bytes are missing.
+    """
+    with pace.waiting():
+        yield first
+    pace.moved = len(first)
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if pace.is_slow:
+                raise SlowReader
+            with pace.waiting():
+                yield piece
+            pace.moved += len(piece)
 
 
 def page(found: list[dict[str, Any]], limit: int, after: str) -> dict[str, Any]:
