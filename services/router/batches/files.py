@@ -64,7 +64,7 @@ class Files:
         self._clock = clock
         self._bytes_max = bytes_max
         self._arriving: dict[str, set[IncomingFile]] = {}
-        """By tenant, at this router."""
+        """Uploads that this router receives, by tenant."""
 
     async def incoming(self, tenant: str) -> IncomingFile:
         """A file that arrives now. Raises FileRefused if there is no room for any."""

@@ -37,7 +37,7 @@ class Slots:
         self._held: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[Slot]] = {}
-        """By tenant, those that wait longest first."""
+        """Slots that lines wait for, by tenant, the longest wait first."""
         self._timer: asyncio.TimerHandle | None = None
 
     def slot(self, tenant: str) -> Slot:

@@ -37,7 +37,7 @@ FILE, BATCH = FILES + "/{file_id}", BATCHES + "/{batch_id}"
 FILES_MAX, BATCHES_MAX, BATCHES_DEFAULT = 10_000, 100, 20
 """Entries of one page of a listing."""
 FORM_BYTES_MAX = FILE_BYTES_MAX + 1024 * 1024
-"""Of an upload: a file, and what is around it."""
+"""Bytes of an upload: a file, and what is around it."""
 PIECE_S_MAX, UPLOAD_S_MAX = 30.0, 900.0
 """Seconds for the next piece of an upload, and for all of it."""
 NOT_ENABLED = HttpError(

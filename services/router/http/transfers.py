@@ -22,7 +22,7 @@ class Transfers:
         """``what``: for clients, such as "uploads"."""
         self._what = what
         self._count: Counter[str] = Counter()
-        """By tenant."""
+        """Running transfers, by tenant."""
 
     def refusal(self, tenant: str) -> HttpError | None:
         """Why the tenant may have no further one now; None when it may."""
