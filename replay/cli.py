@@ -62,7 +62,7 @@ ContextTokens, GeneratedTokens), or the log of a router that ran with BATON_LOG_
 
 A simulation: requests run in virtual time through the router's own placement and admission.
 
-docs/planning.md has its errors against live runs. Pictures: pip install 'baton-serve\\[bench]'"""
+docs/planning.md has its errors against live runs."""
 
 
 class ProfileName(StrEnum):
@@ -350,16 +350,12 @@ def check_picture(picture: Path | None) -> None:
     """Exit before the search if the picture cannot be drawn after it."""
     if picture is None:
         return
-    from replay.capacity.report import FORMATS, NoPlots, pyplot
+    from replay.capacity.report import FORMATS
 
     if picture.suffix not in FORMATS:
         fail(f"--picture: {picture} must end in {', '.join(FORMATS)}.")
     if not picture.parent.is_dir():
         fail(f"--picture: there is no folder {picture.parent}.")
-    try:
-        pyplot()
-    except NoPlots as error:
-        fail(str(error))
 
 
 def engine_of(profile: ProfileName, measured: EngineSpeeds | None) -> Profile:

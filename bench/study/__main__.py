@@ -32,7 +32,6 @@ from bench.study.code_digest import ROOT
 from bench.study.plan import LOADS, PLAN, WHOLE_SEEDS, Fleet, Plan, Section, Workload, chosen, quick, sized, whole
 from bench.study.rows import Data, Group, group_of
 from bench.study.runs import Case, Failed, Store, Workshop, in_parallel
-from replay.capacity.report import NoPlots
 
 PAGE = ROOT / "docs/benchmarks/replay.md"
 FOLDER = ROOT / "study-runs"
@@ -228,11 +227,7 @@ def write(data: Data, options: argparse.Namespace, rows: Path, only: list[str]) 
         order = list(PLAN.sections)
         groups = sorted([*kept, *data.groups], key=lambda group: order.index(group.section))
         data = Data(**{name: getattr(data, name) for name in data.__struct_fields__ if name != "groups"}, groups=groups)
-    try:
-        names = pictures.draw(data, folder)
-    except NoPlots as error:
-        screen.print(str(error), style="yellow", markup=False)
-        names = []
+    names = pictures.draw(data, folder)
     text = page.with_measured(options.page.read_text(encoding="utf-8"), data, names)
     (folder / options.page.name).write_text(text, encoding="utf-8")
     page.write(data, folder / ROWS)

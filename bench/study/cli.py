@@ -34,7 +34,6 @@ from bench.study.results import Result, Slo, draw, save, table_of
 from bench.study.tuning import FROZEN, TUNED, Budget, Frozen, Tuned, write_frozen
 from bench.study.tuning import tune as tuned_systems
 from bench.study.workloads import NAMES, generate, opened
-from replay.capacity.report import NoPlots
 from replay.profile import PROFILES, Profile
 from replay.split import Split, SplitError, split_of
 from replay.traces import Request, TraceError, at_load, read_trace
@@ -403,10 +402,7 @@ def load_of(text: str) -> float:
 def write(results: list[Result], out: Path) -> None:
     """Tables, numbers and pictures."""
     paths = save(results, out)
-    try:
-        paths += draw(results, out)
-    except NoPlots as error:
-        screen.print(str(error), style="yellow", markup=False, soft_wrap=True)
+    paths += draw(results, out)
     for path in paths:
         screen.print(str(path), markup=False, soft_wrap=True)
 

@@ -23,7 +23,7 @@ SHOWN_MAX = 1.0
 
 
 def draw(data: Data, folder: Path) -> list[str]:
-    """Write ``replay-NAME.png``; returns the names. Raises NoPlots where matplotlib is missing."""
+    """Write ``replay-NAME.png``; returns the names."""
     plt = pyplot()
     main = [group for group in data.groups if group.section in ("targets", "default")]
     made = {

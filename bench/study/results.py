@@ -260,7 +260,7 @@ PICTURES: dict[str, tuple[str, list[tuple[str, Measure]]]] = {
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """One file for each picture. Raises NoPlots."""
+    """One file for each picture."""
     plt = pyplot()
     paths = []
     for name, (unit, measures) in PICTURES.items():

@@ -241,28 +241,21 @@ FAR_BEYOND = 1.6
 ROLE_COLORS = {"prefill": "#d1693b", "decode": "#3b75af", "both": "#6a9a58"}
 CURVE_COLORS = ("#222222", "#d1693b", "#3b75af", "#6a9a58")
 OTHERS = "#8a8a8a"
-MISSING = "matplotlib is not installed: no pictures. Install it with: pip install 'baton-serve[bench]'"
 BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
-class NoPlots(Exception):
-    """matplotlib is not installed."""
-
-
 def pyplot() -> Any:
-    """matplotlib, which may be missing: raises NoPlots."""
-    try:
-        import matplotlib as mpl
+    """matplotlib, which takes a second to import, without a screen."""
+    import matplotlib as mpl
 
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise NoPlots(MISSING) from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
     return plt
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write the picture; the suffix of the path, one of ``FORMATS``, says how. Raises NoPlots and OSError."""
+    """Write the picture; the suffix of the path, one of ``FORMATS``, says how. Raises OSError."""
     plt = pyplot()
     figure, (left, middle, right) = plt.subplots(
         1, 3, figsize=(13.2, 4.4), layout="constrained", gridspec_kw={"width_ratios": (1.15, 1.2, 0.8)}

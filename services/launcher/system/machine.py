@@ -141,7 +141,7 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise PlanRefused(
             "vLLM is not installed. `make setup BATON_ENGINE=cpu` (or cuda) installs it, without a checkout "
-            "`pip install 'baton-serve[cpu]'` (or [cuda]); `baton up --engine simulated` runs without it."
+            "`pip install 'baton_serve-....whl[cpu]'` (or [cuda]); `baton up --engine simulated` runs without it."
         )
 
 

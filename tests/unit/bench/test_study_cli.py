@@ -37,7 +37,6 @@ def test_a_replay_shows_a_table_and_writes_tables_numbers_and_pictures(trace, tm
     assert [(one.policy, one.load, one.requests) for one in results] == [
         ("baton", 1.0, 40), ("random", 1.0, 40), ("baton", 2.0, 40), ("random", 2.0, 40),
     ]  # fmt: skip
-    pytest.importorskip("matplotlib")
     pictures = sorted(out.glob("*.png"))
     assert [path.stem for path in pictures] == ["goodput", "hits", "itl", "ttft"]
     assert all(path.read_bytes().startswith(PNG) and path.stat().st_size > 5_000 for path in pictures)

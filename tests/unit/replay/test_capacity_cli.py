@@ -31,7 +31,6 @@ def run(*arguments):
 
 @pytest.mark.slow
 def test_a_plan_has_an_outcome_a_picture_and_the_command_to_start_it(trace, tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
 
     done = run("--trace", trace, "--gpus", 2, *QUICK, "--picture", picture)
