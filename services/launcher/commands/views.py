@@ -42,7 +42,10 @@ EPILOGS = {
 
 [cyan]baton explain router-3f2a91bc-d17[/]   the decision that the response header x-baton-decision names
 
-[cyan]baton explain --request my-request --url http://gpu-host:8000 --json[/]   another system, as JSON""",
+[cyan]baton explain --request my-request --url http://gpu-host:8000 --json[/]   another system, as JSON
+
+Where API keys are needed, BATON_API_KEY has one: a tenant's shows its own decisions, one with the permission
+view or admin shows all.""",
     "report": """[bold]Examples[/]
 
 [cyan]baton report[/]   all models of the running system
