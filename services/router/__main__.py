@@ -31,7 +31,7 @@ def main() -> None:
         "router",
         settings.instance or f"router-{secrets.token_hex(3)}",
         common,
-        lambda service: serve(service, settings, listener, shared),
+        lambda service: serve(service, settings, common, listener, shared),
         url=url_of("http", host, port),
         drain_s_max=settings.drain_s_max,
         listener=listener,

@@ -57,7 +57,9 @@ from services.router.telemetry.metrics import CatchUp, CountMetrics, LiveMetrics
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.request_metrics import RequestMetrics
 from services.router.telemetry.tracing import Tracing
+from services.router.tokenize.passed_trials import PassedTrials
 from services.router.tokenize.prompts import Prompts
+from services.router.tokenize.trials import Trials
 from services.router.usage import Budgets, UsageLog
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
@@ -66,7 +68,7 @@ from shared.contracts.ids import RouterId
 from shared.http.server import Server, make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
-from shared.runtime.settings import SettingsError
+from shared.runtime.settings import CommonSettings, SettingsError
 from shared.runtime.waiting import Waits
 from shared.telemetry import names
 from shared.telemetry.prometheus import gauge
@@ -105,7 +107,7 @@ def failure_policy(settings: Settings) -> FailurePolicy:
 class Router:
     """All objects of one router, wired but not running."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # wiring
         self,
         settings: Settings,
         bus: Bus,
@@ -115,8 +117,11 @@ class Router:
         *,
         failures: FailurePolicy | None = None,
         placement: PlacementPolicy | None = None,
+        trials: Trials | None = None,
     ) -> None:
-        """``failures`` and ``placement``: policies other than those of the settings."""
+        """``failures`` and ``placement``: policies other than those of the settings. ``trials``: of tokenizers; None:
+        nothing of them outlives the router.
+        """
         self.router_id = router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
         self.settings = settings
         self.failures = failures or failure_policy(settings)
@@ -129,7 +134,7 @@ class Router:
         self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
         self.policy = RequestPolicy.from_settings(settings)
-        self.prompts = Prompts(settings, bus, clock, fleet, self.policy.shares)
+        self.prompts = Prompts(settings, bus, clock, fleet, self.policy.shares, trials)
         self.queue = AdmissionQueue(
             Admission(AdmissionPolicy.from_settings(settings), fleet.place),
             clock,
@@ -353,11 +358,16 @@ async def until(promise: Callable[[], bool], service: Service) -> None:
 
 
 async def serve(
-    service: Service, settings: Settings, listener: socket.socket, shared: socket.socket | None = None
+    service: Service,
+    settings: Settings,
+    common: CommonSettings,
+    listener: socket.socket,
+    shared: socket.socket | None = None,
 ) -> None:
     """Run a router with these settings until the service stops."""
     tracing = Tracing(service.spans, service.clock)
-    router = Router(settings, service.bus, service.clock, tracing, service.waits)
+    trials = Trials(PassedTrials.in_cache(common.cache_dir))
+    router = Router(settings, service.bus, service.clock, tracing, service.waits, trials=trials)
     await run(router, service, listener, shared)
 
 

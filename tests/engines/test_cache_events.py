@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from services.router.request.fields import read_request
-from services.router.tokenize.parity import difference, probes
+from services.router.tokenize.parity import difference
+from services.router.tokenize.probes import probes
 from services.router.tokenize.tokenizer import PromptTokenizer
 from shared.contracts.channels import TOKENIZER, TOKENS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from services.router.request.fields import read_request
 from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed, TooManyRounds
-from services.router.tokenize.parity import MIXTURE, PROSE, probes
+from services.router.tokenize.probes import MIXTURE, PROSE, probes
 from services.router.tokenize.tokenizer import NOT_EXACT, STEP_CHARS, PromptTokenizer
 from services.router.tokenize.trials import DONE, TEMPLATE, TOKENIZER, Candidate, reason
 from shared.contracts.control import TokenizerAsset

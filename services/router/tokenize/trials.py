@@ -2,7 +2,8 @@
 
 A worker sends its tokenizer and template to every router: one whose regular expressions backtrack, or whose normalizer
 multiplies a text, would hold or end all of them. The child has bounds of CPU time and memory; the router bounds its
-time. Children run one at a time, and their results are kept by a digest of what was tried.
+time. Children run one at a time, and their results are kept by a digest of what was tried. What has passed is not
+tried again by a router that starts later on the same machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from services.router.tokenize.passed_trials import PassedTrials
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
@@ -52,7 +54,8 @@ class Verdict(NamedTuple):
 class Trials:
     """The trials of one router. ``close`` ends the child that runs."""
 
-    def __init__(self, s_max: float = TRIAL_S_MAX) -> None:
+    def __init__(self, passed: PassedTrials | None = None, s_max: float = TRIAL_S_MAX) -> None:
+        self._passed = passed
         self._s_max = s_max
         self._verdicts: dict[bytes, Verdict] = {}
         self._turn = asyncio.Lock()
@@ -73,14 +76,22 @@ class Trials:
         async with self._turn:
             verdict = self._verdicts.get(key)
             if verdict is None:
-                verdict = await asyncio.to_thread(self._try, encoded)
+                verdict = await asyncio.to_thread(self._known_or_tried, encoded)
                 if len(self._verdicts) >= VERDICTS_MAX:
                     del self._verdicts[next(iter(self._verdicts))]
                 self._verdicts[key] = verdict
             return verdict
 
-    def _try(self, encoded: bytes) -> Verdict:
+    def _known_or_tried(self, encoded: bytes) -> Verdict:
         """In a thread."""
+        if self._passed is not None and self._passed.has(encoded):
+            return Verdict()
+        verdict = self._try(encoded)
+        if self._passed is not None and verdict == Verdict():
+            self._passed.add(encoded)
+        return verdict
+
+    def _try(self, encoded: bytes) -> Verdict:
         last, template = self._run(encoded)
         if last == TEMPLATE:
             # The child ended of the template: the tokenizer may be good without it.

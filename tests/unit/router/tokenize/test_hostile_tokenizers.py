@@ -14,8 +14,9 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from services.router.request.fields import read_request
 from services.router.telemetry.metrics import health_of
-from services.router.tokenize import trials
+from services.router.tokenize import passed_trials, trials
 from services.router.tokenize.block_hash import NO_KEYS
+from services.router.tokenize.passed_trials import PassedTrials
 from services.router.tokenize.segments import Segments, TokenizerFailed
 from services.router.tokenize.tokenizer import PromptTokenizer
 from services.router.tokenize.trials import Trials, Verdict
@@ -116,6 +117,74 @@ def test_what_was_tried_is_not_tried_again(monkeypatch):
     again = msgspec.structs.replace(TOKENIZERS["not JSON"], epoch=2)
 
     assert verdict_on(again, one).tokenizer
+
+
+def test_a_router_that_starts_later_does_not_try_what_has_passed(tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "trials"
+    assert verdict_on(asset(), Trials(PassedTrials(folder))) == Verdict()
+    assert verdict_on(TOKENIZERS["not JSON"], Trials(PassedTrials(folder))).tokenizer
+    assert verdict_on(asset(template=TEMPLATES["an argument twice"]), Trials(PassedTrials(folder))).template
+    monkeypatch.setattr(trials, "CHILD", ("/does/not/exist",))
+
+    assert verdict_on(asset(), Trials(PassedTrials(folder))) == Verdict()
+    for other in (TOKENIZERS["not JSON"], asset(template=TEMPLATES["an argument twice"]), asset(r"\s+|\S+")):
+        with pytest.raises(FileNotFoundError):
+            verdict_on(other, Trials(PassedTrials(folder)))
+
+
+def test_a_passed_trial_counts_for_the_same_code_and_libraries_only(tmp_path):
+    PassedTrials(tmp_path, b"tokenizers 1").add(b"candidate")
+
+    assert PassedTrials(tmp_path, b"tokenizers 1").has(b"candidate")
+    assert not PassedTrials(tmp_path, b"tokenizers 2").has(b"candidate")
+    assert not PassedTrials(tmp_path, b"tokenizers 1").has(b"another")
+
+
+@pytest.mark.parametrize("of", ["folder", "file"])
+def test_a_passed_trial_that_others_may_have_written_does_not_count(tmp_path, of):
+    folder = tmp_path / "trials"
+    passed = PassedTrials(folder, b"")
+    passed.add(b"candidate")
+    assert passed.has(b"candidate")
+    assert [folder.stat().st_mode & 0o777, next(folder.iterdir()).stat().st_mode & 0o777] == [0o700, 0o600]
+
+    (folder if of == "folder" else next(folder.iterdir())).chmod(0o777)
+    assert not passed.has(b"candidate")
+
+
+def test_a_link_is_no_passed_trial(tmp_path):
+    folder = tmp_path / "trials"
+    passed = PassedTrials(folder, b"")
+    passed.add(b"candidate")
+    (file,) = folder.iterdir()
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert not passed.has(b"candidate")
+
+    file.unlink()
+    passed.add(b"candidate")
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    assert not passed.has(b"candidate")
+
+
+def test_a_bounded_number_of_passed_trials_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(passed_trials, "KEPT_MAX", 3)
+    passed = PassedTrials(tmp_path / "trials", b"")
+    for number in range(5):
+        passed.add(b"%d" % number)
+        os.utime(passed._file(b"%d" % number), (number, number))
+
+    assert [passed.has(b"%d" % number) for number in range(5)] == [False, False, True, True, True]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_trial(tmp_path):
+    (tmp_path / "file").touch()
+    passed = PassedTrials(tmp_path / "file" / "trials", b"")
+
+    passed.add(b"candidate")
+
+    assert not passed.has(b"candidate")
 
 
 def test_a_child_inherits_no_secrets(monkeypatch):

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from services.router.request.fields import read_request
-from services.router.tokenize.parity import ASK_AGAIN_S, NEVER, Parity, ParityBook, difference, probes
+from services.router.tokenize.parity import ASK_AGAIN_S, NEVER, Parity, ParityBook, difference
+from services.router.tokenize.probes import probes
 from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
 from services.worker.engines.simulated.model import SimulatedTokenizer
 from services.worker.tiny_model import ensure_tiny_tokenizer
