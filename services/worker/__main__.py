@@ -10,15 +10,17 @@ from typing import NoReturn
 import msgspec
 
 from services.worker.engines.port import StartEngine
+from services.worker.late_reports import LateReports
 from services.worker.lifecycle.sleeping import begin_anew
 from services.worker.network import network_addresses, own_address, ucx_defaults
 from services.worker.service import SHUTDOWN_S_MAX, Ending, engine_starter, run_worker
 from services.worker.settings import Settings
+from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus
 from shared.contracts.ids import is_subject_token
 from shared.contracts.workers import Role
-from shared.runtime.service import Service, refuse, run_service
-from shared.runtime.settings import SettingsError, load, load_common
+from shared.runtime.service import CONNECT_S_MAX, Service, refuse, run_service
+from shared.runtime.settings import CommonSettings, SettingsError, load, load_common
 
 ENVIRONMENT = dict(os.environ)
 """The process's environment before an engine adds to it."""
@@ -36,7 +38,8 @@ def main() -> None:
         nonlocal ending
         here = msgspec.structs.replace(settings, kv_host=settings.kv_host or await own_address(common.nats_url))
         os.environ.update(ucx_defaults(here.kv_host, os.environ))
-        ending = await run_worker(service, here, common, starter_of(here, service.bus), network_addresses)
+        starter, late = starter_of(here, service.bus), late_reports(common, settings.worker_id)
+        ending = await run_worker(service, here, common, starter, network_addresses, late)
 
     try:
         run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + SHUTDOWN_S_MAX)
@@ -46,6 +49,18 @@ def main() -> None:
         if ending is Ending.DRAINED and settings.stay_drained and not ended.code:
             stay()
         raise
+
+
+def late_reports(common: CommonSettings, worker_id: str) -> LateReports:
+    """With a second connection of this worker."""
+    connect = partial(
+        connect_nats,
+        common.nats_url,
+        name=f"worker-{worker_id}-late",
+        connect_s_max=CONNECT_S_MAX,
+        access=common.nats_access("worker"),
+    )
+    return LateReports(connect)
 
 
 def stay() -> NoReturn:

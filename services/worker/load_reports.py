@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import msgspec
 
 from services.worker.engines.port import Engine
 from services.worker.kv_events import HeldBlocks
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
+from services.worker.late_reports import LateReports
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import LOAD
 from shared.contracts.ids import Epoch, WorkerId
@@ -24,7 +26,7 @@ log = logging.getLogger("baton.worker")
 class LoadPublisher:
     """Publishes the report on each change, at most LOAD_HZ_MAX times a second, at least once in LOAD_PERIOD_S_MAX."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # wiring
         self,
         bus: Bus,
         worker_id: WorkerId,
@@ -34,6 +36,7 @@ class LoadPublisher:
         held: HeldBlocks,
         engine: Engine,
         exchange: WorkerExchange | None = None,
+        late: LateReports | None = None,
     ) -> None:
         self.role = role
         self._bus = bus
@@ -42,6 +45,7 @@ class LoadPublisher:
         self._held = held
         self._engine = engine
         self._exchange = exchange
+        self._late = late
         self._learner = SpeedLearner()
         self._is_changed = asyncio.Event()
         engine.on_load_changed(self._is_changed.set)
@@ -54,15 +58,16 @@ class LoadPublisher:
     async def publish(self, now: Callable[[], tuple[WorkerPhase, int]]) -> None:
         """Publish reports until cancelled. ``now`` returns the worker's phase and the sequences of its legs."""
         least_s = 1.0 / LOAD_HZ_MAX
-        while True:
-            self._is_changed.clear()
-            await self.report(*now())
-            await asyncio.sleep(least_s)
-            try:
-                async with asyncio.timeout(LOAD_PERIOD_S_MAX - least_s):
-                    await self._is_changed.wait()
-            except TimeoutError:
-                pass
+        with self._late or nullcontext():
+            while True:
+                self._is_changed.clear()
+                await self.report(*now())
+                await asyncio.sleep(least_s)
+                try:
+                    async with asyncio.timeout(LOAD_PERIOD_S_MAX - least_s):
+                        await self._is_changed.wait()
+                except TimeoutError:
+                    pass
 
     async def report(self, phase: WorkerPhase, legs: int) -> None:
         load = self._engine.load()
@@ -88,6 +93,8 @@ class LoadPublisher:
             engine_silent_s=0.0 if self._exchange is None else self._exchange.unanswered_s,
             **numbers,
         )
+        if self._late is not None:
+            self._late.sent(report)
         try:
             await self._bus.publish(LOAD, report)
         except BusDown:

@@ -19,6 +19,7 @@ from services.worker.kv_events import CachePublisher
 from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.kv_exchange.suspects import Suspects
 from services.worker.kv_exchange.worker_exchange import UnreadOffers, WorkerExchange
+from services.worker.late_reports import LateReports
 from services.worker.legs.body import KvPolicy
 from services.worker.legs.guard import Capacity
 from services.worker.legs.server import LegServer
@@ -83,9 +84,11 @@ async def run_worker(
     common: CommonSettings,
     start_engine: StartEngine,
     find_addresses: Callable[[], Awaitable[list[str] | None]] = not_known,
+    late: LateReports | None = None,
 ) -> Ending:
-    """From registration to removal. ``find_addresses``: where others reach the worker and its engine. Raises
-    EngineRefused when the engine cannot serve and EngineDead when it dies; both end the process.
+    """From registration to removal. ``find_addresses``: where others reach the worker and its engine. ``late`` reports
+    while the event loop is held. Raises EngineRefused when the engine cannot serve and EngineDead when it dies; both
+    end the process.
     """
     saved_role = SavedRole(common.state_dir, settings.worker_id, settings.role)
     settings = msgspec.structs.replace(settings, role=saved_role.role)
@@ -110,7 +113,7 @@ async def run_worker(
             forget_refusal(common.state_dir, settings.worker_id)
             await registration.update(msgspec.structs.replace(registration.record, listens=await find_addresses()))
             suspects = Suspects(common.state_dir, settings.worker_id, service.clock)
-            plan = await Worker(service, settings, engine, registration, saved_role, suspects).run()
+            plan = await Worker(service, settings, engine, registration, saved_role, suspects, late).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
         if service.stopping.is_set():
@@ -134,6 +137,7 @@ class Worker:
         registration: Registration,
         saved_role: SavedRole,
         suspects: Suspects,
+        late: LateReports | None,
     ) -> None:
         record = registration.record
         worker_id, epoch = record.worker_id, record.epoch
@@ -146,7 +150,14 @@ class Worker:
         self._exchange = exchange = make_exchange(service, engine, identity)
         self._suspects = suspects
         self._load = LoadPublisher(
-            service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine, exchange=exchange
+            service.bus,
+            worker_id,
+            epoch,
+            record.role,
+            held=self._cache.held,
+            engine=engine,
+            exchange=exchange,
+            late=late,
         )
         self._server = LegServer(
             service,

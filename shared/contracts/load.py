@@ -92,6 +92,10 @@ ENGINE_SILENT_S_MAX = 30.0
 """A worker whose engine is silent for longer gets no new requests. Engines answer while they compute a step."""
 
 
+LOOP_LATE_S_MAX = 3.0
+"""A worker whose event loop is held for longer gets no new requests; neither would one that is silent for so long."""
+
+
 class WorkerLoad(Message, frozen=True, kw_only=True):
     """What routers read of a ``LoadReport``. Each worker sends ten a second, and most of the time that one takes is
     spent on making its objects.
@@ -123,6 +127,19 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     """None before the first measurement."""
     engine_silent_s: float = 0.0
     """For how long the engine has answered no call of its worker, although it should; see ``ENGINE_SILENT_S_MAX``."""
+    loop_late_s: float = 0.0
+    """Seconds for which the worker's event loop has been held by now. A thread then repeats the last report, without
+    its digest; see ``LOOP_LATE_S_MAX``.
+    """
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether the worker takes new requests, as far as its own state says."""
+        return (
+            self.phase is WorkerPhase.READY
+            and self.engine_silent_s <= ENGINE_SILENT_S_MAX
+            and self.loop_late_s <= LOOP_LATE_S_MAX
+        )
 
     @property
     def kv_used(self) -> float:

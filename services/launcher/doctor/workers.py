@@ -18,7 +18,7 @@ from services.launcher.doctor.findings import (
     named,
 )
 from shared.contracts.control import RouterHealth, ServicePhase
-from shared.contracts.load import ENGINE_SILENT_S_MAX
+from shared.contracts.load import ENGINE_SILENT_S_MAX, LOOP_LATE_S_MAX
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import WITHOUT_ENGINE, FleetWorker, KvMemory, KvReadSpeed, Role, WorkerPhase, WorkerRecord
 from shared.text.fleet_text import many
@@ -245,6 +245,10 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
         what = f"The engine of {load.worker_id} has answered nothing for {duration(load.engine_silent_s)}."
         why = "Routers send it no new requests. If it stays so for three minutes, its worker ends and is started again."
         yield _finding(Level.WARNING, what, why, f"The log of {load.worker_id} may say why.")
+    if load.loop_late_s > LOOP_LATE_S_MAX:
+        what = f"The event loop of {load.worker_id} has been held for {duration(load.loop_late_s)}."
+        why = "Routers send it no new requests. After a minute it counts as lost, and `baton up` starts it again."
+        yield _finding(Level.WARNING, what, why, "`kill -QUIT PID` writes to its log where each of its threads is.")
     used = load.kv_used
     if store is None:
         if used > KV_FULL and load.waiting:

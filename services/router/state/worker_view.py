@@ -10,7 +10,7 @@ from typing import Final
 
 from services.router.state.fleet_table import FleetTable
 from shared.contracts.ids import Epoch
-from shared.contracts.load import ENGINE_SILENT_S_MAX, WorkerLoad
+from shared.contracts.load import WorkerLoad
 from shared.contracts.workers import LoraAdapter, Role, WorkerPhase, WorkerRecord
 
 READY: Final = WorkerPhase.READY
@@ -66,7 +66,7 @@ class WorkerView:
         block_size = self.record.hashing.block_size
         used, total, waiting = load.kv_blocks_used, load.kv_blocks_total, load.waiting
         self.has_reported = True
-        self.reported_ready = load.phase is READY and load.engine_silent_s <= ENGINE_SILENT_S_MAX
+        self.reported_ready = load.can_serve
         self.reported_waiting = waiting
         self.kv_used = used / total if total else 0.0
         self._reported_legs = load.legs

@@ -265,6 +265,10 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         reports(HeardLoad(report=load("p1", engine_silent_s=45.0))),
         Level.WARNING, "The engine of p1 has answered nothing for 45",
     ),
+    "loop held": (
+        reports(HeardLoad(report=load("p1", loop_late_s=5.0))),
+        Level.WARNING, "The event loop of p1 has been held for 5",
+    ),
     "store full": (store(100), Level.NOTE, "s1 is full: it stores 100 blocks"),
     "store loses": (store(damaged_blocks_total=2, unsaved_blocks_total=1), Level.WARNING, "s1 has lost 3 blocks"),
     "key file": (

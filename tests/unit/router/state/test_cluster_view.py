@@ -47,11 +47,11 @@ def test_a_report_writes_whether_its_worker_is_ready():
     cluster = ClusterView()
     cluster.record(record("w1"), 1.0)
     written = []
-    for silent_s in (0.0, 1e9, 1e9, 0.0):
-        cluster.report(load("w1", engine_silent_s=silent_s), 2.0)
+    for silent_s, late_s in ((0.0, 0.0), (1e9, 0.0), (1e9, 0.0), (0.0, 2.9), (0.0, 3.1), (0.0, 0.0)):
+        cluster.report(load("w1", engine_silent_s=silent_s, loop_late_s=late_s), 2.0)
         written.append(bool(cluster.table.flags[t.READY, 0]))
 
-    assert written == [True, False, False, True]
+    assert written == [True, False, False, True, False, True]
 
 
 def test_a_row_keeps_its_numbers_when_the_table_grows():
