@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from services.orchestrator import buckets
+from shared.addresses import host_port
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import OPEN, Access
 
@@ -75,18 +76,26 @@ class NatsServer:
     """``with NatsServer(path) as server``; it can be killed, paused and started again on the same port."""
 
     def __init__(
-        self, directory: Path, *, max_payload: int = 1024 * 1024, extra_config: str = "", has_buckets: bool = False
+        self,
+        directory: Path,
+        *,
+        host: str = "127.0.0.1",
+        max_payload: int = 1024 * 1024,
+        extra_config: str = "",
+        has_buckets: bool = False,
     ) -> None:
         """``has_buckets``: with those that an orchestrator makes, for a test that runs none."""
         self._has_buckets = has_buckets
+        self.host = host
         self.port = free_port()
-        self.url = f"nats://127.0.0.1:{self.port}"
+        where = host_port(host, self.port)
+        self.url = f"nats://{where}"
         self._store = directory / "jetstream"
         self._config = directory / "nats.conf"
         self._log = directory / "nats.log"
         self._process: subprocess.Popen | None = None
         self._config.write_text(
-            f'listen: "127.0.0.1:{self.port}"\nmax_payload: {max_payload}\n'
+            f'listen: "{where}"\nmax_payload: {max_payload}\n'
             f'jetstream {{ enabled: true, store_dir: "{self._store}" }}\nlog_file: "{self._log}"\n{extra_config}\n'
         )
 
@@ -102,7 +111,7 @@ class NatsServer:
         deadline = time.monotonic() + READY_S_MAX
         while True:
             try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1) as hello:
+                with socket.create_connection((self.host, self.port), timeout=1) as hello:
                     if hello.recv(4) == b"INFO":
                         break
             except OSError:

@@ -11,7 +11,10 @@ from pathlib import Path
 from tests.nightly.chaos.chaos import Report, opened_run
 from tests.nightly.chaos.faults import MENU, WORKERS_ONLY
 from tests.nightly.chaos.fleet import Size
+from tests.nightly.chaos.nats_cluster import LOOPBACK
 from tests.nightly.chaos.trace import Shape
+
+BATCH_EVERY_S = 30.0
 
 
 def main() -> None:
@@ -22,6 +25,8 @@ def main() -> None:
     parser.add_argument("--requests-per-s", type=float, default=12.0)
     parser.add_argument("--every-s", type=float, default=3.0, help="mean seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--nats-nodes", type=int, default=1, help="servers of a NATS cluster")
+    parser.add_argument("--host", default=LOOPBACK, help="address of everybody, such as ::1")
     parser.add_argument("--workers-only", action="store_true", help="only workers die or freeze: no request may fail")
     parser.add_argument("--logs", type=Path, default=None, help="folder for what the processes said")
     given = parser.parse_args()
@@ -33,16 +38,28 @@ def main() -> None:
 
 async def run(given: argparse.Namespace) -> Report:
     """One chaos of the size that was asked for."""
-    prefill = max(2, given.workers * 2 // 5)
-    both = max(0, given.workers // 10)
+    others = max(1, given.workers // 8)
+    stores = max(1, given.workers // 16)
+    engines = given.workers - 2 * others - stores
+    prefill = max(2, engines * 2 // 5)
+    both = max(0, engines // 10)
     size = Size(
         prefill=prefill,
-        decode=max(2, given.workers - prefill - both),
+        decode=max(2, engines - prefill - both),
         both=both,
+        other=2 * others,
+        stores=stores,
+        adapter=True,
+        planner=True,
+        keys=True,
+        nats_nodes=given.nats_nodes,
+        host=given.host,
         proxied_share=min(1.0, 12 / given.workers),
         seed=given.seed,
     )
-    shape = Shape(seed=given.seed, seconds=60 * given.minutes, requests_per_s=given.requests_per_s)
+    shape = Shape(
+        seed=given.seed, seconds=60 * given.minutes, requests_per_s=given.requests_per_s, batch_every_s=BATCH_EVERY_S
+    )
     menu = WORKERS_ONLY if given.workers_only else MENU
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as scratch:
         async with opened_run(size, given.logs or Path(scratch)) as opened:

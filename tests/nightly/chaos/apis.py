@@ -10,7 +10,6 @@ from shared.contracts.engine_paths import COMPLETIONS, MESSAGES, RESPONSES
 from tests.nightly.chaos.outcomes import OK, Outcome
 from tests.nightly.chaos.trace import Ask
 
-MODEL = "baton-tiny"
 DONE = "[DONE]"
 CUT_OFF = "length"
 """The reason for which each answer ends, as completions name it."""
@@ -20,7 +19,7 @@ ENDS = {"max_tokens": CUT_OFF, "incomplete": CUT_OFF}
 
 def body_of(ask: Ask) -> dict[str, Any]:
     """What its client sends."""
-    body: dict[str, Any] = {"model": MODEL, "ignore_eos": True, "stream": ask.stream}
+    body: dict[str, Any] = {"model": ask.model, "ignore_eos": True, "stream": ask.stream}
     if ask.path == COMPLETIONS:
         return {**body, "prompt": ask.prompt, "max_tokens": ask.max_tokens}
     chat = [{"role": role, "content": text} for role, text in ask.prompt]  # type: ignore[misc]

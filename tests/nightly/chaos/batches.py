@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from tests.nightly.chaos.apis import body_of, read_whole
+from tests.nightly.chaos.keys import STEADY
 from tests.nightly.chaos.outcomes import LOST, NEVER_ENDED, OK, BatchOutcome, LineOutcome, Outcome
 from tests.nightly.chaos.trace import Ask, Batch
 from tests.nightly.chaos.traffic import Traffic
@@ -34,7 +35,8 @@ class BatchClients:
         self.outcomes: list[BatchOutcome] = []
         self._traffic = traffic
         self._now = now
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(CALL_S_MAX), trust_env=False)
+        headers = {"authorization": f"Bearer {STEADY}"}
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(CALL_S_MAX), headers=headers, trust_env=False)
 
     async def send_all(self, batches: Sequence[Batch]) -> None:
         """Every batch at its time; returns when the last has ended."""

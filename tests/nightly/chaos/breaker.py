@@ -15,6 +15,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
 from tests.nightly.chaos.faults import Fault, Kind, Part
 from tests.nightly.chaos.fleet import Fleet
+from tests.nightly.chaos.keys import REVOCABLE, STEADY
 from tests.nightly.chaos.nats_proxy import Line
 from tests.nightly.chaos.outcomes import Happened
 
@@ -60,8 +61,10 @@ class Breaker:
     async def do(self, fault: Fault) -> Happened:
         """One fault from its beginning to its end."""
         began_s = self._now()
-        if fault.part is Part.NATS:
+        if fault.part in (Part.NATS, Part.NODE):
             await self._break_nats(fault)
+        elif fault.kind is Kind.REVOKE:
+            await self._revoke(fault)
         elif fault.kind is Kind.KILL:
             await self._kill(fault)
         elif fault.kind is Kind.FREEZE:
@@ -83,6 +86,13 @@ class Breaker:
         await asyncio.to_thread(actor.kill)
         await asyncio.sleep(fault.for_s)
         actor.start()
+
+    async def _revoke(self, fault: Fault) -> None:
+        keys = self._fleet.keys
+        assert keys is not None, "clients need no keys here"
+        await asyncio.to_thread(keys.write, STEADY)
+        await asyncio.sleep(fault.for_s)
+        await asyncio.to_thread(keys.write, STEADY, REVOCABLE)
 
     async def _freeze(self, fault: Fault) -> None:
         actor = self._fleet.actors[fault.target]
@@ -143,7 +153,7 @@ class Breaker:
                 one[1].transport.abort()
 
     async def _break_nats(self, fault: Fault) -> None:
-        nats = self._fleet.nats
+        nats = self._fleet.nats if fault.part is Part.NATS else self._fleet.nats.nodes[fault.target]
         if fault.kind is Kind.FREEZE:
             nats.pause()
             await asyncio.sleep(fault.for_s)

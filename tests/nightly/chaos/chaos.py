@@ -7,14 +7,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shared.runtime.settings import load_common
 from tests.nightly.chaos.batches import BatchClients
 from tests.nightly.chaos.breaker import Breaker
 from tests.nightly.chaos.faults import MENU, Fault, Rhythm, Row, schedule
-from tests.nightly.chaos.fleet import REQUEST_S_MAX, Fleet, Size, running_fleet
+from tests.nightly.chaos.fleet import OTHER, REQUEST_S_MAX, Fleet, Size, running_fleet
 from tests.nightly.chaos.oracle import Oracle
 from tests.nightly.chaos.outcomes import BatchOutcome, Happened, Limits, Outcome, batch_violations, failures, violations
 from tests.nightly.chaos.trace import Ask, Shape, make_batches, make_trace
@@ -27,6 +27,8 @@ SETTLE_S_MAX = 90.0
 DEADLINE_SLACK_S = 8.0
 """What a client allows beside the request's budget: the router's own last look, and a machine that stands still."""
 TOLD_MAX = 60
+CARDS = 2
+"""How often conversations with the second model, and with the adapter, come where there are such."""
 LIMITS = Limits(deadline_s=REQUEST_S_MAX + DEADLINE_SLACK_S)
 
 
@@ -52,7 +54,7 @@ class Report:
         """For a person."""
         kinds = Counter(f"{one.fault.part} {one.fault.kind}" for one in self.happened)
         ends = Counter(map(_end, self.outcomes))
-        paths = Counter(ask.path for ask in self.asks)
+        paths = Counter(f"{ask.path} of {ask.model}" for ask in self.asks)
         lines = [
             f"{len(self.asks)} requests: " + ", ".join(f"{end} {count}" for end, count in sorted(ends.items())),
             "asked: " + ", ".join(f"{path} {count}" for path, count in sorted(paths.items())),
@@ -89,6 +91,9 @@ class Run:
 
     async def break_it(self, shape: Shape, faults: Sequence[Fault], *, always: bool = True) -> Report:
         """The whole story; unless ``always``, of each kind of process enough are left, however slow the machine."""
+        size = self.fleet.size
+        shape = replace(shape, other_cards=bool(size.other) * CARDS, adapter_cards=size.adapter * CARDS)
+        limits = replace(LIMITS, other_workers=[name for name, role in size.roles.items() if role == OTHER])
         asks, batches = make_trace(shape, self.oracle), make_batches(shape, self.oracle)
         began = time.monotonic()
 
@@ -113,8 +118,8 @@ class Run:
             batches=batch_clients.outcomes,
             happened=breaker.happened,
             violations=[
-                *violations(asks, traffic.outcomes, breaker.happened, LIMITS),
-                *batch_violations(batches, batch_clients.outcomes, breaker.happened, LIMITS),
+                *violations(asks, traffic.outcomes, breaker.happened, limits),
+                *batch_violations(batches, batch_clients.outcomes, breaker.happened, limits),
             ],
             failures=failures(traffic.outcomes),
             deaths=[*self.fleet.deaths(), *breaker.failed],

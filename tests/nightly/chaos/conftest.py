@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -14,7 +15,7 @@ from tests.nightly.chaos.fleet import Size
 
 T = TypeVar("T")
 
-SHORT = Size(prefill=3, decode=3, both=2)
+SHORT = Size(prefill=2, decode=2, both=1, other=2, stores=1, adapter=True, planner=True, keys=True)
 RUN_S_MAX = 700.0
 
 
@@ -39,8 +40,13 @@ class Stage:
 @pytest.fixture(scope="session")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Eight workers, two routers, two orchestrators and a collector, all ready."""
+    yield from staged(SHORT, tmp_path_factory.mktemp("chaos"))
+
+
+def staged(size: Size, folder: Path) -> Iterator[Stage]:
+    """A fleet of this size, ready, until the generator is closed."""
     stage = Stage()
-    opening = opened_run(SHORT, tmp_path_factory.mktemp("chaos"))
+    opening = opened_run(size, folder)
     stage.run = stage.play(opening.__aenter__())
     try:
         yield stage

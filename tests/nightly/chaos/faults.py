@@ -40,6 +40,8 @@ class Kind(StrEnum):
     """SIGTERM; started again ``for_s`` after its end."""
     DRAIN = "drain"
     """``baton drain``; started again ``for_s`` after its end."""
+    REVOKE = "revoke"
+    """An API key is taken out of the file for ``for_s``."""
     ROLE = "role"
     """``baton role``, and back after ``for_s``."""
 
@@ -52,6 +54,10 @@ class Part(StrEnum):
     ORCHESTRATOR = "orchestrator"
     COLLECTOR = "collector"
     NATS = "nats"
+    KEY = "key"
+    """An API key of clients."""
+    NODE = "nats node"
+    """One server of a cluster of NATS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,8 @@ MENU = (
     Row(kind=Kind.KILL, part=Part.NATS, cards=1, least_s=0.0, most_s=2.0),
     Row(kind=Kind.FORGET, part=Part.NATS, cards=1, least_s=0.0, most_s=2.0),
     Row(kind=Kind.FREEZE, part=Part.NATS, cards=1, least_s=0.2, most_s=3.0),
+    Row(kind=Kind.KILL, part=Part.NODE, cards=2, least_s=0.0, most_s=3.0),
+    Row(kind=Kind.REVOKE, part=Part.KEY, cards=1, least_s=8.0, most_s=10.0),
     Row(kind=Kind.RESTART, part=Part.ROUTER, cards=2, least_s=0.0, most_s=1.0),
     Row(kind=Kind.RESTART, part=Part.WORKER, cards=1, least_s=0.0, most_s=1.0),
     Row(kind=Kind.RESTART, part=Part.ORCHESTRATOR, cards=1, least_s=0.0, most_s=1.0),
@@ -115,6 +123,8 @@ WORKERS_ONLY = tuple(row for row in MENU if row.part is Part.WORKER and row.kind
 """What may cost no request at all, as long as capacity remains."""
 OF_LINES = frozenset({Kind.CUT, Kind.LOSE, Kind.DELAY, Kind.SHAPE, Kind.VANISH})
 """What is done to a connection."""
+STORE = "store"
+"""The role of workers that nobody needs."""
 MOVABLE = frozenset({"prefill", "decode"})
 """Roles that are changed."""
 
@@ -176,11 +186,15 @@ def _targets(row: Row, cast: Cast, rhythm: Rhythm, busy: Iterable[Fault]) -> lis
         names = [name for name in names if cast.roles[name] in MOVABLE]
     if row.part is Part.WORKER:
         return [name for name in names if _may_fall(name, cast, rhythm, hit)]
-    some_left = row.part in (Part.NATS, Part.COLLECTOR) or not hit & set(cast.names[row.part])
+    if row.part in (Part.NATS, Part.NODE):
+        return [] if hit & {*cast.names[Part.NATS], *cast.names.get(Part.NODE, ())} else names
+    some_left = row.part in (Part.COLLECTOR, Part.KEY) or not hit & set(cast.names[row.part])
     return names if some_left else []
 
 
 def _may_fall(name: str, cast: Cast, rhythm: Rhythm, hit: set[str]) -> bool:
+    if cast.roles[name] == STORE:
+        return True
     peers = [peer for peer, role in cast.roles.items() if role == cast.roles[name]]
     down = len(hit & set(peers)) + 1
     return down < len(peers) and down <= max(1.0, rhythm.down_share_max * len(peers))

@@ -8,16 +8,30 @@ import asyncio
 import os
 import random
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.nightly.chaos.faults import Cast, Part
+from shared.addresses import host_port
+from tests.nightly.chaos.faults import STORE, Cast, Part
+from tests.nightly.chaos.keys import KeysFile
+from tests.nightly.chaos.nats_cluster import LOOPBACK, NatsCluster
 from tests.nightly.chaos.nats_proxy import Line
-from tests.support.nats_server import NatsServer, free_port
+from tests.nightly.chaos.oracle import ADAPTER, OTHER_MODEL, write_adapter
+from tests.support.nats_server import free_port
 from tests.support.processes import ServiceProcess
+from tests.support.second_model import second_model
 
+OTHER = "other"
+PLANNER = {
+    "ORCHESTRATOR_PLANNER": "act",
+    "ORCHESTRATOR_PLANNER_TIME_SCALE": "0.1",
+    "ORCHESTRATOR_PLANNER_MODELS": f'{{"{OTHER_MODEL}": {{"ttft_s": 0, "itl_s": 0}}}}',
+}
+"""The second model has too few workers for roles."""
+STORE_SIZE = {"WORKER_STORE_MEMORY_BYTES": str(16 * 1024 * 1024), "WORKER_STORE_FILES_BYTES": str(64 * 1024 * 1024)}
 SKEWED = Path(__file__).parent / "skewed"
 SKEW_S_MAX, SET_BY_S_MAX = 300.0, 60.0
 UPTIME_S_MAX = 1e6
@@ -46,19 +60,37 @@ class Size:
     prefill: int = 3
     decode: int = 3
     both: int = 2
+    other: int = 0
+    """Workers of a second model, for prefill and decode."""
+    stores: int = 0
+    adapter: bool = False
+    """Whether the first model's workers have a LoRA adapter."""
+    keys: bool = False
+    """Whether clients need API keys."""
+    planner: bool = False
+    """Whether orchestrators change roles by themselves, and soon."""
     routers: int = 2
     orchestrators: int = 2
     proxied_share: float = 1.0
     """Of the workers, how many have a line that can be troubled; of the others, all."""
     skewed_share: float = 0.5
     """Of the workers, how many have clocks of another machine."""
+    nats_nodes: int = 1
+    host: str = LOOPBACK
+    """The address of everybody."""
     seed: int = 1
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def roles(self) -> dict[str, str]:
-        """Of each worker."""
-        counts = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        """Of each worker, as it begins; of those of the second model, ``other``."""
+        counts = {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "both": self.both,
+            OTHER: self.other,
+            STORE: self.stores,
+        }
         return {f"{role}-{n}": role for role, count in counts.items() for n in range(1, count + 1)}
 
 
@@ -156,7 +188,7 @@ class Actor:
 class Fleet:
     """All actors by name, and NATS."""
 
-    def __init__(self, size: Size, nats: NatsServer, folder: Path) -> None:
+    def __init__(self, size: Size, nats: NatsCluster, folder: Path) -> None:
         self.size = size
         self.nats = nats
         self.folder = folder
@@ -164,6 +196,7 @@ class Fleet:
         self.routers: list[tuple[str, str]] = []
         """Names and addresses."""
         self.collector_url = ""
+        self.keys = KeysFile(folder / "keys.toml") if size.keys else None
 
     def cast(self) -> Cast:
         """Who may be hit."""
@@ -173,36 +206,56 @@ class Fleet:
             Part.ORCHESTRATOR: tuple(name for name in self.actors if name.startswith("orchestrator")),
             Part.COLLECTOR: ("collector",),
             Part.NATS: ("nats",),
+            Part.KEY: ("revocable",) if self.keys is not None else (),
+            Part.NODE: tuple(self.nats.nodes) if len(self.nats.nodes) > 1 else (),
         }
         proxied = frozenset(name for name, actor in self.actors.items() if actor.line is not None)
         return Cast(names=names, roles=self.size.roles, proxied=proxied)
 
     async def add_all(self, lines: AsyncExitStack) -> None:
         """Start everybody."""
-        chance = random.Random(self.size.seed)
+        chance, host = random.Random(self.size.seed), self.size.host
+        of_roles = await asyncio.to_thread(self._of_roles)
         for worker_id, role in self.size.roles.items():
             skew = skew_of(chance) if chance.random() < self.size.skewed_share else None
             proxied = chance.random() < self.size.proxied_share
-            own = {**PACE, "WORKER_WORKER_ID": worker_id, "WORKER_ROLE": role}
+            own = {**PACE, "WORKER_WORKER_ID": worker_id, "WORKER_ROLE": role, "WORKER_KV_HOST": host}
+            own |= of_roles.get(role, {})
             (await self.add("worker", worker_id, own, lines if proxied else None)).start(skew)
+        access = {} if self.keys is None else {"ROUTER_KEYS_FILE": str(self.keys.path), "ROUTER_METRICS": "open"}
         for number in range(1, self.size.routers + 1):
             name, port = f"router-{number}", free_port()
-            self.routers.append((name, f"http://127.0.0.1:{port}"))
-            own = {**DEADLINES, "ROUTER_PORT": str(port), "ROUTER_INSTANCE": name}
+            self.routers.append((name, f"http://{host_port(host, port)}"))
+            own = {**DEADLINES, **access, "ROUTER_HOST": host, "ROUTER_PORT": str(port), "ROUTER_INSTANCE": name}
             (await self.add("router", name, own, lines)).start(skew_of(chance))
         for number in range(1, self.size.orchestrators + 1):
             name = f"orchestrator-{number}"
-            (await self.add("orchestrator", name, {"ORCHESTRATOR_INSTANCE": name}, lines)).start(skew_of(chance))
+            own = {"ORCHESTRATOR_INSTANCE": name, **(PLANNER if self.size.planner else {})}
+            (await self.add("orchestrator", name, own, lines)).start(skew_of(chance))
         port = free_port()
-        self.collector_url = f"http://127.0.0.1:{port}"
-        await self.add("collector", "collector", {"COLLECTOR_PORT": str(port)}, lines)
+        self.collector_url = f"http://{host_port(host, port)}"
+        await self.add("collector", "collector", {"COLLECTOR_HOST": host, "COLLECTOR_PORT": str(port)}, lines)
         self.actors["collector"].start()
+
+    def _of_roles(self) -> dict[str, dict[str, str]]:
+        """Settings of the workers of some roles, whose files are written here."""
+        own: dict[str, dict[str, str]] = {STORE: STORE_SIZE}
+        own_folder = Path(tempfile.mkdtemp(prefix="models-", dir=self.folder))
+        if self.size.other:
+            model = second_model(own_folder)
+            own[OTHER] = {"WORKER_ROLE": "both", "WORKER_MODEL": model, "WORKER_SERVED_MODEL_NAME": OTHER_MODEL}
+        if self.size.adapter:
+            adapters = write_adapter(own_folder).parent
+            loaded = {"WORKER_LORA_DIR": str(adapters), "WORKER_LORA_ADAPTERS": f"{ADAPTER}={ADAPTER}"}
+            own |= dict.fromkeys(("prefill", "decode", "both"), loaded)
+        return own
 
     async def add(self, service: str, name: str, settings: Mapping[str, str], lines: AsyncExitStack | None) -> Actor:
         """One more process, not started, behind a line of its own if ``lines`` keeps it."""
-        line = None if lines is None else await lines.enter_async_context(Line(self.nats.port, name))
+        line = None if lines is None else await lines.enter_async_context(Line(self.nats.addresses, name))
         url = self.nats.url if line is None else line.url
-        whole = {"BATON_NATS_URL": url, **settings, **self.size.settings}
+        state = str(self.folder / "state" / name)
+        whole = {"BATON_NATS_URL": url, "BATON_STATE_DIR": state, **settings, **self.size.settings}
         actor = self.actors[name] = Actor(service, name, self.folder, whole, line)
         return actor
 
@@ -221,7 +274,7 @@ async def running_fleet(size: Size, folder: Path) -> AsyncIterator[Fleet]:
     """All processes have been started; whether they are ready, the witness sees. What they said is in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as lines:
-        nats = lines.enter_context(NatsServer(folder))
+        nats = lines.enter_context(NatsCluster(folder, nodes=size.nats_nodes, host=size.host))
         fleet = Fleet(size, nats, folder)
         lines.callback(fleet.end)
         await fleet.add_all(lines)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
+
+from shared.addresses import host_port
 
 READ_BYTES_MAX = 256 * 1024
 UNSENT_CHUNKS_MAX = 1024
@@ -71,11 +74,14 @@ class Stream:
 
 
 class Line:
-    """``async with Line(nats_port) as line``: processes connect to ``line.url``; ``line.trouble`` may change at any time."""
+    """``async with Line(addresses) as line``: processes connect to ``line.url``, and reach the first of the servers that
+    takes connections, in an order of the line's own. ``line.trouble`` may change at any time.
+    """
 
-    def __init__(self, nats_port: int, seed: str = "") -> None:
+    def __init__(self, addresses: Sequence[tuple[str, int]], seed: str = "") -> None:
         self.trouble = Trouble(seed)
-        self._nats_port = nats_port
+        self._addresses = random.Random(seed).sample(addresses, len(addresses))
+        self._host = addresses[0][0]
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._half_open: set[asyncio.Task[None]] = set()
@@ -84,10 +90,10 @@ class Line:
     @property
     def url(self) -> str:
         assert self._server is not None
-        return f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return f"nats://{host_port(self._host, self._server.sockets[0].getsockname()[1])}"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, self._host, 0)
         return self
 
     async def __aexit__(self, *_failure: object) -> None:
@@ -124,7 +130,7 @@ class Line:
             writer.transport.abort()
 
     async def _join(self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nats_reader, nats_writer = await asyncio.open_connection("127.0.0.1", self._nats_port)
+        nats_reader, nats_writer = await self._reach()
         try:
             ways = (self._carry(task, reader, nats_writer), self._carry(task, nats_reader, writer))
             pumps = [asyncio.ensure_future(way) for way in ways]
@@ -138,6 +144,12 @@ class Line:
                 await asyncio.gather(*pumps, return_exceptions=True)
         finally:
             nats_writer.transport.abort()
+
+    async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        for address in self._addresses[:-1]:
+            with suppress(OSError):
+                return await asyncio.open_connection(*address)
+        return await asyncio.open_connection(*self._addresses[-1])
 
     async def _carry(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.failures import HTTP_STATUS, Reason
 from tests.nightly.chaos.faults import Fault, Kind, Part
+from tests.nightly.chaos.keys import REFUSED, RELOAD_S_MAX, REVOCABLE
+from tests.nightly.chaos.oracle import OTHER_MODEL
 from tests.nightly.chaos.trace import Ask, Batch
 
-OK = 200
+OK, UNAUTHORIZED = 200, 401
 CODES = {str(reason): HTTP_STATUS[reason] for reason in Reason}
 """Every documented failure that a client may be told of a good request, and the status that belongs to it."""
 BUGS = {str(Reason.INTERNAL), str(Reason.BAD_MESSAGE)}
@@ -114,6 +116,8 @@ class Limits:
     """A request's whole budget, and what its client allows for the way."""
     settle_s: float = 8.0
     """Until a fault of the bus is behind everybody: silence that is noticed, connections that come back."""
+    other_workers: Collection[str] = ()
+    """Those of the second model."""
 
 
 def violations(
@@ -137,6 +141,11 @@ def violations(
 
 def _wrongs(ask: Ask, outcome: Outcome, faults: Sequence[Happened], limits: Limits) -> Iterator[str]:
     yield from _wrong_content(ask, outcome)
+    if outcome.decode_worker and (ask.model == OTHER_MODEL) != (outcome.decode_worker in limits.other_workers):
+        yield f"served by {outcome.decode_worker}, a worker of another model than {ask.model}"
+    yield from _wrong_access(ask, outcome, faults)
+    if outcome.code == REFUSED:
+        return
     yield from _wrong_error(outcome)
     near = [happened for happened in faults if _touches(happened, outcome, limits)]
     if outcome.is_cut and not any(_cuts(happened, outcome) for happened in near):
@@ -163,6 +172,22 @@ def _wrong_content(ask: Ask, outcome: Outcome) -> Iterator[str]:
         yield f"finish reasons {outcome.finishes}"
     if ask.stream and (outcome.dones != 1 or outcome.events_after_end):
         yield f"{outcome.dones} ends and {outcome.events_after_end} events after the end"
+
+
+def _wrong_access(ask: Ask, outcome: Outcome, faults: Sequence[Happened]) -> Iterator[str]:
+    """A key is refused only while it is revoked, and then by every router that has had the time to read so."""
+    revoked = [one for one in faults if one.fault.kind is Kind.REVOKE and ask.key == REVOCABLE]
+    if outcome.code == REFUSED:
+        if outcome.status != UNAUTHORIZED:
+            yield f"status {outcome.status} of {REFUSED!r}"
+        if not any(one.began_s <= outcome.ended_s and outcome.sent_s <= one.ended_s + RELOAD_S_MAX for one in revoked):
+            yield "refused with a valid key"
+    elif outcome.status == OK:
+        frozen = [one for one in faults if one.fault.kind is Kind.FREEZE and one.fault.target == outcome.router]
+        for one in revoked:
+            begins_s = max([one.began_s, *(froze.ended_s for froze in frozen if froze.began_s <= outcome.sent_s)])
+            if begins_s + RELOAD_S_MAX <= outcome.sent_s <= one.ended_s:
+                yield "served with a revoked key"
 
 
 def _wrong_error(outcome: Outcome) -> Iterator[str]:

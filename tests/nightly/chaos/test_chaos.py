@@ -25,7 +25,9 @@ def test_no_request_fails_when_workers_die_and_freeze(stage: Stage):
 
 
 def test_every_request_ends_rightly_whatever_breaks(stage: Stage):
-    report = stage.play(stage.run.chaos(Shape(seed=5, seconds=20.0, requests_per_s=LOAD_HZ), every_s=1.0))
+    shape = Shape(seed=5, seconds=20.0, requests_per_s=LOAD_HZ, batch_every_s=30.0)
+
+    report = stage.play(stage.run.chaos(shape, every_s=1.0))
 
     assert len({(one.fault.part, one.fault.kind) for one in report.happened}) >= 4
     assert report.broken_promises() == [], report.summary()

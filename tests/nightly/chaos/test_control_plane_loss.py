@@ -43,6 +43,20 @@ def test_a_router_that_dies_takes_only_its_own_connections_along(stage: Stage):
     assert {one.router for one in report.outcomes if not one.is_answered} <= {"router-1"}
 
 
+def test_routers_restarted_in_turn_cost_no_request_of_clients_that_keep_their_connections(stage: Stage):
+    restarts = [
+        Fault(at_s=at_s, kind=Kind.RESTART, part=Part.ROUTER, target=router, for_s=0.0)
+        for at_s, router in ((1.0, "router-1"), (7.0, "router-2"))
+    ]
+    shape = Shape(seed=25, seconds=10.0, requests_per_s=LOAD_HZ, kept_share=1.0)
+
+    report = stage.play(stage.run.break_it(shape, restarts))
+
+    assert report.broken_promises() == [], report.summary()
+    assert report.failures == []
+    assert sum(one.reused for one in report.outcomes) > len(report.outcomes) / 5
+
+
 @pytest.mark.parametrize("kind", [Kind.KILL, Kind.FORGET, Kind.FREEZE])
 def test_nats_that_goes_and_comes_costs_documented_errors_and_nothing_stays(stage: Stage, kind: Kind):
     faults = [Fault(at_s=1.0, kind=kind, part=Part.NATS, target="nats", for_s=1.0)]

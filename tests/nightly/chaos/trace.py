@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shared.contracts.engine_paths import COMPLETIONS, MESSAGES, RESPONSES
-from tests.nightly.chaos.oracle import Oracle
+from tests.nightly.chaos.keys import REVOCABLE, STEADY
+from tests.nightly.chaos.oracle import ADAPTER, MODEL, OTHER_MODEL, Oracle
 
 TURNS_MAX = 5
 PROMPT_TOKENS_MAX = 3000
@@ -37,6 +38,10 @@ class Client(StrEnum):
     LEAVING = "leaving"
     """Like any other, but it leaves before its answer ends."""
     LARGE_LEAVING = "large and leaving"
+    OTHER = "other"
+    """Completions of the second model."""
+    ADAPTER = "adapter"
+    """Completions with a LoRA adapter."""
 
 
 CLIENTS = {
@@ -48,6 +53,8 @@ CLIENTS = {
     Client.LARGE_LEAVING: 1,
 }
 """How many conversations of each kind come while all kinds come once."""
+MODELS = {Client.COMPLETIONS: MODEL, Client.OTHER: OTHER_MODEL, Client.ADAPTER: ADAPTER}
+"""Of completions, turn by turn."""
 PATHS = {Client.RESPONSES: RESPONSES, Client.MESSAGES: MESSAGES}
 """Of what is asked otherwise than by completions."""
 
@@ -72,8 +79,13 @@ class Shape:
     streamed_share: float = 0.7
     kept_share: float = 0.3
     """Conversations whose client keeps its connection from turn to turn."""
-    batch_every_s: float = 30.0
-    """In the mean, from one batch to the next; the first comes at the beginning."""
+    revocable_share: float = 0.25
+    """Conversations with an API key that may be revoked."""
+    other_cards: int = 0
+    """How often conversations with the second model come; see ``CLIENTS``."""
+    adapter_cards: int = 0
+    batch_every_s: float = 0.0
+    """In the mean, from one batch to the next; the first comes at the beginning. 0: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +100,11 @@ class Ask:
     stream: bool
     answer: str = field(repr=False)
     path: str = COMPLETIONS
+    model: str = MODEL
     keeps: bool = False
     """The client keeps its connection, and uses the one of the conversation's turn before."""
+    key: str = STEADY
+    """Sent where clients need one."""
     leaves_after_s: float | None = None
     """The client closes its connection so long after it has sent the request."""
 
@@ -108,9 +123,10 @@ def make_trace(shape: Shape, oracle: Oracle) -> list[Ask]:
     chance = random.Random(shape.seed)
     maker = _Maker(shape, chance, oracle)
     asks: list[Ask] = []
-    kinds = _deck(chance)
+    kinds = _deck(shape, chance)
     for conversation, begins_at in enumerate(_starts(shape, chance)):
-        asks += maker.conversation(conversation, begins_at, next(kinds))
+        key = REVOCABLE if chance.random() < shape.revocable_share else STEADY
+        asks += (replace(ask, key=key) for ask in maker.conversation(conversation, begins_at, next(kinds)))
     asks.sort(key=lambda ask: ask.at_s)
     return [replace(ask, number=number) for number, ask in enumerate(asks)]
 
@@ -121,7 +137,7 @@ def make_batches(shape: Shape, oracle: Oracle) -> list[Batch]:
     maker = _Maker(shape, chance, oracle)
     batches: list[Batch] = []
     at_s = 0.5
-    while at_s < shape.seconds:
+    while shape.batch_every_s and at_s < shape.seconds:
         lines = tuple(maker.line(number) for number in range(BATCH_LINES))
         batches.append(Batch(number=len(batches), at_s=at_s, lines=lines))
         at_s += chance.uniform(0.5, 1.5) * shape.batch_every_s
@@ -144,8 +160,8 @@ class _Maker:
         keeps = chance.random() < self._shape.kept_share
         if client in PATHS:
             return self._chat(number, begins_at, PATHS[client], keeps=keeps)
-        if client is Client.COMPLETIONS:
-            return self._completions(number, begins_at, keeps=keeps)
+        if client in MODELS:
+            return self._completions(number, begins_at, MODELS[client], keeps=keeps)
         is_leaving = client is not Client.LARGE
         prompt: tuple[int, ...] | str
         if client is Client.LEAVING:
@@ -162,15 +178,15 @@ class _Maker:
         prompt = (*self._chance.choice(self._systems), *self._tokens(20))
         return replace(self._ask(number, 0.0, prompt, self._wanted()), number=number, stream=False)
 
-    def _completions(self, conversation: int, at_s: float, *, keeps: bool) -> Iterator[Ask]:
+    def _completions(self, conversation: int, at_s: float, model: str, *, keeps: bool) -> Iterator[Ask]:
         history = list(self._chance.choice(self._systems))
         for at in self._turns(at_s):
             history += self._tokens(_long_tailed(self._chance, self._shape.user_tokens))
             if len(history) > PROMPT_TOKENS_MAX:
                 return
             wanted = self._wanted()
-            answer = self._oracle.answer(history, wanted)
-            yield replace(self._ask(conversation, at, tuple(history), wanted, answer), keeps=keeps)
+            answer = self._oracle.answer(history, wanted, model)
+            yield replace(self._ask(conversation, at, tuple(history), wanted, answer), model=model, keeps=keeps)
             history += answer
 
     def _chat(self, conversation: int, at_s: float, path: str, *, keeps: bool) -> Iterator[Ask]:
@@ -220,9 +236,10 @@ class _Maker:
         return [self._chance.randrange(FIRST_TOKEN_ID, self._oracle.model.size) for _ in range(count)]
 
 
-def _deck(chance: random.Random) -> Iterator[Client]:
+def _deck(shape: Shape, chance: random.Random) -> Iterator[Client]:
     """Kinds of clients without end, each as often as it has cards."""
-    cards = [client for client, count in CLIENTS.items() for _ in range(count)]
+    counts = {**CLIENTS, Client.OTHER: shape.other_cards, Client.ADAPTER: shape.adapter_cards}
+    cards = [client for client, count in counts.items() for _ in range(count)]
     while True:
         yield from chance.sample(cards, len(cards))
 

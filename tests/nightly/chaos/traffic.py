@@ -23,7 +23,6 @@ HEALTH_S, HEALTH_S_MAX = 0.25, 1.0
 KEPT_S = 60.0
 """A client that keeps its connection closes it after so long without a request."""
 DATA = "data: "
-HEADERS = {"content-type": "application/json"}
 
 Router = tuple[str, str]
 """Name and address."""
@@ -143,7 +142,8 @@ class Traffic:
     async def _relay(self, ask: Ask, url: str, outcome: Outcome, kept: Kept | None) -> None:
         http = self._http if kept is None else kept.http
         content = msgspec.json.encode(body_of(ask))
-        async with http.stream("POST", f"{url}{ask.path}", content=content, headers=HEADERS) as answer:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {ask.key}"}
+        async with http.stream("POST", f"{url}{ask.path}", content=content, headers=headers) as answer:
             outcome.status = answer.status_code
             outcome.decode_worker = answer.headers.get("x-baton-decode-worker", "")
             outcome.reused = kept is not None and kept.reuses(answer)

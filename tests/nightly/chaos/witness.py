@@ -18,12 +18,14 @@ from shared.contracts.kv_events import AskKvSnapshot, KvTier, unpack_hashes
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import DescribeFleet, WorkerPhase
 from tests.integration.router.told_workers import running_router
-from tests.nightly.chaos.faults import Fault, Part
-from tests.nightly.chaos.fleet import Fleet
+from tests.nightly.chaos.faults import STORE, Fault, Part
+from tests.nightly.chaos.fleet import OTHER, Fleet
 from tests.support.system import EXACT, Metrics
 
 CHECK_S = 0.2
 ASK_S_MAX = 15.0
+FIXED = frozenset({OTHER, STORE})
+"""Groups of workers whose roles nobody changes."""
 IDLE = ("legs", "running", "waiting", "waiting_tokens", "kv_blocks_used")
 """Of a load report: all zero where nothing is asked for."""
 ALSO_IDLE = ("leases", "pinned_blocks", "reads")
@@ -49,22 +51,30 @@ class Witness:
         await self._http.aclose()
 
     def ready(self) -> set[str]:
-        """Workers that may be given requests now, and whose present life is the one that is known."""
+        """Workers that may be given requests now, and stores, whose present life is the one that is known."""
         cluster, silent_s_max = self._router.fleet.cluster, self._router.fleet.policy.silent_s_max
         now, actors = self._router.clock.now(), self._fleet.actors
-        fit = [view.record for view in cluster.workers.values() if view.fit(now, silent_s_max)]
+        views = cluster.workers.values()
+        fit = [view.record for view in views if view.fit(now, silent_s_max) or (view.ready and not view.serves)]
         return {str(one.worker_id) for one in fit if one.worker_id in actors and actors[one.worker_id].pid == one.pid}
 
     async def spares(self, fault: Fault) -> bool:
         """Whether this must not happen now, because too few would be left of its kind."""
         if fault.part is Part.WORKER:
-            roles = self._fleet.size.roles
-            peers = {name for name, role in roles.items() if role == roles[fault.target]}
-            return 2 * len(self.ready() & peers - {fault.target}) < len(peers)
+            roles = self._roles()
+            if roles.get(fault.target) == STORE:
+                return False
+            peers = {name for name, role in roles.items() if role == roles.get(fault.target)}
+            return not peers or 2 * len(self.ready() & peers - {fault.target}) < len(peers)
         if fault.part is Part.ROUTER:
             others = [url for name, url in self._fleet.routers if name != fault.target]
             return not all([await self._is_whole(url) for url in others])
         return False
+
+    def _roles(self) -> dict[str, str]:
+        """Of each worker now, after what operators and the planner have changed."""
+        known = {str(name): view.record.role.value for name, view in self._router.fleet.cluster.workers.items()}
+        return {name: role if role in FIXED else known.get(name, role) for name, role in self._fleet.size.roles.items()}
 
     async def _is_whole(self, url: str) -> bool:
         metrics = await self._metrics(url)
@@ -117,7 +127,9 @@ class Witness:
         load = self._loads.get(worker_id)
         if load is None:
             return [f"{worker_id} was never heard"]
-        found = [f"{worker_id}: {name} is {value}" for name in IDLE if (value := getattr(load, name))]
+        of_copies = {"kv_blocks_used"} if self._fleet.size.roles[worker_id] == STORE else set()
+        idle = [name for name in IDLE if name not in of_copies]
+        found = [f"{worker_id}: {name} is {value}" for name in idle if (value := getattr(load, name))]
         if load.exchange is not None:
             state = load.exchange
             found += [f"{worker_id}: {name} is {value}" for name in ALSO_IDLE if (value := getattr(state, name))]

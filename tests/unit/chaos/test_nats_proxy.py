@@ -58,7 +58,7 @@ async def lined() -> AsyncIterator[tuple[Line, asyncio.Queue[Ends]]]:
     """A line to a server that does nothing: its ends of the connections are in the queue."""
     accepted: asyncio.Queue[Ends] = asyncio.Queue()
     server = await asyncio.start_server(lambda *ends: accepted.put_nowait(ends), "127.0.0.1", 0)
-    async with server, asyncio.timeout(SOON_S_MAX), Line(server.sockets[0].getsockname()[1]) as line:
+    async with server, asyncio.timeout(SOON_S_MAX), Line([server.sockets[0].getsockname()]) as line:
         yield line, accepted
 
 

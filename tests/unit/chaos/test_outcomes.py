@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -16,6 +18,8 @@ from services.worker.engines.simulated.responses import (
 from shared.contracts.engine_paths import COMPLETIONS, MESSAGES, RESPONSES
 from tests.nightly.chaos.apis import read_event
 from tests.nightly.chaos.faults import Fault, Kind, Part
+from tests.nightly.chaos.keys import REFUSED, RELOAD_S_MAX, REVOCABLE
+from tests.nightly.chaos.oracle import OTHER_MODEL
 from tests.nightly.chaos.outcomes import (
     BUS_AWAY_S_MIN,
     BatchOutcome,
@@ -143,6 +147,38 @@ def test_a_frozen_router_may_be_late_by_its_frozen_time():
 
     assert judge(outcome(ended_s=35.0), faults=faults) == []
     assert judge(outcome(ended_s=37.0), faults=faults) != []
+
+
+REVOKED = [happened(Kind.REVOKE, Part.KEY, "key", 10.0, 20.0)]
+
+
+@pytest.mark.parametrize("sent_s", [9.9, 15.0, 20.0 + RELOAD_S_MAX])
+def test_a_revoked_key_is_refused(sent_s):
+    refused = failed(REFUSED, status=401, sent_s=sent_s, ended_s=sent_s + 0.2)
+    ask = replace(ASK, key=REVOCABLE)
+
+    assert violations([ask], [refused], REVOKED, LIMITS) == []
+    assert violations([ASK], [refused], REVOKED, LIMITS) != []
+    assert violations([ask], [replace(refused, status=503)], REVOKED, LIMITS) != []
+    assert violations([ask], [replace(refused, sent_s=30.0, ended_s=31.0)], REVOKED, LIMITS) != []
+
+
+def test_a_revoked_key_is_served_until_routers_have_read_so_and_not_later():
+    ask, late_s = replace(ASK, key=REVOCABLE), 10.1 + RELOAD_S_MAX
+
+    assert violations([ask], [outcome(sent_s=10.1, ended_s=11.0)], REVOKED, LIMITS) == []
+    assert violations([ask], [outcome(sent_s=late_s, ended_s=late_s + 1)], REVOKED, LIMITS) != []
+    assert violations([ASK], [outcome(sent_s=late_s, ended_s=late_s + 1)], REVOKED, LIMITS) == []
+    frozen = [*REVOKED, happened(Kind.FREEZE, Part.ROUTER, "r1", 9.0, 12.0)]
+    assert violations([ask], [outcome(sent_s=late_s, ended_s=late_s + 1)], frozen, LIMITS) == []
+
+
+@pytest.mark.parametrize(("model", "worker"), [(OTHER_MODEL, "w1"), (ASK.model, "w2")])
+def test_an_answer_of_a_worker_of_another_model_is_a_violation(model, worker):
+    ask, limits = replace(ASK, model=model), replace(LIMITS, other_workers=["w2"])
+
+    assert violations([ask], [outcome(decode_worker=worker)], (), limits) != []
+    assert violations([ask], [outcome(decode_worker={"w1": "w2", "w2": "w1"}[worker])], (), limits) == []
 
 
 def test_a_client_that_leaves_needs_no_end_and_has_not_failed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,11 +14,11 @@ from services.worker.engines.simulated.core.engine_core import EngineCore
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.engine_paths import COMPLETIONS, MESSAGES, RESPONSES
 from tests.nightly.chaos.chaos import make_oracle
-from tests.nightly.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule
-from tests.nightly.chaos.oracle import Oracle
+from tests.nightly.chaos.faults import MENU, STORE, WORKERS_ONLY, Cast, Part, Rhythm, schedule
+from tests.nightly.chaos.oracle import ADAPTER, MODEL, OTHER_MODEL, Oracle
 from tests.nightly.chaos.trace import BATCH_LINES, LARGE_BYTES, Shape, make_batches, make_trace
 
-ROLES = {"p1": "prefill", "p2": "prefill", "p3": "prefill", "d1": "decode", "d2": "decode"}
+ROLES = {"p1": "prefill", "p2": "prefill", "p3": "prefill", "d1": "decode", "d2": "decode", "s1": STORE}
 CAST = Cast(
     names={
         Part.WORKER: tuple(ROLES),
@@ -25,6 +26,8 @@ CAST = Cast(
         Part.ORCHESTRATOR: ("o1", "o2"),
         Part.COLLECTOR: ("collector",),
         Part.NATS: ("nats",),
+        Part.NODE: ("n1", "n2", "n3"),
+        Part.KEY: ("key",),
     },
     roles=ROLES,
     proxied=frozenset({"p1", "r1"}),
@@ -47,9 +50,10 @@ def test_one_process_of_each_kind_survives_and_faults_end_in_time(seed, menu):
     assert all(fault.over_s <= rhythm.seconds - rhythm.calm_after_s for fault in faults)
     for fault in faults:
         hit = {other.target for other in faults if other.at_s <= fault.at_s < other.over_s + rhythm.recovers_s}
-        assert {ROLES[name] for name in ROLES.keys() - hit} == set(ROLES.values())
+        assert {ROLES[name] for name in ROLES.keys() - hit} >= {"prefill", "decode"}
         assert {"r1", "r2"} - hit
         assert {"o1", "o2"} - hit
+        assert len({"nats", "n1", "n2", "n3"} & hit) <= 1
 
 
 def test_a_long_schedule_has_every_kind_of_fault():
@@ -91,12 +95,22 @@ def test_a_trace_has_every_kind_of_client(oracle):
 
 
 def test_batches_follow_their_shape(oracle):
-    batches = make_batches(SHAPE, oracle)
+    shape = replace(SHAPE, batch_every_s=5.0)
+    batches = make_batches(shape, oracle)
 
-    assert batches == make_batches(SHAPE, oracle)
-    assert batches
+    assert make_batches(SHAPE, oracle) == []
+    assert batches == make_batches(shape, oracle)
+    assert len(batches) > 1
     for batch in batches:
         assert [line.number for line in batch.lines] == list(range(BATCH_LINES))
+
+
+def test_a_fleet_s_second_model_and_adapter_are_asked(oracle):
+    asks = make_trace(replace(SHAPE, other_cards=2, adapter_cards=2), oracle)
+
+    assert {ask.model for ask in asks} == {MODEL, OTHER_MODEL, ADAPTER}
+    adapted = next(ask for ask in asks if ask.model == ADAPTER)
+    assert adapted.answer != oracle.text(oracle.answer(adapted.prompt, adapted.max_tokens))
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 31, 32, 33, 64, 200])
