@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from services.launcher.cluster.api_keys import TENANT, CannotAdd, add_entry, entry_text, salt_text
@@ -76,9 +77,10 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
         tokens_per_minute=tokens_per_minute,
         monthly_tokens=monthly_tokens,
         sequences_max=sequences_max,
-        models=frozenset(model or ()),
         public_cache=public_cache,
     )
+    if model:  # An empty list would be written, and read as none where it means all.
+        entry = msgspec.structs.replace(entry, models=frozenset(model))
     _store(file, entry)
     print(key)
 

@@ -35,7 +35,6 @@ SALT_BYTES = 32
 UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize", COUNT_TOKENS, TOKENIZER_INFO})
 """Endpoints that compute no KV."""
 BAD_SALT = Fault(param="cache_salt", message=f"`cache_salt` must be a string of 1 to {OWN_CHARS_MAX} characters.")
-NO_MODELS = "models = [] names none; leave the line out to allow all, or delete the entry to allow nothing"
 BAD_BODY = Fault(param="", message="The body is not a JSON object.")
 
 
@@ -67,9 +66,8 @@ def read_keys(toml: dict[str, Any]) -> Keyring:
         raise ValueError(f"salt has {len(written.salt)} characters; it must have {SALT_CHARS_MIN} random ones or more")
     keys: dict[str, Key] = {}
     labels: set[str] = set()
-    for number, (key, entry) in enumerate(zip(written.key, toml["key"], strict=True), 1):
+    for number, key in enumerate(written.key, 1):
         wrong = _fault(key) or ("it is listed twice" if key.sha256 in keys else "")
-        wrong = wrong or (NO_MODELS if entry.get("models") == [] else "")
         if wrong := wrong or (f"another key has the name {key.label!r}" if key.label in labels else ""):
             raise ValueError(f"[[key]] number {number} (tenant {key.tenant[:64]!r}): {wrong}")
         keys[key.sha256] = key

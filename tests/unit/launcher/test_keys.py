@@ -99,3 +99,11 @@ def test_a_device_or_pipe_is_refused_and_stays_what_it_is(tmp_path: Path):
     assert (code, "no regular file" in printed) == (1, True)
     assert "baton-" not in printed
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_key_for_all_models_does_not_read_as_one_for_none(tmp_path: Path):
+    file = tmp_path / "keys.toml"
+
+    assert new(file)[0] == 0
+
+    assert "models" not in file.read_text()
