@@ -1,6 +1,7 @@
 """Compiles the router's request path with mypyc, which pyproject.toml cannot say. Everything else is in pyproject.toml.
 
-``BATON_COMPILED=0`` leaves it out, and so does a machine without a compiler or without mypy.
+``BATON_COMPILED=0`` leaves it out, and so does a machine without a compiler or without mypy. With ``_BATON_PURE`` (see
+scripts/make_wheel.py) nothing is compiled, and the wheel is for every machine.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 compiled = runpy.run_path(str(ROOT / "shared" / "compiled.py"))
+
+
+class PureDistribution(Distribution):
+    """Without what pyproject.toml would have compiled."""
+
+    def parse_config_files(self, *arguments: Any, **named: Any) -> None:
+        super().parse_config_files(*arguments, **named)
+        self.ext_modules = []
 
 
 class BuildRequestPath(build_ext):
@@ -91,4 +100,7 @@ def translated() -> list[Extension]:
     return made
 
 
-setup(cmdclass={"build_ext": BuildRequestPath})
+setup(
+    cmdclass={"build_ext": BuildRequestPath},
+    distclass=PureDistribution if os.environ.get("_BATON_PURE") else Distribution,
+)

@@ -1,10 +1,11 @@
 """Builds the wheel: ``python scripts/make_wheel.py FOLDER [--pure]``. Without ``--pure`` it fails when a part in C was
-not compiled, which setuptools only mentions in its log.
+not compiled, which setuptools only mentions in its log. With it, nothing is compiled: the wheel is for every machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from build_lock import Busy, alone  # This folder is on the path of its scripts.
 
 ROOT = Path(__file__).resolve().parents[1]
 C_MODULES = ("_block_table", "_placement", "_tokenize")
@@ -21,28 +24,37 @@ COMPLAINTS_MAX = 8
 
 
 def main() -> None:
-    """Build into a temporary folder, so that FOLDER gets only a wheel that was accepted."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--pure", action="store_true", help="accept a wheel whose router runs in Python only")
+    parser.add_argument("--pure", action="store_true", help="make a wheel whose router runs in Python only")
     options = parser.parse_args()
+    try:
+        with alone():
+            make(options.folder, pure=options.pure)
+    except Busy as busy:
+        sys.exit(f"No wheel was made: {busy}")
+
+
+def make(folder: Path, *, pure: bool) -> None:
+    """Build into a temporary folder, so that ``folder`` gets only a wheel that was accepted."""
+    environment = {**os.environ, "_BATON_PURE": "1"} if pure else dict(os.environ)
     # Modules that an earlier build compiled would be packed into this wheel.
     shutil.rmtree(ROOT / "build", ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation"]
         built = subprocess.run(
             [*command, "--wheel-dir", scratch, str(ROOT)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         if built.returncode:
             sys.exit(f"{built.stdout}\nThe wheel could not be built.")
         (wheel,) = Path(scratch).glob("*.whl")
         missing = not_compiled(wheel)
-        if missing and not options.pure:
+        if missing and not pure:
             complaints = [line.strip() for line in built.stdout.splitlines() if COMPLAINT.search(line)]
             sys.exit(refusal(missing, complaints[:COMPLAINTS_MAX]))
-        options.folder.mkdir(parents=True, exist_ok=True)
-        print(shutil.move(wheel, options.folder / wheel.name))
+        folder.mkdir(parents=True, exist_ok=True)
+        print(shutil.move(wheel, folder / wheel.name))
         if missing:
             print(f"It is without {named(missing)}: routers run their Python form, at several times the CPU.")
 
@@ -63,7 +75,7 @@ def refusal(missing: list[str], complaints: list[str]) -> str:
     return (
         f"No wheel was made: {named(missing)} could not be compiled. A router without it uses several times the CPU.\n"
         f"{said}"
-        "Install a C compiler and Python's headers (apt-get install gcc libc6-dev python3.11-dev), or accept a wheel"
+        "Install a C compiler and Python's headers (apt-get install gcc libc6-dev python3.11-dev), or make a wheel"
         " without it: make dist PURE=1"
     )
 

@@ -21,6 +21,9 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import urlsplit
+
+from build_lock import Busy, alone  # This folder is on the path of its scripts.
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -31,6 +34,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOCKED = ["install", "--no-compile", "--no-deps", "--require-hashes", "--requirement"]
 WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}
 """Modules of vLLM that run a model."""
+PYPI = "https://pypi.org/simple"
 LINES_SHOWN_MAX = 15
 LARGE_MB = 40
 REDRAW_S = 0.25
@@ -38,6 +42,10 @@ REDRAW_S = 0.25
 
 class SetupFailed(Exception):
     """Said to the user as it is."""
+
+
+class Unreachable(SetupFailed):
+    """The network, or a server there, does not answer."""
 
 
 def main() -> None:
@@ -48,16 +56,19 @@ def main() -> None:
     )
     options = parser.parse_args()
     try:
-        set_up(wanted_engine(), dev=options.dev, as_is=options.as_is)
-    except SetupFailed as failure:
+        engine = wanted_engine()
+        if to_do(engine, dev=options.dev, as_is=options.as_is):
+            with alone():
+                set_up(engine, dev=options.dev, as_is=options.as_is)
+    except (SetupFailed, Busy) as failure:
         sys.exit(f"setup: {failure}")
     except KeyboardInterrupt:
         print("\nsetup: interrupted; the next run goes on from here", file=sys.stderr)
         sys.exit(130)
 
 
-def set_up(engine: str, *, dev: bool, as_is: bool) -> None:
-    """Install what is missing; silent when nothing is."""
+def to_do(engine: str, *, dev: bool, as_is: bool) -> dict[str, str]:
+    """Parts that are missing or outdated, with the name of their lock; it is empty for what is compiled."""
     locks = {"runtime": "services" if engine == "none" else f"engine-{engine}"}
     if dev:
         locks["dev"] = "dev"
@@ -65,9 +76,16 @@ def set_up(engine: str, *, dev: bool, as_is: bool) -> None:
     if engine == "none" and installed("runtime") in {wanted("engine-cpu"), wanted("engine-cuda")}:
         del locks["runtime"]
     missing = {part: lock for part, lock in locks.items() if installed(part) != wanted(lock)}
-    sources, request_path = native_sources(), request_path_sources()
-    if not missing and installed("native") == sources and (as_is or installed("request-path") == request_path):
+    compiled = {"native": native_sources()} | ({} if as_is else {"request-path": request_path_sources()})
+    return missing | {part: "" for part, sources in compiled.items() if installed(part) != sources}
+
+
+def set_up(engine: str, *, dev: bool, as_is: bool) -> None:
+    """Install what is missing; silent when nothing is, or another process has done it."""
+    parts = to_do(engine, dev=dev, as_is=as_is)
+    if not parts:
         return
+    missing = {part: lock for part, lock in parts.items() if lock}
     started = time.monotonic()
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
@@ -81,7 +99,7 @@ def set_up(engine: str, *, dev: bool, as_is: bool) -> None:
         (VENV / f".{part}").write_text(wanted(lock))
         if part == "runtime":
             compiling = begin_compiling(engine)
-    install_baton(sources, "" if as_is else request_path)
+    install_baton(native_sources(), "" if as_is else request_path_sources())
     if compiling is not None and compiling.wait() != 0:
         say(f"vLLM cannot be imported; the end of {LOG} says why")
     say(f"ready after {time.monotonic() - started:.0f} s")
@@ -204,6 +222,8 @@ def uv(lock: str) -> bool:
     """
     try:
         pip([*LOCKED, "requirements/uv.txt"], Progress(1))
+    except Unreachable:
+        raise
     except SetupFailed:
         say("uv cannot be had here: pip installs everything, which takes some minutes")
         return False
@@ -256,6 +276,7 @@ def pip(arguments: list[str], progress: Progress, environ: Mapping[str, str] = M
     """Run pip, telling its progress in a few words; its full output goes to the log."""
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     last: deque[str] = deque(maxlen=LINES_SHOWN_MAX)
+    indexes = [PYPI]
     environment = {**os.environ, "PIP_PROGRESS_BAR": "off", "PIP_ROOT_USER_ACTION": "ignore", **environ}
     with (
         LOG.open("a") as log,
@@ -267,11 +288,40 @@ def pip(arguments: list[str], progress: Progress, environ: Mapping[str, str] = M
         for line in running.stdout:
             log.write(line)
             progress.read(line)
+            if line.startswith(INDEXES):
+                indexes = line.removeprefix(INDEXES).strip().split(", ")
             if not line.startswith("WARNING: Location"):
                 last.append(line.rstrip())
     progress.end()
     if running.returncode != 0:
+        if failure := network_failure("\n".join(last), indexes):
+            raise Unreachable(f"{failure}. {NETWORK_TODO}\nAll that pip said: {LOG}")
         raise SetupFailed("pip could not install it:\n  " + "\n  ".join(last) + f"\nAll of it: {LOG}")
+
+
+INDEXES = "Looking in indexes: "
+"""pip says so when there is another one than PyPI."""
+GIVEN_UP = re.compile(r"Retrying \(Retry\(total=0,.*?\)\) after connection broken by '(.*)': (\S+)")
+NOT_READ = re.compile(r"HTTPS?ConnectionPool\(host='([^']+)'.*")
+CAUSE = re.compile(r"\[Errno -?\d+\] ([^'\")]+)|(certificate verify failed[^'\")]*)|([Rr]ead timed out|timed out)")
+NETWORK_TODO = (
+    "Check the network of this machine. Behind a proxy set HTTPS_PROXY=http://HOST:PORT; for a mirror of PyPI set "
+    "PIP_INDEX_URL=https://HOST/simple, and PIP_CERT=FILE for its CA. Then repeat the command: it goes on from here."
+)
+
+
+def network_failure(said: str, indexes: list[str]) -> str:
+    """What could not be reached, and why, by pip's last lines; empty if the network is not the cause."""
+    if given_up := GIVEN_UP.search(said):
+        asked, text = given_up[2], given_up[1]
+        what = next((each for each in indexes if asked.startswith(urlsplit(each).path.rstrip("/"))), indexes[0])
+    elif not_read := NOT_READ.search(said):
+        what, text = not_read[1], not_read[0]
+    else:
+        return ""
+    cause = CAUSE.search(text)
+    why_not = next(filter(None, cause.groups())) if cause else text
+    return f"{what} cannot be reached: {why_not}"
 
 
 class Progress:

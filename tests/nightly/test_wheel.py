@@ -49,6 +49,8 @@ def test_it_holds_the_compiled_modules(environment: Path, tmp_path: Path):
     assert [(Path(one).is_relative_to(environment), Path(one).suffix) for one in loaded.stdout.split()] == 4 * [
         (True, ".so")
     ]
+    (wheel,) = environment.parent.glob("*.whl")
+    assert wheel.name.endswith("-cp311-cp311-linux_x86_64.whl")
 
 
 def test_a_wheel_without_its_c_modules_is_made_on_demand_only(tmp_path: Path):
@@ -70,6 +72,7 @@ def test_a_wheel_without_its_c_modules_is_made_on_demand_only(tmp_path: Path):
     assert accepted.returncode == 0
     assert "routers run their Python form" in accepted.stdout
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert wheel.name.endswith("-py3-none-any.whl")
 
 
 def test_a_system_serves_from_an_empty_home(environment: Path, tmp_path: Path):
