@@ -7,7 +7,8 @@ RUN python -m venv /opt/baton \
     && mkdir -p /home/baton/.cache /home/baton/.local/state \
     && chown -R baton /home/baton
 # New volumes get the owner of these folders: the keys that `baton init` creates, and the storage of NATS.
-RUN cd / && mkdir -p data keys/ca keys/nats keys/router keys/orchestrator keys/collector keys/worker keys/launcher keys/api \
+RUN cd / && mkdir -p data keys/ca keys/nats keys/router keys/orchestrator keys/collector keys/launcher keys/api \
+       keys/of-prefill keys/of-decode keys/of-store keys/of-attached \
     && chown -R baton data keys
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 

@@ -75,6 +75,45 @@ def test_processes_can_write_to_their_caches_and_state_and_to_nothing_else(syste
         assert system.attempt("exec", "-T", service, "touch", "/home/baton/written").returncode != 0, service
 
 
+SPEAK = """
+# Sends a load report for each of these workers, and prints those for which NATS refused it.
+import asyncio, re, ssl, sys, nats
+from shared.bus.nats_credentials import read_seed
+
+async def main():
+    refused = []
+    async def note(error): refused.extend(re.findall(r"worker[.](.+)[.]load", str(error)))
+    trust = ssl.create_default_context(cafile="/tmp/key/ca.pem")
+    seed = read_seed("/tmp/key/nkey").text
+    bus = await nats.connect("tls://nats:4222", tls=trust, nkeys_seed_str=seed, error_cb=note)
+    for worker in sys.argv[1:]:
+        await bus.publish(f"worker.{worker}.load", b"")
+    for _time in range(100):  # NATS may send an error after the pong.
+        await bus.flush()
+        if len(refused) == len(sys.argv) - 2: break
+    print(*refused)
+    await bus.close()
+asyncio.run(main())
+"""
+
+
+def test_each_worker_has_a_key_of_its_own_and_speaks_for_itself_only(system: Compose):
+    containers = [each for name in ("sim-prefill", "sim-decode") for each in system.run("ps", "-q", name).split()]
+    by_id = {worker_of(system, container): container for container in containers}
+
+    assert sorted(by_id) == ["decode-1", "decode-2", "prefill-1"]
+    for worker, container in by_id.items():
+        said = system.docker("exec", container, "python", "-c", SPEAK, *by_id)
+        assert sorted(said.split()) == sorted({*by_id} - {worker})
+        role = worker.partition("-")[0]
+        assert all(key.startswith(f"{role}-") for key in system.docker("exec", container, "ls", "/keys/own").split())
+
+
+def worker_of(system: Compose, container: str) -> str:
+    """The id of the worker in a container."""
+    return system.docker("exec", container, "readlink", "/tmp/key").strip().rpartition("/")[2]
+
+
 def test_no_container_ends_and_is_started_again(system: Compose):
     restarts = system.docker("inspect", "--format", "{{.RestartCount}}", *system.containers()).split()
 
@@ -97,7 +136,7 @@ def test_a_second_up_with_a_build_recreates_no_container(system: Compose):
 
 def test_a_drained_worker_stays_away_until_its_container_is_restarted(system: Compose):
     container = system.run("ps", "--quiet", "sim-decode").split()[0]
-    worker = f"decode-{container[:12]}"
+    worker = worker_of(system, container)
 
     system.run("run", "--rm", "-T", "baton", "drain", worker)
 

@@ -1,9 +1,16 @@
-"""In the compose file each service sees its own party's key and no other; not even docker is needed for that."""
+"""In the compose file each service sees its own party's key and no other, and each worker uses one of its own; not even
+docker is needed for that.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePosixPath
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePosixPath
 
 import pytest
 import yaml
@@ -29,8 +36,19 @@ PARTY = {
     "collector": Party.COLLECTOR,
     "router": Party.ROUTER,
     "baton": Party.LAUNCHER,
-    **dict.fromkeys(["prefill", "decode", "store", "attached", "sim-prefill", "sim-decode", "sim-store"], Party.WORKER),
 }
+WORKERS = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "store": "store",
+    "attached": "attached",
+    "sim-prefill": "prefill",
+    "sim-decode": "decode",
+    "sim-store": "store",
+}
+"""Services of workers, and whose keys they see."""
+ROLES = sorted({*WORKERS.values()})
+START_S_MAX = 30.0
 
 
 def keys_seen_by(service: str) -> dict[str, str]:
@@ -55,26 +73,107 @@ def test_a_service_sees_its_own_key_and_cannot_change_it(service: str):
     assert environment["BATON_NATS_URL"].startswith("tls://")
 
 
+@pytest.mark.parametrize("service", WORKERS)
+def test_a_worker_sees_the_keys_of_its_service_and_cannot_change_them(service: str):
+    environment = SERVICES[service]["environment"]
+
+    assert nats_keys_seen_by(service) == {WORKERS[service]: f"{OWN}:ro"}
+    assert environment["BATON_NATS_NKEY_FILE"] == f"/tmp/key/{NKEY}"
+    assert environment["BATON_NATS_CA_FILE"] == f"/tmp/key/{TRUSTED}"
+    assert environment["BATON_NATS_URL"].startswith("tls://")
+
+
 def test_every_service_of_ours_is_of_some_party():
-    assert {name for name, service in SERVICES.items() if "baton-" in service["image"]} == {*PARTY, "init"}
+    assert {name for name, service in SERVICES.items() if "baton-" in service["image"]} == {*PARTY, *WORKERS, "init"}
 
 
-def test_only_the_certificate_service_mounts_the_ca_key():
-    folder = PurePosixPath(AUTHORITY_KEY).parts[0]
+def as_here(command: list[str], places: dict[str, Path]) -> list[str]:
+    """A command of the compose file, with other folders."""
+    line = [word.replace("$$", "$") for word in command]
+    for place, here in places.items():
+        line = [word.replace(place, str(here)) for word in line]
+    return line
 
-    assert [name for name in SERVICES if folder in keys_seen_by(name)] == ["init"]
+
+@contextmanager
+def worker(folder: Path, own: Path) -> Iterator[str]:
+    """A worker's command, with a program that waits in place of the worker; gives the id that it has, or what it said."""
+    key = folder / "key"
+    program = folder / "python"
+    program.write_text('#!/bin/sh\necho "$WORKER_WORKER_ID"; exec sleep 60\n')
+    program.chmod(0o700)
+    command = as_here(SERVICES["decode"]["command"], {OWN: own, "/tmp/key": key})
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
+        if process.poll() is None and not said.startswith("Other"):
+            assert key.resolve() == own / said
+        yield said
+    finally:
+        process.kill()
+        process.wait(START_S_MAX)
+
+
+def test_each_container_of_a_service_has_a_key_that_no_other_one_uses(tmp_path: Path):
+    own = tmp_path / "own"
+    containers = [tmp_path / str(number) for number in range(4)]
+    for folder in (*containers, *(own / worker_id for worker_id in ("decode-10", "decode-2", "decode-1"))):
+        folder.mkdir(parents=True)
+
+    with ExitStack() as running:
+        first = ExitStack()
+        ids = [first.enter_context(worker(containers[0], own))]
+        ids += [running.enter_context(worker(folder, own)) for folder in containers[1:3]]
+        with worker(containers[3], own) as refused:
+            assert "use all of its keys" in refused
+        first.close()
+        again = running.enter_context(worker(containers[0], own))
+
+    assert (ids, again) == (["decode-1", "decode-2", "decode-10"], "decode-1")
+
+
+def test_init_makes_workers_keys_and_gives_each_service_its_own(tmp_path: Path):
+    for role in ROLES:
+        (tmp_path / f"of-{role}").mkdir()
+    (tmp_path / "baton").write_text(f'#!/bin/sh\nexec {sys.executable} -m services.launcher.cli "$@"\n')
+    (tmp_path / "baton").chmod(0o700)
+    keys = {role: lambda role=role: {one.name: one for one in (tmp_path / f"of-{role}").iterdir()} for role in ROLES}
+    command = as_here(SERVICES["init"]["command"], {"/keys": tmp_path})
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    seeds = []
+    for _time in range(2):  # A second one keeps them.
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=START_S_MAX)
+        seeds.append({name: (one / NKEY).read_text() for role in ROLES for name, one in keys[role]().items()})
+
+    assert seeds[0] == seeds[1]
+    assert {role: set(keys[role]()) for role in ROLES} == {
+        "store": {"store"},
+        **{role: {f"{role}-{number}" for number in range(1, 17)} for role in ("prefill", "decode", "attached")},
+    }
+    assert len({*seeds[0].values()}) == len(seeds[0])
+    users = re.findall(r"# worker\.(\S+)\n", (tmp_path / SECURE).read_text())
+    assert set(users) == set(seeds[0])
+    for one in (one for role in ROLES for one in keys[role]().values()):
+        assert {file.name for file in one.iterdir()} == {NKEY, TRUSTED}
+        assert all(file.stat().st_mode & 0o077 == 0 for file in (one, *one.iterdir()))
+
+
+def test_only_the_certificate_service_mounts_the_ca_key_and_all_workers_keys():
+    for folder in (PurePosixPath(AUTHORITY_KEY).parts[0], "all"):
+        assert [name for name in SERVICES if folder in keys_seen_by(name)] == ["init"]
 
 
 def test_generated_files_lie_in_volumes_of_the_images_user():
-    command = SERVICES["init"]["command"]
-    made = plan_files(InitRequest(), ExistingFiles()).nkeys
+    made = {*plan_files(InitRequest(), ExistingFiles()).nkeys} - {Party.WORKER}
     seen = keys_seen_by("init")
-    image = (ROOT / "compose" / "light.Dockerfile").read_text()
+    image = (ROOT / "compose" / "light.Dockerfile").read_text().replace("\\\n", "")
 
-    assert command[:3] == ["baton", "init", "/keys"]
-    assert seen == {folder: f"/keys/{folder}" for folder in {*made, "ca", "nats", "api"}}
+    parties = {folder: f"/keys/{folder}" for folder in {*made, "ca", "nats", "api"}}
+    assert seen == {"all": "/keys", **parties, **{role: f"/keys/of-{role}" for role in ROLES}}
     assert {f"keys-{folder}" for folder in seen} <= COMPOSE["volumes"].keys()
-    for folder in ("data", *(f"keys/{folder}" for folder in seen)):
+    for folder in ("data", *(where.removeprefix("/") for where in seen.values())):
         assert re.search(rf"mkdir -p [^\n]*\b{folder}\b", image), folder
     assert "chown -R baton data keys" in image
 
