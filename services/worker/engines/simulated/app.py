@@ -108,6 +108,7 @@ class SimulatedApp:
         plain = job.view.logprobs is None and not job.view.usage_each
         pieces = [split_chunk(job.responses, choice.index) for choice in job.choices] if plain else []
         text_json, open_choices = self._text_json, _open(job)
+        result.is_over = not open_choices
         while open_choices:
             events = []
             for choice, token, finish_reason in await job.inbox.take():
@@ -127,10 +128,11 @@ class SimulatedApp:
                 if choice.has_ended():
                     open_choices -= 1
                     self._note_end(job, result, choice)
+            result.is_over = not open_choices
             if events:
                 await send(part(b"".join(events) if len(events) > 1 else events[0]))
-                await result.shown()
-        result.is_over = True
+                if open_choices:
+                    await result.shown()
         done = job.responses.done
         end = job.responses.usage(_usage(job, result)) + done if job.view.usage else done
         await send(part(end, more=False))

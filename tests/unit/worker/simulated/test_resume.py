@@ -136,7 +136,7 @@ async def test_an_answer_cut_anywhere_resumes_unchanged(engines, path, fields):
 
 async def test_a_stop_string_across_the_cut_ends_the_answer(engines):
     plain, _ = await serve(engines[0], COMPLETIONS, {})
-    texts = [json.loads(data.removeprefix(b"data: "))["choices"][0]["text"] for data, _ in plain.pieces[:TOKENS]]
+    texts = [json.loads(data.removeprefix(b"data: "))["choices"][0]["text"] for data, _ in plain.pieces[:7]]
     fields = {"stop": [texts[5][1:] + texts[6]]}
     whole, _ = await serve(engines[0], COMPLETIONS, fields)
     assert len(whole.tokens) == 7
@@ -146,6 +146,17 @@ async def test_a_stop_string_across_the_cut_ends_the_answer(engines):
 
     assert events(data + rest.body) == events(whole.body)
     assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_finish_reason_leaves_with_the_end_of_the_stream(engines, path):
+    whole, _ = await serve(engines[0], path, {})
+
+    *before, (last, _) = whole.pieces
+
+    assert events(last)[0]["choices"][0]["finish_reason"] == "length"
+    assert last.endswith(b"data: [DONE]\n\n")
+    assert all(event["choices"][0]["finish_reason"] is None for data, _ in before for event in events(data))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
