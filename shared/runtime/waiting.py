@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from shared.bus.port import BusError, BusRefused
 from shared.contracts.failures import Reason
+from shared.deadline import end
 
 
 async def first_of(wanted: Awaitable[T], other: Awaitable[object], *, within_s: float | None = None) -> T | None:
@@ -42,6 +43,8 @@ SAID_S = 30.0
 """Interval of log lines about the same wait."""
 REGISTRY = "JetStream (worker registry)"
 
+PAGE_AFTER_S = 2.0
+"""Until then connections wait for the process's own server: mostly NATS responds at once."""
 CLIENTS_MAX = 64
 """Concurrent connections to the page; further ones are closed."""
 CLIENT_S_MAX = 5.0
@@ -92,17 +95,26 @@ class Waits:
 
 @asynccontextmanager
 async def waiting_page(listener: socket.socket | None, waits: Waits) -> AsyncIterator[None]:
-    """Inside this context every HTTP request to the listening socket gets 503 with what the process waits for.
+    """Inside this context, after ``PAGE_AFTER_S``, every HTTP request to the listening socket gets 503 with what the
+    process waits for.
 
-    The socket stays open and listening: connections that come later wait for the process's own server.
+    The socket stays open and listening: connections that come earlier or later wait for the process's own server.
     """
     if listener is None:
         yield
         return
-    page = _Page(waits)
-    server = await asyncio.start_server(page.serve, sock=listener.dup(), limit=HEAD_BYTES_MAX)
+    serving = asyncio.create_task(_serve_page(listener, _Page(waits)), name="waiting-page")
     try:
         yield
+    finally:
+        await end([serving])
+
+
+async def _serve_page(listener: socket.socket, page: _Page) -> None:
+    await asyncio.sleep(PAGE_AFTER_S)
+    server = await asyncio.start_server(page.serve, sock=listener.dup(), limit=HEAD_BYTES_MAX)
+    try:
+        await asyncio.Event().wait()
     finally:
         server.close()
 
@@ -128,7 +140,7 @@ class _Page:
             writer.close()
 
     def _response(self) -> bytes:
-        reason = self._waits.text
+        reason = self._waits.text or "begins to serve"
         code = str(Reason.BUS_DOWN)  # Nothing but NATS, and what is stored there, is waited for.
         error = {"message": f"This process is starting: it {reason}.", "type": "service_unavailable", "code": code}
         body = json.dumps({"status": "unhealthy", "reason": reason, "error": error}).encode()
