@@ -72,7 +72,7 @@ test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
 test-gpu: setup-dev ## KV from GPU to GPU, for one or two NVIDIA GPUs; skips what the machine cannot run; ON_CPU=1 rehearses on the CPU
 	@ON_CPU=$(ON_CPU) $(PYTHON) -m pytest -rs -v -m gpu tests/gpu $(ARGS)
 
-chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten minutes; ARGS="--workers 8 --minutes 1 --seed 2"
+chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten minutes; ARGS="--workers 8 --minutes 1 --seed 2" or "--dense"
 	@$(PYTHON) -m tests.nightly.chaos $(ARGS)
 
 audit: setup-dev ## Known vulnerabilities of the locked packages; asks the advisory databases, and says so where they cannot be reached

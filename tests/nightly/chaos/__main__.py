@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.nightly.chaos.chaos import Report, opened_run
+from tests.nightly.chaos.dense import run_dense
 from tests.nightly.chaos.faults import MENU, WORKERS_ONLY
 from tests.nightly.chaos.fleet import Size
 from tests.nightly.chaos.nats_cluster import LOOPBACK
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nats-nodes", type=int, default=1, help="servers of a NATS cluster")
     parser.add_argument("--host", default=LOOPBACK, help="address of everybody, such as ::1")
+    parser.add_argument("--dense", action="store_true", help="a small fleet, and a fault every 1.2 s (see dense.py)")
     parser.add_argument("--workers-only", action="store_true", help="only workers die or freeze: no request may fail")
     parser.add_argument("--logs", type=Path, default=None, help="folder for what the processes said")
     given = parser.parse_args()
@@ -38,6 +40,10 @@ def main() -> None:
 
 async def run(given: argparse.Namespace) -> Report:
     """One chaos of the size that was asked for."""
+    if given.dense:
+        print("the dense profile", flush=True)
+        with tempfile.TemporaryDirectory(prefix="baton-chaos-") as scratch:
+            return await run_dense(given.seed, given.logs or Path(scratch))
     others = max(1, given.workers // 8)
     stores = max(1, given.workers // 16)
     engines = given.workers - 2 * others - stores

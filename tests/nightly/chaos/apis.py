@@ -37,7 +37,7 @@ def read_event(path: str, data: str, outcome: Outcome) -> None:
         return
     event = msgspec.json.decode(data)
     if (error := _error_in(event)) is not None:
-        outcome.code = str(error["code"])
+        outcome.code, outcome.message = str(error["code"]), str(error.get("message", ""))
     elif path == RESPONSES:
         _read_response_event(event, outcome)
     elif path == MESSAGES:
@@ -63,7 +63,8 @@ def read_whole(path: str, raw: bytes, outcome: Outcome) -> None:
         outcome.code = f"no JSON: {raw[:80]!r}"
         return
     if outcome.status != OK:
-        outcome.code = str(answer["error"]["code"])
+        error = answer["error"]
+        outcome.code, outcome.message = str(error["code"]), str(error.get("message", ""))
     elif path == RESPONSES:
         outcome.text += text_of(answer)
         outcome.finishes.append(_end(answer["status"]))

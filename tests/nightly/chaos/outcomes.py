@@ -35,6 +35,8 @@ class Outcome:
     """0: no answer came."""
     code: str = ""
     """Of the error that it was told."""
+    message: str = ""
+    """The error's message."""
     text: str = ""
     finishes: list[str] = field(default_factory=list)
     dones: int = 0
@@ -67,6 +69,7 @@ class Outcome:
         end = " ".join([f"status {self.status}", *filter(None, [self.code]), *(mark for mark, is_so in marks if is_so)])
         return (
             f"#{self.number} via {self.router} {self.sent_s:.2f}..{self.ended_s:.2f} s: {end}, {len(self.text)} chars"
+            f"{': ' + self.message if self.message else ''}"
         )
 
 
