@@ -132,6 +132,7 @@ class Router:
         self.registry.register(CatchUp(self._catch_up))  # First: all others are read after it.
         self.fleet = fleet = Fleet(placement or PlacementPolicy.from_settings(settings))
         self.speeds = WorkerSpeeds(fleet.cluster)
+        self.bus_health = BusHealth(bus, fleet.cluster, clock, wait_s_max=self.failures.bus_wait_s_max)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
         self.policy = RequestPolicy.from_settings(settings)
         self.prompts = Prompts(settings, bus, clock, fleet, self.policy.shares, trials)
@@ -167,7 +168,7 @@ class Router:
         self.batches = self._make_batches()
         self.edge = self._make_edge()
         self.deadline_monitor = DeadlineMonitor(
-            self.relay.in_flight, self.edge.end_slow_uploads, self.edge.idle.end_late, clock
+            self.relay.in_flight, self.bus_health, self.edge.end_slow_uploads, self.edge.idle.end_late, clock
         )
         self._register_metrics()
 
@@ -220,9 +221,9 @@ class Router:
     def _make_relay(self, tracing: Tracing) -> Relay:
         settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster
         failures, response_headers = self.failures, ResponseHeaders()
-        bus_health = BusHealth(self.bus, cluster, self.clock)
+        bus_health = self.bus_health
         waker = Waker(self.bus, self.fleet, now, wake_s_max=settings.wake_s_max)
-        placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=failures.bus_wait_s_max, waker=waker)
+        placing = Placing(self.fleet, self.queue, bus_health, now, waker=waker)
         legs = self._make_leg_services(tracing, response_headers)
         suspects = Suspects(self.quarantine, self.reservations, self.request_log, cluster, self.inbox, now)
         retry = Retry(

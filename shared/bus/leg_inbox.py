@@ -49,12 +49,15 @@ _END: Final = FrameKind.END
 
 
 class LegFailed(Exception):
-    """The leg failed; ``failure`` has the reason, ``worker_id`` its worker, if any."""
+    """The leg failed; ``failure`` has the reason, ``worker_id`` its worker, if any. ``by_bus``: this process knows that
+    NATS was lost, or had nobody to deliver the leg to; a worker cannot claim that.
+    """
 
-    def __init__(self, failure: Failure, worker_id: WorkerId | None = None) -> None:
+    def __init__(self, failure: Failure, worker_id: WorkerId | None = None, *, by_bus: bool = False) -> None:
         super().__init__(f"{failure.reason}: {failure.message}")
         self.failure = failure
         self.worker_id = worker_id
+        self.by_bus = by_bus
 
 
 @dataclass(slots=True)
@@ -87,6 +90,7 @@ class Leg:
 
     __slots__ = (
         "_buffered_bytes",
+        "_by_bus",
         "_failure",
         "_frames",
         "_inbox",
@@ -122,6 +126,7 @@ class Leg:
         self._buffered_bytes = 0
         self._seq = 0
         self._failure: Failure | None = None
+        self._by_bus = False
         self._told = True
         """False: the reader is about to be called."""
 
@@ -134,7 +139,7 @@ class Leg:
         return frames
 
     def failure(self) -> LegFailed:
-        return LegFailed(self._failure or _INTERNAL, self.worker_id)
+        return LegFailed(self._failure or _INTERNAL, self.worker_id, by_bus=self._by_bus)
 
     @property
     def is_begun(self) -> bool:
@@ -151,11 +156,11 @@ class Leg:
         if not self.ended:
             self._inbox.cancel(self, _CANCELLED)
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: Failure, *, by_bus: bool = False) -> None:
         """End the leg with this failure; the reader gets it after the unread frames."""
         if not self.ended:
             self.ended = True
-            self._failure = failure
+            self._failure, self._by_bus = failure, by_bus
             self._inbox.call_soon(self._tell_failure)
 
     def take(self, frame: Frame, buffer_bytes_max: int) -> bool:
@@ -223,7 +228,7 @@ class LegInbox:
     async def open(self) -> None:
         """Subscribe to frames. Call once, before the first ``start``."""
         self._bus.on_unreachable(self._on_unreachable)
-        self._bus.on_disconnect(lambda: self._fail_all(_BUS_DOWN))
+        self._bus.on_disconnect(lambda: self._fail_all(_BUS_DOWN, by_bus=True))
         self._subscription = await self._bus.subscribe(
             FRAMES, self._on_batch, on_dropped=self._on_dropped, router_id=self._router_id
         )
@@ -382,21 +387,20 @@ class LegInbox:
             unheard.set_result(None)
         leg = self._legs.get(LegId(key))
         if leg is not None:
-            self._lose(
-                leg, Failure(reason=Reason.WORKER_LOST, message=f"worker {leg.worker_id} is not connected to NATS")
-            )
+            message = f"worker {leg.worker_id} is not connected to NATS"
+            self._lose(leg, Failure(reason=Reason.WORKER_LOST, message=message), by_bus=True)
 
     def _on_dropped(self) -> None:
         """Fail all legs: the legs of the dropped batch are unknown, and a lost END leaves no gap."""
         self._fail_all(_lost("the router's queue of frames overflowed"))
 
-    def _fail_all(self, failure: Failure) -> None:
+    def _fail_all(self, failure: Failure, *, by_bus: bool = False) -> None:
         for leg in list(self._legs.values()):
-            self._lose(leg, failure)
+            self._lose(leg, failure, by_bus=by_bus)
 
-    def _lose(self, leg: Leg, failure: Failure) -> None:
+    def _lose(self, leg: Leg, failure: Failure, *, by_bus: bool = False) -> None:
         self.forget(leg)
-        leg.fail(failure)
+        leg.fail(failure, by_bus=by_bus)
 
     async def _send_cancels(self) -> None:
         while self._cancels:

@@ -165,6 +165,10 @@ class NatsBus(Connection):
     def connected(self) -> bool:
         return self._nc._status == CONNECTED and not self._closing
 
+    @property
+    def reads(self) -> int:
+        return self._nc.reads
+
     async def publish(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
     ) -> None:

@@ -46,6 +46,8 @@ class DirectClient(Client):
         """``read_pause_s``: between two reads of the socket while many messages come."""
         super().__init__()
         self._read_pause_s = read_pause_s
+        self.reads = 0
+        """Reads of the socket, of any connection."""
         self._waits_since = 0.0
         """The last read, or the end of the pause after it."""
         self._reads_at_once = 0
@@ -69,6 +71,7 @@ class DirectClient(Client):
             self._messages.forget(subscription)
 
     def _heard(self) -> None:
+        self.reads += 1
         self._pings_outstanding = 0  # A server that sends is alive, even if its PONG is queued behind many messages.
         if not self._read_pause_s or self._socket is None:
             return

@@ -162,6 +162,12 @@ class Bus(Protocol):
         """Whether the server can be reached at present."""
 
     @property
+    def reads(self) -> int:
+        """How often something came from the server. It replies to a ping each second: one that is silent for longer
+        hangs, or is cut off, seconds before ``connected`` tells.
+        """
+
+    @property
     def counts(self) -> BusCounts:
         """Live counters."""
 

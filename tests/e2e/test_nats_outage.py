@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.nats
 MODEL = "baton-tiny"
 BLOCK = 32
 WORKERS = {"prefill-1", "prefill-2", "decode-1", "decode-2"}
-IMPATIENT = "bus_wait_s_max = 1"
+BUS_WAIT_S = 4.0
+SLACK_S = 2.0
+"""For a busy machine."""
+IMPATIENT = f"bus_wait_s_max = {BUS_WAIT_S}"
 CLIENTS = 8
 EXPECTED = {200, 502, 503}
 """Served, broken off, or told to try again: nothing else may happen to a request while NATS is away."""
@@ -92,6 +96,46 @@ def test_nats_restarted_under_load_leaves_the_system_as_it_was(system: System, n
     assert ask(system, 1).json()["choices"][0]["text"] == before
     assert [ask(system, number).status_code for number in range(20)] == [200] * 20
     assert {process.pid for process in system.processes()} == alive
+
+
+def test_while_nats_is_frozen_requests_are_refused_in_time_with_one_cause(system: System, nats: NatsServer):
+    until(lambda: well_again(system), "all is well before")
+    stop: list[bool] = []
+
+    def client(number: int) -> list[tuple[int, str, float]]:
+        """Status, code and seconds of each request. The first ones are in flight when the freeze begins."""
+        seen = []
+        while not stop:
+            began_at = time.monotonic()
+            response = ask(system, number * 1000 + len(seen))
+            code = "" if response.status_code == 200 else response.json()["error"]["code"]
+            seen.append((response.status_code, code, time.monotonic() - began_at))
+        return seen
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        asked = [clients.submit(client, number) for number in range(CLIENTS)]
+        served = system.metrics().sum("baton_router_requests_total", status="200")
+        until(
+            lambda: system.metrics().sum("baton_router_requests_total", status="200") > served + CLIENTS, "load is on"
+        )
+        refused = system.metrics().sum("baton_router_requests_total", status="503")
+        nats.pause()
+        frozen_at = time.monotonic()
+        until(
+            lambda: system.metrics().sum("baton_router_requests_total", status="503") >= refused + 2 * CLIENTS,
+            "each client was refused, in flight and new",
+        )
+        nats.resume()
+        thawed_s = time.monotonic() - frozen_at
+        until(lambda: system.http.get("/ready").status_code == 200, "the router is ready again")
+        stop.append(True)
+        ends = [end for answer in asked for end in answer.result()]
+
+    assert {(status, code) for status, code, _ in ends} == {(200, ""), (503, "bus_down")}
+    assert max(took_s for _, _, took_s in ends) < BUS_WAIT_S + SLACK_S
+    assert thawed_s < 2 * (BUS_WAIT_S + SLACK_S)
+    until(lambda: well_again(system), "all is well again")
+    system.until_idle()
 
 
 def test_a_stream_that_cannot_resume_ends_with_an_error_event_when_nats_dies(system: System, nats: NatsServer):

@@ -45,6 +45,20 @@ class MemoryHub:
         self._listeners: dict[str, list[_MemorySubscription]] = {}
         self._matches: dict[str, list[_MemorySubscription]] = {}
         self.buckets: dict[str, MemoryBucket] = defaultdict(MemoryBucket)
+        self.is_frozen = False
+        self._held: list[tuple[str, bytes, Mapping[str, str], asyncio.Future[Reply] | None]] = []
+        """What came while it was frozen."""
+
+    def freeze(self) -> None:
+        """As NATS after SIGSTOP: connections stay, and nothing is delivered."""
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        """Deliver what came meanwhile."""
+        self.is_frozen = False
+        held, self._held = self._held, []
+        for subject, payload, headers, answer in held:
+            self.deliver(subject, payload, headers, answer)
 
     def join(self, subscription: _MemorySubscription) -> None:
         self._listeners.setdefault(subscription.filter, []).append(subscription)
@@ -68,6 +82,9 @@ class MemoryHub:
         """Give raw bytes to everyone who listens; answers how many there are."""
         if not can_be_sent_to(subject):
             return 0
+        if self.is_frozen:
+            self._held.append((subject, payload, headers, answer))
+            return 1
         found = self._matches.get(subject)
         if found is None:
             found = [one for listed, here in self._listeners.items() if _matches(listed, subject) for one in here]
@@ -130,8 +147,15 @@ class MemoryBus(Connection):
         self.frame_budget_bytes = frame_budget_bytes
         self.connected = True
         self.counts = BusCounts()
+        self._reads = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: set[asyncio.Future[Reply]] = set()
+
+    @property
+    def reads(self) -> int:
+        """A server that is not frozen has said something whenever this is asked."""
+        self._reads += not self.hub.is_frozen
+        return self._reads
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends with this bus."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from services.router.admission.admission_queue import AdmissionQueue
-from services.router.admission.bus_health import BUS_UNREACHABLE, BusHealth
+from services.router.admission.bus_health import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth
 from services.router.admission.queues import QueueEntry
 from services.router.admission.waker import Waker
 from services.router.placement.fleet import Fleet
@@ -32,20 +32,12 @@ class Placing:
     """Places requests, and records how long that takes."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        queue: AdmissionQueue,
-        bus_health: BusHealth,
-        now: Callable[[], float],
-        *,
-        bus_wait_s_max: float,
-        waker: Waker,
+        self, fleet: Fleet, queue: AdmissionQueue, bus_health: BusHealth, now: Callable[[], float], *, waker: Waker
     ) -> None:
         self._fleet = fleet
         self._queue = queue
         self._bus_health = bus_health
         self._now = now
-        self._bus_wait_s_max = bus_wait_s_max
         self._waker = waker
 
     def first_now(self, context: RequestContext, entry: QueueEntry) -> Placement | Rejection | None:
@@ -60,12 +52,14 @@ class Placing:
         whose model sleeps once that is awake.
         """
         timings, begun, is_woken = context.timings, self._now(), False
-        until = min(begun + self._bus_wait_s_max, context.ends_at)
+        bus_health, arrived_at, check_s = self._bus_health, begun, CHECK_S_MIN
         while True:
             result: Placement | Rejection | None = None
             if not self._queue.has(entry):
-                if not self._bus_health.reachable and not await self._bus_health.wait_reachable(context, until):
-                    return BUS_UNREACHABLE
+                if not bus_health.reachable:
+                    until = min(bus_health.wait_ends(arrived_at), context.ends_at)
+                    if not await bus_health.wait_reachable(context, until):
+                        return BUS_UNREACHABLE
                 timings.admission_s += self._now() - begun
                 result = self._offer(context, entry)
                 begun = self._now()
@@ -75,13 +69,20 @@ class Placing:
             if isinstance(result, Placement):
                 timings.admission_s += self._now() - begun
                 return result
-            if lacks_worker(result) and self._bus_health.reachable and not is_woken:
+            if lacks_worker(result) and self._fleet.cluster.is_away(entry.request.model):
+                until = min(bus_health.wait_ends(arrived_at), context.ends_at)
+                if self._now() >= until or context.http_request.left:
+                    return BUS_UNREACHABLE
+                await bus_health.pause(context, min(check_s, until - self._now()))
+                check_s = min(2 * check_s, CHECK_S_MAX)
+                continue
+            if lacks_worker(result) and bus_health.reachable and not is_woken:
                 woken = await self._waker.wake(context, entry.request.model)
                 if woken is True:
                     is_woken = True
                     continue
                 result = woken or result
-            if self._bus_health.reachable or context.http_request.left:
+            if bus_health.reachable or context.http_request.left:
                 timings.admission_s += self._now() - begun
                 return result
 

@@ -109,6 +109,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Iterable[PartCandidates] = ()
     """For each part that was weighed, the workers that could be best, and the chosen one."""
 
+    def view(self, worker_id: WorkerId) -> WorkerView | None:
+        """The worker of this id, if it is one of its workers."""
+        for view in (self.decode, self.prefill):
+            if view is not None and view.record.worker_id == worker_id:
+                return view
+        return None
+
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     """No worker can serve the request now."""
@@ -119,8 +126,10 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reject(request: PlacementRequest, cluster: ClusterView, *, busy: bool) -> Rejection:
-    """The model is unknown, or its workers are full (``busy``), or none is ready."""
-    if request.model and not cluster.knows(request.model) and cluster.is_whole:
+    """The model is unknown, or its workers are full (``busy``), or none is ready. Without any worker, nothing is known:
+    NATS may have lost the registry, which the workers fill again.
+    """
+    if request.model and cluster.workers and cluster.is_whole and not cluster.knows(request.model):
         message = f"The model `{request.model}` does not exist; /v1/models lists those that do."
         return Rejection(reason=Reason.MODEL_UNKNOWN, message=message)
     if busy:

@@ -1,5 +1,5 @@
-"""Ends what may not go on: late steps of requests, requests of revoked keys, clients that do not read, heads and bodies
-that do not arrive.
+"""Ends what may not go on: late steps of requests, requests of revoked keys, requests that a silent NATS has, clients
+that do not read, heads and bodies that do not arrive.
 
 One walk over all requests a few times a second replaces a timer for each; most requests end before the first walk.
 """
@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from services.router.admission.bus_health import BusHealth
 from services.router.request.context import NEVER, RequestContext
 from shared.contracts.failures import Failure, Reason
 from shared.runtime.clock import Clock
@@ -24,6 +25,7 @@ TOO_LONG: Final = Failure(reason=Reason.DEADLINE, message="The request took too 
 STOPPING: Final = Failure(
     reason=Reason.ROUTER_STOPPING, message="The router stops before the answer is complete: send the request again."
 )
+SILENT: Final = Failure(reason=Reason.BUS_DOWN, message="NATS does not respond.")
 REVOKED: Final = Failure(reason=Reason.FORBIDDEN, message="The request's API key was revoked.")
 
 
@@ -33,11 +35,13 @@ class DeadlineMonitor:
     def __init__(
         self,
         in_flight: set[RequestContext],
+        bus_health: BusHealth,
         end_slow_uploads: Callable[[], None],
         end_late_connections: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._in_flight = in_flight
+        self._bus_health = bus_health
         self._end_slow_uploads = end_slow_uploads
         self._end_late_connections = end_late_connections
         self._clock = clock
@@ -57,14 +61,24 @@ class DeadlineMonitor:
 
     def walk(self, now: float) -> None:
         """End all that is late, and all whose key was revoked."""
+        self._bus_health.look(now)
+        is_silent = self._bus_health.is_silent
         for context in list(self._in_flight):
             if context.http_request.head.client.is_revoked:
                 context.ends_at = context.deadline_at = min(now, context.ends_at)  # No attempt follows.
                 self._end(context, now, REVOKED)
             elif now > context.deadline_at:
                 self._end(context, now, TOO_LONG)
+            elif is_silent and self._has_waited(context, now):
+                context.stop(SILENT)
         self._end_slow_uploads()
         self._end_late_connections()
+
+    def _has_waited(self, context: RequestContext, now: float) -> bool:
+        """Whether a request whose legs NATS has, perhaps, has waited for it as long as others wait to be placed."""
+        if context.http_request.begun or context.stopped is not None or not context.legs:
+            return False
+        return now >= self._bus_health.wait_ends(context.timings.started_at)
 
     def _end(self, context: RequestContext, now: float, failure: Failure) -> None:
         if context.late_at == NEVER:

@@ -100,8 +100,11 @@ class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The longest WAIT of a request whose client has received nothing yet."""
     stream_wait_s_max: Seconds = 30.0
     """The longest WAIT of a stream that has begun."""
-    bus_wait_s_max: Seconds = 5.0
-    """How long new requests wait for NATS and the workers to come back; then 503."""
+    bus_wait_s_max: Seconds = 10.0
+    """How long requests whose client has received nothing wait for NATS and the workers to come back, from the
+    beginning of the outage; then 503. A server that hangs is given up after six seconds, and another one tried: the
+    wait is longer.
+    """
     attempts_max: Annotated[int, msgspec.Meta(ge=1)] = 3
     """Attempts of one request, the first included, before the client gets the failure."""
     resumes_max: Annotated[int, msgspec.Meta(ge=0, le=64)] = 3

@@ -262,7 +262,7 @@ class Relay:
         if isinstance(error, LegFailed):
             return error
         if isinstance(error, BusDown):
-            return LegFailed(Failure(reason=Reason.BUS_DOWN, message=str(error)))
+            return LegFailed(Failure(reason=Reason.BUS_DOWN, message=str(error)), by_bus=True)
         if isinstance(error, MessageTooLarge):
             return LegFailed(Failure(reason=Reason.TOO_LARGE, message=str(error)))
         if error.status == SERVICE_UNAVAILABLE and context.may_retry(self._failures.attempts_max):
@@ -317,11 +317,12 @@ class Relay:
 
     def _reject(self, context: RequestContext, rejection: Rejection, lost: LegFailed | None) -> None:
         """No worker can serve the request. A deadline that ended the last attempt, or an unreadable body, says more
-        than that.
+        than that; an outage of NATS says more than a deadline.
         """
+        is_away = rejection.reason is Reason.BUS_DOWN
         if context.http_request.left:
             self._fail(context, CLIENT_LEFT)
-        elif lost is not None and lost.failure.reason is Reason.DEADLINE:
+        elif lost is not None and lost.failure.reason is Reason.DEADLINE and not is_away:
             self._fail(context, lost.failure)
         elif context.facts.body is None:
             self._refuse(context, bad_request("The body is not a JSON object."))

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from services.router.admission.bus_health import BUS_UNREACHABLE, CHECK_S_MAX, CHECK_S_MIN, BusHealth
-from services.router.admission.placing import Placing
+from services.router.admission.placing import Placing, lacks_worker
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.failure_policy import (
     MAY_FREE_SOON,
@@ -62,7 +62,6 @@ class Retry:
     ) -> None:
         self._now = now
         self._attempts_max = policy.attempts_max
-        self._bus_wait_s_max = policy.bus_wait_s_max
         self._policy = policy
         self._placing = placing
         self._cluster = cluster
@@ -79,6 +78,8 @@ class Retry:
         if (blamed := await self._suspects.blame(context, lost)) is not None:
             context.give_up(blamed)
             return blamed
+        if lost.by_bus:
+            context.excuse()
         kind = kind_of(
             failure.reason,
             prefill=failed_in_prefill(context, lost),
@@ -99,22 +100,29 @@ class Retry:
             request = await self._rest_of_stream(context, request)
         found = await self._find(context, request, recovery)
         if isinstance(found[1], Rejection) and begun:
+            if found[1] is BUS_UNREACHABLE:
+                failure = msgspec.structs.replace(failure, reason=Reason.BUS_DOWN)
             return cannot_resume(failure, found[1].message)
         return found
 
     async def _find(self, context: RequestContext, request: PlacementRequest, recovery: Recovery) -> NextAttempt:
         """Try the actions, again and again until its wait is over if it has one."""
         bus_health, http_request = self._bus_health, context.http_request
-        wait_s = self._bus_wait_s_max if not (bus_health.reachable or http_request.begun) else recovery.wait_s
-        until = min(self._now() + wait_s, context.ends_at)
+        until = min(self._now() + recovery.wait_s, context.ends_at)
         check_s = CHECK_S_MIN
         while True:
-            if not bus_health.reachable and not (recovery.wait_s and await bus_health.wait_reachable(context, until)):
-                return request, BUS_UNREACHABLE
+            if not bus_health.reachable:
+                if not http_request.begun:
+                    until = min(bus_health.wait_ends(context.timings.started_at), context.ends_at)
+                if not (recovery.wait_s and await bus_health.wait_reachable(context, until)):
+                    return request, BUS_UNREACHABLE
             found = self._try(context, request, recovery)
             now = self._now()
-            if isinstance(found[1], Placement) or now >= until or http_request.left:
+            if isinstance(found[1], Placement) or http_request.left:
                 return found
+            if now >= min(until, context.ends_at):
+                is_away = lacks_worker(found[1]) and self._cluster.is_away(request.model)
+                return (request, BUS_UNREACHABLE) if is_away else found
             await bus_health.pause(context, min(check_s, until - now))
             check_s = min(2 * check_s, CHECK_S_MAX)
             context.busy_workers.clear()  # They may have room again.
@@ -134,20 +142,26 @@ class Retry:
         return rejected or (request, NO_SUBSTITUTE)
 
     def _note(self, context: RequestContext, lost: LegFailed, kind: FailureKind) -> None:
-        """Remember which worker this request avoids: for good, or until it has room."""
+        """Remember which worker this request avoids, for good or until it has room; or which worker all requests avoid
+        until it reports, because NATS has nobody there.
+        """
         placement = context.placement
         if context.like is None and placement is not None and context.http_request.begun:
             context.like = Served.by(placement.decode, context.facts.model)
         if lost.worker_id is None or placement is None:
+            return
+        view = placement.view(lost.worker_id)
+        if lost.by_bus:
+            if view is not None and lost.failure.reason is Reason.WORKER_LOST:
+                self._cluster.unheard(lost.worker_id, view.record.epoch)
             return
         if kind in MAY_FREE_SOON:
             context.busy_workers.add(lost.worker_id)
             return
         if lost.failure.reason not in WORKER_UNUSABLE:
             return
-        for view in (placement.decode, placement.prefill):
-            if view is not None and view.record.worker_id == lost.worker_id:
-                context.failed_workers[lost.worker_id] = view.record.epoch
+        if view is not None:
+            context.failed_workers[lost.worker_id] = view.record.epoch
 
     async def _rest_of_stream(self, context: RequestContext, request: PlacementRequest) -> PlacementRequest:
         """The request whose prompt includes the tokens that the client has received."""

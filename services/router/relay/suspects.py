@@ -106,11 +106,10 @@ class Suspects:
 
     def _note_silence(self, context: RequestContext, lost: LegFailed) -> None:
         placement = context.placement
-        if placement is not None:
-            for view in (placement.decode, placement.prefill):
-                if view is not None and view.record.worker_id == lost.worker_id:
-                    context.silences.append((view, view.heard_at))
-                    return
+        if placement is None or lost.worker_id is None:
+            return
+        if (view := placement.view(lost.worker_id)) is not None:
+            context.silences.append((view, view.heard_at))
 
     async def _ended(self, context: RequestContext) -> tuple[int, list[Life]]:
         """How many of the workers that were lost with this request have ended, as far as is known; and those of them

@@ -36,6 +36,8 @@ NEVER: Final = float("inf")
 ATTACHED: Final = "a server outside of Baton began it, and its tokens are not known"
 CLIENT_LEFT: Final = Failure(reason=Reason.CANCELLED, message="the client left")
 CLIENT_SLOW: Final = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
+EXCUSED_MAX: Final = 8
+"""A connection that breaks again and again, or a worker that reports but takes no legs, ends a request."""
 ID_BYTES: Final = 16
 NO_WORKERS: Final[frozenset[WorkerId]] = frozenset()
 RESPONSE_ID: Final = re.compile(rb'"response":\s?\{"id":\s?"([A-Za-z0-9_-]{1,128})"')
@@ -84,6 +86,12 @@ class RequestContext:
     stopped: Failure | None = None
     """Why the present attempt goes no further."""
     attempts = 0
+    excused = 0
+    """Attempts that the bus ended, up to ``EXCUSED_MAX``: no engine has failed the request."""
+    resumes_excused = 0
+    """Those of them that were resumes."""
+    resuming = False
+    """Whether the present attempt is a resume."""
     tried_at = 0.0
     """When the present attempt began."""
     answering = False
@@ -185,8 +193,14 @@ class RequestContext:
     def may_retry(self, attempts_max: int) -> bool:
         """Whether another attempt is allowed. A response that has begun can only be resumed."""
         if self.http_request.begun:
-            return not self.why_not_resumable() and self.resumes < self.resumes_max
-        return self.attempts < attempts_max
+            return not self.why_not_resumable() and self.resumes - self.resumes_excused < self.resumes_max
+        return self.attempts - self.excused < attempts_max
+
+    def excuse(self) -> None:
+        """The bus has ended the present attempt, which counts against no limit then."""
+        if self.excused < EXCUSED_MAX:
+            self.excused += 1
+            self.resumes_excused += self.resuming
 
     def why_not_resumable(self) -> str:
         """Why the stream, which has begun, cannot continue at another worker; empty when it can."""
@@ -201,7 +215,8 @@ class RequestContext:
         self.stopped = CLIENT_LEFT if self.http_request.left else None
         self.attempts += 1
         self.answering = False
-        if self.http_request.begun:
+        self.resuming = self.http_request.begun
+        if self.resuming:
             self.resumes += 1
             self.resumed_tokens += len(self.relayed)
         self.placement = placement

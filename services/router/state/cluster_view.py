@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -83,6 +84,8 @@ class ClusterView:
         """Whether workers may lack endpoints that all engines have: those attached to servers outside of Baton."""
         self.away: set[WorkerId] = set()
         """Workers that were ready, and have not reported since a bus outage."""
+        self._bus_back_at = -math.inf
+        """When a bus outage ended; infinite while it lasts."""
         self._masks: dict[tuple[str, str], t.Bools] = {}
         """Masks of the workers' rows by model and revision."""
         self._primary_names: dict[str, str] = {}
@@ -165,6 +168,32 @@ class ClusterView:
             view.away = True
             self._write(view)
 
+    def reconnected(self, now: float) -> None:
+        """The bus is back. Workers have been silent since now: before, they could not be heard."""
+        self._bus_back_at = now
+
+    def unheard(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """NATS has nobody to deliver a leg for this worker to: it must report again before it gets legs."""
+        view = self.workers.get(worker_id)
+        if view is not None and view.record.epoch <= epoch:
+            view.away = True
+            self._write(view)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the fleet is known: the registry was read, and all workers that were ready have reported since a bus
+        outage.
+        """
+        return not self.away and self.is_whole and len(self.workers) > 0
+
+    def is_away(self, model: str) -> bool:
+        """Whether the model may have more workers than are known to be ready: the registry was not read yet, or they
+        have not reported since a bus outage.
+        """
+        if not self.is_whole:
+            return True
+        return bool(self.away) and any(view.record.worker_id in self.away for view in self.offering(model))
+
     def set_speed(self, worker_id: WorkerId, speed: WorkerSpeed) -> None:
         """Write how fast a worker is, for placement."""
         view = self.workers.get(worker_id)
@@ -189,7 +218,7 @@ class ClusterView:
         gone = [
             view
             for view in self.workers.values()
-            if not view.registered and (view.lost or now - view.heard_at > silent_s_max)
+            if not view.registered and (view.lost or now - self._silent_from(view) > silent_s_max)
         ]
         for view in gone:
             del self.workers[view.record.worker_id]
@@ -200,6 +229,9 @@ class ClusterView:
             alive = {view.pairs_with for view in self.workers.values()}
             self._groups = {key: group for key, group in self._groups.items() if key in alive}
         return [view.record for view in gone]
+
+    def _silent_from(self, view: WorkerView) -> float:
+        return max(view.heard_at, self._bus_back_at) if view.away else view.heard_at
 
     def offering(self, model: str) -> Iterable[WorkerView]:
         """Workers of a model; of any model when ``model`` is empty."""

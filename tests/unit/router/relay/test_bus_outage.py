@@ -7,12 +7,13 @@ import asyncio
 import pytest
 
 from services.router.relay.failure_policy import FailurePolicy
+from shared.contracts.channels import WORKER_RECORDS, bucket_of
 from shared.contracts.failures import Reason
 from shared.contracts.workers import Role
-from tests.unit.router.fake_worker import WHOLE_RESPONSE, serve_leg
+from tests.unit.router.fake_worker import WHOLE_RESPONSE, Script, serve_leg
 from tests.unit.router.relay.test_migration import error_of
 from tests.unit.router.streams import ANSWER, TOKENS, fails, falls_silent, streams
-from tests.unit.router.world import World, in_world, parse, prompt, settle
+from tests.unit.router.world import World, give_legs, in_world, parse, prompt, settle
 
 BODY = b'{"model":"m","prompt":"x"}'
 STREAM = b'{"model":"m","prompt":"x","stream":true}'
@@ -176,6 +177,170 @@ async def test_a_worker_that_dies_during_the_outage_is_replaced(world: World):
 
     assert parse(connection.written).body == ANSWER
     assert len(second.started) == 1
+
+
+NEVER_ANSWERS: Script = lambda *_leg: None  # noqa: E731
+
+
+@in_world(failures=FailurePolicy(bus_wait_s_max=4.0))
+async def test_while_nats_is_frozen_every_request_is_told_so_in_time(world: World):
+    """Before the freeze, at its beginning, unnoticed, and noticed."""
+    await world.worker("w1", script=NEVER_ANSWERS)
+    now = asyncio.get_running_loop().time
+    asked = [world.begin(BODY)]
+    await asyncio.sleep(1.0)
+    world.hub.freeze()
+    frozen_at, ended_at = now(), {}
+    for _ in range(8):
+        asked.append(world.begin(BODY))
+        began_at = now()
+        asked[-1][1].add_done_callback(lambda _, at=began_at: ended_at.update({at: now()}))
+        await asyncio.sleep(1.0)
+    await asyncio.gather(*(answering for _, answering in asked))
+
+    responses = [parse(connection.written) for connection, _ in asked]
+    assert {(response.status, response.error["code"]) for response in responses} == {(503, "bus_down")}
+    assert max(ended - began for began, ended in ended_at.items()) <= 4.2
+    assert max(ended_at.values()) <= frozen_at + 7.0 + 4.2
+
+
+@in_world(failures=FailurePolicy(bus_wait_s_max=6.0))
+async def test_a_freeze_within_the_wait_costs_no_request(world: World):
+    """It is longer than workers may be silent, and the connections live on."""
+    await world.pair()
+    world.hub.freeze()
+    asked = []
+    for _ in range(10):
+        asked.append(world.begin(BODY))
+        await asyncio.sleep(0.5)
+    world.hub.thaw()
+    asked.append(world.begin(BODY))
+    await asyncio.gather(*(answering for _, answering in asked))
+
+    assert {parse(connection.written).status for connection, _ in asked} == {200}
+
+
+@in_world()
+async def test_outages_count_against_no_limit_of_attempts(world: World):
+    worker = await world.worker("w1", script=NEVER_ANSWERS)
+    connection, answering = world.begin(BODY)
+    for _ in range(5):
+        await asyncio.sleep(1.0)
+        lose(world)
+        await asyncio.sleep(0.1)
+        restore(world)
+    await asyncio.sleep(1.0)
+    lose(world)
+    worker.script = serve_leg
+    restore(world)
+    await answering
+
+    assert parse(connection.written).body == WHOLE_RESPONSE
+    assert len(worker.started) == 7
+
+
+@in_world()
+async def test_outages_count_against_no_limit_of_resumes_but_the_clients_none(world: World):
+    worker = await world.worker("w1", script=streams(1, falls_silent))
+    resumed, answering = world.begin(STREAM)
+    never, ending = world.begin(b'{"model":"m","prompt":"x","stream":true,"baton":{"resumes_max":0}}')
+    for _ in range(4):
+        await asyncio.sleep(1.0)
+        lose(world)
+        restore(world)
+    await asyncio.sleep(1.0)
+    lose(world)
+    worker.script = streams()
+    restore(world)
+    await asyncio.gather(answering, ending)
+
+    assert parse(resumed.written).body == ANSWER
+    assert error_of(parse(never.written).body)["code"] == "bus_down"
+
+
+@in_world(failures=FailurePolicy(attempts_max=1))
+async def test_workers_that_nats_cannot_reach_count_against_no_limit_and_get_no_more_legs(world: World):
+    gone = [await world.worker(f"gone{number}") for number in range(4)]
+    there = await world.worker("there")
+    give_legs(world, "there", 5)
+    for worker in gone:
+        await worker.vanish()
+
+    first, second = await world.ask(prompt()), await world.ask(prompt())
+
+    assert {first.headers["x-baton-decode-worker"], second.headers["x-baton-decode-worker"]} == {"there"}
+    assert len(there.started) == 2
+    views = world.router.fleet.cluster.workers
+    assert not any(views[worker.worker_id].ready for worker in gone)
+
+
+@in_world()
+async def test_a_worker_that_reports_but_takes_no_legs_ends_a_request(world: World):
+    worker = await world.worker("w1")
+    for subscription in worker._subscriptions:
+        await subscription.close()
+
+    response = await world.ask(prompt())
+
+    assert (response.status, response.error["code"]) == (502, "worker_lost")
+
+
+@in_world(failures=FailurePolicy(bus_wait_s_max=5.0), queue_s_max=60.0)
+async def test_a_request_that_was_queued_for_longer_still_waits_for_nats(world: World):
+    worker = await world.worker("w1", script=NEVER_ANSWERS)
+    running = [world.begin(BODY) for _ in range(80)]
+    await asyncio.sleep(10.0)
+    queued = len(world.router.queue)
+    assert queued > 0
+
+    lose(world)
+    worker.script = serve_leg
+    await asyncio.sleep(1.0)
+    restore(world)
+    await asyncio.gather(*(answering for _, answering in running))
+
+    assert {parse(connection.written).status for connection, _ in running} == {200}
+
+
+@in_world()
+async def test_workers_that_an_emptied_registry_lacks_are_not_dropped_before_they_can_report(world: World):
+    worker = await world.worker("w1")
+    lose(world)
+    await asyncio.sleep(4.0)
+    connection, answering = world.begin(BODY)
+    world.hub.buckets[bucket_of(WORKER_RECORDS)].values.clear()
+    worker.unfrozen.clear()
+    restore(world)
+    await asyncio.sleep(2.5)
+    assert not answering.done()
+
+    worker.unfrozen.set()
+    await answering
+
+    assert parse(connection.written).status == 200
+
+
+@in_world(failures=FailurePolicy(bus_wait_s_max=8.0))
+async def test_workers_that_are_not_back_yet_are_waited_for_and_named_as_the_cause(world: World):
+    worker = await world.worker("w1")
+    worker.unfrozen.clear()
+    lose(world)
+    restore(world)
+    begun = asyncio.get_running_loop().time()
+
+    response = await world.ask(prompt())
+
+    assert (response.status, response.error["code"]) == (503, "bus_down")
+    assert asyncio.get_running_loop().time() - begun == pytest.approx(8.0, abs=0.3)
+
+
+@in_world()
+async def test_a_router_that_starts_with_an_empty_registry_calls_no_model_unknown(world: World):
+    await asyncio.sleep(10.0)
+
+    response = await world.ask(prompt())
+
+    assert (response.status, response.error["code"]) == (503, "no_worker")
 
 
 @in_world()

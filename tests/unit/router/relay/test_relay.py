@@ -121,7 +121,7 @@ async def test_before_the_registry_is_read_no_model_gets_404(world: World):
 
     response = await world.ask(prompt(model="nope"))
 
-    assert (response.status, response.error["code"]) == (503, "no_worker")
+    assert (response.status, response.error["code"]) == (503, "bus_down")
 
 
 @in_world()
