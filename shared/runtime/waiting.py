@@ -44,7 +44,7 @@ SAID_S = 30.0
 REGISTRY = "JetStream (worker registry)"
 
 PAGE_AFTER_S = 2.0
-"""Until then connections wait for the process's own server: mostly NATS responds at once."""
+"""The page opens so late because NATS mostly responds at once: then connections wait for the process's own server."""
 CLIENTS_MAX = 64
 """Concurrent connections to the page; further ones are closed."""
 CLIENT_S_MAX = 5.0

@@ -89,7 +89,7 @@ class RequestContext:
     excused = 0
     """Attempts that the bus ended, up to ``EXCUSED_MAX``: no engine has failed the request."""
     resumes_excused = 0
-    """Those of them that were resumes."""
+    """Resumes that the bus ended, counted in ``excused``, too."""
     resuming = False
     """Whether the present attempt is a resume."""
     tried_at = 0.0
