@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 STEADY, REVOCABLE = (f"baton-chaos-{name}-{'0' * 43}" for name in ("steady", "revocable"))
-REFUSED = "invalid_api_key"
-"""What a client with a revoked key is told."""
+REFUSED = {"invalid_api_key": 401, "forbidden": 403}
+"""What a client with a revoked key is told, and the statuses: of a new request, and of one that was under way."""
 RELOAD_S_MAX = 6.0
 """Until routers have read a changed file; they look every two seconds."""
 SALT = "0" * 64

@@ -153,8 +153,9 @@ REVOKED = [happened(Kind.REVOKE, Part.KEY, "key", 10.0, 20.0)]
 
 
 @pytest.mark.parametrize("sent_s", [9.9, 15.0, 20.0 + RELOAD_S_MAX])
-def test_a_revoked_key_is_refused(sent_s):
-    refused = failed(REFUSED, status=401, sent_s=sent_s, ended_s=sent_s + 0.2)
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_revoked_key_is_refused(code, sent_s):
+    refused = failed(code, status=REFUSED[code], sent_s=sent_s, ended_s=sent_s + 0.2)
     ask = replace(ASK, key=REVOCABLE)
 
     assert violations([ask], [refused], REVOKED, LIMITS) == []
