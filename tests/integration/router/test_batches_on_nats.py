@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from services.orchestrator.buckets import KeptFor, make_buckets
+from services.router.batches.batches import UNFINISHED_MAX
 from services.router.batches.store import SegmentWriter, StoreFailed, read
 from shared.bus.frame_sender import LegFrames
 from shared.bus.nats_bus import connect_nats
@@ -159,3 +160,23 @@ async def test_a_full_bucket_refuses_bytes_and_keeps_those_that_it_has(tmp_path)
             assert await read_again(bus, segment, 49_000) == b"x" * 1000 + b"y" * 10_000
         assert 10 <= len(kept) < 20
         await bus.close()
+
+
+async def test_batches_that_are_asked_for_at_once_pass_no_bound(tmp_path):
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "p"}}
+    with NatsServer(tmp_path) as server:
+        bus = await connect_nats(server.url, name="worker")
+        await make_buckets(bus, 5.0)
+        worker = FakeWorker(bus, "w1", script=lambda _worker, _start, _frames: None)
+        await worker.join()
+        living = asyncio.create_task(keep_alive(worker))
+        async with router(server.url, tmp_path / "one") as (_process, client):
+            form = {"files": {"file": ("in.jsonl", msgspec.json.encode(line))}, "data": {"purpose": "batch"}}
+            file = (await client.post("/v1/files", **form)).json()
+            wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+            asked = [client.post("/v1/batches", json=wanted) for _ in range(UNFINISHED_MAX + 20)]
+            statuses = [one.status_code for one in await asyncio.gather(*asked)]
+        living.cancel()
+        await bus.close()
+
+    assert (statuses.count(200), statuses.count(429)) == (UNFINISHED_MAX, 20)

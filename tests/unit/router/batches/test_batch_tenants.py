@@ -32,9 +32,9 @@ def keys_of(**limits: str) -> str:
     return f'salt = "{"s" * 32}"\n' + "".join(entries)
 
 
-def with_tenants(**limits: str):
+def with_tenants(*, at_once: int = AT_ONCE, **limits: str):
     """The test gets a world and its engine."""
-    settings = {"keys": keys_of(**limits), "batch_lines_at_once": AT_ONCE}
+    settings = {"keys": keys_of(**limits), "batch_lines_at_once": at_once}
 
     def run(test: Callable[..., Awaitable[None]], **kw: Any) -> None:
         run_with_engine(lambda world, engine, _client: test(world, engine, **kw), **settings)
@@ -153,7 +153,7 @@ async def test_lines_that_fail_and_are_tried_again_hold_no_slots_meanwhile(world
     assert failing
 
 
-@with_tenants(attacker="", other="")
+@with_tenants(at_once=32, attacker="", other="")
 async def test_lines_for_a_model_whose_workers_are_gone_or_full_stop_no_others(world: World, engine: Engine):
     sleepy = Engine()
     sleepy.stays = lambda _text: True
@@ -165,6 +165,7 @@ async def test_lines_for_a_model_whose_workers_are_gone_or_full_stop_no_others(w
     await made_by(attacker, 2, many(200, "long", "gone"))
     await asyncio.sleep(60)
     assert full.started
+    assert world.router.queue.lines_waiting
     await is_served_soon(other)
 
 
