@@ -64,16 +64,15 @@ def health_of(
     findings = [*_services(metrics), *_workers(cards), *_roles(cards), *_requests(minute, now)]
     worst = min((RANK[one.level] for one in findings), default=RANK[INFO])
     if worst == RANK[INFO]:
-        findings.insert(0, _all_healthy(cards, minute, now))
+        findings.insert(0, _all_healthy(cards))
     ordered = sorted(findings, key=lambda one: RANK[one.level])
     status = {RANK[ERROR]: UNHEALTHY, RANK[WARNING]: DEGRADED}.get(worst, HEALTHY)
     return Health(status=status, sentences=ordered[:SENTENCES_MAX])
 
 
-def _all_healthy(cards: list[WorkerCard], minute: LastMinute, now: float) -> Sentence:
+def _all_healthy(cards: list[WorkerCard]) -> Sentence:
     ready = sum(card.phase == READY for card in cards)
-    text = f"{many(ready, 'worker')} ready, {minute.per_s(now):.1f} requests per second."
-    return Sentence(INFO, text)
+    return Sentence(INFO, f"{many(ready, 'worker')} ready.")
 
 
 def _services(metrics: FleetMetrics) -> Iterator[Sentence]:

@@ -177,9 +177,6 @@ class LastMinute:
         """Requests that missed a target."""
         return self._count(self._late, now)
 
-    def per_s(self, now: float) -> float:
-        return self._all.per_second(now)
-
     def most_frequent_reason(self, now: float) -> str:
         """The most frequent failure reason; empty without failures."""
         reasons = Counter(reason for at, reason in self._reasons if now - at < MINUTE_S)

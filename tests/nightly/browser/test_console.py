@@ -210,6 +210,17 @@ def test_the_page_fits_a_phone_without_horizontal_scrolling(console: Page, syste
     assert width_of(console) == PHONE["width"]
 
 
+@pytest.mark.parametrize("width", [PHONE["width"], 1400])
+def test_names_as_long_as_a_client_can_send_do_not_widen_the_page(console: Page, system: SimulatedSystem, width: int):
+    console.set_viewport_size({**PHONE, "width": width})
+    for letter in "iW":
+        answer = system.complete("A long name. " * 20, {"x-request-id": letter * 128, "x-baton-tenant": letter * 64})
+        assert answer.status_code == 200, answer.text
+    expect(console.locator("#tenant-table")).to_contain_text("W" * 64)
+
+    assert width_of(console) == width
+
+
 def test_a_chosen_theme_survives_a_reload(console: Page):
     console.get_by_role("button", name="Switch to dark colours").click()
     assert brightness_of(console, "body") < 0.5

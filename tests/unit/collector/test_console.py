@@ -292,7 +292,7 @@ def test_a_system_without_findings_is_healthy(shown):
 
     health = shown.page().health
     assert health.status == "healthy"
-    assert health.sentences[0].text == "2 workers ready, 0.0 requests per second."
+    assert health.sentences[0].text == "2 workers ready."
 
 
 def test_a_silent_worker_is_reported_with_an_action(shown):
@@ -390,7 +390,7 @@ def test_a_health_change_is_an_event_without_any_browser(shown):
 
     health = [line.text for line in shown.page().events if line.kind == "health"]
     assert health == [
-        "unhealthy → healthy: 2 workers ready, 0.0 requests per second.",
+        "unhealthy → healthy: 2 workers ready.",
         "healthy → unhealthy: router router-1 has failed: no port.",
     ]
 

@@ -128,7 +128,10 @@ function drawTable(place, columns, rows, keyOfRow, whenEmpty) {
     rows,
     keyOfRow,
     () => el("tr", {}, columns.map((_column, index) => el(index ? "td" : "th", index ? {} : { scope: "row" }))),
-    (row, one) => columns.forEach(([, read], index) => setText(row.children[index], read(one))),
+    (row, one) => columns.forEach(([, read], index) => {
+      setText(row.children[index], read(one));
+      setAttribute(row.children[index], "title", row.children[index].textContent); // It may be cut off.
+    }),
   );
 }
 
