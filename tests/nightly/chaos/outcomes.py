@@ -21,6 +21,9 @@ BUGS = {str(Reason.INTERNAL), str(Reason.BAD_MESSAGE)}
 
 BUS_AWAY_S_MIN = 1.0
 """An outage of NATS that is shorter costs nobody anything: new requests wait for it, streams go on when it is back."""
+NOT_READY = {str(Reason.BUS_DOWN), str(Reason.NO_WORKER)}
+UNREADY_S_MAX = 40.0
+"""Time for a router to start, or to find its fleet again, on a machine that runs much else."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +40,8 @@ class Outcome:
     """Of the error that it was told."""
     message: str = ""
     """The error's message."""
+    unready_s: float = 0.0
+    """How long its router had not been ready when it was sent; 0: it was ready."""
     text: str = ""
     finishes: list[str] = field(default_factory=list)
     dones: int = 0
@@ -153,7 +158,11 @@ def _wrongs(ask: Ask, outcome: Outcome, faults: Sequence[Happened], limits: Limi
     near = [happened for happened in faults if _touches(happened, outcome, limits)]
     if outcome.is_cut and not any(_cuts(happened, outcome) for happened in near):
         yield "the connection ended, and its router was well"
-    elif outcome.code and not any(_may_fail(happened, outcome.router) for happened in near):
+    elif (
+        outcome.code
+        and not _is_sent_to_nobody(outcome)
+        and not any(_may_fail(happened, outcome.router) for happened in near)
+    ):
         yield "failed without an excuse"
     late_s = outcome.ended_s - outcome.sent_s - limits.deadline_s
     frozen_s = sum(happened.ended_s - happened.began_s for happened in near if _freezes(happened, outcome))
@@ -249,6 +258,13 @@ def _touches(happened: Happened, outcome: Outcome | BatchOutcome, limits: Limits
 def _cuts(happened: Happened, outcome: Outcome) -> bool:
     fault = happened.fault
     return fault.kind is Kind.KILL and fault.target == outcome.router
+
+
+def _is_sent_to_nobody(outcome: Outcome) -> bool:
+    """Whether its router had said for a while that it is not ready, and says so again. A load balancer sends nothing
+    there while another one is ready. On a slow machine a router starts, or is back after an outage, that late.
+    """
+    return outcome.code in NOT_READY and BUS_AWAY_S_MIN < outcome.unready_s <= UNREADY_S_MAX
 
 
 def _freezes(happened: Happened, outcome: Outcome) -> bool:

@@ -57,6 +57,8 @@ class Traffic:
         self.under_way = 0
         self._routers = list(routers)
         self._fit: list[Router] = []
+        self._unfit_since: dict[str, float] = {}
+        """When routers that are not ready were first found so."""
         self._turns = itertools.count()
         self._now = now
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -104,7 +106,8 @@ class Traffic:
         until = self._now() + NOBODY_THERE_S_MAX
         while True:
             name, url = kept.router if kept is not None and kept.router is not None else self.next_router()
-            outcome = Outcome(number=ask.number, router=name, sent_s=self._now())
+            unready_s = self._now() - self._unfit_since.get(name, self._now())
+            outcome = Outcome(number=ask.number, router=name, sent_s=self._now(), unready_s=unready_s)
             leaving = asyncio.timeout(ask.leaves_after_s)
             try:
                 async with asyncio.timeout(PATIENCE_S), leaving:
@@ -131,6 +134,8 @@ class Traffic:
         while True:
             fit = await asyncio.gather(*(self._is_ready(url) for _, url in self._routers))
             self._fit = [router for router, is_fit in zip(self._routers, fit, strict=True) if is_fit]
+            unfit = {name for name, _ in set(self._routers) - set(self._fit)}
+            self._unfit_since = {name: self._unfit_since.get(name, self._now()) for name in unfit}
             await asyncio.sleep(HEALTH_S)
 
     async def _is_ready(self, url: str) -> bool:

@@ -22,6 +22,7 @@ from tests.nightly.chaos.keys import REFUSED, RELOAD_S_MAX, REVOCABLE
 from tests.nightly.chaos.oracle import OTHER_MODEL
 from tests.nightly.chaos.outcomes import (
     BUS_AWAY_S_MIN,
+    UNREADY_S_MAX,
     BatchOutcome,
     Happened,
     Limits,
@@ -132,6 +133,13 @@ def test_nats_is_an_excuse_if_it_was_away_for_long_and_lately():
     assert judge(failed("bus_down"), faults=[away]) == []
     assert judge(failed("bus_down"), faults=[blinked]) != []
     assert judge(failed("bus_down", sent_s=20.0, ended_s=21.0), faults=[away]) != []
+
+
+def test_a_router_that_has_long_said_it_is_not_ready_may_say_so_to_a_request():
+    assert judge(failed("bus_down", unready_s=2 * BUS_AWAY_S_MIN)) == []
+    assert judge(failed("bus_down", unready_s=BUS_AWAY_S_MIN / 2)) != []
+    assert judge(failed("bus_down", unready_s=2 * UNREADY_S_MAX)) != []
+    assert judge(failed("worker_lost", status=502, unready_s=2 * BUS_AWAY_S_MIN)) != []
 
 
 def test_a_killed_router_cuts_its_own_connections_and_no_others():
