@@ -210,7 +210,13 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     service.extend_status(edge.add_status_fields)
     await server.listening.wait()
     if otlp_endpoint:
-        push = MetricsPush("collector", service.facts.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())
+        push = MetricsPush(
+            "collector",
+            service.facts.instance,
+            otlp_endpoint=otlp_endpoint,
+            started_ns=time.time_ns(),
+            version=baton_version(),
+        )
         service.tasks.create_task(_push(collector, push), name="push-metrics")
     service.set_phase(ServicePhase.READY)
     await service.stopping.wait()

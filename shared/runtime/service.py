@@ -201,7 +201,13 @@ def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[tuple[Trac
     # The SDK costs 7 MB and 0.1 s of start-up, so only processes that trace import it.
     from shared.telemetry.setup import setup
 
-    telemetry = setup(facts.name, facts.instance, otlp_endpoint=endpoint, trace_sample_ratio=common.trace_sample_ratio)
+    telemetry = setup(
+        facts.name,
+        facts.instance,
+        otlp_endpoint=endpoint,
+        trace_sample_ratio=common.trace_sample_ratio,
+        version=baton_version(),
+    )
     try:
         yield telemetry.tracer, telemetry.sink
     finally:

@@ -31,7 +31,6 @@ SPANS_WAITING_MAX = 8192
 EXPORT_PERIOD_S = 1.0
 WARNING_PERIOD_S = 60.0
 """Shortest interval between warnings that the receiver does not accept spans."""
-SCOPE = InstrumentationScope("baton")
 SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 WELL = trace.Status()
 UCUM = {"seconds": "s", "bytes": "By", "ratio": "1", "1": "1"}
@@ -77,17 +76,22 @@ def setup(
     )
     provider.add_span_processor(processor)
     return Telemetry(
-        provider.get_tracer(SCOPE.name), FinishedSpanSink(processor, provider.resource, trace_sample_ratio), provider
+        provider.get_tracer("baton", version),
+        FinishedSpanSink(processor, provider.resource, scope_of(version), trace_sample_ratio),
+        provider,
     )
 
 
 class FinishedSpanSink:
     """A ``SpanSink`` in front of the same exporter. The SDK's own mutable spans cost three times as much."""
 
-    def __init__(self, processor: SpanProcessor, resource: Resource, sample_ratio: float) -> None:
+    def __init__(
+        self, processor: SpanProcessor, resource: Resource, scope: InstrumentationScope, sample_ratio: float
+    ) -> None:
         self.sample_ratio = sample_ratio
         self._processor = processor
         self._resource = resource
+        self._scope = scope
 
     def draw(self, trace_id: int, spans: Sequence[FinishedSpan]) -> None:
         """Queue them for export."""
@@ -107,7 +111,7 @@ class FinishedSpanSink:
             status=WELL if span.error is None else trace.Status(trace.StatusCode.ERROR, span.error),
             start_time=began_ns + round(span.begun_at * 1e9),
             end_time=began_ns + round(span.ended_at * 1e9),
-            instrumentation_scope=SCOPE,
+            instrumentation_scope=self._scope,
         )
 
 
@@ -136,7 +140,12 @@ class SpanExporter(OTLPSpanExporter):
         return result
 
 
-def _resource(service: str, instance: str, version: str = "") -> Resource:
+def scope_of(version: str) -> InstrumentationScope:
+    """What names Baton as the origin of spans and metrics."""
+    return InstrumentationScope("baton", version)
+
+
+def _resource(service: str, instance: str, version: str) -> Resource:
     return Resource.create(
         {
             "service.namespace": "baton",
@@ -150,8 +159,9 @@ def _resource(service: str, instance: str, version: str = "") -> Resource:
 class MetricsPush:
     """Sends families to an OTLP receiver, without the SDK's instruments, which cannot drop a series."""
 
-    def __init__(self, service: str, instance: str, *, otlp_endpoint: str, started_ns: int) -> None:
-        self._resource = _resource(service, instance)
+    def __init__(self, service: str, instance: str, *, otlp_endpoint: str, started_ns: int, version: str) -> None:
+        self._resource = _resource(service, instance, version)
+        self._scope = scope_of(version)
         self._started_ns = started_ns
         # The SDK logs three lines a second while the receiver is away; the caller of push logs once.
         logging.getLogger(OTLPMetricExporter.__module__).setLevel(logging.CRITICAL)
@@ -160,7 +170,7 @@ class MetricsPush:
     def push(self, families: Iterable[Family], now_ns: int) -> bool:
         """Whether the receiver accepted them. Blocks for at most ``EXPORT_S_MAX``: call it in a thread."""
         metrics = [self._metric(family, now_ns) for family in families if family.samples]
-        scope = otlp.ScopeMetrics(SCOPE, metrics, schema_url="")
+        scope = otlp.ScopeMetrics(self._scope, metrics, schema_url="")
         message = otlp.MetricsData([otlp.ResourceMetrics(self._resource, [scope], schema_url="")])
         return self._exporter.export(message) is otlp.MetricExportResult.SUCCESS
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 class SpanName(StrEnum):
     """Spans of one request's trace."""
 
-    REQUEST = "request"
-    """Router: from the HTTP request to its last byte."""
+    REQUEST = "POST"
+    """Router: from the HTTP request to its last byte. The path follows the method: ``POST /v1/chat/completions``."""
     TOKENIZE = "tokenize"
     """Router: turning the prompt into tokens and block hashes."""
     ADMISSION = "admission"
@@ -123,6 +123,12 @@ class Attribute(StrEnum):
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
     CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
     """Prompt tokens whose KV no worker computed for this request."""
+    RESPONSE_MODEL = "gen_ai.response.model"
+    """The model that served the request; its name where the client gave an alias or none."""
+    HTTP_METHOD = "http.request.method"
     HTTP_ROUTE = "http.route"
+    URL_PATH = "url.path"
+    SERVER_ADDRESS = "server.address"
+    """The host that the client asked for."""
     HTTP_STATUS = "http.response.status_code"
     ERROR_TYPE = "error.type"

@@ -32,7 +32,8 @@ NOT_TRACED: Mapping[str, str] = {HEADER: f"00-{1:032x}-{1:016x}-00"}
 
 
 class FinishedSpan(msgspec.Struct, frozen=True, kw_only=True):
-    name: SpanName
+    name: str
+    """A SpanName; that of a request is followed by its path."""
     begun_at: float
     ended_at: float
     span_id: int
@@ -82,7 +83,8 @@ SOURCES_SHOWN_MAX = 16
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """One interval of a leg, in seconds on the worker's monotonic clock."""
 
-    name: SpanName
+    name: str
+    """A SpanName; that of a request is followed by its path."""
     begun_at: float
     ended_at: float
     about: About = {}

@@ -15,6 +15,11 @@ ROUNDED_S = 1e-6
 """Instants are nanoseconds since 1970, which a float holds to less than that."""
 
 
+def name_of(span: str) -> str:
+    """A span's name without the path with which that of a request continues."""
+    return span.partition(" /")[0]
+
+
 def length(span: Span) -> float:
     """Seconds."""
     return span.end - span.start
@@ -22,7 +27,7 @@ def length(span: Span) -> float:
 
 def time_to_first_token(spans: list[Span]) -> tuple[float, dict[str, float]]:
     """How long it is, and how long each of its parts; asserts that they follow each other and add up to it."""
-    (request,) = [span for span in spans if span.name == SpanName.REQUEST]
+    (request,) = [span for span in spans if name_of(span.name) == SpanName.REQUEST]
     (whole,) = [span for span in spans if span.name == SpanName.FIRST_TOKEN]
     parts = sorted((span for span in spans if span.parent_id == whole.span_id), key=lambda span: span.start)
     assert whole.parent_id == request.span_id

@@ -20,7 +20,7 @@ TRACE_CONTEXT: Final = {
 """Headers that are passed on to the workers, in the form that W3C Trace Context prescribes."""
 
 READ = frozenset({b"content-length", b"content-type", b"x-request-id", b"x-baton-mode", b"x-baton-class"})
-READ |= {b"x-baton-tenant", b"origin", b"content-encoding", *TRACE_CONTEXT}
+READ |= {b"x-baton-tenant", b"origin", b"content-encoding", b"host", *TRACE_CONTEXT}
 """The headers that the router reads; clients send many others."""
 JSON_TYPE: Final = "application/json"
 MODES: Final = {mode.value.encode(): mode for mode in Mode}
@@ -34,6 +34,7 @@ class Head:
         "client",
         "content_type",
         "encoding",
+        "host",
         "http11",
         "is_batch",
         "length",
@@ -64,35 +65,49 @@ class Head:
         self.content_type = JSON_TYPE
         self.origin = b""
         """The site of the page that sent the request; empty: no page did."""
+        self.host = b""
+        """The Host header."""
         self.encoding = ""
         """The Content-Encoding of the body; empty: none."""
         self.length = -1
         """The Content-Length; -1 without one."""
         self.trace: dict[str, str] | None = None
         """The client's W3C trace context."""
+        request_id = self._read(headers)
+        self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
+
+    def _read(self, headers: list[Header]) -> str:
+        """Take what the headers say. Returns the request's name, which may be any text; empty without one."""
         request_id = ""
         for name, value in headers:
             if name not in READ:
                 continue
             if name == b"content-length":
                 self.length = int(value)
+            elif name == b"host":
+                self.host = value
             elif name == b"content-type":
                 self.content_type = value.decode("latin-1")
-            elif name in TRACE_CONTEXT and TRACE_CONTEXT[name].fullmatch(value):
-                self.trace = {**(self.trace or {}), name.decode(): value.decode()}
             elif name == b"x-request-id":
                 request_id = value.decode("latin-1")
-            elif name == b"x-baton-mode":
-                self.mode = MODES.get(value.strip().lower())
-            elif name == b"x-baton-class":
-                self.class_name = value.decode("latin-1").strip()
             elif name == b"content-encoding":
                 self.encoding = value.decode("latin-1")
             elif name == b"origin":
                 self.origin = value
-            elif name == b"x-baton-tenant":
-                self.tenant = value.decode("latin-1").strip()
-        self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
+            elif name not in TRACE_CONTEXT:
+                self._read_own(name, value)
+            elif TRACE_CONTEXT[name].fullmatch(value):
+                self.trace = {**(self.trace or {}), name.decode(): value.decode()}
+        return request_id
+
+    def _read_own(self, name: bytes, value: bytes) -> None:
+        """Take a header of Baton's own."""
+        if name == b"x-baton-mode":
+            self.mode = MODES.get(value.strip().lower())
+        elif name == b"x-baton-class":
+            self.class_name = value.decode("latin-1").strip()
+        elif name == b"x-baton-tenant":
+            self.tenant = value.decode("latin-1").strip()
 
     def tenant_of_key(self) -> str:
         """The tenant of the API key, or else of the header; empty: none."""

@@ -18,8 +18,9 @@ from services.router.request.context import RequestContext
 from services.router.request.trace import LegMark, Trace, error_of
 from services.router.telemetry.outcome import SERVER_ERROR, Kept, kept
 from shared.contracts.decisions import TtftParts
-from shared.contracts.engine_paths import CHAT, COMPLETIONS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, MESSAGES, METHODS, RESPONSES
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
+from shared.http.origin import host_of
 from shared.runtime.clock import Clock, SystemClock
 from shared.telemetry.span_names import Attribute, SpanName
 from shared.telemetry.tracing import (
@@ -181,9 +182,20 @@ IN_ORDER: Final = {
 }
 """The parts of the time to the first token, in order. Transit comes last, although it occurs between all parts."""
 TTFT_ATTRIBUTES: Final = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
-OPERATIONS: Final = {CHAT: "chat", COMPLETIONS: "text_completion", "/v1/embeddings": "embeddings"}
+OPERATIONS: Final = {
+    CHAT: "chat",
+    MESSAGES: "chat",
+    RESPONSES: "chat",
+    COMPLETIONS: "text_completion",
+    "/v1/embeddings": "embeddings",
+}
 """OpenTelemetry's ``gen_ai.operation.name``, for the endpoints that it names."""
 PROVIDER: Final = "vllm"
+
+
+def method_of(path: str) -> str:
+    """The HTTP method with which this path is asked."""
+    return METHODS.get(path, SpanName.REQUEST)
 
 
 def spans_of(context: RequestContext, finished: RequestFinished, why: Kept, now: float) -> list[FinishedSpan]:
@@ -192,7 +204,7 @@ def spans_of(context: RequestContext, finished: RequestFinished, why: Kept, now:
     if trace is None:
         return []
     request = FinishedSpan(
-        name=SpanName.REQUEST,
+        name=f"{method_of(finished.path)} {finished.path}",
         begun_at=context.timings.started_at,
         ended_at=now,
         span_id=trace.span_id,
@@ -294,16 +306,20 @@ def about_request(context: RequestContext, finished: RequestFinished, why: Kept)
     about: About = {
         Attribute.REQUEST_ID: finished.request_id,
         Attribute.KEPT: why.value,
+        Attribute.HTTP_METHOD: method_of(finished.path),
         Attribute.HTTP_ROUTE: finished.path,
+        Attribute.URL_PATH: finished.path,
         Attribute.HTTP_STATUS: finished.status,
         Attribute.PROVIDER: PROVIDER,
-        Attribute.MODEL: finished.model,
+        Attribute.MODEL: context.facts.alias or finished.model,
         Attribute.STREAM: context.facts.stream,
         Attribute.ATTEMPTS: finished.attempts,
         Attribute.RESUMES: finished.resumes,
     }
     optional = {
         Attribute.OPERATION: OPERATIONS.get(finished.path, ""),
+        Attribute.SERVER_ADDRESS: host_of(context.http_request.head.host.decode("latin-1")),
+        Attribute.RESPONSE_MODEL: finished.model if finished.decode_worker else "",
         Attribute.DECISION_ID: finished.decision_id,
         Attribute.TENANT: finished.tenant,
         Attribute.REASON: finished.reason,

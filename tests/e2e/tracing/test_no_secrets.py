@@ -15,6 +15,7 @@ from shared.telemetry.span_names import SpanName
 from tests.support.nats_server import NatsServer
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.simulated_system import REQUEST_S_MAX, SimulatedSystem, simulated_system, until_ready
+from tests.support.spans import name_of
 
 pytestmark = pytest.mark.nats
 
@@ -106,7 +107,7 @@ def test_what_is_marked_is_found_nowhere(system: SimulatedSystem, receiver: Keep
     no_http = raw(system, f"POST /v1/completions?api_key={QUERY} HTTP/1.1\r\nauthorization : {KEY}\r\n\r\n".encode())
     assert no_http.startswith("HTTP/1.1 400")
     served = {SpanName.REQUEST, SpanName.SERVE_LEG}  # A killed worker exports no more spans.
-    assert receiver.wait_for(lambda: served <= {span.name for span in receiver.spans})
+    assert receiver.wait_for(lambda: served <= {name_of(span.name) for span in receiver.spans})
 
     for worker in ("p1", "d1"):
         system.processes[worker].kill()

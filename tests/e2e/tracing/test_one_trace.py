@@ -9,7 +9,7 @@ from shared.telemetry.span_names import Attribute, SpanName
 from tests.support.nats_server import NatsServer
 from tests.support.otlp_receiver import OtlpReceiver, Span
 from tests.support.simulated_system import simulated_system
-from tests.support.spans import ADD_UP, length, time_to_first_token
+from tests.support.spans import ADD_UP, length, name_of, time_to_first_token
 
 pytestmark = pytest.mark.nats
 
@@ -61,14 +61,14 @@ def trace_of(receiver: OtlpReceiver, request_id: str, spans: int) -> list[Span]:
         return [each for each in receiver.spans if each.trace_id in mine]
 
     def are_there() -> bool:
-        return len([each for each in collected() if each.name in STRUCTURE]) >= spans
+        return len([each for each in collected() if name_of(each.name) in STRUCTURE]) >= spans
 
     assert receiver.wait_for(are_there), [each.name for each in collected()]
     return collected()
 
 
 def only(spans: list[Span], name: SpanName, instance: str = "") -> Span:
-    (found,) = [each for each in spans if each.name == name and (not instance or each.instance == instance)]
+    (found,) = [each for each in spans if name_of(each.name) == name and (not instance or each.instance == instance)]
     return found
 
 
@@ -78,7 +78,7 @@ def test_a_disaggregated_request_is_one_trace_through_both_workers(system, recei
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
 
     assert len({each.trace_id for each in spans}) == 1
-    assert sorted(each.name for each in spans if each.name in STRUCTURE) == DISAGGREGATED_SPANS
+    assert sorted(name_of(each.name) for each in spans if name_of(each.name) in STRUCTURE) == DISAGGREGATED_SPANS
     request = only(spans, SpanName.REQUEST)
     prefill, decode = only(spans, SpanName.PREFILL_LEG), only(spans, SpanName.DECODE_LEG)
     at_p1, at_d1 = only(spans, SpanName.SERVE_LEG, "p1"), only(spans, SpanName.SERVE_LEG, "d1")
@@ -205,7 +205,7 @@ def test_an_aggregated_request_is_one_trace_with_one_leg(system, receiver):
     answer = system.complete("All by myself. " * 20, headers={"x-baton-mode": "aggregated"})
     spans = trace_of(receiver, answer.headers["x-request-id"], 4)
 
-    assert sorted(each.name for each in spans if each.name in STRUCTURE) == sorted(
+    assert sorted(name_of(each.name) for each in spans if name_of(each.name) in STRUCTURE) == sorted(
         [SpanName.REQUEST, SpanName.PLACE, SpanName.DECODE_LEG, SpanName.SERVE_LEG]
     )
 
@@ -223,5 +223,5 @@ def test_every_span_and_attribute_has_a_name_from_the_one_file(system, receiver)
     trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
 
     # Over all that the other tests brought about, too.
-    assert {each.name for each in receiver.spans} <= {name.value for name in SpanName}
+    assert {name_of(each.name) for each in receiver.spans} <= {name.value for name in SpanName}
     assert {key for each in receiver.spans for key in each.attributes} <= {name.value for name in Attribute}

@@ -22,7 +22,7 @@ from tests.engines.system.fleet import ANSWER_S_MAX, DECODE, PREFILL, Fleet
 from tests.support.otlp_receiver import OtlpReceiver, Span
 from tests.support.processes import freeze, slowed
 from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
-from tests.support.spans import ADD_UP, length, time_to_first_token
+from tests.support.spans import ADD_UP, length, name_of, time_to_first_token
 from tests.support.system import Metrics, System, baton, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
@@ -180,7 +180,7 @@ def the_trace_says_the_same(receiver: OtlpReceiver, trace_id: str, decision: dic
     workers = [worker for worker in (decision["prefill_worker"], decision["decode_worker"]) if worker]
 
     def spans(name: str) -> list[Span]:
-        return [span for span in receiver.spans if (span.trace_id, span.name) == (trace_id, name)]
+        return [span for span in receiver.spans if (span.trace_id, name_of(span.name)) == (trace_id, name)]
 
     wanted = {SpanName.REQUEST: 1, SpanName.SERVE_LEG: len(workers), ENGINE_SPAN: len(workers)}
     assert receiver.wait_for(lambda: all(len(spans(name)) == count for name, count in wanted.items()))

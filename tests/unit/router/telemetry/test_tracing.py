@@ -18,6 +18,7 @@ from shared.contracts.inference import LegKind, LegReport, RequestFinished, Star
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.telemetry.span_names import Attribute, SpanName
 from shared.telemetry.tracing import FinishedSpan
+from tests.support.spans import name_of
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.streams import TOKENS, fails, streams
 from tests.unit.router.world import World, give_legs, prompt, run_in_world
@@ -79,7 +80,7 @@ def finished(**fields) -> RequestFinished:
 
 
 def named(spans: list[FinishedSpan], name: SpanName) -> FinishedSpan:
-    (found,) = [span for span in spans if span.name is name]
+    (found,) = [span for span in spans if name_of(span.name) == name]
     return found
 
 
@@ -131,6 +132,9 @@ def test_request_spans_use_the_genai_semantic_conventions():
     about = named(drawings.last, SpanName.REQUEST).about
     expected = {
         "gen_ai.operation.name": "text_completion",
+        "gen_ai.response.model": "m",
+        "http.request.method": "POST",
+        "url.path": "/v1/completions",
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": "m",
         "gen_ai.request.stream": True,
