@@ -78,7 +78,7 @@ class Retry:
         if (blamed := await self._suspects.blame(context, lost)) is not None:
             context.give_up(blamed)
             return blamed
-        if lost.by_bus:
+        if lost.by_bus or failure.reason is Reason.WORKER_DRAINING:
             context.excuse()
         kind = kind_of(
             failure.reason,

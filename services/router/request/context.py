@@ -87,9 +87,9 @@ class RequestContext:
     """Why the present attempt goes no further."""
     attempts = 0
     excused = 0
-    """Attempts that the bus ended, up to ``EXCUSED_MAX``: no engine has failed the request."""
+    """Attempts that the bus or a draining worker ended, up to ``EXCUSED_MAX``: no engine has failed the request."""
     resumes_excused = 0
-    """Resumes that the bus ended, counted in ``excused``, too."""
+    """Resumes among the ``excused`` attempts."""
     resuming = False
     """Whether the present attempt is a resume."""
     tried_at = 0.0
@@ -197,7 +197,7 @@ class RequestContext:
         return self.attempts - self.excused < attempts_max
 
     def excuse(self) -> None:
-        """The bus has ended the present attempt, which counts against no limit then."""
+        """No engine has failed the present attempt, which counts against no limit then."""
         if self.excused < EXCUSED_MAX:
             self.excused += 1
             self.resumes_excused += self.resuming

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from services.router.relay.failure_policy import FailurePolicy
 from services.router.request.fields import MODEL_CHARS_MAX
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import WORKER_RECORDS
@@ -11,11 +12,15 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
-from tests.unit.router.world import World, in_world, prompt, settle
+from tests.unit.router.world import World, give_legs, in_world, prompt, settle
 
 
 def lost(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
     frames.fail(Failure(reason=Reason.WORKER_LOST, message="as the test wants"))
+
+
+def drains(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+    frames.fail(Failure(reason=Reason.WORKER_DRAINING, message="it takes no new legs"))
 
 
 def alone_or_with_others(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
@@ -41,6 +46,18 @@ async def test_a_retry_carries_no_numbers_of_the_failed_attempt(world: World):
     (finished,) = reports
     assert (finished.attempts, finished.mode, finished.prefill_worker) == (2, "aggregated", "")
     assert (finished.cached_tokens, finished.prefill_s) == (8, -1.0)
+
+
+@in_world(failures=FailurePolicy(attempts_max=1))
+async def test_workers_that_drain_count_against_no_limit_of_attempts(world: World):
+    draining = [await world.worker(f"w{number}", script=drains) for number in range(4)]
+    await world.worker("there")
+    give_legs(world, "there", 5)
+
+    response = await world.ask(prompt())
+
+    assert (response.status, response.headers["x-baton-decode-worker"]) == (200, "there")
+    assert [len(worker.started) for worker in draining] == [1] * 4
 
 
 @in_world(first_frame_s_max=1.0)
