@@ -28,6 +28,10 @@ class Reason(StrEnum):
     """The client may not ask for this: 403."""
     CACHE_MISSED = "cache_missed"
     """Less of the prompt was cached than expected: place again."""
+    BELOW_THRESHOLD = "below_threshold"
+    """Less of the prompt is cached than the client's ``cache_hit_threshold`` wants, on a path whose answers cannot say
+    so: 412.
+    """
     WORKER_LOST = "worker_lost"
     """The worker is silent or its epoch ended: place again if no byte was sent to the client."""
     ENGINE_DEAD = "engine_dead"
@@ -65,6 +69,7 @@ HTTP_STATUS: dict[Reason, int] = {
     Reason.WORKER_DRAINING: 503,
     Reason.WORKER_BUSY: 503,
     Reason.CACHE_MISSED: 503,
+    Reason.BELOW_THRESHOLD: 412,
     Reason.OVERLOADED: 503,
     Reason.OVER_SHARE: 429,
     Reason.FORBIDDEN: 403,

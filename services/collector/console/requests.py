@@ -33,6 +33,7 @@ MEANINGS: Mapping[str, str] = {
     Reason.OVER_SHARE: "Its tenant already had its share of the queue waiting.",
     Reason.FORBIDDEN: "Its API key does not permit this.",
     Reason.CACHE_MISSED: "Less of its prompt was cached on the worker than predicted.",
+    Reason.BELOW_THRESHOLD: "Less of its prompt was cached than its cache_hit_threshold wants.",
     Reason.WORKER_LOST: "Its worker stopped reporting.",
     Reason.ENGINE_DEAD: "Its engine died.",
     Reason.QUARANTINED: "An engine died while it computed the same request shortly before.",

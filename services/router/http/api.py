@@ -75,6 +75,7 @@ ERRORS = {
     404: "No worker has ever offered this model, or none serves this endpoint.",
     405: "The method is not allowed.",
     408: "The body did not arrive in time.",
+    412: "Messages and responses: less of the prompt is cached than `cache_hit_threshold` asks for.",
     413: "The body is larger than the limit; nothing was sent.",
     415: "The body is not JSON by its content type.",
     422: "The engine could not process the body.",
@@ -130,18 +131,15 @@ BATON: dict[str, Any] = {
         },
     },
 }
-COMMON_PROPERTIES: dict[str, Any] = {
-    "model": {"type": "string"},
-    "stream": {"type": "boolean", "default": False},
-    "max_tokens": {"type": "integer", "minimum": 1},
-    "temperature": {"type": "number", "minimum": 0},
+CONTROL_PROPERTIES: dict[str, Any] = {
     "cache_hit_threshold": {
         "type": "number",
         "minimum": 0,
         "maximum": 1,
-        "description": "Refuse, with finish_reason cache_threshold and no token, when a smaller share of the prompt is "
-        "cached or can be fetched; 0: never. Left out: the worker's own. One worker serves such a request, unless "
-        "x-baton-mode says otherwise: a prefill worker computes whatever is missing.",
+        "description": "Refuse, with finish_reason cache_threshold and no token (messages and responses: with status "
+        "412), when a smaller share of the prompt is cached or can be fetched; 0: never. Left out: the worker's own, "
+        "which messages and responses ignore. One worker serves such a request, unless x-baton-mode says otherwise: a "
+        "prefill worker computes whatever is missing.",
     },
     "kv_fetch_min_tokens": {
         "type": "integer",
@@ -150,6 +148,13 @@ COMMON_PROPERTIES: dict[str, Any] = {
         "description": "Compute fewer prompt tokens than this rather than fetch their KV from another worker.",
     },
     "baton": BATON,
+}
+COMMON_PROPERTIES: dict[str, Any] = {
+    "model": {"type": "string"},
+    "stream": {"type": "boolean", "default": False},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "temperature": {"type": "number", "minimum": 0},
+    **CONTROL_PROPERTIES,
 }
 COMPLETIONS_BODY = _body_schema(
     ["model", "prompt"],
@@ -166,6 +171,7 @@ MESSAGE_SCHEMA = {
 CHAT_BODY = _body_schema(
     ["model", "messages"], {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}}
 )
+CONTROLLED_BODY = _body_schema([], CONTROL_PROPERTIES)
 ANY_BODY = _body_schema([], {})
 FORM_BODY: dict[str, Any] = {
     "required": True,
@@ -275,6 +281,13 @@ def make_app(  # noqa: PLR0913  # wiring
     return app
 
 
+def _body_of(path: str) -> dict[str, Any]:
+    """The schema of a body that vLLM's server reads."""
+    if path in PLACED:
+        return CONTROLLED_BODY
+    return FORM_BODY if path in FORMS else ANY_BODY
+
+
 def _add_inference(app: FastAPI) -> None:
     async def relayed(request: Request) -> Response:
         return _error(request, 400, "The path must be spelled as in the OpenAPI document.")
@@ -283,7 +296,7 @@ def _add_inference(app: FastAPI) -> None:
     posts = (
         (COMPLETIONS, COMPLETIONS_BODY, "Complete a prompt"),
         (CHAT, CHAT_BODY, "Continue a conversation"),
-        *((path, FORM_BODY if path in FORMS else ANY_BODY, f"Served by vLLM's server: {path}") for path in others),
+        *((path, _body_of(path), f"Served by vLLM's server: {path}") for path in others),
     )
     routes: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         *(("POST", path, {"requestBody": body, "parameters": HEADERS}, summary) for path, body, summary in posts),

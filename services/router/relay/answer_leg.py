@@ -11,15 +11,23 @@ from services.router.relay.whole_answer import WholeAnswer
 from services.router.request.errors import EVENT_STREAM
 from services.router.request.facts import Mode
 from shared.bus.leg_inbox import Leg, LegFailed
+from shared.contracts.engine_paths import MESSAGES, RESPONSES
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import Frame, StartLeg
 
 if TYPE_CHECKING:
+    from services.router.placement.placement import Placement
     from services.router.relay.attempt import Attempt
 
 DECODE_FIRST: Final = Mode.DECODE_FIRST
 MISSED: Final = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
+BELOW_THRESHOLD: Final = Failure(
+    reason=Reason.BELOW_THRESHOLD,
+    message="Less of the prompt is cached, or can be fetched, than `cache_hit_threshold` asks for.",
+)
 
+SILENT_PATHS: Final = frozenset((MESSAGES, RESPONSES))
+"""Paths whose responses have no finish reason for a refused request."""
 BAD_TOKENS: Final = Failure(reason=Reason.BAD_MESSAGE, message="The worker sent token ids that are none.")
 
 
@@ -29,8 +37,8 @@ class AnswerLeg(RunningLeg):
     def __init__(self, services: LegServices, attempt: Attempt, start: StartLeg) -> None:
         super().__init__(services, attempt, start)
         placement = attempt.placement
-        self._guarded = placement.mode is DECODE_FIRST or services.starter.guards(self.context, placement)
-        """The worker may refuse to compute the prompt."""
+        self._refusal = self._refusal_of(services, placement)
+        """What a refusal of the worker, to compute the prompt, means here; None: its response tells the client."""
         self._stream: StreamAnswer | None = None
         self._whole: WholeAnswer | None = None
         self._waiting = False
@@ -63,7 +71,7 @@ class AnswerLeg(RunningLeg):
 
     def read(self, frames: list[Frame]) -> None:
         refused = False
-        if self._guarded:
+        if self._refusal is not None:
             good = next((number for number, frame in enumerate(frames) if is_refusal(frame)), len(frames))
             refused = good < len(frames)
             frames = frames[:good]
@@ -74,8 +82,14 @@ class AnswerLeg(RunningLeg):
             self._collect(self._whole, frames[-1])
         elif frames:
             self._decide(frames)
-        if refused and not self.over:
-            self.broke(LegFailed(MISSED, self.start.worker_id))
+        if refused and self._refusal is not None and not self.over:
+            self.broke(LegFailed(self._refusal, self.start.worker_id))
+
+    def _refusal_of(self, services: LegServices, placement: Placement) -> Failure | None:
+        context = self.context
+        if placement.mode is DECODE_FIRST or services.starter.guards(context, placement):
+            return MISSED
+        return BELOW_THRESHOLD if context.facts.cache_hit_threshold and context.facts.path in SILENT_PATHS else None
 
     def _decide(self, more: list[Frame]) -> None:
         """Find out what the response is, when the worker can no longer refuse: a refusal comes after the head, and
@@ -83,7 +97,7 @@ class AnswerLeg(RunningLeg):
         """
         frames = self.frames + more
         head, last = frames[0], frames[-1]
-        if self._guarded and last.kind is not END and not any(frame.token_ids for frame in frames):
+        if self._refusal is not None and last.kind is not END and not any(frame.token_ids for frame in frames):
             self.frames = frames
             return
         self.frames = []

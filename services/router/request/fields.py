@@ -74,7 +74,7 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         fault = Fault(param="", message=f"The body is not valid JSON: {error}.") if hidden else None
         return RequestFacts(path=path, model="", unsplittable="the body cannot be read", fault=fault)
     model = parsed.model
-    ours = path in (COMPLETIONS, CHAT)
+    ours = path in PLACED
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
     fault = fault or long_value or priority_fault(parsed.priority)

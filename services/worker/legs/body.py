@@ -158,7 +158,7 @@ class KvPolicy:
 
     def order(self, start: StartLeg, *, is_plain: bool, can_refuse: bool) -> LegOrder:
         """``is_plain``: KV may be moved for the leg. ``can_refuse``: a response on its path can report that the cache
-        hit threshold was not met. A resumed stream cannot report it.
+        hit threshold was not met; on others the router reports that its own was not. A resumed stream cannot report it.
         """
         threshold = self.cache_hit_threshold if start.cache_hit_threshold is None else start.cache_hit_threshold
         least = self.fetch_min_tokens if start.kv_fetch_min_tokens is None else start.kv_fetch_min_tokens

@@ -267,7 +267,9 @@ class LegServer:
         resume = resumed_tokens(start, is_plain=own.is_plain)
         if self._engine.exchange is None:
             return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
-        order = self._policy.order(start, is_plain=own.is_plain, can_refuse=start.path in COMPLETION_PATHS)
+        is_asked = start.path in HANDOFF_PATHS and start.cache_hit_threshold is not None
+        can_refuse = is_asked or start.path in COMPLETION_PATHS
+        order = self._policy.order(start, is_plain=own.is_plain, can_refuse=can_refuse)
         return own.body, order, resume
 
     def _orders_of_form(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.request.fields import read_request
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, RESPONSES, SERVER_TOOLS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, PLACED, RESPONSES, SERVER_TOOLS
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -80,8 +80,9 @@ def test_unreadable_bodies_are_not_split(body):
     ],
     ids=str,
 )
-def test_invalid_baton_fields_are_named(fields):
-    facts = read_request(CHAT, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+@pytest.mark.parametrize("path", PLACED)
+def test_invalid_baton_fields_are_named(path, fields):
+    facts = read_request(path, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
 
     assert facts.fault is not None
     assert [facts.fault.param] == list(fields)
@@ -99,8 +100,9 @@ def test_invalid_baton_fields_are_named(fields):
     ],
     ids=str,
 )
-def test_baton_fields_are_read_unchanged(given, taken):
-    facts = read_request(COMPLETIONS, json.dumps({"prompt": "x", **given}).encode())
+@pytest.mark.parametrize("path", PLACED)
+def test_baton_fields_are_read_unchanged(path, given, taken):
+    facts = read_request(path, json.dumps({"prompt": "x", **given}).encode())
 
     assert facts.fault is None
     assert (facts.cache_hit_threshold, facts.kv_fetch_min_tokens) == taken
