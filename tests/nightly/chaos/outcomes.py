@@ -22,6 +22,9 @@ BUGS = {str(Reason.INTERNAL), str(Reason.BAD_MESSAGE)}
 BUS_AWAY_S_MIN = 1.0
 """An outage of NATS that is shorter costs nobody anything: new requests wait for it, streams go on when it is back."""
 NOT_READY = {str(Reason.BUS_DOWN), str(Reason.NO_WORKER)}
+TOO_MUCH = {str(Reason.OVERLOADED), str(Reason.DEADLINE)}
+LAG_SHARE_MAX = 0.25
+"""Of a request's time. A machine of its own keeps this process waiting for a few hundredths."""
 UNREADY_S_MAX = 40.0
 """Time for a router to start, or to find its fleet again, on a machine that runs much else."""
 
@@ -42,6 +45,8 @@ class Outcome:
     """The error's message."""
     unready_s: float = 0.0
     """How long its router had not been ready when it was sent; 0: it was ready."""
+    lag_s: float = 0.0
+    """How long this process was kept from running meanwhile, as all others on the machine."""
     text: str = ""
     finishes: list[str] = field(default_factory=list)
     dones: int = 0
@@ -160,7 +165,7 @@ def _wrongs(ask: Ask, outcome: Outcome, faults: Sequence[Happened], limits: Limi
         yield "the connection ended, and its router was well"
     elif (
         outcome.code
-        and not _is_sent_to_nobody(outcome)
+        and not (_is_sent_to_nobody(outcome) or _is_starved(outcome))
         and not any(_may_fail(happened, outcome.router) for happened in near)
     ):
         yield "failed without an excuse"
@@ -258,6 +263,11 @@ def _touches(happened: Happened, outcome: Outcome | BatchOutcome, limits: Limits
 def _cuts(happened: Happened, outcome: Outcome) -> bool:
     fault = happened.fault
     return fault.kind is Kind.KILL and fault.target == outcome.router
+
+
+def _is_starved(outcome: Outcome) -> bool:
+    """Whether the machine could not compute what it was asked for, and the request was told so."""
+    return outcome.code in TOO_MUCH and outcome.lag_s > LAG_SHARE_MAX * (outcome.ended_s - outcome.sent_s)
 
 
 def _is_sent_to_nobody(outcome: Outcome) -> bool:

@@ -18,6 +18,7 @@ PATIENCE_S = 90.0
 NOBODY_THERE_S_MAX = 40.0
 """For any router to take a connection."""
 CHECK_S = 0.1
+LAG_CHECK_S = 0.1
 HEALTH_S, HEALTH_S_MAX = 0.25, 1.0
 """A router that is not ready, or does not say so in time, gets no new connections: as load balancers have it."""
 KEPT_S = 60.0
@@ -59,6 +60,8 @@ class Traffic:
         self._fit: list[Router] = []
         self._unfit_since: dict[str, float] = {}
         """When routers that are not ready were first found so."""
+        self._lag_s = 0.0
+        """How long this process was kept from running, since the beginning."""
         self._turns = itertools.count()
         self._now = now
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -69,6 +72,7 @@ class Traffic:
     async def send_all(self, asks: Sequence[Ask]) -> None:
         """Every request at its time, whatever became of those before; returns when the last has ended."""
         looking = asyncio.create_task(self._check_health(), name="health")
+        timing = asyncio.create_task(self._measure_lag(), name="lag")
         try:
             async with asyncio.TaskGroup() as clients:
                 for ask in asks:
@@ -76,10 +80,12 @@ class Traffic:
                     clients.create_task(self.send(ask), name=f"ask-{ask.number}")
         finally:
             looking.cancel()
+            timing.cancel()
 
     async def send(self, ask: Ask) -> Outcome:
         """One request, to the next router that takes connections."""
         self.under_way += 1
+        lag_s = self._lag_s
         try:
             if ask.keeps:
                 kept = self._kept.setdefault(ask.conversation, Kept())
@@ -90,6 +96,7 @@ class Traffic:
         finally:
             self.under_way -= 1
         outcome.ended_s = self._now()
+        outcome.lag_s = self._lag_s - lag_s
         self.outcomes.append(outcome)
         return outcome
 
@@ -129,6 +136,12 @@ class Traffic:
                 else:
                     outcome.code = "never ended"
             return outcome
+
+    async def _measure_lag(self) -> None:
+        while True:
+            began_s = self._now()
+            await asyncio.sleep(LAG_CHECK_S)
+            self._lag_s += self._now() - began_s - LAG_CHECK_S
 
     async def _check_health(self) -> None:
         while True:
