@@ -32,7 +32,7 @@ from services.router.tokenize.tokenizer import (
     prompt_bytes,
 )
 from services.router.tokenize.trials import Trials
-from services.router.tokenize.turns import NoTurn, PromptWork, Work
+from services.router.tokenize.turns import PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer, TokenizerAsset
@@ -41,6 +41,7 @@ from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
 from shared.contracts.workers import WITHOUT_ENGINE, WorkerRecord
+from shared.fair_slots import NoTurn
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")

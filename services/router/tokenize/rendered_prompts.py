@@ -18,12 +18,13 @@ from services.router.request.http_request import HttpRequest
 from services.router.request.prompt import Prompt
 from services.router.state.cluster_view import ClusterView
 from services.router.state.worker_view import WorkerView
-from services.router.tokenize.turns import FairSlots, NoTurn, Work
+from services.router.tokenize.turns import Work
 from shared.bus.port import AskTimedOut, Bus, BusError
 from shared.contracts.channels import RENDER
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RENDER_S_MAX, RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import unpack_hashes
+from shared.fair_slots import FairSlots, NoTurn
 from shared.runtime.clock import Clock
 
 ASKS_AT_ONCE_MAX = 16

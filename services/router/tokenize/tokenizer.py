@@ -23,11 +23,12 @@ from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, e
 from services.router.tokenize.chat_messages import Message, Part
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
 from services.router.tokenize.segments import PieceTooLong, Segments, TokenizerFailed, Walk
-from services.router.tokenize.turns import NoTurn, Work
+from services.router.tokenize.turns import Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS
 from shared.contracts.request_body import PROMPT_CHARS_MIN
 from shared.contracts.workers import HashScheme
+from shared.fair_slots import NoTurn
 from shared.third_party import CONTAINED, LibraryFailed
 
 BYTES_PER_TOKEN_GUESSED: Final = 4.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.engines.port import EngineFacts
+from shared.contracts import constraints
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch
 from shared.contracts.inference import StartLeg
@@ -36,6 +37,8 @@ def refusal_of(body: bytes) -> bytes:
         return _error(f"The body {too_costly}.", None)
     if any(hint in body for hint in HINTS) and (name := reserved_in(body)):
         return _error(reserved_message(name), "chat_template_kwargs")
+    if too_much := constraints.body_fault(body):
+        return _error(f"{too_much}.", None)
     return b""
 
 

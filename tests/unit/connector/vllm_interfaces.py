@@ -18,7 +18,7 @@ RECORDED = Path(__file__).with_suffix(".txt")
 KV = "vllm/distributed/kv_transfer"
 
 INTERFACES = {
-    "vllm/exceptions.py": "VLLMValidationError VLLMValidationError.__init__",
+    "vllm/exceptions.py": "VLLMValidationError VLLMValidationError.__init__ QueueOverflowError QueueOverflowError.__init__",
     f"{KV}/kv_connector/v1/base.py": (
         "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole KVConnectorTransferResults "
         "KVConnectorWorkerMetadata"
@@ -103,7 +103,15 @@ INTERFACES = {
     "vllm/v1/attention/backends/utils.py": "resolve_kv_cache_layout get_supported_kv_cache_layouts",
     "vllm/outputs.py": "RequestOutput PoolingRequestOutput",
     "vllm/pooling_params.py": "PoolingParams",
-    "vllm/sampling_params.py": "SamplingParams SamplingType RequestOutputKind",
+    "vllm/sampling_params.py": (
+        "SamplingParams SamplingType RequestOutputKind StructuredOutputsParams SamplingParams._validate_structured_outputs"
+    ),
+    "vllm/v1/structured_output/__init__.py": (
+        "StructuredOutputManager StructuredOutputManager.__init__ StructuredOutputManager.grammar_init "
+        "StructuredOutputManager._create_grammar"
+    ),
+    "vllm/v1/structured_output/request.py": "StructuredOutputRequest StructuredOutputRequest.grammar",
+    "vllm/v1/structured_output/backend_types.py": "StructuredOutputBackend StructuredOutputGrammar",
     "vllm/engine/arg_utils.py": "AsyncEngineArgs EngineArgs.create_engine_config",
     "vllm/entrypoints/launchers/app.py": "build_app",
     "vllm/entrypoints/launchers/api_server/app_state.py": "init_app_state",

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+from vllm.exceptions import QueueOverflowError, VLLMValidationError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -18,10 +19,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.worker.engines.port import CURRENT_LEG, Leg, LegInput, LegResult
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
+from services.worker.engines.vllm.grammar_trials import GrammarRefused, GrammarTrials
 from services.worker.engines.vllm.resume import CatchUp, obstacle, opening
 from services.worker.engines.vllm.stats import PARAMS, EngineMeter
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
+from shared.fair_slots import NoTurn
 
 TRANSFER = "kv_transfer_params"
 CACHE_THRESHOLD = "cache_threshold"
@@ -102,6 +105,8 @@ class LegEngine(AsyncLLM):
     """Tokens with which the engine ends a thought that has used up its budget."""
     has_exchange: bool = False
     """Whether the engine's connector is Baton's."""
+    grammars: GrammarTrials | None = None
+    """None in an engine that generates nothing."""
     catching_up: dict[str, CatchUp | None]
     """Tokens to replay by the engine's request id; None for requests that resume nothing."""
 
@@ -132,9 +137,7 @@ class LegEngine(AsyncLLM):
         if result.cannot_resume:
             return
         catch_up = None if leg.resume is None else CatchUp(leg.resume, leg.kind, leg.resume_joined)
-        guard(sampling_params, leg.kind)
-        if self.has_exchange:
-            give_order(sampling_params, leg.order or LegOrder())
+        await self._prepare(sampling_params, leg)
         if leg.trace_headers and self.traced:
             options["trace_headers"] = leg.trace_headers
         # Clients choose request ids and may use one twice; a number keeps their results apart.
@@ -171,10 +174,24 @@ class LegEngine(AsyncLLM):
             self.meter.sources.forget(request_id)
             await outputs.aclose()
 
+    async def _prepare(self, params: SamplingParams, leg: LegInput) -> None:
+        """Raises VLLMValidationError, or QueueOverflowError, for a grammar that the engine must not compile."""
+        guard(params, leg.kind)
+        if self.grammars is not None and params.structured_outputs is not None:
+            try:
+                await self.grammars.permit(params.structured_outputs, leg.cache_salt)
+            except GrammarRefused as refused:
+                raise VLLMValidationError(str(refused), parameter="structured_outputs") from None
+            except NoTurn:
+                raise QueueOverflowError from None
+        if self.has_exchange:
+            give_order(params, leg.order or LegOrder())
+
     async def _render(
         self, prompt: Any, params: SamplingParams, request_id: str, rendered: asyncio.Future[Any], adapter: Any
     ) -> None:
         """Makes the request as vLLM does for its engine, and waits to be cancelled. Raises what vLLM raises."""
+        params.structured_outputs = None  # No part of the prompt, but the server would examine it.
         tasks = await self.get_supported_tasks()
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=tasks, lora_request=adapter

@@ -217,9 +217,10 @@ def _construct(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from services.worker.engines.vllm import decode_stream
+    from services.worker.engines.vllm import decode_stream, grammar_process
     from services.worker.engines.vllm.client import LegEngine
     from services.worker.engines.vllm.fingerprint import fingerprint
+    from services.worker.engines.vllm.grammar_trials import GrammarTrials, cpu_s_max
     from services.worker.engines.vllm.openai_app import without_prometheus
 
     decode_stream.install()
@@ -246,6 +247,8 @@ def _construct(
             fingerprint=fingerprinted,
             refusal_file=launch.refusal_file,
         )
+        generates = config.model_config.runner_type == "generate"
+        trials = grammar_process.start(config) if generates else None
         try:
             llm = LegEngine.from_vllm_config(
                 config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[lambda *_args, **_options: meter]
@@ -254,6 +257,8 @@ def _construct(
             if launch.refusal_file.exists():  # vLLM's own exception only says that EngineCore did not start.
                 raise EngineRefused(launch.refusal_file.read_text(encoding="utf-8")) from None
             raise
+    if trials is not None:
+        llm.grammars = GrammarTrials(trials, llm.note_death, cpu_s_max(len(os.sched_getaffinity(0))))
     without_prometheus(llm.logger_manager)
     # vLLM has chosen the block size while the engine started, unless it was given.
     return args, llm, msgspec.structs.replace(fingerprinted, block_size=llm.vllm_config.cache_config.block_size)
@@ -343,6 +348,8 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     name_by_content(llm.renderer, model_revision(llm.model_config))
     reuse_tokens(llm.renderer, load_chat_template(args.chat_template) or "")
     llm.attach(meter, block_bytes(llm.vllm_config))
+    if llm.grammars is not None:
+        await llm.grammars.connect()
     cache = llm.vllm_config.cache_config
     meter.kv_blocks = cache.num_gpu_blocks or 0
     meter.steps.tokens_per_use = meter.kv_blocks * cache.block_size
@@ -438,6 +445,8 @@ class VllmEngine(Engine):
 
     async def close(self, deadline_s: float) -> None:
         await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
+        if self._llm.grammars is not None:
+            self._llm.grammars.close()
         self._source.close()
         if self.exchange is not None:
             self.exchange.close()

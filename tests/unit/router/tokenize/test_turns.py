@@ -12,11 +12,12 @@ import pytest
 
 from services.router.request.fields import read_request
 from services.router.tokenize.tokenizer import STEP_CHARS, PromptTokenizer
-from services.router.tokenize.turns import TENANT_WAITING_MAX, WAITING_MAX, FairSlots, NoTurn, PromptWork, Turns, Work
+from services.router.tokenize.turns import TENANT_WAITING_MAX, WAITING_MAX, PromptWork, Turns, Work
 from services.worker.tiny_model import CL100K, ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import COMPLETIONS
 from shared.contracts.workers import HashScheme
+from shared.fair_slots import FairSlots, NoTurn
 from shared.third_party import LibraryFailed
 
 

@@ -29,6 +29,7 @@ HOSTILE = [
     b'{"x":[' + b"[]," * FIELDS_MAX + b"1]}",
     b'{"x":{' + b'"a":1,' * FIELDS_MAX + b'"b":1}}',
     b'{"x":[' + b"1," * (VALUES_MAX + 1) + b"1]}",
+    b'{"structured_outputs":{"choice":[' + b'"x",' * 20_000 + b'"x"]}}',
 ]
 
 
@@ -37,7 +38,7 @@ async def test_a_hostile_body_is_refused_with_a_reason(body):
     error = json.loads(await refusal(body))["error"]
 
     assert error["code"] == 400
-    assert error["message"].startswith(("The body ", "`chat_template_kwargs` must not set "))
+    assert error["message"].startswith(("The body ", "`chat_template_kwargs` must not set ", "There are 20001 choices"))
 
 
 @pytest.mark.parametrize(
