@@ -62,3 +62,24 @@ async def test_a_refused_stream_has_a_finish_reason_and_no_tokens(pair, router, 
     assert answer.events()[-1]["usage"]["completion_tokens"] == 0
     assert answer.body.endswith(b"data: [DONE]\n\n")
     assert answer.token_ids == []
+
+
+SILENT = {
+    "/v1/messages": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 8},
+    "/v1/responses": lambda text: {"input": text, "max_output_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", SILENT)
+async def test_where_an_answer_cannot_tell_of_a_refusal_the_report_does(pair, router, path, stream):
+    text = prompt_of(120, seed=340 + stream + 2 * len(path))
+    body = {"model": "baton-tiny", **SILENT[path](text), "stream": stream}
+
+    refused = await router.leg(pair[1], LegKind.AGGREGATED, body, path=path, **MOST)
+    served = await router.leg(pair[1], LegKind.AGGREGATED, body, path=path)
+
+    assert (refused.report.finish_reason, refused.report.completion_tokens) == ("cache_threshold", 0)
+    assert refused.report.kv.refused
+    assert refused.token_ids == []
+    assert (served.status, served.report.kv.refused, served.report.completion_tokens) == (200, False, 8)
