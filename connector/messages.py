@@ -11,12 +11,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvExchangeState, KvGrant, KvHandshake, LeaseKv, ReleaseKv
+from shared.contracts.kv_exchange import (
+    DIGEST_BYTES,
+    FetchedKv,
+    FetchKv,
+    KvDigest,
+    KvExchangeState,
+    KvGrant,
+    KvHandshake,
+    LeaseKv,
+    ReleaseKv,
+)
 from shared.contracts.message import Message
 from shared.contracts.workers import Fingerprint, KvMemory
 
@@ -51,6 +62,15 @@ class MeasureRead(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
+class DigestLease(Message, frozen=True, kw_only=True):
+    """Compute digests of the blocks of this engine's lease, and end it; the result is a ``LeaseDigested`` with the same
+    id.
+    """
+
+    digest_id: str
+    lease_id: str
+
+
 class Chain(Message, frozen=True, kw_only=True):
     """A recently used prefix that an engine holds, offered for copying."""
 
@@ -74,6 +94,7 @@ class EngineCall(Message, frozen=True, kw_only=True):
     """Grants of other workers to this engine."""
     fetches: list[StartFetch] = msgspec.field(default_factory=list)
     measures: list[MeasureRead] = msgspec.field(default_factory=list)
+    digests: list[DigestLease] = msgspec.field(default_factory=list)
     chains_max: int = 0
     """Maximum number of ``EngineNotification.chains`` in the reply."""
     chains_uses_min: int = 1
@@ -108,6 +129,13 @@ class ReadMeasured(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
+class LeaseDigested(Message, frozen=True, kw_only=True):
+    digest_id: str
+    digests: list[KvDigest] = msgspec.field(default_factory=list)
+    """One for each KV cache group."""
+    failure: str = ""
+
+
 class EngineNotification(Message, frozen=True, kw_only=True):
     """News from an engine to its worker. Most lists are empty."""
 
@@ -123,6 +151,7 @@ class EngineNotification(Message, frozen=True, kw_only=True):
     connected: list[PeerConnected] = msgspec.field(default_factory=list)
     fetched: list[FetchEnded] = msgspec.field(default_factory=list)
     measured: list[ReadMeasured] = msgspec.field(default_factory=list)
+    digested: list[LeaseDigested] = msgspec.field(default_factory=list)
     chains: list[Chain] = msgspec.field(default_factory=list)
     """Most used first; none is a prefix of another."""
     state: KvExchangeState | None = None
@@ -147,15 +176,24 @@ class Read:
 
 
 @dataclass(slots=True)
+class DigestBlocks:
+    """Compute digests of this engine's own blocks."""
+
+    digest_number: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
 class Orders:
     connect: list[Peer] = field(default_factory=list)
     forget: list[PeerKey] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     cancel: list[int] = field(default_factory=list)
     """Reads that are not needed any more. They are still reported, when no byte of them can move."""
+    digests: list[DigestBlocks] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.connect or self.forget or self.reads or self.cancel)
+        return bool(self.connect or self.forget or self.reads or self.cancel or self.digests)
 
 
 @dataclass(slots=True)
@@ -182,27 +220,44 @@ class ReadPart:
 
 
 @dataclass(slots=True)
+class BlocksDigested:
+    """Digests of blocks, by the model's KV heads that one rank holds; after ``RankAggregation``, of all heads."""
+
+    digest_number: int
+    heads: dict[int, bytes]
+    is_uniform: bool = True
+    """See ``KvDigest``."""
+    failure: str = ""
+
+    def digest(self) -> bytes:
+        """One digest of all heads."""
+        return blake2b(b"".join(self.heads[head] for head in sorted(self.heads)), digest_size=DIGEST_BYTES).digest()
+
+
+@dataclass(slots=True)
 class Results:
     """Results of one step, of one rank or, after ``RankAggregation``, of all."""
 
     connected: list[Connected] = field(default_factory=list)
     parts: list[ReadPart] = field(default_factory=list)
+    digested: list[BlocksDigested] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.connected or self.parts)
+        return bool(self.connected or self.parts or self.digested)
 
 
 class RankAggregation:
     """Joins the results of tensor-parallel ranks, each of which reads its share of each block.
 
-    Each of ``ranks`` reports each part and each connection once. A read part is final when the last rank has reported
-    it; a peer is connected when all ranks are, and lost when one rank has lost it.
+    Each of ``ranks`` reports each part, connection and digest once. A read part is final when the last rank has
+    reported it; a peer is connected when all ranks are, and lost when one rank has lost it.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._parts: dict[tuple[int, int], list[ReadPart]] = {}
         self._connected: dict[PeerKey, list[Connected]] = {}
+        self._digested: dict[int, list[BlocksDigested]] = {}
 
     def add(self, results: Results) -> Results:
         """Add one rank's results; returns what has become final with them."""
@@ -222,6 +277,11 @@ class RankAggregation:
                 del self._connected[connected.peer]
                 seconds = max(one.seconds for one in reports)
                 final.connected.append(Connected(connected.peer, seconds, connected.failure))
+        for one in results.digested:
+            of_ranks = self._digested.setdefault(one.digest_number, [])
+            of_ranks.append(one)
+            if len(of_ranks) == self._ranks:
+                final.digested.append(_joined_digests(self._digested.pop(one.digest_number)))
         return final
 
 
@@ -236,6 +296,16 @@ def _joined(parts: list[ReadPart]) -> ReadPart:
         ended_s=max(part.ended_s for part in parts),
         failure=next((part.failure for part in parts if part.failure), ""),
     )
+
+
+def _joined_digests(ranks: list[BlocksDigested]) -> BlocksDigested:
+    """The heads of all ranks. Of ranks that hold the same head, the first counts."""
+    joined = BlocksDigested(ranks[0].digest_number, {})
+    for one in ranks:
+        joined.failure = joined.failure or one.failure
+        for head, digest in one.heads.items():
+            joined.is_uniform &= joined.heads.setdefault(head, digest) == digest
+    return joined
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

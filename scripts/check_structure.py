@@ -67,7 +67,7 @@ PURE_PARTS = {
     "services.router.usage": "UnstoredUsage",
     "services.worker.kv_exchange.peers": "PeerTable",
     "services.worker.lifecycle.self_test": (
-        "Attempt as_text check_report check_tokens next_partner outcome_of partners pause_s prompt_tokens worst"
+        "Attempt as_text check_report compare next_partner outcome_of partners pause_s prompt_tokens worst"
     ),
     "services.worker.kv_events": "EventTranslation HeldBlocks",
 }

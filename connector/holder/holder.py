@@ -198,6 +198,20 @@ class Holder:
             first_token=first_token,
         )
 
+    def leased(self, lease_id: str) -> list[int]:
+        """Blocks of a lease, in the order of their grants; none if it is unknown or has ended."""
+        lease = self._leases.find(lease_id)
+        return [block_id for blocks in lease.grants.values() for block_id in blocks] if lease is not None else []
+
+    def release_own(self, offer_id: str) -> None:
+        """End an offer that nobody will read."""
+        settings = self._settings
+        self.release(
+            ReleaseKv(
+                worker_id=settings.worker_id, epoch=settings.epoch, reader_id=settings.worker_id, lease_ids=[offer_id]
+            )
+        )
+
     def scheduled(self, step: Step) -> None:
         """A step was scheduled: vLLM has put its blocks into the prefix cache, but their KV is not computed yet."""
         self._pending_writes.scheduled(step)

@@ -236,6 +236,8 @@ class ConnectorScheduler:
                 self._core.on_connected(results.connected)
                 for part in results.parts:
                     self._core.on_part(part)
+                for digested in results.digested:
+                    self._core.on_digested(digested)
         self._core.on_time()
         ended, empty = self.reader.settle()
         if self._ended:

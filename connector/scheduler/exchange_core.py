@@ -13,8 +13,10 @@ import msgspec
 
 from connector.holder.holder import GROUPS, NO_LEASES, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
+from connector.holder.lease_digests import LeaseDigests
 from connector.layout.tensors import why_not
 from connector.messages import (
+    BlocksDigested,
     Chain,
     Connected,
     EngineCall,
@@ -195,6 +197,7 @@ class ExchangeCore:
         self.reader = Reader(me, block_tokens, self._peers, limits, now, self._grant_ways.reply_to)
         self.prefetcher = Prefetcher(self.reader, now)
         self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
+        self._digests = LeaseDigests(self.holder, now)
         self._hot: HotChains
 
     def bind(self, pool: Pool, allocator: BlockAllocator) -> None:
@@ -224,6 +227,9 @@ class ExchangeCore:
         for measure in call.measures:
             memory = self._peers.memory((measure.worker_id, measure.epoch))
             self._speed_tests.start(measure, memory, self._device)
+        for digest in call.digests:
+            if (blocks := self._digests.start(digest)) is not None:
+                self.orders.digests.append(blocks)
         if call.chains_max:
             self._replies.chains = self._hot.hottest(
                 call.chains_max, self._now(), uses_min=call.chains_uses_min, idle_s_max=call.chains_idle_s_max
@@ -250,6 +256,7 @@ class ExchangeCore:
         if not self.prefetcher.idle:
             self.prefetcher.advance()
         self._speed_tests.on_time()
+        self._digests.on_time()
 
     def on_connected(self, ended: Iterable[Connected]) -> None:
         """Connection attempts have ended, with or without success."""
@@ -267,6 +274,10 @@ class ExchangeCore:
         self._stats.part(part)
         if not self.reader.on_part(part):
             self.prefetcher.on_part(part)
+
+    def on_digested(self, result: BlocksDigested) -> None:
+        """The digests of some blocks are computed."""
+        self._digests.on_digested(result)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """A request has ended; returns its report."""
@@ -289,8 +300,12 @@ class ExchangeCore:
 
     @property
     def works_without_request(self) -> bool:
-        """Whether it fetches or measures for no request: the engine must step without one."""
-        return bool(self.prefetcher.under_way or self._speed_tests.under_way)
+        """Whether it fetches, measures or computes digests for no request: the engine must step without one."""
+        return bool(self.prefetcher.under_way or self._speed_tests.under_way or self._digests.under_way)
+
+    @property
+    def computes_digests(self) -> bool:
+        return bool(self._digests.under_way)
 
     @property
     def is_idle(self) -> bool:
@@ -298,7 +313,7 @@ class ExchangeCore:
 
         Each step of an engine asks several times, so this calls nothing.
         """
-        reader, prefetcher, tests = self.reader, self.prefetcher, self._speed_tests
+        reader, prefetcher, tests, digests = self.reader, self.prefetcher, self._speed_tests, self._digests
         outbox, orders, replies = reader.outbox, self.orders, self._replies
         return not (
             reader.fetching
@@ -312,6 +327,7 @@ class ExchangeCore:
             or orders.forget
             or orders.reads
             or orders.cancel
+            or orders.digests
             or replies.grants
             or replies.connected
             or replies.chains
@@ -320,6 +336,8 @@ class ExchangeCore:
             or prefetcher.ended
             or tests.under_way
             or tests.ended
+            or digests.under_way
+            or digests.ended
         )
 
     @property
@@ -330,7 +348,7 @@ class ExchangeCore:
     @property
     def has_notifications(self) -> bool:
         """Whether ``notifications`` would say something new."""
-        outbox, ended = self.reader.outbox, self.prefetcher.ended or self._speed_tests.ended
+        outbox, ended = self.reader.outbox, self.prefetcher.ended or self._speed_tests.ended or self._digests.ended
         has_messages = outbox.lease_requests or outbox.releases or self._replies or ended or self.reader.unknown_peers
         return bool(has_messages) or self._stats.changed(self.holder, lambda: self.reads)
 
@@ -350,11 +368,12 @@ class ExchangeCore:
             connected=replies.connected,
             fetched=self.prefetcher.ended,
             measured=self._speed_tests.ended,
+            digested=self._digests.ended,
             chains=replies.chains,
             state=self._stats.state(self.holder, reads=self.reads),
         )
         outbox.lease_requests, outbox.releases = [], []
-        self.prefetcher.ended, self._speed_tests.ended = [], []
+        self.prefetcher.ended, self._speed_tests.ended, self._digests.ended = [], [], []
         self._replies = PendingReplies()
         reader.unknown_peers.clear()
         return notifications

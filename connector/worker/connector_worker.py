@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, layers_of, regions_of
+from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, layers_of, memory_reader, regions_of
 from connector.layout.routes import ReaderRank
 from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import Orders, Results, read_settings
@@ -98,7 +98,10 @@ class ConnectorWorker:
             self._handshake(),
             scratch.base,
         )
-        self._thread = TransferThread(lambda: Copier(agent, own, time.monotonic), self._settings.copy_cores)
+        read_memory = memory_reader(kv_caches)
+        self._thread = TransferThread(
+            lambda: Copier(agent, own, time.monotonic, read_memory=read_memory), self._settings.copy_cores
+        )
 
     def _handshake(self) -> KvHandshake:
         assert self._memory is not None

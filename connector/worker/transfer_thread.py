@@ -20,10 +20,11 @@ from itertools import chain
 from typing import Any
 
 from connector.layout.routes import PART_BYTES, block_bytes_of, parts_of, spans_of
-from connector.messages import Orders, PeerKey, Read, ReadPart, Results
+from connector.messages import BlocksDigested, Orders, PeerKey, Read, ReadPart, Results
 from connector.transfer.agent import TransferAgent, TransferFailed, TransferState, failing
 from connector.transfer.threads import allow_cores
 from connector.worker.connections import Connection, Connections, Own
+from connector.worker.digests import ReadMemory, digested, read_cpu_memory
 
 READ_S_MAX = 10.0
 """Maximum duration of a part, which normally takes milliseconds."""
@@ -52,17 +53,25 @@ class Copier:
     """Carries out orders. Call ``advance`` until ``busy`` is false."""
 
     def __init__(
-        self, agent: TransferAgent, own: Own, clock: Callable[[], float], part_bytes: int = PART_BYTES
+        self,
+        agent: TransferAgent,
+        own: Own,
+        clock: Callable[[], float],
+        part_bytes: int = PART_BYTES,
+        read_memory: ReadMemory = read_cpu_memory,
     ) -> None:
+        """``read_memory``: reads the engine's own KV memory."""
         self._agent = agent
         self._own = own
         self._block_bytes = block_bytes_of(own.memory)
         self._clock = clock
         self._part_bytes = part_bytes
+        self._read_memory = read_memory
         self._connections = Connections(agent, own, clock)
         self._waiting: dict[PeerKey, deque[_Part]] = {}
         self._running: list[_Part] = []
         self._ended_parts: list[ReadPart] = []
+        self._digested: list[BlocksDigested] = []
         self._unreported: dict[int, int] = {}
         """Blocks of each read that are not reported yet."""
         self.has_ended_a_read = False
@@ -84,6 +93,7 @@ class Copier:
             self._enqueue(read)
         for read_id in orders.cancel:
             self._give_up([part for part in self._parts() if part.read.read_id == read_id], "cancelled")
+        self._digested += [digested(order, self._own.reader, self._read_memory) for order in orders.digests]
 
     def advance(self) -> bool:
         """Check everything under way and begin what the limits allow. Returns whether anything began or ended."""
@@ -95,8 +105,9 @@ class Copier:
 
     def take_results(self) -> Results:
         """Results since the last call."""
-        results = Results(self._connections.connected, self._ended_parts)
+        results = Results(self._connections.connected, self._ended_parts, self._digested)
         self._connections.connected, self._ended_parts, self.has_ended_a_read = [], [], False
+        self._digested = []
         return results
 
     def close(self) -> None:
@@ -309,6 +320,7 @@ class TransferThread:
             with self._wake:
                 self._results.connected.extend(results.connected)
                 self._results.parts.extend(results.parts)
+                self._results.digested.extend(results.digested)
                 self._wake.notify_all()
             for wake in self._wakers:
                 wake()

@@ -182,9 +182,8 @@ class Worker:
             self._follows.append(exchange.follow)
         if exchange is not None and record.role is not Role.STORE:  # A store cannot generate, so it runs no self-test.
             speeds = ReadSpeeds(exchange.measure_read, registration)
-            self_tests = SelfTestHandler(
-                service.bus, service.clock, engine, identity, exchange.peers.settled, speeds.measure
-            )
+            settled, measure, digest = exchange.peers.settled, speeds.measure, exchange.digest
+            self_tests = SelfTestHandler(service.bus, service.clock, engine, identity, settled, measure, digest)
             self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
             self._opens.append(self_tests.open)
             copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)

@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvDigest
 from shared.contracts.message import Message
 from shared.contracts.workers import Role
 
@@ -78,6 +79,9 @@ class RoleChanged(Message, frozen=True, kw_only=True):
     """Why the role is unchanged, for people."""
 
 
+LIKELY_TOKENS_MAX = 5
+
+
 class AskSelfTestPrompt(Message, frozen=True, kw_only=True):
     """Worker -> worker: asks for a new short prompt whose KV the sender can read to verify the exchange."""
 
@@ -86,18 +90,24 @@ class AskSelfTestPrompt(Message, frozen=True, kw_only=True):
 
 
 class SelfTestPrompt(Message, frozen=True, kw_only=True):
-    """Worker -> worker: the prompt, and its completion by the worker's own engine."""
+    """Worker -> worker: a prompt, what the worker's engine says comes after it, and digests of the KV that it holds."""
 
     worker_id: WorkerId
     epoch: Epoch
     tokens: list[int]
     """A few full blocks and a tail."""
-    answer: list[int]
-    """Token ids of the completion, greedy."""
+    likely: list[int] = msgspec.field(default_factory=list)
+    """The tokens that the engine finds most likely to be next, at most ``LIKELY_TOKENS_MAX``; none if it gives no
+    probabilities.
+    """
+    logprobs: list[float] = msgspec.field(default_factory=list)
+    """The log probability of each of these tokens."""
+    digests: list[KvDigest] = msgspec.field(default_factory=list)
+    """Digests of the prompt's full blocks, one for each KV cache group."""
 
 
 class RunSelfTest(Message, frozen=True, kw_only=True):
-    """Worker -> worker: read the KV of my self-test prompt and check that you generate the same tokens."""
+    """Worker -> worker: read the KV of my self-test prompt and check it."""
 
     worker_id: WorkerId
     source_id: WorkerId
@@ -112,10 +122,10 @@ class SelfTestResult(Message, frozen=True, kw_only=True):
     fetched_tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    logprob_difference: float = 0.0
+    """Largest difference between a token's log probability here and at the holder."""
     failure: str = ""
-    """Empty: with the KV that was read, the engine generates the same tokens as its holder."""
-    tokens: list[int] = msgspec.field(default_factory=list)
-    """Completion by the reader's engine."""
+    """Empty: the KV that was read is the holder's, and the engine computes with it what the holder computes."""
 
 
 class SleepWorker(Message, frozen=True, kw_only=True):

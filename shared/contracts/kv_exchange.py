@@ -33,6 +33,13 @@ LEASE_BLOCKS_MAX = 16384
 """Maximum number of blocks in one LeaseKv; the rest of a longer prompt is computed."""
 
 
+DIGEST_BYTES = 16
+DIGEST_VERSION = 1
+"""What ``KvDigest.digest`` is made of. Digests of different versions are not compared."""
+KV_GROUPS_MAX = 64
+"""Maximum number of KV cache groups of a model."""
+
+
 def new_lease_id() -> str:
     """128 random bits, as a subject token: no reader can take the id of another's next lease, or release its offer."""
     return secrets.token_hex(16)
@@ -260,6 +267,22 @@ class KvTransferReport(Message, frozen=True, kw_only=True):
     """DECODE: the answer's first token is the prefill leg's; the engine computed from it on."""
     reads: list[KvRead] = msgspec.field(default_factory=list)
     offer: KvOffer | None = None
+
+
+class KvDigest(Message, frozen=True, kw_only=True):
+    """Digest of the bytes of consecutive blocks in one KV cache group, over all heads and layers of the model. Engines
+    of one fingerprint have equal digests of equal KV, whatever their tensor parallelism and the places of their blocks.
+    """
+
+    version: int = DIGEST_VERSION
+    group: int = 0
+    """Number of the group in the model's KV cache configuration; models whose KV is exchanged have one."""
+    blocks: int = 0
+    digest: bytes = b""
+    is_uniform: bool = True
+    """Whether the ranks that hold the same heads hold equal bytes. A reader reads one of these ranks, so that its own
+    digest need not be equal if they differ.
+    """
 
 
 class FetchKv(Message, frozen=True, kw_only=True):

@@ -242,7 +242,7 @@ class Liar:
 
     async def _give(self, ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
         tokens = random.choices(range(10, 1000), k=2 * self._record.hashing.block_size + 5)
-        return SelfTestPrompt(worker_id=ask.worker_id, epoch=self._record.epoch, tokens=tokens, answer=[1] * 4)
+        return SelfTestPrompt(worker_id=ask.worker_id, epoch=self._record.epoch, tokens=tokens)
 
     async def _cannot_read(self, ask: RunSelfTest, _envelope: Envelope) -> SelfTestResult:
         return SelfTestResult(worker_id=ask.worker_id, epoch=self._record.epoch, failure="not held")

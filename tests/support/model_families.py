@@ -111,13 +111,15 @@ FAMILIES = {
 }
 
 
-def make_model(name: str, folder: Path) -> Path:
-    """Write the family's model below ``folder``; takes about a second and imports torch."""
+def make_model(name: str, folder: Path, **differs: Any) -> Path:
+    """Write the family's model below ``folder``, with ``differs`` in its configuration; takes about a second and imports
+    torch.
+    """
     import torch
     import transformers
 
     family, path = FAMILIES[name], folder / name
-    given = {**COMMON, "vocab_size": VOCABULARY_MAX, **family.differs}
+    given = {**COMMON, "vocab_size": VOCABULARY_MAX, **family.differs, **differs}
     keys = {key: value for key, value in given.items() if value is not None or key == "sliding_window"}
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**keys)

@@ -36,6 +36,7 @@ def merge_calls(calls: Sequence[EngineCall]) -> EngineCall:
         grants=[grant for call in calls for grant in call.grants],
         fetches=[fetch for call in calls for fetch in call.fetches],
         measures=[measure for call in calls for measure in call.measures],
+        digests=[digest for call in calls for digest in call.digests],
         chains_max=max(call.chains_max for call in calls),
         release_all=any(call.release_all for call in calls),
     )

@@ -6,12 +6,21 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Generic, TypeVar
 
 import msgspec
 
-from connector.messages import Chain, EngineCall, EngineNotification, MeasureRead, ReadMeasured
+from connector.messages import (
+    Chain,
+    DigestLease,
+    EngineCall,
+    EngineNotification,
+    LeaseDigested,
+    MeasureRead,
+    ReadMeasured,
+)
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.message_handler import FetchHandler, MessageHandler
@@ -26,6 +35,7 @@ from shared.contracts.kv_exchange import AskKvHandshake, KvExchangeState, KvHand
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
+Result = TypeVar("Result")
 
 EXPIRY_MARGIN_S = 0.01
 """Time after a lease's end, so that the engine finds it expired."""
@@ -45,7 +55,8 @@ class WorkerExchange:
         self._calls = EngineCalls(engine, self._on_notifications)
         self._handler = MessageHandler(bus, identity, self._calls)
         self._fetches = FetchHandler(self._calls)
-        self._measurer = SpeedMeasurer(self._calls)
+        self._measured = Awaited[ReadMeasured]()
+        self._digested = Awaited[LeaseDigested]()
         table = PeerTable(identity.worker_id, fingerprint)
         self._trials = Trials(trial_command(engine.nixl_package)) if engine.nixl_package else None
         self.peers = PeerWatch(bus, clock, identity.worker_id, table, self._handler.tell_engine, self._try_peer)
@@ -95,7 +106,18 @@ class WorkerExchange:
             return []
 
     async def measure_read(self, worker_id: WorkerId, epoch: Epoch) -> ReadMeasured:
-        return await self._measurer.measure(worker_id, epoch)
+        """A result with ``failure`` if nothing could be measured. The caller bounds the wait."""
+        measure_id = uuid.uuid4().hex
+        order = MeasureRead(measure_id=measure_id, worker_id=worker_id, epoch=epoch)
+        return await self._measured.result(measure_id, lambda: self._calls.add(EngineCall(measures=[order])))
+
+    async def digest(self, lease_id: str) -> LeaseDigested:
+        """Digests of the blocks of this worker's own lease, which ends. A result with ``failure`` if there are none.
+        The caller bounds the wait.
+        """
+        digest_id = uuid.uuid4().hex
+        order = DigestLease(digest_id=digest_id, lease_id=lease_id)
+        return await self._digested.result(digest_id, lambda: self._calls.add(EngineCall(digests=[order])))
 
     def refuse_fetches(self) -> None:
         """For a worker that drains."""
@@ -130,7 +152,8 @@ class WorkerExchange:
     def _on_notifications(self, notifications: EngineNotification) -> None:
         self._handler.send(notifications)
         self._fetches.ended(notifications.fetched)
-        self._measurer.ended(notifications.measured)
+        self._measured.ended((one.measure_id, one) for one in notifications.measured)
+        self._digested.ended((one.digest_id, one) for one in notifications.digested)
         if notifications.unknown_peers:
             self.peers.want(notifications.unknown_peers)
         self.peers.connected(notifications.connected)
@@ -161,30 +184,27 @@ def events(state: KvExchangeState) -> int:
     return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total
 
 
-class SpeedMeasurer:
-    """Has the engine measure reads: matches results with calls."""
+class Awaited(Generic[Result]):
+    """Matches results that the engine notifies of with the calls that asked for them, by id."""
 
-    def __init__(self, calls: EngineCalls) -> None:
-        self._calls = calls
-        self._under_way: dict[str, asyncio.Future[ReadMeasured]] = {}
+    def __init__(self) -> None:
+        self._under_way: dict[str, asyncio.Future[Result]] = {}
 
-    async def measure(self, worker_id: WorkerId, epoch: Epoch) -> ReadMeasured:
-        """A result with ``failure`` if nothing could be measured. The caller bounds the wait."""
-        measure_id = uuid.uuid4().hex
-        done: asyncio.Future[ReadMeasured] = asyncio.get_running_loop().create_future()
-        self._under_way[measure_id] = done
-        order = MeasureRead(measure_id=measure_id, worker_id=worker_id, epoch=epoch)
-        self._calls.add(EngineCall(measures=[order]))
+    async def result(self, ask_id: str, ask: Callable[[], None]) -> Result:
+        """Ask, and wait for the result."""
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._under_way[ask_id] = done
         try:
+            ask()
             return await done
         finally:
-            del self._under_way[measure_id]
+            del self._under_way[ask_id]
 
-    def ended(self, ends: list[ReadMeasured]) -> None:
-        for end in ends:
-            done = self._under_way.get(end.measure_id)
+    def ended(self, results: Iterable[tuple[str, Result]]) -> None:
+        for ask_id, result in results:
+            done = self._under_way.get(ask_id)
             if done is not None and not done.done():
-                done.set_result(end)
+                done.set_result(result)
 
 
 class UnreadOffers:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from opentelemetry.trace import NoOpTracer
 
-from services.worker.engines.port import CURRENT_LEG, Engine
+from connector.messages import EngineCall, EngineNotification
+from services.worker.engines.port import Engine
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.engine import SimulatedModel, open_simulated_engine
 from services.worker.service import Ending, run_worker
@@ -28,25 +31,61 @@ SOON_S_MAX = 60.0
 LEAVE_S_MAX = 10.0
 
 
-class Forgetful:
-    """An engine that answers something else than what its model says, while ``forgets``."""
+class Faulty:
+    """An engine with a fault, while it is ``faulty``."""
 
-    def __init__(self, engine: Engine, *, forgets: bool = True) -> None:
-        self.forgets = forgets
+    def __init__(self, engine: Engine, *, faulty: bool = True) -> None:
+        self.faulty = faulty
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+
+class Forgetful(Faulty):
+    """Finds other tokens likely than its model."""
+
     @property
     def app(self) -> Any:
         async def call(scope: Any, receive: Any, send: Any) -> None:
-            await self._engine.app(scope, receive, send)
-            leg = CURRENT_LEG.get()
-            if self.forgets and leg is not None and leg.result.token_ids:
-                leg.result.token_ids[-1] += 1
+            async def send_other(message: Any) -> None:
+                body = message.get("body", b"")
+                if self.faulty and b'"top_logprobs"' in body:
+                    said = msgspec.json.decode(body)
+                    for choice in said["choices"]:
+                        tops = choice["logprobs"]["top_logprobs"]
+                        choice["logprobs"]["top_logprobs"] = [
+                            {name: one - 2.0 for name, one in top.items()} for top in tops
+                        ]
+                    message = {**message, "body": msgspec.json.encode(said)}
+                await send(message)
+
+            await self._engine.app(scope, receive, send_other)
 
         return call
+
+
+class Overwriting(Faulty):
+    """Overwrites the KV of prompts that it has read."""
+
+    @property
+    def exchange(self) -> Any:
+        return OverwritingExchange(self)
+
+
+class OverwritingExchange:
+    def __init__(self, engine: Overwriting) -> None:
+        self._engine = engine
+        self._exchange = engine._engine.exchange
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exchange, name)
+
+    async def call(self, call: EngineCall) -> EngineNotification:
+        if self._engine.faulty and call.digests:
+            contents = self._engine._engine._core.cache.contents
+            contents[:] = array("q", [7] * len(contents))
+        return await self._exchange.call(call)
 
 
 class Workers:

@@ -107,7 +107,10 @@ class JobMaker:
             await self._encode(prompt, special=body.add_special_tokens) if isinstance(prompt, str) else list(prompt)
             for prompt in prompts_of(body.prompt or "")
         ]
-        logprobs = None if body.logprobs is None else partial(completion_logprobs, top=body.logprobs)
+        logprobs = None
+        if body.logprobs is not None:
+            also, as_ids = body.logprob_token_ids or (), bool(body.return_tokens_as_token_ids)
+            logprobs = partial(completion_logprobs, top=body.logprobs, also=also, as_ids=as_ids)
         view = View(
             echo=bool(body.echo),
             logprobs=logprobs,

@@ -57,6 +57,8 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
     max_tokens: Positive | None = 16
     echo: bool | None = False
     logprobs: NonNegative | None = None
+    logprob_token_ids: list[int] | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool = True
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -128,18 +129,24 @@ def made_up_logprob(token: int) -> float:
     return -(1 + token % 97) / 97
 
 
-def completion_logprobs(tokens: list[int], texts: list[str], offset: int, *, top: int) -> dict[str, Any]:
-    """``logprobs`` of /v1/completions; ``offset`` is the position of the first token in the text."""
+def completion_logprobs(
+    tokens: list[int], texts: list[str], offset: int, *, top: int, also: Iterable[int] = (), as_ids: bool = False
+) -> dict[str, Any]:
+    """``logprobs`` of /v1/completions; ``offset`` is the position of the first token in the text. ``also``: further
+    tokens whose probabilities are wanted; ``as_ids``: tokens are named by their ids, not by their texts.
+    """
     offsets = []
     for text in texts:
         offsets.append(offset)
         offset += len(text)
+    names = [f"token_id:{token}" for token in tokens] if as_ids else texts
+    others = {f"token_id:{token}": made_up_logprob(token) for token in also}
     return {
         "text_offset": offsets,
         "token_logprobs": [made_up_logprob(token) for token in tokens],
-        "tokens": texts,
+        "tokens": names,
         "top_logprobs": [
-            {text: made_up_logprob(token)} if top else None for token, text in zip(tokens, texts, strict=True)
+            {name: made_up_logprob(token), **others} if top else None for token, name in zip(tokens, names, strict=True)
         ],
     }
 

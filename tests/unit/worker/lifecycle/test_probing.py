@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from services.worker.engines.port import EngineTokens, Identity
+from connector.messages import LeaseDigested
+from services.worker.engines.port import CURRENT_LEG, EngineTokens, Identity
 from services.worker.lifecycle.probing import Prober, failed
 from services.worker.lifecycle.self_test import (
     PASSED,
@@ -23,13 +24,14 @@ from shared.contracts.channels import CHANGE_ROLE, DRAIN, DRAINED, LOAD, RUN_SEL
 from shared.contracts.failures import Reason
 from shared.contracts.fleet_orders import AskSelfTestPrompt, ChangeRole, DrainWorker, RunSelfTest, SelfTestPrompt
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.worker.fakes import FakeEngine
-from tests.unit.worker.simulated_workers import SOON_S_MAX, Forgetful, workers_on_one_bus
+from tests.unit.worker.simulated_workers import SOON_S_MAX, Forgetful, Overwriting, workers_on_one_bus
 
 PROBING, READY, DRAINING = WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING
 FAILED = Result(Outcome.FAILED, "other tokens")
@@ -127,19 +129,26 @@ async def test_workers_that_start_together_all_become_ready(model):
         await workers.until_ready(*names)
 
 
-async def test_a_worker_with_different_tokens_stays_probing_with_a_reason(model):
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (Forgetful, "with the KV that was read log probabilities differ by up to 2.000"),
+        (Overwriting, "the KV of group 0 that was read has other bytes than at its holder"),
+    ],
+)
+async def test_a_worker_with_different_kv_or_probabilities_stays_probing_with_a_reason(model, fault, text):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
         details = []
         await workers.bus.subscribe(SERVICE_STATUS, lambda told, _e: details.append(told.detail), instance="d1")
 
-        workers.start("d1", Role.DECODE, wrap=Forgetful)
+        workers.start("d1", Role.DECODE, wrap=fault)
         await workers.until(lambda: "d1" in workers.records and bool(workers.records["d1"].note))
 
         assert workers.phase("d1") is PROBING
         assert "p1" in workers.records["d1"].note
-        assert "the engine generated" in workers.records["d1"].note
+        assert text in workers.records["d1"].note
         async with asyncio.timeout(SOON_S_MAX):
             while not any("probing: KV self-test with p1" in detail for detail in details):
                 await asyncio.sleep(0.01)
@@ -150,11 +159,11 @@ async def test_a_faulty_partner_does_not_block_a_worker_if_another_works(model):
     async with workers_on_one_bus(model) as workers:
         faulty = []
         workers.start(
-            "d1", Role.DECODE, wrap=lambda engine: faulty.append(Forgetful(engine, forgets=False)) or faulty[0]
+            "d1", Role.DECODE, wrap=lambda engine: faulty.append(Forgetful(engine, faulty=False)) or faulty[0]
         )
         workers.start("d2", Role.DECODE)
         await workers.until_ready("d1", "d2")
-        faulty[0].forgets = True
+        faulty[0].faulty = True
 
         names = [f"p{number}" for number in range(4)]  # Some of them try the faulty one first.
         for name in names:
@@ -187,11 +196,11 @@ async def test_a_role_whose_self_test_fails_is_not_taken(model):
     async with workers_on_one_bus(model) as workers:
         faulty = []
         workers.start(
-            "p1", Role.PREFILL, wrap=lambda engine: faulty.append(Forgetful(engine, forgets=False)) or faulty[0]
+            "p1", Role.PREFILL, wrap=lambda engine: faulty.append(Forgetful(engine, faulty=False)) or faulty[0]
         )
         workers.start("p2", Role.PREFILL)
         await workers.until_ready("p1", "p2")
-        faulty[0].forgets = True
+        faulty[0].faulty = True
 
         order = ChangeRole(worker_id=WorkerId("p2"), role=Role.DECODE)
         told = await workers.bus.ask(CHANGE_ROLE, order, timeout_s=SOON_S_MAX)
@@ -352,7 +361,24 @@ def test_kinds_of_partner_are_tried_side_by_side():
 
 
 class Talker(FakeEngine):
-    """Every text has more tokens than a self-test prompt."""
+    """Every text has more tokens than a self-test prompt. Offers what it has computed."""
+
+    @property
+    def app(self):
+        async def call(scope, receive, send) -> None:
+            await FakeEngine.app(self, scope, receive, send)
+            leg = CURRENT_LEG.get()
+            offer = KvOffer(
+                worker_id=WorkerId("w1"),
+                epoch=Epoch(1),
+                lease_id=leg.input.order.offer_id,
+                block_ids=b"",
+                last_hash=b"",
+                until_s=0.0,
+            )
+            leg.result.transfer_report = KvTransferReport(offer=offer)
+
+        return call
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
         return EngineTokens(tokens=list(range(self.facts.max_model_len)))
@@ -366,10 +392,14 @@ async def settled(_source: WorkerId, _s_max: float) -> None:
     """A ``Talker`` connects to nobody."""
 
 
+async def nothing_digested(_lease_id: str) -> LeaseDigested:
+    return LeaseDigested(digest_id="")
+
+
 async def answering(hub: MemoryHub) -> FakeEngine:
     engine = Talker()
     me = Identity(WorkerId("w1"), Epoch(1))
-    await SelfTestHandler(MemoryBus(hub), SystemClock(), engine, me, settled, not_measured).open()
+    await SelfTestHandler(MemoryBus(hub), SystemClock(), engine, me, settled, not_measured, nothing_digested).open()
     return engine
 
 
@@ -402,10 +432,12 @@ async def test_a_worker_reads_for_a_self_test_once_its_engine_has_connected():
 
     async def give(_ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
         order.append("prompt")
-        return SelfTestPrompt(worker_id=WorkerId("s1"), epoch=Epoch(2), tokens=[1], answer=[2])
+        return SelfTestPrompt(worker_id=WorkerId("s1"), epoch=Epoch(2), tokens=[1])
 
     bus, me = MemoryBus(hub), Identity(WorkerId("w1"), Epoch(1))
-    handler = SelfTestHandler(MemoryBus(hub), SystemClock(), Talker(), me, wait_to_connect, not_measured)
+    handler = SelfTestHandler(
+        MemoryBus(hub), SystemClock(), Talker(), me, wait_to_connect, not_measured, nothing_digested
+    )
     await handler.open()
     await bus.answer(SELF_TEST_PROMPT, give, worker_id="s1")
     ask = RunSelfTest(worker_id=WorkerId("w1"), source_id=WorkerId("s1"), source_epoch=Epoch(1))
@@ -439,7 +471,7 @@ async def test_a_restarted_source_makes_the_test_inconclusive():
     await answering(hub)
 
     async def give(_ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
-        return SelfTestPrompt(worker_id=WorkerId("s1"), epoch=Epoch(2), tokens=[1], answer=[2])
+        return SelfTestPrompt(worker_id=WorkerId("s1"), epoch=Epoch(2), tokens=[1])
 
     await MemoryBus(hub).answer(SELF_TEST_PROMPT, give, worker_id="s1")
     ask = RunSelfTest(worker_id=WorkerId("w1"), source_id=WorkerId("s1"), source_epoch=Epoch(1))

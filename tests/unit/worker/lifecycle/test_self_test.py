@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,23 +12,29 @@ from hypothesis import strategies as st
 from services.worker.lifecycle.self_test import (
     ANSWER_TOKENS,
     ATTEMPTS_MAX,
+    LOGPROB_DIFFERENCE_MAX,
     PASSED,
     PAUSE_S_MAX,
     Attempt,
+    Computed,
     Outcome,
     PartnerKind,
     Result,
     as_text,
     check_report,
-    check_tokens,
+    compare,
+    logprobs_of,
     next_partner,
     outcome_of,
     partners,
     pause_s,
     prompt_tokens,
+    why_unsound,
     worst,
 )
-from shared.contracts.kv_exchange import KvRead, KvTransferReport
+from shared.contracts.fleet_orders import LIKELY_TOKENS_MAX, SelfTestPrompt
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import DIGEST_BYTES, KV_GROUPS_MAX, KvDigest, KvRead, KvTransferReport
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import record
 
@@ -153,10 +161,72 @@ def test_a_holder_that_grants_too_late_makes_the_test_inconclusive(failure, outc
     assert failure in found.failure
 
 
-def test_other_tokens_than_the_holders_fail():
-    assert check_tokens([1, 2, 3], [1, 2, 3]) is PASSED
-    assert check_tokens([1, 2, 3], [1, 2, 4]).outcome is Outcome.FAILED
-    assert check_tokens([1, 2, 3], []).outcome is Outcome.FAILED
+DIGEST = KvDigest(blocks=2, digest=b"d" * DIGEST_BYTES)
+OTHER = msgspec.structs.replace(DIGEST, digest=b"e" * DIGEST_BYTES)
+HELD = Computed([DIGEST], {7: -1.0, 9: -1.5})
+NEAR = {7: -1.0 - 0.9 * LOGPROB_DIFFERENCE_MAX, 9: -1.5 + 0.9 * LOGPROB_DIFFERENCE_MAX, 11: -0.1}
+"""The holder's tokens are nearly as likely, and another one is likelier."""
+
+
+def differing(**fields: object) -> KvDigest:
+    return msgspec.structs.replace(DIGEST, **fields)
+
+
+@pytest.mark.parametrize(
+    ("held", "read", "outcome"),
+    [
+        (HELD, HELD, Outcome.PASSED),
+        (HELD, Computed([DIGEST], NEAR), Outcome.PASSED),
+        (HELD, Computed([OTHER], {7: -1.0, 9: -1.5}), Outcome.FAILED),
+        (HELD, Computed([], {7: -1.0, 9: -1.5}), Outcome.FAILED),
+        (HELD, Computed([differing(blocks=1)], {7: -1.0, 9: -1.5}), Outcome.FAILED),
+        (HELD, Computed([differing(is_uniform=False)], {7: -1.0, 9: -1.5}), Outcome.FAILED),
+        (HELD, Computed([DIGEST], {7: -1.0, 9: -1.5 - 1.1 * LOGPROB_DIFFERENCE_MAX}), Outcome.FAILED),
+        (HELD, Computed([DIGEST], {7: -1.0, 9: math.nan}), Outcome.FAILED),
+        (HELD, Computed([DIGEST], {7: -1.0}), Outcome.FAILED),
+        (Computed([DIGEST], {7: math.nan}), Computed([DIGEST], {7: -1.0}), Outcome.FAILED),
+        (Computed([DIGEST], {}), Computed([DIGEST], {}), Outcome.PASSED),
+        (Computed([differing(version=2)], {7: -1.0}), Computed([OTHER], {7: -1.0}), Outcome.PASSED),
+        (Computed([differing(is_uniform=False)], {7: -1.0}), Computed([OTHER], {7: -9.0}), Outcome.FAILED),
+        (Computed([DIGEST, differing(group=1)], {}), HELD, Outcome.FAILED),
+        (Computed([], {}), HELD, Outcome.INCONCLUSIVE),
+    ],
+)
+def test_bytes_must_be_equal_and_log_probabilities_nearly(held, read, outcome):
+    result = compare(held, read)
+
+    assert result.outcome is outcome
+    assert bool(result.failure) == (outcome is not Outcome.PASSED)
+
+
+def test_another_workers_prompt_is_checked_before_use():
+    sound = SelfTestPrompt(
+        worker_id=WorkerId("p1"), epoch=Epoch(1), tokens=[1], likely=[7], logprobs=[-1.0], digests=[DIGEST]
+    )
+
+    assert why_unsound(sound) == ""
+    for fields in (
+        {"logprobs": []},
+        {"likely": [1] * (LIKELY_TOKENS_MAX + 1), "logprobs": [0.0] * (LIKELY_TOKENS_MAX + 1)},
+        {"digests": [differing(digest=b"short")]},
+        {"digests": [DIGEST] * (KV_GROUPS_MAX + 1)},
+    ):
+        assert why_unsound(msgspec.structs.replace(sound, **fields))
+
+
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        (b'{"choices":[{"logprobs":{"top_logprobs":[{"token_id:3":-0.5,"token_id:12":-2.0}]}}]}', {3: -0.5, 12: -2.0}),
+        (b'{"choices":[{"logprobs":{"top_logprobs":[{"token_id:x":-0.5,"text":-2.0,"token_id:-1":0.0}]}}]}', {}),
+        (b'{"choices":[{"logprobs":{"top_logprobs":[null]}}]}', {}),
+        (b'{"choices":[{"logprobs":null}]}', {}),
+        (b'{"choices":[]}', {}),
+        (b"<html>", {}),
+    ],
+)
+def test_log_probabilities_are_read_from_a_completion(response, found):
+    assert logprobs_of(response) == found
 
 
 @given(st.integers(1, 256), st.integers(1, 4096))

@@ -99,11 +99,13 @@ class Exchange:
             landed = self._link.landed(part, self._now())
             if landed is not None:
                 self._core.on_part(landed)
+        for digested in results.digested:
+            self._core.on_digested(digested)
         self.send()
 
     @property
     def moving(self) -> bool:
-        return bool(self._core.connecting) or self._link.copying
+        return bool(self._core.connecting) or self._link.copying or self._core.computes_digests
 
     def take_notifications(self) -> EngineNotification | None:
         return self._core.notifications() if self._core.has_notifications else None

@@ -1,0 +1,76 @@
+"""Digests of leased blocks: the worker asks for them in a KV self-test, the worker role computes them.
+
+The lease keeps the blocks as they are until then, and ends with the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from connector.holder.holder import Holder
+from connector.messages import BlocksDigested, DigestBlocks, DigestLease, LeaseDigested
+from shared.contracts.kv_exchange import KvDigest
+
+DIGEST_S_MAX = 5.0
+"""Time limit for the worker role, which needs milliseconds unless it is in a long step."""
+DIGESTS_MAX = 16
+"""Digests under way; further ones are refused."""
+GROUP = 0
+"""Supported models have one KV cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    order: DigestLease
+    blocks: list[int]
+    until_s: float
+
+
+class LeaseDigests:
+    """All digests under way in one engine. Used on the scheduler's thread."""
+
+    def __init__(self, holder: Holder, now: Callable[[], float]) -> None:
+        self.ended: list[LeaseDigested] = []
+        self.under_way: dict[int, _UnderWay] = {}
+        self._holder = holder
+        self._now = now
+        self._numbers = count(1)
+
+    def start(self, order: DigestLease) -> DigestBlocks | None:
+        """What the worker role is to do; None if there is nothing to compute: then the result is in ``ended``."""
+        blocks = self._holder.leased(order.lease_id)
+        if not blocks:
+            self._end(order, failure="there is no such lease")
+            return None
+        if len(self.under_way) >= DIGESTS_MAX:
+            self._end(order, failure="too many digests at a time: try again later")
+            return None
+        number = next(self._numbers)
+        self.under_way[number] = _UnderWay(order, blocks, self._now() + DIGEST_S_MAX)
+        return DigestBlocks(number, blocks)
+
+    def on_time(self) -> None:
+        """Give up what is overdue."""
+        for number, one in list(self.under_way.items()):
+            if self._now() >= one.until_s:
+                del self.under_way[number]
+                self._end(one.order, failure=f"not computed within {DIGEST_S_MAX:g} s")
+
+    def on_digested(self, result: BlocksDigested) -> None:
+        """The worker role has computed digests on all ranks."""
+        one = self.under_way.pop(result.digest_number, None)
+        if one is None:
+            return
+        if result.failure:
+            self._end(one.order, failure=result.failure)
+        elif self._holder.leased(one.order.lease_id) != one.blocks:
+            self._end(one.order, failure="the lease ended before the digests were computed")
+        else:
+            digest = KvDigest(group=GROUP, blocks=len(one.blocks), digest=result.digest(), is_uniform=result.is_uniform)
+            self._end(one.order, digests=[digest])
+
+    def _end(self, order: DigestLease, *, digests: list[KvDigest] | None = None, failure: str = "") -> None:
+        self._holder.release_own(order.lease_id)
+        self.ended.append(LeaseDigested(digest_id=order.digest_id, digests=digests or [], failure=failure))

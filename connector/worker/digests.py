@@ -1,0 +1,38 @@
+"""Digests of this rank's own blocks, for the KV self-test: by head, so that engines with other tensor parallelism have
+equal ones. A head's digest is of its bytes in layer after layer, plane after plane, block after block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from connector.layout.routes import ReaderRank
+from connector.messages import BlocksDigested, DigestBlocks
+from shared.contracts.kv_exchange import DIGEST_BYTES
+
+ReadMemory = Callable[[int, int], bytes]
+"""Returns bytes of the engine's KV memory, by address and length."""
+read_cpu_memory: ReadMemory = ctypes.string_at
+
+
+def digested(order: DigestBlocks, rank: ReaderRank, read_memory: ReadMemory) -> BlocksDigested:
+    """The result has a ``failure`` if the memory cannot be read."""
+    try:
+        return BlocksDigested(order.digest_number, _by_head(rank, order.blocks, read_memory))
+    except (RuntimeError, ValueError) as error:  # Of a device; it must not end the thread that moves KV.
+        return BlocksDigested(order.digest_number, {}, failure=f"the blocks cannot be read: {error}")
+
+
+def _by_head(rank: ReaderRank, blocks: Sequence[int], read_memory: ReadMemory) -> dict[int, bytes]:
+    heads = rank.heads
+    hashes = [blake2b(digest_size=DIGEST_BYTES) for _head in heads]
+    for layer in rank.memory.layers:
+        for plane in layer.planes:
+            for block in blocks:
+                address = layer.base + plane.offset + block * layer.block_stride
+                content = memoryview(read_memory(address, len(heads) * plane.head_bytes))
+                for place, one in enumerate(hashes):
+                    one.update(content[place * plane.head_bytes : (place + 1) * plane.head_bytes])
+    return {head: one.digest() for head, one in zip(heads, hashes, strict=True)}

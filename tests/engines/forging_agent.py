@@ -1,0 +1,54 @@
+"""NIXL's agent, which spoils what a real engine reads of another one, as a file says."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from connector.transfer.agent import Spans, TransferState
+from connector.transfer.nixl_agent import NixlAgent
+from tests.engines.forged_reads import FORGERY_FILE, Forgery
+
+
+class ForgingAgent(NixlAgent):
+    """A read's spans are pieces of blocks, each of one layer's memory or of adjacent blocks of it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._reads: dict[int, Spans] = {}
+        """Destinations of the reads under way, by their handles' identity."""
+
+    def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
+        handle = super().read(name, remote, local, device=device, remote_device=remote_device)
+        self._reads[id(handle)] = np.array(local)
+        return handle
+
+    def state(self, handle: Any) -> TransferState:
+        state = super().state(handle)
+        if state is TransferState.DONE and (local := self._reads.pop(id(handle), None)) is not None:
+            forge(Forgery(Path(os.environ[FORGERY_FILE]).read_text(encoding="utf-8")), local)
+        return state
+
+    def release(self, handle: Any) -> bool:
+        released = super().release(handle)
+        if released:
+            self._reads.pop(id(handle), None)
+        return released
+
+
+def forge(forgery: Forgery, local: Spans) -> None:
+    """Spoil what has arrived in these spans."""
+    spans = sorted((int(address), int(length)) for address, length in local[:, :2])
+    if forgery is Forgery.ZEROED:
+        address, length = spans[0]
+        ctypes.memset(address, 0, length)
+    elif forgery is Forgery.SWAPPED:
+        for address, length in spans:  # Two adjacent blocks each: they were allocated one after the other.
+            half = length // 2
+            first, second = ctypes.string_at(address, half), ctypes.string_at(address + half, half)
+            ctypes.memmove(address, second, half)
+            ctypes.memmove(address + half, first, half)

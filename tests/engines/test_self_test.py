@@ -1,0 +1,93 @@
+"""KV self-tests of real engines whose next tokens are nearly equally likely, so that no token tells right KV from wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.lifecycle.self_test import LOGPROB_DIFFERENCE_MAX
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import Bus
+from shared.contracts.channels import RUN_SELF_TEST
+from shared.contracts.fleet_orders import RunSelfTest, SelfTestResult
+from tests.engines.forged_reads import ENGINE_ARGS, FORGERY_FILE, Forgery
+from tests.support.model_families import make_model
+from tests.support.nats_server import NatsServer
+from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nats]
+
+HOLDER, READER = "p1", "d1"
+FLAT = {"num_hidden_layers": 6, "initializer_range": 0.02}
+TESTS = 6
+"""At a time; a worker computes at most eight prompts for others."""
+TEST_S_MAX = 60.0
+
+
+@pytest.fixture(scope="module")
+def forgery(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says how the reader's engine spoils what it reads."""
+    file = tmp_path_factory.mktemp("forgery") / "forgery"
+    file.write_text(Forgery.NONE, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory, forgery: Path) -> Iterator[tuple[str, list[WorkerProcess]]]:
+    """They became ready, so a self-test has passed in both directions."""
+    folder = tmp_path_factory.mktemp("self-tests")
+    model = make_model("gpt-oss", folder, **FLAT)
+    settings = {"model": str(model), "served_model_name": "flat", "max_model_len": "1000", "engine_args": ENGINE_ARGS}
+    environ = {FORGERY_FILE: str(forgery)}
+    with NatsServer(folder, has_buckets=True) as nats:
+        workers = [
+            start_worker(nats.url, HOLDER, folder, role="prefill", cpu_cores="0", environ=environ, **settings),
+            start_worker(nats.url, READER, folder, role="decode", cpu_cores="1", environ=environ, **settings),
+        ]
+        try:
+            asyncio.run(wait_ready(nats.url, workers))
+            yield nats.url, workers
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
+@pytest.fixture
+async def bus(workers: tuple[str, list[WorkerProcess]]) -> AsyncIterator[Bus]:
+    bus = await connect_nats(workers[0], name="self-tests", connect_s_max=30.0)
+    yield bus
+    await bus.close()
+
+
+async def run(bus: Bus, workers: tuple[str, list[WorkerProcess]]) -> SelfTestResult:
+    """The reader reads a prompt of the holder."""
+    holder = workers[1][0].record
+    assert holder is not None
+    ask = RunSelfTest(worker_id=READER, source_id=HOLDER, source_epoch=holder.epoch)
+    return await bus.ask(RUN_SELF_TEST, ask, timeout_s=TEST_S_MAX)
+
+
+async def test_right_kv_passes_however_near_the_tokens_are(bus: Bus, workers: tuple[str, list[WorkerProcess]]):
+    """Alone and many at a time: then the holder computes several prompts in one step, and the reader several tails."""
+    results = [await run(bus, workers)]
+    results += await asyncio.gather(*(run(bus, workers) for _time in range(TESTS)))
+
+    assert [result.failure for result in results] == [""] * len(results)
+    assert max(result.logprob_difference for result in results) < LOGPROB_DIFFERENCE_MAX / 100
+
+
+@pytest.mark.parametrize("kind", [Forgery.SWAPPED, Forgery.ZEROED])
+async def test_wrong_kv_fails_though_the_tokens_hardly_show_it(
+    kind: Forgery, bus: Bus, workers: tuple[str, list[WorkerProcess]], forgery: Path
+):
+    forgery.write_text(kind, encoding="utf-8")
+    try:
+        result = await run(bus, workers)
+    finally:
+        forgery.write_text(Forgery.NONE, encoding="utf-8")
+
+    assert result.failure == "the KV of group 0 that was read has other bytes than at its holder"
+    assert (await run(bus, workers)).failure == ""
