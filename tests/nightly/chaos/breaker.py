@@ -49,14 +49,15 @@ class Breaker:
 
     async def follow(self, faults: Sequence[Fault], spared: Callable[[Fault], Awaitable[bool]] | None = None) -> None:
         """Each at its time; returns when the last is mended. Those are left out that ``spared`` says must be: on a
-        slow machine a process may not be back yet when its like is to fall.
+        slow machine a process may not be back yet when its like is to fall, or when it is to fall again.
         """
+        hit: dict[str, asyncio.Task[Happened]] = {}
         async with asyncio.TaskGroup() as breaking:
             for fault in faults:
                 await asyncio.sleep(max(0.0, fault.at_s - self._now()))
-                if spared is not None and await spared(fault):
+                if spared is not None and (_is_hit(hit.get(fault.target)) or await spared(fault)):
                     continue
-                breaking.create_task(self.do(fault), name=f"{fault.kind} {fault.target}")
+                hit[fault.target] = breaking.create_task(self.do(fault), name=f"{fault.kind} {fault.target}")
 
     async def do(self, fault: Fault) -> Happened:
         """One fault from its beginning to its end."""
@@ -191,3 +192,7 @@ class Breaker:
 
 def _refusal(taken: OrderTaken) -> str:
     return "" if taken.refusal == TAKEN_BEFORE else taken.refusal
+
+
+def _is_hit(fault: asyncio.Task[Happened] | None) -> bool:
+    return fault is not None and not fault.done()
