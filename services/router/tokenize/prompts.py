@@ -27,7 +27,7 @@ from services.router.tokenize.tokenizer import (
     BYTES_PER_TOKEN_GUESSED,
     PromptTokenizer,
     Unfinished,
-    guessed,
+    guessed_tokens,
     is_plain_chat,
     prompt_bytes,
 )
@@ -63,6 +63,11 @@ SEGMENTS_BYTES_MAX: Final = 64 * 1024 * 1024
 BYTES_PER_TOKEN_MAX: Final = 16
 """Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
 
+NOT_READ: Final = "the prompt cannot change where the request is served, so that it was not tokenized"
+NO_TOKENIZER: Final = "the router has no tokenizer for this model's engine"
+TOO_LONG: Final = "the body is longer than any prompt that the model can take"
+DIFFERS: Final = "this engine's tokens differ from those of the router's tokenizer"
+NOT_NOW: Final = "the router's tokenizer failed, or had no time"
 ATTACHED: Final = "its workers are attached to servers outside of Baton, which show no tokens"
 QUERY_FIELDS_MAX: Final = 16
 READERS_MAX: Final = 1024
@@ -128,11 +133,11 @@ class Prompts:
         size = http_request.upload.size
         view = self._reader(facts, size) if facts.path in PLACED else None
         if view is None:
-            return guess_of(facts, size, more)
+            return guess_of(facts, size, more, why=NOT_READ)
         known = self._tokenizers.get(view.pairs_with)
         bytes_per_token = BYTES_PER_TOKEN_GUESSED if known is None else known.chars_per_token
         if view.record.attached:
-            return guess_of(facts, size, more, bytes_per_token, ATTACHED)
+            return guess_of(facts, size, more, bytes_per_token, why=ATTACHED)
         unread = UnreadPrompt(http_request, facts, more, view, known, None)
         readable = size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
         if known is not None and readable and self.parity.trusted(view.pairs_with):
@@ -143,12 +148,17 @@ class Prompts:
                 return begun
             if begun is not None:
                 return unread._replace(begun=begun)
-        return unread if _only_engines_render(facts) else guess_of(facts, size, more, bytes_per_token)
+        if _only_engines_render(facts):
+            return unread
+        why = NO_TOKENIZER if known is None else TOO_LONG if not readable else NOT_NOW
+        if known is not None and readable and not self.parity.trusted(view.pairs_with):
+            why = DIFFERS
+        return guess_of(facts, size, more, bytes_per_token, why=why)
 
     async def finish(self, unread: UnreadPrompt) -> Prompt:
         """What ``begin`` could not read at once. A guess, if it cannot be read in time."""
         http_request, facts, more, view, known, begun = unread
-        why = ""
+        why = NOT_NOW
         if known is not None and begun is not None:
             prompt = await known.finish(begun, self._fleet.index.held, self._work_on(http_request))
             if prompt is not None:
@@ -162,7 +172,7 @@ class Prompts:
                 # What follows the prompt is not hashed: its blocks are nowhere but where the stream broke off.
                 return _followed(prompt, more) if more else prompt
         bytes_per_token = BYTES_PER_TOKEN_GUESSED if known is None else known.chars_per_token
-        return guess_of(facts, http_request.upload.size, more, bytes_per_token, why)
+        return guess_of(facts, http_request.upload.size, more, bytes_per_token, why=why)
 
     def _work_on(self, http_request: HttpRequest) -> Work:
         return Work(self._work, tenant_of(http_request), http_request)
@@ -380,11 +390,11 @@ def guess_of(
     body_bytes: int,
     more: Sequence[int],
     bytes_per_token: float = BYTES_PER_TOKEN_GUESSED,
-    why: str = "",
+    *,
+    why: str,
 ) -> Prompt:
     """An estimate, and ``why`` the prompt is not known."""
-    guess = guessed(facts, body_bytes, bytes_per_token)
-    return Prompt(guess.tokens + len(more), (), exact=False, why=why) if more or why else guess
+    return Prompt(guessed_tokens(facts, body_bytes, bytes_per_token) + len(more), (), exact=False, why=why)
 
 
 def _followed(prompt: Prompt, more: Sequence[int]) -> Prompt:

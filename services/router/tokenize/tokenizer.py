@@ -33,6 +33,8 @@ from shared.third_party import CONTAINED, LibraryFailed
 
 BYTES_PER_TOKEN_GUESSED: Final = 4.0
 BYTES_PER_TOKEN_OF_AUDIO: Final = 1000.0
+TOKEN_IDS: Final = re.compile(rb"\s*\[\s*[0-9]")
+"""The beginning of one prompt of token ids, as JSON."""
 """Compressed speech has 4 to 16 kB a second, of which models make 10 to 50 tokens."""
 TOKENIZE_S_MAX: Final = 1.0
 """A prompt that the thread has not tokenized within this time, waiting included, is placed by load alone."""
@@ -103,12 +105,14 @@ class Unfinished(NamedTuple):
     more: Sequence[int]
 
 
-def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN_GUESSED) -> Prompt:
-    """An estimate for a prompt that was not tokenized."""
+def guessed_tokens(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN_GUESSED) -> int:
+    """An estimate of a prompt's tokens, without tokenizing it; exact for one list of token ids."""
     body = facts.body
     size = prompt_bytes(body) if body is not None else 0
+    if body is not None and TOKEN_IDS.match(body.prompt) is not None:
+        return bytes(body.prompt).count(b",") + 1
     bytes_per_token = BYTES_PER_TOKEN_OF_AUDIO if facts.path in FORMS else bytes_per_token
-    return Prompt(int((size or body_bytes) / bytes_per_token) + 1, (), exact=False)
+    return int((size or body_bytes) / bytes_per_token) + 1
 
 
 def is_quick(chars: int) -> bool:

@@ -15,6 +15,7 @@ from services.router.decisions.decision import LISTED_MAX
 from services.router.decisions.decision_filter import DecisionFilter
 from services.router.decisions.decision_service import SLICE, DecisionService
 from services.router.placement.placement import PlacementRequest, Rejection
+from services.router.tokenize.prompts import NO_TOKENIZER, NOT_READ
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, DecisionRecord
@@ -358,3 +359,18 @@ async def test_a_decision_contains_no_prompt_text(world: World):
     text = (await get(world, f"/baton/decisions/{response.headers[HEADER]}")).text
     assert "secret" not in text
     assert "somebody" not in text
+
+
+@in_world()
+async def test_a_prompt_that_was_not_tokenized_says_why_and_its_token_ids_are_counted(world: World):
+    await world.worker("w1")
+
+    await world.ask({**prompt(), "prompt": [5, 6, 7]})
+    alone = world.router.decisions.log.newest_first()[0]
+    await world.worker("w2")
+    await world.ask(prompt())
+    two = world.router.decisions.log.newest_first()[0]
+
+    assert (alone.exact, alone.why_inexact) == (False, NOT_READ)
+    assert alone.request.prompt_tokens == 3
+    assert (two.exact, two.why_inexact) == (False, NO_TOKENIZER)

@@ -61,7 +61,7 @@ def unaccountable() -> RequestContext:
         ends_at=1000.0,
         on_end=lambda: None,
     )
-    context.facts = RequestFacts(path="/v1/completions", model=[])  # type: ignore[arg-type]
+    context.facts = RequestFacts(path="/v1/completions", model=["m"])  # type: ignore[arg-type]
     return context
 
 
