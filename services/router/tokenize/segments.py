@@ -12,8 +12,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain, islice
-from time import thread_time
+from time import clock_gettime, pthread_getcpuclockid, thread_time
 from typing import Final
 
 from tokenizers import Encoding, Tokenizer
@@ -38,6 +39,8 @@ VOCABULARY_WORD: Final = re.compile("[\u2581\u0120]?([A-Za-z]+)")
 ENCODING_S_MAX: Final = 1.0
 S_PER_CHAR_MAX: Final = 2e-4
 """CPU time of one call for which a tokenizer is given up: 1 s, and a hundred times what characters usually take."""
+STUCK_S_MAX: Final = 0.5
+"""CPU time instead of the 1 s, of a call for which a prompt has waited in vain."""
 
 # Without this, the tokenizers library uses every CPU for one prompt; the router tokenizes in one thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -59,6 +62,8 @@ class PackedWords:
         self._tokenizer = tokenizer
         self.failure = ""
         """Why no further text is tokenized; empty while the tokenizer is used."""
+        self._calls: dict[int, tuple[float, int]] = {}
+        """CPU time at the beginning, and characters, of the calls that run, by thread."""
         self._words = cuts.between_words
         self._words_max = WORDS_MAX
         if self._words is not None:
@@ -93,18 +98,27 @@ class PackedWords:
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         if self.failure:
             raise TokenizerFailed(self.failure)
-        begun = thread_time()
+        begun, chars, thread = thread_time(), sum(map(len, texts)), threading.get_ident()
+        self._calls[thread] = begun, chars
         try:
             with CONTAINED:
                 encoded: Iterable[Encoding] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:
             raise TokenizerFailed(str(error)) from error
-        took_s = thread_time() - begun
-        if took_s > ENCODING_S_MAX:
-            chars = sum(map(len, texts))
-            if took_s > chars * S_PER_CHAR_MAX:
-                self.failure = f"it took {took_s:.1f} s for {chars} characters"
+        finally:
+            del self._calls[thread]
+        self._judge(thread_time() - begun, chars, ENCODING_S_MAX)
         return [pack(one.ids) for one in encoded]
+
+    def give_up_stuck(self) -> None:
+        """Use the tokenizer no more if a call that runs in another thread takes too long."""
+        for thread, (begun, chars) in list(self._calls.items()):
+            with suppress(OSError):
+                self._judge(clock_gettime(pthread_getcpuclockid(thread)) - begun, chars, STUCK_S_MAX)
+
+    def _judge(self, took_s: float, chars: int, s_max: float) -> None:
+        if took_s > max(s_max, chars * S_PER_CHAR_MAX):
+            self.failure = f"it took {took_s:.1f} s for {chars} characters"
 
 
 PIECES_AT_ONCE_MAX: Final = 16
@@ -203,6 +217,10 @@ class Segments:
     def failure(self) -> str:
         """See ``PackedWords``."""
         return self._words.failure
+
+    def give_up_stuck(self) -> None:
+        """See ``PackedWords``."""
+        self._words.give_up_stuck()
 
     @property
     def chars_per_token(self) -> float:

@@ -22,6 +22,7 @@ from services.router.request.prompt import Prompt
 from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
 from services.router.tokenize.chat_messages import Message, Part
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
+from services.router.tokenize.linear import is_linear
 from services.router.tokenize.segments import PieceTooLong, Segments, TokenizerFailed, Walk
 from services.router.tokenize.turns import Work
 from shared.contracts.control import TokenizerAsset
@@ -144,6 +145,7 @@ class PromptTokenizer:
         try:
             with CONTAINED:
                 tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
+                self._is_linear = is_linear(tokenizer)
                 self._segments = Segments(
                     tokenizer, scheme, cache_bytes_max=cache_bytes_max, hint=self._example(asset.special_tokens)
                 )
@@ -210,11 +212,12 @@ class PromptTokenizer:
         body = facts.body
         if body is None or body.truncate_prompt_tokens is not None or not isinstance(body.cache_salt, str | None):
             return None
+        text_chars_max = loop_chars_max if self._is_linear else 0
         keys = HashKeys(body.cache_salt or "", adapter) if body.cache_salt or adapter else NO_KEYS
         try:
             read = self._read_on_loop(facts.path, body, max(READ_ON_LOOP_BYTES, loop_chars_max))
             if isinstance(read, Text):
-                begun = self._begin_text(read, keys, held, loop_chars_max)
+                begun = self._begin_text(read, keys, held, text_chars_max)
                 if begun.chars:
                     return Unfinished(facts, begun, keys, more)
                 return self._segments.prompt(begun.walk, more)
@@ -234,7 +237,8 @@ class PromptTokenizer:
 
         def read_and_begin() -> BegunText | list[int]:
             found = self._read(facts.path, body, stopped=work.is_stopped)
-            return self._begin_text(found, keys, held, STEP_CHARS) if isinstance(found, Text) else found
+            chars_max = STEP_CHARS if self._is_linear else 0
+            return self._begin_text(found, keys, held, chars_max) if isinstance(found, Text) else found
 
         try:
             async with work.within(TOKENIZE_S_MAX):
@@ -244,7 +248,10 @@ class PromptTokenizer:
                     work.hold(sys.getsizeof(read.walk.text))
                     return await self._prompt_of_text(read, held, work, more)
                 return await self._prompt_of_tokens([*read, *more], keys, held, work)
-        except (*NOT_EXACT, NoTurn, TimeoutError):
+        except TimeoutError:
+            self._segments.give_up_stuck()
+            return None
+        except (*NOT_EXACT, NoTurn):
             return None
 
     def _begin_text(self, text: Text, keys: HashKeys, held: Held, chars_max: int) -> BegunText:
@@ -255,8 +262,8 @@ class PromptTokenizer:
         walk, chars = begun
         advance = self._segments.advance
         while chars:
-            if chars > STEP_CHARS:
-                chars = await work.run(partial(advance, walk, held, chars), slow=True)
+            if chars > STEP_CHARS or not self._is_linear:
+                chars = await work.run(partial(advance, walk, held, max(chars, STEP_CHARS)), slow=True)
             else:
                 chars = await work.run(partial(advance, walk, held, STEP_CHARS), again=is_quick)
         return self._segments.prompt(walk, more)

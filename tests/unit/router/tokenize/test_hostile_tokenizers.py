@@ -16,10 +16,12 @@ from services.router.request.fields import read_request
 from services.router.telemetry.metrics import health_of
 from services.router.tokenize import passed_trials, trials
 from services.router.tokenize.block_hash import NO_KEYS
+from services.router.tokenize.linear import is_linear
 from services.router.tokenize.passed_trials import PassedTrials
 from services.router.tokenize.segments import Segments, TokenizerFailed
-from services.router.tokenize.tokenizer import PromptTokenizer
+from services.router.tokenize.tokenizer import PromptTokenizer, Unfinished
 from services.router.tokenize.trials import Trials, Verdict
+from services.router.tokenize.turns import Work
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.engine_paths import COMPLETIONS
@@ -320,3 +322,82 @@ def test_a_panic_at_a_text_leaves_its_prompt_to_load(monkeypatch):
     body = msgspec.json.encode({"model": "m", "prompt": "unseen0" * 40 + "1 "})
 
     assert used.whole_prompt(read_request(COMPLETIONS, body)) is None
+
+
+SLOW_AT_RARE = r"(?:[\x{416}]|[\x{416}]){18}!|\s+|[^\s\x{416}]+|."
+"""Takes some milliseconds at each character of a run that no trial has."""
+RARE = "\u0416" * 600
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+
+
+def built(one: TokenizerAsset) -> Tokenizer:
+    return Tokenizer.from_str(one.tokenizer_json.decode())
+
+
+def test_the_patterns_of_usual_models_are_known_to_be_linear():
+    assert all(is_linear(built(asset(pattern))) for pattern in (CL100K, GPT2, O200K, DEEPSEEK))
+
+
+@pytest.mark.parametrize(
+    "pattern", [BACKTRACKING, SLOW_AT_RARE, r"\s+|(?:\s+)+", r"\p{N}{1,3}|\p{L}+.*x", r"(\s+|\s+)", r"\s+|[]|a]+"]
+)
+def test_other_patterns_are_not(pattern):
+    assert not is_linear(built(asset(pattern)))
+
+
+def test_a_pattern_is_found_wherever_the_tokenizer_has_it():
+    nested = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex("(a|a)+b"), "c")])
+    assert not is_linear(built(asset(normalizer=nested)))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"), True),
+        (models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]", max_input_chars_per_word=5000), False),
+        (models.Unigram([("a", 0.0), ("ab", -1.0)], 0), True),
+        (models.Unigram([("a", 0.0), ("a" * 300, -1.0)], 0), False),
+    ],
+    ids=repr,
+)
+def test_models_with_long_tokens_are_not_linear(model, expected):
+    assert is_linear(Tokenizer(model)) is expected
+
+
+@in_world(tokenize="always")
+async def test_a_tokenizer_that_is_slow_at_a_text_that_no_trial_had_does_not_hold_the_router(world: World):
+    await join(world, "slow", asset(SLOW_AT_RARE))
+    await join(world, "good", asset())
+    prompts = world.router.prompts
+    slow, good = (world.workers[name].record().fingerprint.key() for name in ("slow", "good"))
+    while not (prompts.followed(slow) and prompts.followed(good)):
+        await asyncio.to_thread(lambda: None)
+        await asyncio.sleep(0.01)
+    known = prompts.tokenizer_of(slow)
+    facts = read_request(COMPLETIONS, msgspec.json.encode({"model": "m", "prompt": RARE}))
+
+    begun_s = time.thread_time()
+    begun = known.begin(facts, lambda _block: True, loop_chars_max=4096)
+    assert time.thread_time() - begun_s < 0.1
+    assert isinstance(begun, Unfinished)
+    finding = asyncio.create_task(known.finish(begun, lambda _block: True, Work(prompts._work, "tenant")))
+    ends_at = time.monotonic() + 60.0
+    while not prompts.failure(slow) and time.monotonic() < ends_at:
+        await asyncio.to_thread(time.sleep, 0.01)
+        known._segments.give_up_stuck()
+
+    assert "600 characters" in prompts.failure(slow)
+    assert not finding.done()
+    quick = prompts.tokenizer_of(good).begin(facts, lambda _block: True, loop_chars_max=4096)
+    assert quick.exact
+    assert (await world.ask(prompt())).status == 200
+    finding.cancel()
