@@ -14,12 +14,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.bus.nats_bus import connect_nats
+from shared.bus.port import Bus, Envelope
 from shared.bus.wire import BadMessage, pack, unpack
-from shared.contracts.channels import CHANGE_ROLE, CHANNELS, DRAIN, PLACEHOLDER, REQUESTS_FINISHED, Channel, Delivery
+from shared.contracts.channels import (
+    CHANGE_ROLE,
+    CHANNELS,
+    DRAIN,
+    PLACEHOLDER,
+    REQUESTS_FINISHED,
+    WORKER_RECORDS,
+    Channel,
+    Delivery,
+)
+from shared.contracts.control import AskTokenizer, TokenizerAsset
 from shared.contracts.inference import RequestsFinished
 from tests.contracts.examples import strategy
 from tests.contracts.golden_files import FOLDER as GOLDEN
+from tests.support.mutated_tokenizers import PROMPTS, Mutant
 from tests.support.system import SOON_S_MAX, System, until
+from tests.unit.router.fake_worker import FakeWorker
 
 pytestmark = pytest.mark.nats
 
@@ -39,6 +52,8 @@ PART_HEADERS = [
 """Of parts: without meaning, out of order, never complete."""
 FLUSH_S_MAX = 10
 NOBODY = "nobody"
+MUTANTS = 8
+MUTANTS_S_MAX = 240.0
 OBEYED = (DRAIN, CHANGE_ROLE)
 """Orders: whom a sound one reaches does what it says."""
 
@@ -130,3 +145,52 @@ async def test_nothing_that_is_published_ends_a_process(simulated: System):
     assert simulated.metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
     assert simulated.fleet_metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
     assert alive <= {process.pid for process in simulated.processes()}, simulated.report_text()
+
+
+class Hostile(FakeWorker):
+    """Sends a mutated tokenizer and template."""
+
+    def __init__(self, bus: Bus, number: int) -> None:
+        name = f"mutant-{number}"
+        asset = msgspec.structs.replace(Mutant(number).asset(), worker_id=name)
+        super().__init__(bus, name, models=(name,), revision=name, asset=asset)
+        self.was_asked = False
+
+    async def _on_tokenizer(self, ask: AskTokenizer, envelope: Envelope) -> TokenizerAsset:
+        self.was_asked = True
+        return await super()._on_tokenizer(ask, envelope)
+
+
+async def test_mutated_tokenizers_and_templates_end_no_router(simulated: System):
+    """Each is of a worker of its own. Requests for its model are tokenized and rendered with it, if it passes."""
+    alive = {process.pid for process in simulated.processes()}
+    bus = await connect_nats(simulated.nats_url, name="test")
+    workers = [Hostile(bus, number) for number in range(MUTANTS)]
+    for worker in workers:
+        await worker.join()
+    try:
+        async with asyncio.timeout(MUTANTS_S_MAX):
+            while not all(worker.was_asked for worker in workers):
+                for worker in workers:
+                    await worker.report()
+                assert await asyncio.to_thread(well, simulated)
+            for worker, text in itertools.product(workers, PROMPTS):
+                await worker.report()
+                await asyncio.to_thread(ask_both_ways, simulated, worker.worker_id, text)
+    finally:
+        for worker in workers:
+            await (await bus.key_value_store(WORKER_RECORDS)).delete(worker.worker_id)
+        await bus.close()
+
+    until(lambda: well(simulated), "requests work")
+    until(lambda: simulated.exact_indexes() == 4, "all indexes are exact")
+    assert alive <= {process.pid for process in simulated.processes()}, simulated.report_text()
+
+
+def ask_both_ways(system: System, model: str, text: str) -> None:
+    for path, fields in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        answer = system.http.post(path, json={"model": model, "max_tokens": 4, **fields})
+        assert answer.status_code == 200, answer.text

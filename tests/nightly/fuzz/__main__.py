@@ -19,6 +19,7 @@ from shared.contracts.channels import CHANNELS, AskChannel
 from tests.nightly.fuzz.body_fuzz import fuzz_bodies
 from tests.nightly.fuzz.bus_fuzz import Campaign, Plan, fuzz_bus
 from tests.nightly.fuzz.edge_fuzz import fuzz_edges
+from tests.nightly.fuzz.tokenizer_fuzz import SHARE, fuzz_tokenizers
 
 COUNT = 100_000
 HANG_S_MAX = 120.0
@@ -49,21 +50,25 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=COUNT, help="inputs of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--only", default="", help="edge (of router and collector), bodies, parts of channels' names; with commas"
+        "--only",
+        default="",
+        help="edge (of router and collector), bodies, tokenizers, parts of channels' names; with commas",
     )
     asked = parser.parse_args()
     console, only = Console(), tuple(asked.only.split(","))
     bus = [channel for name, channel in CHANNELS.items() if any(part in name for part in only)]
-    edge, bodies = (any(part in kind for part in only) for kind in ("edge", "bodies"))
+    edge, bodies, tokenizers = (any(part in kind for part in only) for kind in ("edge", "bodies", "tokenizers"))
     kinds = len(bus) + sum(isinstance(channel, AskChannel) for channel in bus) + 2 * edge + bodies
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     campaigns: list[Campaign] = []
     with Progress(*columns, console=console) as progress, tempfile.TemporaryDirectory() as state_dir:
-        shown = Shown(progress, kinds * asked.count)
+        shown = Shown(progress, kinds * asked.count + tokenizers * asked.count // SHARE)
         if edge:
             campaigns += fuzz_edges(asked.count, asked.seed, shown)
         if bodies:
             campaigns.append(fuzz_bodies(asked.count, asked.seed, shown))
+        if tokenizers:
+            campaigns.append(fuzz_tokenizers(Plan(asked.count, asked.seed, only, shown)))
         campaigns += fuzz_bus(Path(state_dir), Plan(asked.count, asked.seed, only, shown)) if bus else []
         faulthandler.cancel_dump_traceback_later()
     console.print(table(campaigns))
