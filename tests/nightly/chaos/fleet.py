@@ -41,6 +41,7 @@ DEADLINES = {
     "ROUTER_FIRST_FRAME_S_MAX": "6",
     "ROUTER_FRAME_GAP_S_MAX": "4",
     "ROUTER_LOG_REQUESTS": "false",
+    "ROUTER_LEAVE_S": "2",  # Its clients look at /ready, as load balancers do.
     "ROUTER_FILES_BYTES_MAX": "10000000",
 }
 ROUTER_FILES_MAX = 512

@@ -22,7 +22,10 @@ BUGS = {str(Reason.INTERNAL), str(Reason.BAD_MESSAGE)}
 BUS_AWAY_S_MIN = 1.0
 """An outage of NATS that is shorter costs nobody anything: new requests wait for it, streams go on when it is back."""
 NOT_READY = {str(Reason.BUS_DOWN), str(Reason.NO_WORKER)}
-TOO_MUCH = {str(Reason.OVERLOADED), str(Reason.DEADLINE)}
+TOO_MUCH = {str(reason) for reason in (Reason.OVERLOADED, Reason.DEADLINE, Reason.FRAMES_LOST, Reason.WORKER_LOST)}
+"""What a machine without time for it makes of good requests: too many, too late, and, since the proxies run in this
+process, legs that their workers do not know for seconds and workers that are silent as long.
+"""
 LAG_SHARE_MAX = 0.25
 """Of a request's time. A machine of its own keeps this process waiting for a few hundredths."""
 UNREADY_S_MAX = 40.0

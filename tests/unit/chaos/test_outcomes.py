@@ -142,11 +142,12 @@ def test_a_router_that_has_long_said_it_is_not_ready_may_say_so_to_a_request():
     assert judge(failed("worker_lost", status=502, unready_s=2 * BUS_AWAY_S_MIN)) != []
 
 
-def test_only_a_machine_that_could_not_run_excuses_overload_and_deadlines():
+def test_only_a_machine_that_could_not_run_excuses_overload_and_silence():
     assert judge(failed("overloaded", lag_s=0.5)) == []
     assert judge(failed("deadline", status=504, lag_s=0.5)) == []
+    assert judge(failed("frames_lost", status=502, lag_s=0.5)) == []
     assert judge(failed("overloaded", lag_s=0.1)) != []
-    assert judge(failed("worker_lost", status=502, lag_s=0.5)) != []
+    assert judge(failed("engine_dead", status=502, lag_s=0.5)) != []
 
 
 def test_a_killed_router_cuts_its_own_connections_and_no_others():
