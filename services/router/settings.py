@@ -119,8 +119,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     # Deadlines and failures
     request_s_max: float = 600.0
-    """Longest time of a whole request, with its queueing and all attempts. Change it when answers take longer than ten
-    minutes.
+    """Longest time of a request until the first token of its stream, with its queueing and all attempts; a resumed
+    stream has that time again. Once tokens come, only ``ROUTER_FRAME_GAP_S_MAX`` ends a stream. An answer that is no
+    stream must be complete within this time. Change it when such answers take longer than ten minutes.
     """
     first_frame_s_max: float = 120.0
     """Longest time from the start of a leg to its first frame, and from its head to its first data. A prefill leg has
@@ -128,8 +129,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     given up sooner.
     """
     frame_gap_s_max: float = 60.0
-    """Longest time between two frames of a stream that has begun. Change it when engines stall longer, or a stalled
-    stream is to continue elsewhere sooner.
+    """Longest time without a token of a stream that has begun; tokens that the client does not see count, such as
+    hidden reasoning. An attached server is not asked for those: its events count. Workers tell of unseen tokens once a
+    second: less than 3 s ends healthy streams. Change it when engines stall longer, or a stalled stream is to continue
+    elsewhere sooner.
     """
     write_wait_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 0.1
     """How long an event may wait to be written together with the next ones of its stream, while more than 10,000 events

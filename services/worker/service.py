@@ -54,6 +54,8 @@ ENGINES = {
 """Modules by engine, imported only when chosen: a machine for simulated workers may have neither torch nor vLLM."""
 IN_FLIGHT_LISTS_S = 2.0
 """Time that an engine may work for a router that has died."""
+UNSEEN_TOKENS_S = 1.0
+"""How often routers are told of streams whose tokens have nothing to show."""
 ENGINE_CLOSE_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
 """Time limit for what a worker does after its last leg."""
@@ -208,6 +210,7 @@ class Worker:
                 self._load.publish(lambda: (self._server.phase, self._server.sequences)), name="publish-load-reports"
             ),
             tasks.create_task(self._send_in_flight_lists(), name="send-in-flight-lists"),
+            tasks.create_task(self._tell_of_tokens(), name="tell-of-tokens"),
         ]
         try:
             await self._until(self._open())
@@ -286,6 +289,11 @@ class Worker:
         while True:
             await asyncio.sleep(IN_FLIGHT_LISTS_S)
             await self._sender.send_in_flight_lists()
+
+    async def _tell_of_tokens(self) -> None:
+        while True:
+            await asyncio.sleep(UNSEEN_TOKENS_S)
+            self._server.tell_of_tokens()
 
     async def _until_dead(self, follow: Awaitable[None]) -> None:
         """Follow the engine until that is cancelled, or finds the engine dead."""

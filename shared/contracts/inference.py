@@ -49,7 +49,7 @@ class StartLeg(Message, frozen=True, kw_only=True):
     epoch: Epoch | None = None
     """Epoch of the worker that placement chose; a worker of another epoch refuses the leg."""
     deadline_s: float
-    """Seconds after which the worker fails the leg with DEADLINE."""
+    """Seconds after which the worker fails the leg with DEADLINE, unless it has begun to answer with a stream."""
     kv_transfer: bytes = b""
     """DECODE: ``LegReport.kv_transfer`` of the prefill leg, opaque to the router (JSON of ``kv_transfer_params``)."""
     prefill_cached_tokens: int = 0
@@ -156,7 +156,9 @@ class Frame(PackedMessage, frozen=True, kw_only=True):
     """0 for the HEAD, then consecutive; a gap means that frames were lost."""
     kind: FrameKind
     data: bytes = b""
-    """DATA: bytes for the client (for streams: whole SSE events)."""
+    """DATA: bytes for the client (for streams: whole SSE events). Empty: the engine has generated tokens of a stream of
+    which its server says nothing yet.
+    """
     token_ids: list[int] = msgspec.field(default_factory=list)
     """DATA: token ids contained in ``data``."""
     status: int = 0

@@ -46,7 +46,7 @@ REMEDIES = {
     Reason.WORKER_LOST.value: "See the logs of the workers that were lost.",
     Reason.ENGINE_DEAD.value: "See the log of the worker whose engine died. A common cause is memory.",
     Reason.QUARANTINED.value: "See the router's log for the requests that engines died of.",
-    Reason.DEADLINE.value: "Requests exceed ROUTER_REQUEST_S_MAX: open a slow one below.",
+    Reason.DEADLINE.value: "First tokens exceed ROUTER_REQUEST_S_MAX, or engines stall: open a slow one below.",
     Reason.BUS_DOWN.value: "Check that NATS runs and that routers reach it.",
     Reason.FRAMES_LOST.value: "Routers or NATS cannot keep up with the workers: check their CPU load.",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from services.router.relay.running_leg import END, NO_HEAD, OK, LegServices, NotAnswered, RunningLeg, is_head
+from services.router.relay.running_leg import DATA, END, NO_HEAD, OK, LegServices, NotAnswered, RunningLeg, is_head
 from services.router.relay.start_leg import is_refusal
 from services.router.relay.stream_answer import StreamAnswer
 from services.router.relay.whole_answer import WholeAnswer
@@ -93,11 +93,11 @@ class AnswerLeg(RunningLeg):
 
     def _decide(self, more: list[Frame]) -> None:
         """Find out what the response is, when the worker can no longer refuse: a refusal comes after the head, and
-        before or instead of the first token.
+        before or instead of the first token. DATA frames without data say that tokens have come.
         """
         frames = self.frames + more
         head, last = frames[0], frames[-1]
-        if self._refusal is not None and last.kind is not END and not any(frame.token_ids for frame in frames):
+        if self._refusal is not None and last.kind is not END and not any(map(tells_of_token, frames)):
             self.frames = frames
             return
         self.frames = []
@@ -155,3 +155,8 @@ class AnswerLeg(RunningLeg):
         super().close(error)
         if self._stream is not None:
             self.services.coalescer.leave()
+
+
+def tells_of_token(frame: Frame) -> bool:
+    """Whether the engine has generated a token by then."""
+    return bool(frame.token_ids) or (frame.kind is DATA and not frame.data)

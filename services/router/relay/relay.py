@@ -248,6 +248,7 @@ class Relay:
     async def _try_again(self, context: RequestContext, lost: LegFailed) -> None:
         """Further attempts do not wait in the admission queue again."""
         timings = context.timings
+        context.broke_off(self._now() + self._settings.request_s_max)
         placed_s = timings.place_s
         found = await self._retry.next_attempt(context, lost)
         if isinstance(found, Failure):

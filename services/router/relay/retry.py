@@ -176,7 +176,9 @@ def failed_in_prefill(context: RequestContext, lost: LegFailed) -> bool:
 
 def cannot_resume(failure: Failure, why: str) -> Failure:
     """The failure as the client of a broken stream reads it."""
-    message = f"{failure.message}; and the stream could not be resumed: {why}" if why else failure.message
+    message = (
+        f"{failure.message.removesuffix('.')}; and the stream could not be resumed: {why}" if why else failure.message
+    )
     return msgspec.structs.replace(failure, message=message)
 
 

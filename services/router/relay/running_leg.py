@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from services.router.relay.attempt import Attempt
 
 HEAD: Final = FrameKind.HEAD
+DATA: Final = FrameKind.DATA
 END: Final = FrameKind.END
 OK: Final = 200
 STATUS_MAX: Final = 599

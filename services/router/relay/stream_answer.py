@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from services.router.placement.placement import Placement
-from services.router.relay.running_leg import END, OK, LegServices
+from services.router.relay.running_leg import DATA, END, OK, LegServices
 from services.router.relay.start_leg import LegLoad
 from services.router.request.context import RequestContext
 from services.router.request.errors import EVENT_STREAM
@@ -66,6 +66,8 @@ class StreamAnswer:
                 self._gaps.append(gap_s)
                 timings.gap_s_max = max(timings.gap_s_max, gap_s)
             context.deadline_at = min(at + self._frame_gap_s_max, context.ends_at)
+        elif last.kind is DATA:  # Tokens have come of which the client sees nothing yet.
+            context.progressed(services.now() + self._frame_gap_s_max)
         if not self.first_at and (data or last.kind is END):
             self.first_at = self._written_at = timings.last_at or services.now()
             self._load.prompt_computed()
@@ -95,6 +97,7 @@ class StreamAnswer:
         """The first data of this attempt: it begins the response, or resumes it."""
         services, context, timings = self._services, self._context, self._context.timings
         context.answering = True
+        context.progressed(at + self._frame_gap_s_max)
         if not context.http_request.begun:
             context.status = OK
             timings.first_at = timings.last_at

@@ -144,7 +144,9 @@ class RequestContext:
         self.on_end = on_end
         """Called when the request has ended, whatever its response was."""
         self.ends_at = ends_at
-        """End of the request's whole time budget."""
+        """When the request must have its first token, or the whole response if that is no stream. NEVER while a stream
+        makes progress.
+        """
         self.deadline_at = ends_at
         """Deadline of the present step (prefill leg, first frame, next frame)."""
         self.late_at = NEVER
@@ -189,6 +191,19 @@ class RequestContext:
         """The present step may take ``step_s`` seconds, within the request's time budget."""
         self.deadline_at = min(now + step_s, self.ends_at)
         self.late_at = NEVER
+
+    def progressed(self, next_at: float) -> None:
+        """The engine generates a stream: only its silence ends the request now. The next token is due at ``next_at``.
+        An attempt that was stopped may not go on.
+        """
+        if self.stopped is None:
+            self.ends_at = NEVER
+        self.deadline_at = min(next_at, self.ends_at)
+
+    def broke_off(self, ends_at: float) -> None:
+        """A stream has stopped to make progress: the first token of the next attempt is due at ``ends_at``."""
+        if self.ends_at == NEVER:
+            self.ends_at = ends_at
 
     def may_retry(self, attempts_max: int) -> bool:
         """Whether another attempt is allowed. A response that has begun can only be resumed."""

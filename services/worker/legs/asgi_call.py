@@ -96,10 +96,17 @@ class AsgiCall(_Call):
     error of a dying engine) is sent with the leg's end or not at all. That holds also when tokens have come of which
     the server has said nothing yet (half of a character). So the tokens sent say exactly where a leg that resumes must
     continue. For the same reason all events that tell of a token are sent as one.
+
+    ``on_stream`` is called once, when the first token of a stream is sent or told of.
     """
 
     def __init__(
-        self, start: StartLeg, body: bytes, response: ResponseSink, on_server_error: Callable[[], Awaitable[None]]
+        self,
+        start: StartLeg,
+        body: bytes,
+        response: ResponseSink,
+        on_server_error: Callable[[], Awaitable[None]],
+        on_stream: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             http_scope(start.path, body, content_type=start.content_type, request_id=start.request_id), body
@@ -109,6 +116,11 @@ class AsgiCall(_Call):
         self.result = LegResult(on_shown=self._shown if self._joins_events else None, caught_up=start.resume is None)
         self._response = response
         self._on_server_error = on_server_error
+        self._on_stream = on_stream
+        self._awaits_stream = False
+        """Whether the response is a stream without a token so far."""
+        self._is_stream = False
+        self._tokens_before = self._told_before = 0  # At the last ``tell_of_tokens``: tokens generated, and those sent.
         self._held_back: list[bytes] | None = [] if start.kind is LegKind.PREFILL else None
         self._unsent: list[bytes] = []
         """Output that waits for more about the same tokens, or for the leg's end."""
@@ -127,6 +139,7 @@ class AsgiCall(_Call):
                 await self._on_server_error()
             self._owes_head = self._held_back is None
             if self._content_type.startswith(EVENT_STREAM):
+                self._is_stream = self._awaits_stream = self._owes_head and self.status == OK
                 self._send_head()
         elif message["type"] == "http.response.body":
             data = bytes(message.get("body", b""))
@@ -171,6 +184,8 @@ class AsgiCall(_Call):
             data = b"".join([*self._unsent, data])
             self._unsent.clear()
         if data or token_ids:
+            if self._awaits_stream:
+                self._stream_begins()
             self._response.data(data, token_ids, joined, self.result.take_cached())
             await self._response.drain()
 
@@ -178,8 +193,29 @@ class AsgiCall(_Call):
         """The server asks for its next tokens. Those of which it has said nothing yet go with its next event."""
         if data := b"".join(self._unsent):
             self._unsent.clear()
+            if self._awaits_stream:
+                self._stream_begins()
             self._response.data(data, *self.result.take_tokens(), self.result.take_cached())
             await self._response.drain()
+
+    def tell_of_tokens(self) -> None:
+        """Called about once a second: if tokens of a stream have come since the last call, and the server has said
+        nothing of any, the router gets an empty frame. It would take the engine for silent.
+        """
+        result = self.result
+        tokens = result.completion_tokens
+        told = tokens - len(result.token_ids)
+        before, told_before = self._tokens_before, self._told_before
+        self._tokens_before, self._told_before = tokens, told
+        is_open = self._is_stream and not result.is_over and result.is_new_to_client
+        if is_open and tokens > before and told == told_before and not self._disconnected.is_set():
+            if self._awaits_stream:
+                self._stream_begins()
+            self._response.data(b"")
+
+    def _stream_begins(self) -> None:
+        self._awaits_stream = False
+        self._on_stream()
 
 
 class _Ask(_Call):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, Status, StatusCode, Tracer, set_span_in_context
@@ -16,7 +17,7 @@ from services.worker.engines.port import CURRENT_LEG, Engine, Leg, LegFailed, Le
 from services.worker.kv_exchange.worker_exchange import UnreadOffers
 from services.worker.legs.asgi_call import JSON, AsgiCall
 from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
-from services.worker.legs.guard import Capacity, not_served, refusal, serves
+from services.worker.legs.guard import LEG_S_MAX, Capacity, not_served, refusal, serves
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from shared.bus.frame_sender import FrameSender, LegFrames, LegGone
 from shared.bus.port import Envelope
@@ -86,6 +87,8 @@ class RunningLeg:
     task: asyncio.Task[bool]
     frames: LegFrames
     result: LegResult | None = None
+    """None until the engine's server is called."""
+    call: AsgiCall | None = None
     """None until the engine's server is called."""
 
 
@@ -186,7 +189,7 @@ class LegServer:
         try:
             async with timer:
                 with self._span(start, envelope) as span:
-                    await self._serve(start, frames, span)
+                    await self._serve(start, frames, span, timer)
             return True
         except LegGone:
             return False
@@ -221,7 +224,16 @@ class LegServer:
         if self._unread is not None:
             self._unread.broken_off(start)
 
-    async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
+    def tell_of_tokens(self) -> None:
+        """Keep streams alive that have nothing to show (see ``AsgiCall.tell_of_tokens``)."""
+        for leg in self._legs.values():
+            if leg.call is not None:
+                leg.call.tell_of_tokens()
+
+    async def _serve(self, start: StartLeg, frames: LegFrames, span: Span, timer: asyncio.Timeout) -> None:
+        """``timer``: the leg's deadline. It holds for a stream's first token: then the router watches the stream, and
+        whether the router is there is found by the frames and by the lists of legs in flight.
+        """
         arrived = self._service.clock.now()
         if not serves(self._engine.facts, start.path):
             _refuse(frames, NOT_FOUND, not_served(self._engine.facts, start.path))
@@ -234,8 +246,10 @@ class LegServer:
             frames.head(OK, JSON)
             frames.end(LegReport())
             return
-        call = AsgiCall(start, body, frames, lambda: self._explain(call.result))
-        self._legs[start.leg_id].result = result = call.result
+        call = AsgiCall(start, body, frames, lambda: self._explain(call.result), partial(_extend, timer))
+        running = self._legs[start.leg_id]
+        running.call, running.result = call, call.result
+        result = call.result
         CURRENT_LEG.set(Leg(_input(start, order, resume, inject(span) or {}), result))
         await self._call(call)
         is_generation = start.path in HANDOFF_PATHS or result.prompt_tokens > 0
@@ -304,6 +318,12 @@ class LegServer:
         await asyncio.wait([self._death], timeout=DEATH_NOTICE_S_MAX)
         if self._death.done():
             raise EngineDied(self._death.result())
+
+
+def _extend(timer: asyncio.Timeout) -> None:
+    """Unless it is too late."""
+    if not timer.expired():
+        timer.reschedule(asyncio.get_running_loop().time() + LEG_S_MAX)
 
 
 def _refuse(frames: LegFrames, status: int, body: bytes) -> None:

@@ -61,6 +61,8 @@ class FakeEngine:
         self.panicking = Tokenizer(models.BPE())
         """Splits as Llama 3 does: long runs of spaces make the library panic."""
         self.panicking.pre_tokenizer = pre_tokenizers.Split(Regex(CL100K), behavior="isolated")
+        self.step_s = 0.0
+        """Time that a token takes."""
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.started = asyncio.Event()
@@ -108,7 +110,12 @@ class FakeEngine:
             raise
         result.usage_cached_tokens = 3
         result.cannot_resume = asked.get("cannot_resume", "")
+        for _ in range(asked.get("hidden", 0)):
+            result.token_ids.append(0)
+            result.completion_tokens += 1
+            await self._step()
         for token in range(asked.get("tokens", 2)):
+            await self._step()
             result.caught_up = token >= len(given.resume or ())
             if result.caught_up:
                 result.token_ids.append(token)
@@ -126,6 +133,15 @@ class FakeEngine:
             result.finish_reason = ""
             self.reason.set_result("out of memory")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _step(self) -> None:
+        if not self.step_s:
+            return
+        try:
+            await asyncio.sleep(self.step_s)
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
 
     def load(self) -> EngineLoad:
         return self.now

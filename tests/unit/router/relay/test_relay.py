@@ -305,6 +305,93 @@ async def test_a_stalled_stream_ends_with_an_error_event(world: World):
     assert worker.cancelled
 
 
+EMPTY = b""
+
+
+def telling(pieces: list[bytes], step_s: float):
+    """Sends a piece of a stream, and waits; then the next. An empty one tells of tokens that show nothing."""
+
+    async def script(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        for piece in pieces:
+            frames.data(piece)
+            await asyncio.sleep(step_s)
+        frames.data(DONE)
+        frames.end(LegReport())
+
+    return script
+
+
+@pytest.mark.parametrize("pieces", [[EVENTS[0], EMPTY, EMPTY, EMPTY, EVENTS[1]], [EMPTY, EMPTY, EMPTY, *EVENTS]])
+@in_world(frame_gap_s_max=3.0, first_frame_s_max=3.0)
+async def test_tokens_that_show_nothing_keep_a_stream_alive(world: World, pieces: list[bytes]):
+    worker = await world.worker("w1", script=telling(pieces, 2.0))
+
+    response = await world.ask(prompt(stream=True))
+
+    assert response.body == b"".join(pieces) + DONE
+    assert len(worker.started) == 1
+
+
+@pytest.mark.parametrize("pieces", [list(EVENTS) * 10, [EMPTY] * 30, [EVENTS[0], *[EMPTY] * 30, EVENTS[1]]])
+@in_world(request_s_max=6.0, frame_gap_s_max=2.0)
+async def test_a_stream_that_makes_progress_has_no_total_limit(world: World, pieces: list[bytes]):
+    worker = await world.worker("w1", script=telling(pieces, 1.0))
+
+    response = await world.ask(prompt(stream=True))
+
+    assert response.body == b"".join(pieces) + DONE
+    assert [leg.deadline_s for leg in worker.started] == [6.0]
+
+
+@in_world(request_s_max=6.0, frame_gap_s_max=2.0, first_frame_s_max=1000.0)
+async def test_a_stream_that_breaks_off_late_has_the_limit_again_for_its_next_token(world: World):
+    async def break_off(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        for _ in range(9):
+            frames.data(EVENTS[0], [1])
+            await asyncio.sleep(1.0)
+        frames.fail(Failure(reason=Reason.WORKER_DRAINING, message="as the test wants"))
+
+    w1 = await world.worker("w1", script=break_off)
+    w2 = await world.worker("w2", script=silent)
+    give_legs(world, "w2", 5)
+    begun = asyncio.get_running_loop().time()
+
+    response = await world.ask(prompt(stream=True))
+
+    assert response.body.count(EVENTS[0]) == 9
+    assert b'"code":"deadline"' in response.body
+    assert [leg.deadline_s for leg in w1.started + w2.started] == [6.0, 6.0]
+    assert asyncio.get_running_loop().time() - begun < 9.0 + 6.0 + 0.5
+
+
+@in_world(request_s_max=6.0, frame_gap_s_max=2.0)
+async def test_a_router_that_stops_ends_a_stream_that_makes_progress(world: World):
+    worker = await world.worker("w1", script=telling(list(EVENTS) * 10, 1.0))
+    connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+    await asyncio.sleep(8.0)
+
+    context = next(iter(world.router.relay.in_flight))
+    world.router.deadline_monitor.end_all()
+    context.progressed(1e9)  # An event that was on its way.
+    assert context.ends_at <= asyncio.get_running_loop().time()
+    await answering
+
+    assert b"router_stopping" in connection.written
+    await settle()
+    assert worker.cancelled
+
+
+@in_world(frame_gap_s_max=3.0)
+async def test_the_error_of_a_stream_that_cannot_be_resumed_is_one_sentence(world: World):
+    await world.worker("w1", script=telling([EVENTS[0]], 100.0))
+
+    response = await world.ask(prompt(stream=True, n=2))
+
+    assert b"too long; and the stream could not be resumed" in response.body
+
+
 @in_world(request_s_max=10.0, first_frame_s_max=1000.0)
 async def test_no_request_outlives_its_deadline_whatever_its_other_timeouts(world: World):
     await world.worker("w1", script=silent)

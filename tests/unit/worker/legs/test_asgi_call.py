@@ -155,6 +155,60 @@ async def test_all_events_of_a_token_are_sent_with_it_and_none_without(path):
     assert sent.pieces[2:] == [(b"stop end ", [5], None)]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_the_router_is_told_of_tokens_that_show_nothing(path):
+    """Hidden thoughts, or a tool call that the server's parser keeps until it is whole."""
+    sent, begun = Sent(), []
+    called = AsgiCall(start_leg(path=path), b"{}", sent, no_server_error, lambda: begun.append(len(sent.pieces)))
+    told = []
+
+    async def app(_scope, receive, send) -> None:
+        async def step(tokens: list[int], event: bytes = b"") -> None:
+            """A second of the engine's work."""
+            if tokens:
+                called.result.add_tokens(tokens, last=False)
+            if event:
+                await send(part(event, more=True))
+            await called.result.shown()
+            called.tell_of_tokens()
+            told.append([data for data, _ids, _joined in sent.pieces])
+            sent.pieces.clear()
+
+        await receive()
+        called.tell_of_tokens()  # Nothing has been answered yet.
+        await send(head_of(b"text/event-stream"))
+        called.result.sequence_began()
+        await step([])
+        await step([1])
+        await step([2, 3])
+        await step([])
+        await step([4], b"four ")
+        await step([5])
+        called.result.sequence_ended()
+        await step([6])
+
+    await called.run(app)
+
+    assert told == [[], [b""], [b""], [], [b"four "], [b""], []]
+    assert begun == [0], "the leg's deadline holds until the first token, whether it shows anything or not"
+
+
+async def test_only_streams_tell_of_tokens():
+    sent = Sent()
+    called = AsgiCall(start_leg(), b"{}", sent, no_server_error, lambda: sent.pieces.append((b"began", [], None)))
+
+    async def app(_scope, receive, send) -> None:
+        await receive()
+        called.result.sequence_began()
+        for token in range(3):
+            called.result.add_tokens([token], last=False)
+            called.tell_of_tokens()
+
+    await called.run(app)
+
+    assert sent.pieces == []
+
+
 class Log:
     """A response whose parts it keeps, in order."""
 

@@ -213,6 +213,42 @@ async def test_a_leg_past_its_deadline_fails_and_is_aborted():
         assert worker.engine.aborted.is_set()
 
 
+async def test_a_stream_that_has_begun_outlives_the_deadline_of_its_leg():
+    async with running_worker() as worker:
+        worker.engine.step_s = 0.1
+
+        frames, failure = await worker.read(await worker.leg(body={"tokens": 8}, deadline_s=0.3))
+
+        assert failure is None
+        assert [token for frame in frames for token in frame.token_ids] == list(range(8))
+
+
+async def test_a_stream_past_its_deadline_ends_when_its_router_is_gone():
+    async with running_worker() as worker:
+        worker.engine.step_s = 0.05
+        leg = await worker.leg(body={"tokens": 10_000}, deadline_s=0.1)
+        seen = 0
+        while seen < 6:
+            seen += len(await leg.frames())
+
+        await worker.bus.close()
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            await worker.engine.aborted.wait()
+
+
+async def test_tokens_that_show_nothing_reach_the_router_as_empty_frames():
+    async with running_worker() as worker:
+        worker.engine.step_s = 0.1
+
+        frames, failure = await worker.read(await worker.leg(body={"hidden": 30, "tokens": 1}, deadline_s=2.0))
+
+        assert failure is None
+        data = [frame.data for frame in frames if frame.kind is FrameKind.DATA]
+        assert data[:1] == [b""]
+        assert 1 <= data.count(b"") <= 3
+
+
 @pytest.mark.slow
 async def test_a_crash_of_the_engines_server_fails_one_leg_only():
     async with running_worker() as worker:
