@@ -339,6 +339,9 @@ class NatsBus(Connection):
             await within(CLOSE_S_MAX, self._nc.close(), name="close the connection to NATS")
         except TimeoutError:
             self._nc.abort()
+        except RuntimeError as closed:  # uvloop's, when nats-py writes what is left to a socket that NATS has closed
+            log.info("the connection to NATS was closed before everything was sent: %s", closed)
+            self._nc.abort()
 
     async def _reply(self, subject: str, reply: Reply) -> None:
         payload, refused = reply

@@ -112,6 +112,14 @@ class DirectClient(Client):
         self.abort()
         await super()._attempt_reconnect()
 
+    async def _process_pong(self) -> None:
+        """A flush that has given up leaves its future behind: nats-py would end the connection for the late PONG."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs.pop(0)
+            self._pings_outstanding = 0
+        else:
+            await super()._process_pong()
+
     @property
     def is_clustered(self) -> bool:
         """Whether the server is one of several."""

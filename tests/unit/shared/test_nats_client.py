@@ -87,3 +87,15 @@ async def test_reading_pauses_while_many_messages_come_and_not_for_few():
     await asyncio.sleep(1.9 * PAUSE_S)
     client._heard()
     assert not socket.is_paused
+
+
+async def test_a_pong_for_a_flush_that_has_given_up_is_taken(client):
+    given_up, waiting = (asyncio.get_running_loop().create_future() for _ in range(2))
+    given_up.cancel()
+    client._pongs = [given_up, waiting]
+
+    await client._process_pong()
+    assert not waiting.done()
+    await client._process_pong()
+
+    assert waiting.result() is True
