@@ -113,7 +113,7 @@ class Breaker:
             order = DrainWorker(worker_id=WorkerId(fault.target))
             await self._order(lambda bus: bus.ask(DRAIN, order, timeout_s=REPLY_S_MAX), _refusal)
         code = await asyncio.to_thread(actor.ended, END_S_MAX)
-        if code != 0:
+        if code not in (0, -signal.SIGTERM):  # It may have begun just now, and not handle signals yet.
             self.failed.append(f"{fault.kind} of {fault.target} ended with {code}:\n{actor.said()}")
             await asyncio.to_thread(actor.kill)
         await asyncio.sleep(fault.for_s)
