@@ -21,6 +21,12 @@ DATE_S = 1.0
 """A response's Date has seconds."""
 
 
+TURNS = 4
+"""Turns of the event loop in which connections that wait are accepted, and requests that have arrived are read. A loop
+that was busy has not seen them yet, and looks at timers and signals first.
+"""
+
+
 class PortTaken(Exception):
     """Another process listens there."""
 
@@ -64,7 +70,9 @@ class Server(uvicorn.Server):
                     await self._stopping.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no new connections; wait for running requests."""
+        """Accept no new connections; wait for running requests, also those that have arrived and are not read yet."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         listening = [*(sockets or []), *self._further]
         if self.server_state.connections or self.server_state.tasks:
             await super().shutdown(listening)

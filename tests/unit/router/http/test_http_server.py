@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -105,6 +106,25 @@ async def test_a_server_without_connections_ends_without_waiting():
 
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", up.port)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_a_request_that_has_arrived_when_the_server_stops_is_answered(is_kept: bool):
+    """It lies in the socket: the loop has not looked since."""
+    health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    answers = b""
+    async with running() as up:
+        with socket.create_connection(("127.0.0.1", up.port), PATIENCE_S) as client:
+            if is_kept:
+                client.sendall(health)
+                answers = await asyncio.to_thread(client.recv, 65536)
+            client.sendall(health)
+            up.server.stop()
+            while more := await asyncio.to_thread(client.recv, 65536):
+                answers += more
+            await up.serving
+
+    assert answers.count(b"HTTP/1.1 200") == 1 + is_kept
 
 
 async def test_a_response_has_a_length_and_keeps_the_connection_open():
