@@ -168,7 +168,12 @@ class Router:
         self.batches = self._make_batches()
         self.edge = self._make_edge()
         self.deadline_monitor = DeadlineMonitor(
-            self.relay.in_flight, self.bus_health, self.edge.end_slow_uploads, self.edge.idle.end_late, clock
+            self.relay.in_flight,
+            self.bus_health,
+            self.edge.end_slow_uploads,
+            self.edge.idle.end_late,
+            clock,
+            settings.stream_ping_s,
         )
         self._register_metrics()
 

@@ -134,6 +134,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     second: less than 3 s ends healthy streams. Change it when engines stall longer, or a stalled stream is to continue
     elsewhere sooner.
     """
+    stream_ping_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+    """Time without an event until the client of a stream gets a comment (``: waiting``; of messages a ``ping``). Before
+    the first event the head precedes it, with status 200: a failure after that is an event, also one that would have
+    been 429 or 503. 0: never. Change it when a load balancer ends connections that are idle while long prompts are
+    computed: to less than its limit.
+    """
     write_wait_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 0.1
     """How long an event may wait to be written together with the next ones of its stream, while more than 10,000 events
     a second come: n streams wait n / 5,000 s, but not longer than this. Fewer writes cost the router less. 0: no event

@@ -1,5 +1,5 @@
 """Ends what may not go on: late steps of requests, requests of revoked keys, requests that a silent NATS has, clients
-that do not read, heads and bodies that do not arrive.
+that do not read, heads and bodies that do not arrive. Pings clients whose streams have nothing to show for long.
 
 One walk over all requests a few times a second replaces a timer for each; most requests end before the first walk.
 """
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Final
 
 from services.router.admission.bus_health import BusHealth
-from services.router.request.context import NEVER, RequestContext
+from services.router.request.context import NEVER, RequestContext, early_headers
+from services.router.request.errors import EVENT_END
 from shared.contracts.failures import Failure, Reason
 from shared.runtime.clock import Clock
 
@@ -39,12 +40,15 @@ class DeadlineMonitor:
         end_slow_uploads: Callable[[], None],
         end_late_connections: Callable[[], None],
         clock: Clock,
+        ping_s: float,
     ) -> None:
+        """``ping_s``: see ``Settings.stream_ping_s``."""
         self._in_flight = in_flight
         self._bus_health = bus_health
         self._end_slow_uploads = end_slow_uploads
         self._end_late_connections = end_late_connections
         self._clock = clock
+        self._ping_s = ping_s
 
     async def run(self) -> None:
         """Walk until cancelled."""
@@ -71,8 +75,19 @@ class DeadlineMonitor:
                 self._end(context, now, TOO_LONG)
             elif is_silent and self._has_waited(context, now):
                 context.stop(SILENT)
+            if now >= context.pings_at:
+                self._ping(context, now)
         self._end_slow_uploads()
         self._end_late_connections()
+
+    def _ping(self, context: RequestContext, now: float) -> None:
+        """Show the client that its stream goes on, if it has got no event for a while. Never within one."""
+        http_request, last_at = context.http_request, context.timings.last_at
+        is_quiet = now - last_at >= self._ping_s
+        context.pings_at = (now if is_quiet else last_at) + self._ping_s
+        is_between = not http_request.begun or context.newest.endswith(EVENT_END)
+        if is_quiet and is_between and not (http_request.ended or http_request.left or http_request.is_blocked()):
+            http_request.ping(early_headers(context))
 
     def _has_waited(self, context: RequestContext, now: float) -> bool:
         """Whether a request whose legs NATS has, perhaps, has waited for it as long as others wait to be placed."""

@@ -163,7 +163,9 @@ class Relay:
         facts = with_primary_name(facts, self._cluster)
         if head.client.secret:
             facts = salted(facts, key, head.client.secret)
-        context.read(facts, resumes_allowed(self._failures.resumes_max, facts.options.resumes_max))
+        context.read(
+            facts, resumes_allowed(self._failures.resumes_max, facts.options.resumes_max), self._settings.stream_ping_s
+        )
         mode = default_or_requested(facts, head.mode or AUTO, self._default_mode.mode)
         if (fault := self._policy.fault(facts, head, self._cluster.workers)) is not None:
             self._refuse(context, refused_field(fault))

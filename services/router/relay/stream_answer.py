@@ -8,7 +8,7 @@ from services.router.placement.placement import Placement
 from services.router.relay.running_leg import DATA, END, OK, LegServices
 from services.router.relay.start_leg import LegLoad
 from services.router.request.context import RequestContext
-from services.router.request.errors import EVENT_STREAM
+from services.router.request.errors import EVENT_END, EVENT_STREAM
 from services.router.request.timings import NOT_BROKEN
 from shared.contracts.inference import Frame
 from shared.telemetry.span_names import SpanName
@@ -16,7 +16,6 @@ from shared.telemetry.span_names import SpanName
 RESUME: Final = SpanName.RESUME
 LAST_EVENTS: Final = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n")
 """A stream that ends with one of them is complete, whatever happens to its leg afterwards."""
-EVENT_END: Final = b"\n\n"
 
 
 class StreamAnswer:

@@ -151,6 +151,8 @@ class RequestContext:
         """Deadline of the present step (prefill leg, first frame, next frame)."""
         self.late_at = NEVER
         """When the deadline monitor found the present step late."""
+        self.pings_at = NEVER
+        """When the client of a stream gets a ping, unless an event comes before."""
         self.legs: list[Leg] = []
         """The legs of the present attempt."""
         self.failed_workers: dict[WorkerId, Epoch] = {}
@@ -166,9 +168,11 @@ class RequestContext:
         self.joined = array("I")
         """Indexes in ``relayed`` of tokens that the engine's server received together with the one before."""
 
-    def read(self, facts: RequestFacts, resumes_max: int) -> None:
-        """The body has been read."""
+    def read(self, facts: RequestFacts, resumes_max: int, ping_s: float) -> None:
+        """The body has been read. ``ping_s``: see ``Settings.stream_ping_s``."""
         self.facts = facts
+        if facts.stream and ping_s:
+            self.pings_at = self.timings.started_at + ping_s
         self.resumes_max = resumes_max
         if facts.path == RESPONSES and facts.stream:
             self.answer_id = secrets.token_hex(ID_BYTES)
@@ -292,6 +296,8 @@ class RequestContext:
 
 
 DECISION_HEADER: Final = "x-baton-decision"
+UNBUFFERED: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Headers of a stream: proxies would keep its events back until it ends."""
 FIXED_HEADERS_MAX: Final = 4096
 """Maximum number of cached combinations. A plain dict is cleared when it is full: compiled code reads it without a
 call, unlike ``Bounded``."""
@@ -320,6 +326,16 @@ class ResponseHeaders:
         return fixed + f"x-request-id: {named}\r\n{own}{decided}".encode()
 
 
+def early_headers(context: RequestContext) -> bytes:
+    """Headers of a stream that has begun before its workers are known."""
+    head = context.http_request.head
+    headers = [(b"content-type", EVENT_STREAM.encode()), NO_SNIFFING, *UNBUFFERED]
+    headers.append((b"x-request-id", head.request_id.encode()))
+    if is_anthropic(head.path):
+        headers.append((b"request-id", head.request_id.encode()))
+    return header_lines([*headers, *context.decision_headers()])
+
+
 def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:
     headers = [
         (b"content-type", header_value(content_type)),
@@ -327,8 +343,8 @@ def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, str
         (b"x-baton-mode", mode.value.encode()),
         (b"x-baton-decode-worker", header_value(decode)),
     ]
-    if content_type.startswith(EVENT_STREAM):  # Proxies would keep the events back until the stream ends.
-        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+    if content_type.startswith(EVENT_STREAM):
+        headers += UNBUFFERED
     if prefill:
         headers.append((b"x-baton-prefill-worker", header_value(prefill)))
         headers.append((b"x-baton-handoff", b"streamed" if streamed else b"offered"))

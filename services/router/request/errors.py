@@ -14,6 +14,7 @@ from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.http.errors import ErrorResponse, HttpError, error_body
 
 EVENT_STREAM: Final = "text/event-stream"
+EVENT_END: Final = b"\n\n"
 RETRY_AFTER_S_MAX: Final = 86_400.0
 ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
@@ -26,6 +27,10 @@ ANTHROPIC_TYPES: Final = {
 }
 """Anthropic's error types by status. Anthropic itself sends 529 when overloaded; its clients retry on 503, too."""
 SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number":\s?(\d{1,15})[,}]')
+PING: Final = b": waiting\n\n"
+MESSAGES_PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
+QUOTED_BYTES_MAX: Final = 500
+"""Maximum length of the quotation from an error body that has another form."""
 BUG: Final = "Internal error in the router; its log has details."
 CODES: Final = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
 
@@ -89,10 +94,39 @@ def error_event(path: str, reason: Reason, message: str, response_id: str = "", 
     those of responses need a response that failed, with the id of the first event; its number follows that of
     ``newest``, the last data that was sent.
     """
-    status = HTTP_STATUS[reason]
+    return _last_event(path, HTTP_STATUS[reason], Told(message, str(reason)), response_id, newest)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What an error object tells, in OpenAI's form or in Anthropic's."""
+
+    message: str
+    code: str | int | None = None
+    param: str | None = None
+    type: str = ""
+
+
+class TellsError(msgspec.Struct, frozen=True):
+    """The body of an error response, of an engine or of the router."""
+
+    error: Told
+
+
+def late_response(path: str, status: int, body: bytes) -> bytes:
+    """A whole response as the last event of a stream whose head was sent before the response was known."""
+    if status < 400:
+        return b"data: " + body.replace(b"\n", b"\ndata: ") + b"\n\n"
+    try:
+        told = msgspec.json.decode(body, type=TellsError).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        told = Told(body[:QUOTED_BYTES_MAX].decode(errors="replace"), status)
+    return _last_event(path, status, told, "", b"")
+
+
+def _last_event(path: str, status: int, told: Told, response_id: str, newest: bytes) -> bytes:
     if path == RESPONSES:
         numbers = SEQUENCE_NUMBER.findall(newest)
-        error = {"code": str(reason), "message": message}
+        error = {"code": str(told.code), "message": told.message}
         response = {"id": response_id, "object": "response", "status": "failed", "error": error, "output": []}
         event = {
             "type": "response.failed",
@@ -101,8 +135,9 @@ def error_event(path: str, reason: Reason, message: str, response_id: str = "", 
         }
         return b"event: response.failed\ndata: " + msgspec.json.encode(event) + b"\n\n"
     if path != MESSAGES:
-        return b"data: " + error_body(status, message, code=str(reason)) + b"\n\n"
-    error = _anthropic_error(status, message, str(reason))
+        body = error_body(status, told.message, code=told.code, param=told.param, kind=told.type)
+        return b"data: " + body + b"\n\n"
+    error = _anthropic_error(status, told.message, told.code)
     return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
 
 

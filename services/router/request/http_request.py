@@ -11,7 +11,16 @@ from typing import Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from services.router.request.errors import BUG, error_event, error_for, failed
+from services.router.request.errors import (
+    BUG,
+    MESSAGES_PING,
+    PING,
+    error_event,
+    error_for,
+    failed,
+    is_anthropic,
+    late_response,
+)
 from services.router.request.head import Head
 from shared.contracts.failures import Reason
 from shared.contracts.request_body import BYTE_ORDER_MARK
@@ -57,6 +66,7 @@ class Connection(Protocol):
         """Drop the connection with its unsent bytes."""
 
 
+OK: Final = 200
 WITHOUT_BODY: Final = (204, 304)
 """Statuses whose responses end with their head."""
 
@@ -147,6 +157,7 @@ class HttpRequest:
         "ended",
         "head",
         "is_current",
+        "is_early",
         "left",
         "on_left",
         "page_headers",
@@ -170,6 +181,8 @@ class HttpRequest:
         """An error that was decided before the body was complete."""
         self.begun = False
         """The response's head is decided, and written at the latest with the first data."""
+        self.is_early = False
+        """The head of a stream was written before it was known what the response is (see ``ping``)."""
         self.ended = False
         """The response is complete."""
         self.left = False
@@ -210,6 +223,9 @@ class HttpRequest:
 
     def answer(self, status: int, headers: bytes, body: bytes) -> None:
         """Send a whole response. ``headers``: see ``header_lines``."""
+        if self.is_early:
+            self.end(late_response(self.head.path, status, body))
+            return
         if status in WITHOUT_BODY:  # A client takes a body for the beginning of the next response.
             body, length = b"", b""
         else:
@@ -222,6 +238,9 @@ class HttpRequest:
         """Send an error of the router's own."""
         if error.closes:
             self._keep_alive = False
+        if self.is_early:
+            self.answer(error.status, b"", error.body)
+            return
         error = error_for(self.head.path, error, self.head.request_id)
         headers = [*error.headers(), (b"x-request-id", self.head.request_id.encode()), *more]
         self.answer(error.status, header_lines(headers), error.body)
@@ -236,10 +255,22 @@ class HttpRequest:
             self.refuse(failed(Reason.INTERNAL, BUG))
 
     def begin(self, status: int, headers: bytes) -> None:
-        """Begin a stream. Its head is written with the first data."""
+        """Begin a stream. Its head is written with the first data, unless ``ping`` has written one."""
+        if self.is_early:
+            self.begun = True
+            return
         if not self.head.http11:
             self._keep_alive = False
         self._begin(status, headers, CHUNKED if self.head.http11 else b"")
+
+    def ping(self, headers: bytes) -> None:
+        """Show that more of a stream will come. If nothing has been sent, a head with these headers goes before, while
+        ``begun`` stays False: what the response is may still change, but not its status.
+        """
+        if not self.begun and not self.is_early:
+            self.begin(OK, headers)
+            self.begun, self.is_early = False, True
+        self.send(MESSAGES_PING if is_anthropic(self.head.path) else PING)
 
     def is_blocked(self) -> bool:
         """Whether the client reads too slowly: a stream's next piece should wait for ``drained``."""

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from services.router.request.errors import EVENT_END
 from services.router.request.http_request import HttpRequest, NoConnection
 from services.router.responses.history import fields_of, with_fields
 from shared.http.errors import Header, HttpError
@@ -21,7 +22,6 @@ LIFE: Final = re.compile(
 )
 """An event that contains the response object. In other events a line cannot begin like this: JSON has no line ends."""
 LAST: Final = (b"completed", b"incomplete", b"failed")
-EVENT_END: Final = b"\n\n"
 
 
 class Answer(NamedTuple):
@@ -75,6 +75,10 @@ class InnerRequest(HttpRequest):
         self.begun = True
         if self._client is not None:
             self._client.begin(status, headers)
+
+    def ping(self, headers: bytes) -> None:
+        if self._client is not None:
+            self._client.ping(headers)
 
     def is_blocked(self) -> bool:
         return self._client is not None and self._client.is_blocked()

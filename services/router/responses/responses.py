@@ -13,7 +13,7 @@ import msgspec
 
 from services.router.relay.relay import Relay
 from services.router.request.client import ApiClient
-from services.router.request.errors import bad_request, failed
+from services.router.request.errors import EVENT_END, bad_request, failed
 from services.router.request.http_request import HttpRequest, header_lines
 from services.router.responses.background import TENANT_MAX, Background, Run
 from services.router.responses.history import (
@@ -30,7 +30,7 @@ from services.router.responses.history import (
     stateless,
     with_fields,
 )
-from services.router.responses.inner_request import EVENT_END, InnerRequest, response_in, with_response
+from services.router.responses.inner_request import InnerRequest, response_in, with_response
 from services.router.responses.response_store import NotKept, ResponseStore, on_loop_or_thread
 from services.router.settings import Settings
 from services.router.telemetry.request_log import RequestLog
