@@ -15,12 +15,12 @@ ERROR_TYPES = {400: "invalid_request_error", 404: "NotFoundError", 413: "invalid
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
+    """OpenAI's error object; what Anthropic's has of it can be read as one."""
 
     message: str
-    type: str
-    param: str | None
-    code: str | int | None
+    type: str = ""
+    param: str | None = None
+    code: str | int | None = None
 
 
 class ErrorResponse(msgspec.Struct, frozen=True):

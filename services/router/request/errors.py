@@ -11,7 +11,7 @@ from fastapi import Response
 from services.router.request.facts import Fault
 from shared.contracts.engine_paths import MESSAGES, RESPONSES
 from shared.contracts.failures import HTTP_STATUS, Reason
-from shared.http.errors import ErrorResponse, HttpError, error_body
+from shared.http.errors import ErrorBody, ErrorResponse, HttpError, error_body
 
 EVENT_STREAM: Final = "text/event-stream"
 EVENT_END: Final = b"\n\n"
@@ -94,22 +94,7 @@ def error_event(path: str, reason: Reason, message: str, response_id: str = "", 
     those of responses need a response that failed, with the id of the first event; its number follows that of
     ``newest``, the last data that was sent.
     """
-    return _last_event(path, HTTP_STATUS[reason], Told(message, str(reason)), response_id, newest)
-
-
-class Told(msgspec.Struct, frozen=True):
-    """What an error object tells, in OpenAI's form or in Anthropic's."""
-
-    message: str
-    code: str | int | None = None
-    param: str | None = None
-    type: str = ""
-
-
-class TellsError(msgspec.Struct, frozen=True):
-    """The body of an error response, of an engine or of the router."""
-
-    error: Told
+    return _last_event(path, HTTP_STATUS[reason], ErrorBody(message, code=str(reason)), response_id, newest)
 
 
 def late_response(path: str, status: int, body: bytes) -> bytes:
@@ -117,13 +102,13 @@ def late_response(path: str, status: int, body: bytes) -> bytes:
     if status < 400:
         return b"data: " + body.replace(b"\n", b"\ndata: ") + b"\n\n"
     try:
-        told = msgspec.json.decode(body, type=TellsError).error
+        told = msgspec.json.decode(body, type=ErrorResponse).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        told = Told(body[:QUOTED_BYTES_MAX].decode(errors="replace"), status)
+        told = ErrorBody(body[:QUOTED_BYTES_MAX].decode(errors="replace"), code=status)
     return _last_event(path, status, told, "", b"")
 
 
-def _last_event(path: str, status: int, told: Told, response_id: str, newest: bytes) -> bytes:
+def _last_event(path: str, status: int, told: ErrorBody, response_id: str, newest: bytes) -> bytes:
     if path == RESPONSES:
         numbers = SEQUENCE_NUMBER.findall(newest)
         error = {"code": str(told.code), "message": told.message}
