@@ -120,12 +120,12 @@ async def test_a_resumed_leg_gets_token_groups_the_start_time_and_what_was_cache
 @in_world(failures=FailurePolicy(resumes_max=2))
 async def test_migrations_are_bounded_and_then_the_client_gets_an_error(world: World):
     for number in range(6):
-        await world.worker(f"w{number}", script=streams(1, fails(Reason.WORKER_DRAINING)))
+        await world.worker(f"w{number}", script=streams(1, fails(Reason.FRAMES_LOST)))
 
     response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
 
     assert response.body.startswith(ROLE + event(0) + event(1) + event(2) + b'data: {"error":')
-    assert error_of(response.body)["code"] == "worker_draining"
+    assert error_of(response.body)["code"] == "frames_lost"
     assert sum(len(worker.started) for worker in world.workers.values()) == 3
 
 
@@ -133,7 +133,7 @@ async def test_migrations_are_bounded_and_then_the_client_gets_an_error(world: W
 @in_world(failures=FailurePolicy(resumes_max=2))
 async def test_clients_can_lower_but_not_raise_the_resume_maximum(world: World, asked, started):
     for number in range(6):
-        await world.worker(f"w{number}", script=streams(1, fails(Reason.WORKER_DRAINING)))
+        await world.worker(f"w{number}", script=streams(1, fails(Reason.FRAMES_LOST)))
 
     await world.ask(prompt(stream=True, baton={"resumes_max": asked}), x_baton_mode="aggregated")
 
