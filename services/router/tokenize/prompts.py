@@ -133,7 +133,7 @@ class Prompts:
         size = http_request.upload.size
         view = self._reader(facts, size) if facts.path in PLACED else None
         if view is None:
-            return guess_of(facts, size, more, why=NOT_READ)
+            return guess_of(facts, size, more, BYTES_PER_TOKEN_GUESSED, why=NOT_READ)
         known = self._tokenizers.get(view.pairs_with)
         bytes_per_token = BYTES_PER_TOKEN_GUESSED if known is None else known.chars_per_token
         if view.record.attached:
@@ -385,14 +385,7 @@ class Prompts:
             return None, str(error)
 
 
-def guess_of(
-    facts: RequestFacts,
-    body_bytes: int,
-    more: Sequence[int],
-    bytes_per_token: float = BYTES_PER_TOKEN_GUESSED,
-    *,
-    why: str,
-) -> Prompt:
+def guess_of(facts: RequestFacts, body_bytes: int, more: Sequence[int], bytes_per_token: float, *, why: str) -> Prompt:
     """An estimate, and ``why`` the prompt is not known."""
     return Prompt(guessed_tokens(facts, body_bytes, bytes_per_token) + len(more), (), exact=False, why=why)
 
