@@ -58,7 +58,8 @@ async def test_a_cancelled_leg_frees_its_blocks(pair, router):
 async def test_a_leg_past_its_deadline_fails_and_is_aborted(pair, router):
     _prefill, decode = pair
 
-    answer = await router.leg(decode, LegKind.AGGREGATED, completion(prompt_of(300, seed=32), **LONG), deadline_s=0.5)
+    body = completion(prompt_of(300, seed=32), **{**LONG, "stream": False})  # A stream that has begun has no deadline.
+    answer = await router.leg(decode, LegKind.AGGREGATED, body, deadline_s=0.5)
 
     assert answer.failure.reason is Reason.DEADLINE
     await router.load_where(decode, lambda load: load.kv_blocks_used == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 
 from rich.live import Live
 from rich.table import Table
@@ -13,6 +14,7 @@ from services.launcher.bus_client import Fleet, describe_fleet, open_bus
 from services.launcher.terminal import Console
 from shared.bus.port import BusError
 from shared.contracts.workers import WorkerPhase
+from shared.runtime.waiting import first_of
 from shared.text.formats import long_duration
 
 WATCH_S = 1.0
@@ -31,17 +33,24 @@ PHASE_STYLES = {
 
 
 async def watch_fleet(nats_url: str, console: Console) -> None:
-    """Draws the table again and again, until it is cancelled. Raises BusError if NATS does not respond at first."""
+    """Draws the table again and again, until SIGINT. Raises BusError if NATS does not respond at first.
+
+    The signal sets an event: a cancellation, which asyncio makes of it otherwise, may be lost in a library's wait.
+    """
+    stop = asyncio.Event()
     async with open_bus(nats_url) as bus:
         table = fleet_table(await describe_fleet(bus), console.width)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         with Live(table, console=console, screen=True, auto_refresh=False) as live:
-            while True:
+            while not stop.is_set():
                 live.refresh()
-                await asyncio.sleep(WATCH_S)
+                await first_of(stop.wait(), asyncio.sleep(WATCH_S))
                 try:
-                    table = fleet_table(await describe_fleet(bus), console.width)
+                    fleet = await first_of(describe_fleet(bus), stop.wait())
                 except BusError as error:
                     table.caption = Text(f"NATS does not respond: {error}", "bold red")
+                else:
+                    table = fleet_table(fleet, console.width) if fleet is not None else table
                 live.update(table)
 
 
