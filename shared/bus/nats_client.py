@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import ssl
 from collections.abc import Mapping
 from itertools import count
@@ -318,7 +319,9 @@ _NAMES_ANOTHER: Final = (62, 64)
 
 
 class ConnectionErrors:
-    """Logs each error of one connection once. One that a retry cannot fix ends the first connection attempt."""
+    """Logs each error of one connection once, again after a reconnection. One that a retry cannot fix ends the first
+    connection attempt.
+    """
 
     def __init__(self, url: str, access: Access) -> None:
         self.is_first_attempt = True
@@ -340,7 +343,7 @@ class ConnectionErrors:
                     return
             self.is_first_attempt = False
             raise BusRefused(why) from error
-        text = why or violation(error)
+        text = why or violation(error) or unresolved(error, self._url)
         if _is_refused_login(error):
             now = asyncio.get_running_loop().time()
             self._refused_since = self._refused_since or now
@@ -353,7 +356,9 @@ class ConnectionErrors:
             log.error("%s", text)
 
     def connected(self) -> None:
+        """After a reconnection: the next outage is reported again."""
         self._refused_since = None
+        self._logged.clear()
 
 
 def violation(error: Exception) -> str:
@@ -365,6 +370,16 @@ def violation(error: Exception) -> str:
     return (
         f"NATS: permissions violation: this process's key may not {action} to {found[2][:200]!r}. If it should, NATS "
         "has the permissions of another version: run `baton init` again and let nats-server reload them (SIGHUP)."
+    )
+
+
+def unresolved(error: Exception, url: str) -> str:
+    """The message if a server's name has no address; empty for other errors."""
+    if not isinstance(error, socket.gaierror):
+        return ""
+    return (
+        f"NATS at {without_password(url)}: the name {_hosts(url)} cannot be resolved ({error.strerror}). This process "
+        "tries again until it can be: check the name, /etc/hosts and the name servers in /etc/resolv.conf."
     )
 
 
@@ -393,12 +408,16 @@ def without_password(url: str) -> str:
     return ",".join(each._replace(netloc=each.netloc.rpartition("@")[2]).geturl() for each in parts)
 
 
+def _hosts(url: str) -> str:
+    return " or ".join(urlsplit(each).hostname or "" for each in servers_of(url))
+
+
 def _untrusted_certificate(error: ssl.SSLCertVerificationError, url: str, access: Access) -> str:
-    host = " or ".join(urlsplit(each).hostname or "" for each in servers_of(url))
+    host = _hosts(url)
     if error.verify_code == _EXPIRED:
         return (
             "its certificate has expired, unless this machine's clock is wrong. Make another with `baton init --renew` "
-            "and restart nats-server."
+            "and let nats-server read it (SIGHUP)."
         )
     if error.verify_code == _NOT_YET_VALID:
         return "its certificate is not valid yet: the clock of this machine, or of the one that made it, is wrong."

@@ -80,14 +80,15 @@ class NatsServer:
         directory: Path,
         *,
         host: str = "127.0.0.1",
+        port: int = 0,
         max_payload: int = 1024 * 1024,
         extra_config: str = "",
         has_buckets: bool = False,
     ) -> None:
-        """``has_buckets``: with those that an orchestrator makes, for a test that runs none."""
+        """``port``: 0 is a free one. ``has_buckets``: with those that an orchestrator makes, for a test that runs none."""
         self._has_buckets = has_buckets
         self.host = host
-        self.port = free_port()
+        self.port = port or free_port()
         where = host_port(host, self.port)
         self.url = f"nats://{where}"
         self._store = directory / "jetstream"

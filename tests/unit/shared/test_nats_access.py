@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -99,6 +100,19 @@ def test_a_login_that_a_reload_of_the_server_interrupts_is_repeated():
 @pytest.mark.parametrize("error", [OSError("refused"), TimeoutError(), Exception("nats: maximum connections exceeded")])
 def test_what_trying_again_may_heal_is_no_refusal(error):
     assert refusal(error, URL, Access()) == violation(error) == ""
+
+
+def test_a_name_without_an_address_is_reported_once_in_each_outage_and_ends_no_first_attempt(caplog):
+    errors = ConnectionErrors("nats://router:secret@nats.example:4222", Access())
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    for _ in range(2):
+        errors.report(unknown)
+        errors.report(unknown)
+        errors.connected()
+
+    assert len(caplog.messages) == 2
+    assert "the name nats.example cannot be resolved (Name or service not known)" in caplog.messages[0]
+    assert "secret" not in caplog.messages[0]
 
 
 def test_a_refused_password_is_not_shown():
