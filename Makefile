@@ -50,7 +50,7 @@ down: setup ## Stop a system that `make up` started on another terminal
 doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
 	@.venv/bin/baton doctor $(ARGS)
 
-test: ## All tests that need no GPU; 12 minutes on two cores; K="a word in the test's name" selects some
+test: ## All tests that need no GPU; a quarter of an hour on two cores; K="a word in the test's name" selects some
 	@$(MAKE) -j 2 setup-dev test-tools
 	@$(PYTEST) $(ARGS)
 
