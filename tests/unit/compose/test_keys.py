@@ -63,24 +63,23 @@ def nats_keys_seen_by(service: str) -> dict[str, str]:
     return {source: where for source, where in keys_seen_by(service).items() if source != "api"}
 
 
+def check_keys(service: str, volume: str, used: str) -> None:
+    """The service sees only this volume of keys, read-only, and reads its key and the CA in the folder ``used``."""
+    environment = SERVICES[service]["environment"]
+    assert nats_keys_seen_by(service) == {volume: f"{OWN}:ro"}
+    assert environment["BATON_NATS_NKEY_FILE"] == f"{used}/{NKEY}"
+    assert environment["BATON_NATS_CA_FILE"] == f"{used}/{TRUSTED}"
+    assert environment["BATON_NATS_URL"].startswith("tls://")
+
+
 @pytest.mark.parametrize("service", PARTY)
 def test_a_service_sees_its_own_key_and_cannot_change_it(service: str):
-    environment = SERVICES[service]["environment"]
-
-    assert nats_keys_seen_by(service) == {PARTY[service]: f"{OWN}:ro"}
-    assert environment["BATON_NATS_NKEY_FILE"] == f"{OWN}/{NKEY}"
-    assert environment["BATON_NATS_CA_FILE"] == f"{OWN}/{TRUSTED}"
-    assert environment["BATON_NATS_URL"].startswith("tls://")
+    check_keys(service, PARTY[service], OWN)
 
 
 @pytest.mark.parametrize("service", WORKERS)
 def test_a_worker_sees_the_keys_of_its_service_and_cannot_change_them(service: str):
-    environment = SERVICES[service]["environment"]
-
-    assert nats_keys_seen_by(service) == {WORKERS[service]: f"{OWN}:ro"}
-    assert environment["BATON_NATS_NKEY_FILE"] == f"/tmp/key/{NKEY}"
-    assert environment["BATON_NATS_CA_FILE"] == f"/tmp/key/{TRUSTED}"
-    assert environment["BATON_NATS_URL"].startswith("tls://")
+    check_keys(service, WORKERS[service], "/tmp/key")
 
 
 def test_every_service_of_ours_is_of_some_party():
