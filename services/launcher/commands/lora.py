@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,7 +59,7 @@ def load(  # one parameter per option is how the command line is declared
     json: Json = False,
 ) -> None:
     """Load an adapter on workers, or replace the one of this name."""
-    give(AdapterAction.LOAD, name, path, model, worker, find_nats(nats_url, state_dir), json=json)
+    give(AdapterAction.LOAD, name, path, model, worker, nats_url, state_dir, json=json)
 
 
 @lora.command()
@@ -71,7 +72,7 @@ def unload(
     json: Json = False,
 ) -> None:
     """Unload an adapter. Running requests finish; further ones get 404."""
-    give(AdapterAction.UNLOAD, name, "", model, worker, find_nats(nats_url, state_dir), json=json)
+    give(AdapterAction.UNLOAD, name, "", model, worker, nats_url, state_dir, json=json)
 
 
 @lora.command(name="list")
@@ -80,7 +81,7 @@ def list_adapters(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json
     from services.launcher import bus_client
 
     url = find_nats(nats_url, state_dir)
-    found = reply_of(bus_client.read_adapters(url), url)
+    found = reply_of(bus_client.read_adapters(url), url, state_dir)
     if json:
         loaded = {one.record.worker_id: in_full(one.record.adapters) for one in found.fleet.state.workers}
         print_json({"loaded": loaded, **in_full(found.adapters)})
@@ -97,17 +98,25 @@ def operator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def give(
-    action: AdapterAction, name: str, path: str, model: str, workers: list[str] | None, url: str, *, json: bool
+def give(  # noqa: PLR0913  # the options of the commands
+    action: AdapterAction,
+    name: str,
+    path: str,
+    model: str,
+    workers: list[str] | None,
+    nats_url: str,
+    state_dir: Path | None,
+    *,
+    json: bool,
 ) -> None:
     """Give the order and show its result; exits with 1 if a worker failed."""
     from services.launcher import bus_client
 
     ids = [checked(worker) for worker in workers or ()]
     order = OrderAdapter(action=action, name=name, path=path, model=model, workers=ids, by=operator())
-    console = Console()
+    console, url = Console(), find_nats(nats_url, state_dir)
     with console.status(f"{action.value} {name}"):
-        result = reply_of(bus_client.order_adapter(url, order), url)
+        result = reply_of(bus_client.order_adapter(url, order), url, state_dir)
     if json:
         print_json(in_full(result))
     elif result.refusal:

@@ -84,10 +84,19 @@ def router_url(url: str, state_dir: Path | None) -> str:
     running = None if url else state_file.find(state_folder(state_dir))
     where = url or (running.endpoint if running else "")
     if not where:
-        fail(
-            f"No system runs with the state directory {state_folder(state_dir)}. Name a router: --url http://HOST:8000"
-        )
+        whose = joined_as(state_dir) or f"No system runs with the state directory {state_folder(state_dir)}."
+        fail(f"{whose} Name a router: --url http://HOST:8000")
     return where
+
+
+def joined_as(state_dir: Path | None) -> str:
+    """A sentence with the hosts that have joined from this machine; empty if there are none."""
+    hosts = stored_names(state_folder(state_dir))
+    return (
+        f"This machine has joined as {', '.join(hosts)}: its workers belong to a system on another host."
+        if hosts
+        else ""
+    )
 
 
 def print_json(content: object) -> None:
@@ -95,14 +104,14 @@ def print_json(content: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(content)).decode())
 
 
-def reply_of(asking: Coroutine[Any, Any, T], url: str) -> T:
+def reply_of(asking: Coroutine[Any, Any, T], url: str, state_dir: Path | None) -> T:
     """What the running system replies over the NATS at ``url``; without a reply, exit with 1 and the reason."""
     try:
         return asyncio.run(asking)
     except CommandFailed as error:
         fail(str(error))
     except BusError as error:
-        no_nats(url, error)
+        no_nats(url, error, state_dir)
 
 
 def show(found: T, draw: Callable[[T, Console], None], *, json: bool, wide: bool = False) -> None:
@@ -119,14 +128,13 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=WIDTH_OF_FILES)
 
 
-def no_nats(url: str, error: BaseException) -> NoReturn:
+def no_nats(url: str, error: BaseException, state_dir: Path | None) -> NoReturn:
     """Exit with 1 because NATS does not respond or refuses the connection."""
     shown, text = without_password(url), str(error)
     if text.startswith(f"NATS at {shown} "):  # NATS responds, but refuses the connection.
         fail(f"{text} Run `baton doctor` for details.")
-    if hosts := stored_names(Path(common_settings().state_dir)):
-        whose = f"This machine has joined as {', '.join(hosts)}: run the command on the head host, whose key it needs."
-        fail(f"NATS at {shown} does not respond. {whose}")
+    if whose := joined_as(state_dir):
+        fail(f"NATS at {shown} does not respond. {whose} Run the command on the head host, whose key it needs.")
     fail(f"NATS at {shown} does not respond. Start a system with `baton up`, or run `baton doctor` to find the cause.")
 
 

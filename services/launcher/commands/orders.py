@@ -68,7 +68,7 @@ def drain(
         def on_legs(legs: int) -> None:
             status.update(fleet_text.draining(worker, legs, evacuate=evacuate))
 
-        result = reply_of(bus_client.drain(url, order, on_legs), url)
+        result = reply_of(bus_client.drain(url, order, on_legs), url, state_dir)
     show_result(console, result, fleet_text.drained(result), json=json)
 
 
@@ -85,7 +85,7 @@ def role(
     order = ChangeRole(worker_id=checked(worker), role=Role(role.value))
     console, url = Console(), find_nats(nats_url, state_dir)
     with console.status(f"{worker} verifies that it can be a {role.value} worker"):
-        result = reply_of(bus_client.change_role(url, order), url)
+        result = reply_of(bus_client.change_role(url, order), url, state_dir)
     show_result(console, result, fleet_text.role_changed(result), json=json)
 
 
@@ -104,7 +104,7 @@ def order_model(model: str, nats_url: str, state_dir: Path | None, *, asleep: bo
     from services.launcher import bus_client
 
     url = find_nats(nats_url, state_dir)
-    result = reply_of(bus_client.order_model(url, OrderModel(model=model, asleep=asleep)), url)
+    result = reply_of(bus_client.order_model(url, OrderModel(model=model, asleep=asleep)), url, state_dir)
     show_result(Console(), result, fleet_text.model_ordered(model, result, asleep=asleep), json=json)
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +23,7 @@ from shared.bus.port import BusError
 from shared.contracts.channels import Party
 
 if TYPE_CHECKING:
-    from services.launcher.fleet.fleet_file import HostPart
+    from services.launcher.fleet.fleet_file import Fleet, HostPart
     from services.launcher.service_files.files import HostService
     from services.launcher.system.rolling_restart import RunningProcess
 
@@ -90,6 +90,8 @@ class Installation:
     variables: str = ""
     folders: Sequence[str] = ()
     """Folders that must exist, because a container writes there."""
+    head: tuple[Fleet, HostPart] | None = None
+    """The head host that it runs: its keys, and a first API key, must exist."""
     then: Sequence[str]
 
 
@@ -119,6 +121,10 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
     if only_print:
         print(f"# {made.name}\n{made.text}" + (f"# {VARIABLES_FILE}\n{made.variables}" if made.variables else ""))
         return
+    if made.head:
+        from services.launcher.commands.fleet import head_of
+
+        head_of(*made.head, folder, sys.stderr)  # A service's log and a job's output are no place for an API key.
     place = out or Path(made.folder).expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -174,7 +180,7 @@ def service_of(config: Path | None, name: str, state_dir: Path, image: str, user
     from services.launcher.system.process_plan import STOP_SPARE_S
 
     variables = inherited(image)  # Before the fleet file's are set here: the host reads them again at each start.
-    part, runs, is_head = host_part(config, name, state_dir)
+    part, runs, head_of_fleet = host_part(config, name, state_dir)
     baton = ("baton",) if image else (sys.executable, "-m", "services.launcher")
     at = ("--state-dir", str(state_dir))
     host = files.HostService(
@@ -182,19 +188,21 @@ def service_of(config: Path | None, name: str, state_dir: Path, image: str, user
         upgrade=(*baton, "service", "upgrade", *at),
         variables=variables,
         variables_file=str(state_dir / VARIABLES_FILE),
-        stop_s=files.host_stop_s(part, variables, is_head=is_head) + STOP_SPARE_S,
+        stop_s=files.host_stop_s(part, variables, is_head=head_of_fleet is not None) + STOP_SPARE_S,
         of_system=not user,
     )
     systemctl = "systemctl --user" if user else "systemctl"
     then = [f"{systemctl} daemon-reload && {systemctl} enable --now baton"]
     then += ["loginctl enable-linger    # it keeps running when you log out"] if user else []
+    head = (head_of_fleet, part) if head_of_fleet else None
     if image:
-        return container_of(config, part, host, state_dir, image, then)
+        return replace(container_of(config, part, host, state_dir, image, then), head=head)
     return Installation(
         name="baton.service",
         text=files.systemd_unit(host, owner_of(state_dir)),
         folder=USER_UNITS if user else SYSTEM_UNITS,
         variables=files.quoted_variables(variables),
+        head=head,
         then=then,
     )
 
@@ -235,29 +243,26 @@ def container_of(
     )
 
 
-def host_part(config: Path | None, name: str, state_dir: Path) -> tuple[HostPart, tuple[str, ...], bool]:
-    """What the host runs, the arguments of `baton` that run it, and whether it is the head host, whose keys exist
-    afterwards. Writes a first API key, once.
-    """
+def host_part(config: Path | None, name: str, state_dir: Path) -> tuple[HostPart, tuple[str, ...], Fleet | None]:
+    """What the host runs, the arguments of `baton` that run it, and, of the head host, its fleet."""
     from services.launcher.commands import fleet, tokens
     from services.launcher.fleet.joining import TOKEN, joined_folder
 
     if not config:
         token = tokens.stored(state_dir, name or tokens.only_host(state_dir))
-        return token.part, ("join", str(joined_folder(state_dir, token.part.name) / TOKEN)), False
+        return token.part, ("join", str(joined_folder(state_dir, token.part.name) / TOKEN)), None
     found = fleet.fleet_of(config)
     part = fleet.part_named(config, found, name or socket.gethostname())
     is_head = part.name == found.head.name
-    if is_head:
-        fleet.head_of(found, part, state_dir, sys.stderr)  # A service's log is no place for an API key.
-    else:
+    if not is_head:
         fleet.token_of(config, found, part, state_dir)
-    return part, ("up", "--config", str(config.expanduser().absolute()), "--name", part.name), is_head
+    runs = ("up", "--config", str(config.expanduser().absolute()), "--name", part.name)
+    return part, runs, found if is_head else None
 
 
 def slurm_job(config: Path | None, state_dir: Path) -> Installation:
     """An sbatch file; exits with the reason if there can be none."""
-    from services.launcher.commands.fleet import fleet_of, head_of
+    from services.launcher.commands.fleet import fleet_of
     from services.launcher.fleet.fleet_file import WrongFleetFile, part_of
     from services.launcher.service_files.slurm import SlurmJob, sbatch_file
 
@@ -274,19 +279,20 @@ def slurm_job(config: Path | None, state_dir: Path) -> Installation:
         text = sbatch_file(found, job)
     except WrongFleetFile as error:
         fail(f"{config}: {error}")
-    head_of(found, part_of(found, found.head.name), state_dir, sys.stderr)  # A job's output is no place for an API key.
     return Installation(
         name="baton.sbatch",
         text=text,
         folder=".",
+        head=(found, part_of(found, found.head.name)),
         then=["sbatch --partition=PARTITION --time=TIME baton.sbatch    # with your options"],
     )
 
 
 def owner_of(state_dir: Path) -> str:
-    """The user that the processes run as: the one who types, to whom the files must belong; exits if they do not."""
-    owner = pwd.getpwuid(state_dir.stat().st_uid).pw_name
-    if state_dir.stat().st_uid != os.geteuid():
+    """The user that the processes run as: the one who types; exits if the folder is there and belongs to another."""
+    uid = state_dir.stat().st_uid if state_dir.exists() else os.geteuid()
+    owner = pwd.getpwuid(uid).pw_name
+    if uid != os.geteuid():
         fail(f"{state_dir} belongs to {owner}: write the unit as {owner} with --out, and copy it.")
     return owner
 

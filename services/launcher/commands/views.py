@@ -109,9 +109,9 @@ def workers(
     url = find_nats(nats_url, state_dir)
     if watch:
         with contextlib.suppress(KeyboardInterrupt):
-            reply_of(watch_fleet(url, Console()), url)
+            reply_of(watch_fleet(url, Console()), url, state_dir)
         return
-    fleet = reply_of(read_fleet(url), url)
+    fleet = reply_of(read_fleet(url), url, state_dir)
     if json:
         print_json(fleet.state)
         return
@@ -139,7 +139,7 @@ def explain(
         asking = ask_over_nats(find_nats(nats_url, state_dir), query)
     else:
         asking = ask_router(router_url(url, state_dir), query)
-    show(reply_of(asking, nats_url), draw, json=json)
+    show(reply_of(asking, nats_url, state_dir), draw, json=json)
 
 
 def report(
@@ -152,7 +152,7 @@ def report(
     from services.launcher.views.reports import ask_report, draw_report
 
     url = find_nats(nats_url, state_dir)
-    show(reply_of(ask_report(url, model), url), draw_report, json=json)
+    show(reply_of(ask_report(url, model), url, state_dir), draw_report, json=json)
 
 
 def plan(
@@ -165,7 +165,7 @@ def plan(
     from services.launcher.views.reports import ask_plans, draw_plans
 
     url = find_nats(nats_url, state_dir)
-    show(reply_of(ask_plans(url, count), url), draw_plans, json=json, wide=True)
+    show(reply_of(ask_plans(url, count), url, state_dir), draw_plans, json=json, wide=True)
 
 
 def health(
@@ -179,7 +179,7 @@ def health(
     from services.launcher.bus_client import next_status
 
     url = find_nats(nats_url, state_dir)
-    status = reply_of(next_status(url, service, instance, within_s), url)
+    status = reply_of(next_status(url, service, instance, within_s), url, state_dir)
     if status is None:
         fail(f"unhealthy: no status of {f'{service} {instance}'.rstrip()} within {within_s:g} s")
     is_ready = status.phase is ServicePhase.READY
@@ -215,7 +215,7 @@ def usage(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comm
         fail(f"--since {first} is after --until {last}.")
     query = UsageQuery(since=first, until=last, by=by, key=key, tenant=tenant, model=model)
     url = find_nats(nats_url, state_dir)
-    found = summed(reply_of(read_ledger(url, query.months()), url), query, now)
+    found = summed(reply_of(read_ledger(url, query.months()), url, state_dir), query, now)
     if form == "table":
         show(found, draw, json=False)
     else:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from services.launcher.cli import app
 from services.launcher.commands.options import no_nats
 from services.launcher.fleet.joining import TOKEN, joined_folder
 from services.launcher.system.options import parse_bytes
 from shared.bus.port import BusDown
+from tests.support.nats_server import free_port
 
 URL = "nats://router:secret@127.0.0.1:9"
 
@@ -31,7 +34,7 @@ def test_errors_distinguish_missing_nats_from_refusal_and_hide_the_password(
     why: str, text: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:
-        no_nats(URL, BusDown(why))
+        no_nats(URL, BusDown(why), None)
 
     printed = capsys.readouterr().err
     assert ended.value.code == 1
@@ -39,18 +42,32 @@ def test_errors_distinguish_missing_nats_from_refusal_and_hide_the_password(
     assert "secret" not in printed
 
 
-def test_a_host_that_has_joined_sends_its_operator_to_the_head_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+@pytest.fixture
+def joined(tmp_path: Path) -> Path:
+    """The state directory of a host that has joined; no variable names it."""
     token = joined_folder(tmp_path, "two") / TOKEN
     token.parent.mkdir(parents=True)
     token.touch()
-    monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
+    return tmp_path
 
-    with pytest.raises(SystemExit):
-        no_nats("nats://127.0.0.1:4222", BusDown("refused"))
 
-    assert "joined as two: run the command on the head host" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["workers", "drain w-1", "lora load sql sql-v2", "sleep m", "report", "usage"])
+def test_a_host_that_has_joined_sends_its_operator_to_the_head_host(command: str, joined: Path):
+    nats = f"nats://127.0.0.1:{free_port()}"
+
+    done = CliRunner().invoke(app, [*command.split(), "--nats-url", nats, "--state-dir", str(joined)])
+
+    assert done.exit_code == 1
+    assert "joined as two: its workers belong to a system on another host. Run the command on the head" in done.output
+    assert "baton up" not in done.output
+
+
+@pytest.mark.parametrize("command", ["explain", "batch list"])
+def test_a_host_that_has_joined_is_told_to_name_a_router(command: str, joined: Path):
+    done = CliRunner().invoke(app, [*command.split(), "--state-dir", str(joined)])
+
+    assert done.exit_code == 1
+    assert "joined as two: its workers belong to a system on another host. Name a router: --url" in done.output
 
 
 @pytest.mark.parametrize(

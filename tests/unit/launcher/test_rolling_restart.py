@@ -129,6 +129,9 @@ async def test_a_worker_that_is_not_ready_in_time_stops_the_upgrade():
 
 def test_processes_are_found_by_state_directory_and_have_the_names_of_baton_up(tmp_path: Path):
     """Each plays a service: its command line and its variables are those of one. Workers fork, as engines do."""
+    (tmp_path / "service.env").write_text(
+        'PATH="/nowhere"'
+    )  # That of `baton service install` says nothing of what runs.
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "router.py").write_text("import time\ntime.sleep(60)\n")
     (tmp_path / "services" / "worker.py").write_text("import os, time\nos.fork()\ntime.sleep(60)\n")

@@ -114,3 +114,30 @@ def test_the_first_api_key_of_a_job_is_shown_here_and_not_in_its_output(fleet: P
     assert "The first API key" in output
     assert (fleet.parent / "state" / "cluster" / "router" / "keys.toml").is_file()
     assert "baton.sbatch    # with your options" in output
+
+
+@pytest.mark.parametrize("options", [("--name", "one"), (*QUADLET, "--image", "x", "--name", "one"), SLURM])
+def test_print_writes_nothing_and_shows_what_would_be_written(fleet: Path, options: tuple[str, ...]):
+    before = sorted(fleet.parent.rglob("*"))
+
+    code, printed = install(fleet, *options, "--print")
+
+    assert code == 0, printed
+    assert sorted(fleet.parent.rglob("*")) == before
+    assert "API key" not in printed
+    out = fleet.parent / "units"
+    code, output = install(fleet, *options, "--out", str(out))
+    assert code == 0, output
+    (written,) = out.iterdir()
+    assert printed.startswith(f"# {written.name}\n{written.read_text()}")
+
+
+def test_print_on_a_host_that_has_not_joined_writes_nothing_and_names_the_commands(fleet: Path):
+    fleet.write_text(f'{FLEET}[[host]]\nname = "two"\nworkers = [{{ role = "both" }}]\n')
+    before = sorted(fleet.parent.rglob("*"))
+
+    code, output = install(fleet, "--name", "two", "--print")
+
+    assert code == 1
+    assert "baton join TOKEN" in " ".join(output.split())
+    assert sorted(fleet.parent.rglob("*")) == before
