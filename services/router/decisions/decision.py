@@ -186,7 +186,7 @@ def regret_s(predicted: TtftParts, measured: TtftParts | None, candidates: list[
     if best_s == inf:
         return 0.0
     before_s = measured.admission_s + measured.tokenize_s + measured.place_s + measured.failed_s
-    return max(0.0, measured.total_s() - before_s - best_s - predicted.first_token_s - predicted.transit_s)
+    return max(0.0, measured.total_s() - before_s - best_s)
 
 
 def best_other_s(candidates: list[CandidateRecord], *, handoff_counts: bool = True) -> float:

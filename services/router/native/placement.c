@@ -16,6 +16,7 @@
 enum { TAIL_TOKENS = 16, SHORTLISTED = 4, RANKED_MAX = 8 };
 #define BUSY_MAX 0.9
 #define UNCROWDED 5.0
+#define LEG_TRANSIT_SHARE 0.5
 #define HIT_SHARE_OF_DECODE_FIRST 0.5
 #define NEVER_S 1e9
 
@@ -211,6 +212,12 @@ INLINED double bounded(double cost_s)
     return cost_s < NEVER_S ? most(cost_s, 0.0) : NEVER_S;
 }
 
+/* As one leg of a pair. */
+INLINED double leg_transit_s(const struct fleet *fleet, const struct question *question, size_t row)
+{
+    return N(TRANSIT_S) * (question->options & STREAMS ? LEG_TRANSIT_SHARE : 1.0);
+}
+
 /* `blocks` of the prompt are on the row, `elsewhere` on a worker of whom it can fetch: itself, perhaps. */
 INLINED struct estimate estimate(const struct fleet *fleet, const struct question *question,
                                  const struct shared *shared, size_t row, double blocks, double elsewhere)
@@ -253,11 +260,12 @@ INLINED struct estimate estimate(const struct fleet *fleet, const struct questio
     to.first_s = N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * TAIL_TOKENS + shared_step_s;
     to.decode_others_s = out * slower_s * disturbed;
 
-    double prefill_s = to.queue_s + to.fetch_s + to.prefill_s + to.prefill_others_s + N(TRANSIT_S);
+    double transit_s = leg_transit_s(fleet, question, row);
+    double prompt_s = to.queue_s + to.fetch_s + to.prefill_s + to.prefill_others_s;
     double answer_s = to.kv_wait_s + to.decode_s - to.within_s + to.decode_others_s;
-    to.cost_s[PREFILL] = bounded(prefill_s);
-    to.cost_s[DECODE] = bounded(to.handoff_s + to.queue_s + to.first_s + N(TRANSIT_S) + answer_s);
-    to.cost_s[WHOLE] = bounded(prefill_s + answer_s);
+    to.cost_s[PREFILL] = bounded(prompt_s + transit_s);
+    to.cost_s[DECODE] = bounded(to.handoff_s + to.queue_s + to.first_s + transit_s + answer_s);
+    to.cost_s[WHOLE] = bounded(prompt_s + N(TRANSIT_S) + answer_s);
     return to;
 }
 
@@ -396,6 +404,7 @@ int find_candidates(struct fleet *fleet, const struct question *question, struct
             .legs = N(LEGS),
             .last_chosen = N(LAST_CHOSEN),
             .transit_s = N(TRANSIT_S),
+            .leg_transit_s = leg_transit_s(fleet, question, row),
         };
         if (may_serve_alone(one, fleet, question, row))
             one->roles |= ALONE_ROLE;

@@ -55,7 +55,7 @@ struct estimate {
 struct candidate {
     int64_t roles, group;
     struct estimate of;
-    double legs, last_chosen, transit_s;
+    double legs, last_chosen, transit_s, leg_transit_s;
 };
 
 /* Indices of candidates; -1: none. One worker serves all of the request when there is no `prefill`. */

@@ -7,7 +7,7 @@ from typing import Final
 from services.router.placement.candidates import WHY, Candidate, Candidates
 from services.router.placement.kv_sources import source_of
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.specification import ALONE_ROLE, APART, ASKED_FOR
+from services.router.placement.specification import ALONE_ROLE, APART, ASKED_FOR, LEG_TRANSIT_SHARE
 from services.router.request.facts import Mode
 from services.router.state.worker_view import can_exchange_kv
 from shared.contracts.decisions import TtftParts
@@ -90,7 +90,7 @@ def on_two(  # as many as a pair is made of
         handoff_s=answering.handoff_s if waits else 0.0,
         decode_queue_s=answering.kv_wait_s + (0.0 if streamed else answering.queue_s),
         first_token_s=answering.first_s if waits else 0.0,
-        transit_s=of.transit_s + answering.transit_s,
+        transit_s=(of.transit_s + answering.transit_s) * (LEG_TRANSIT_SHARE if streamed else 1.0),
     )
     return Placement(
         mode=DISAGGREGATED,

@@ -50,7 +50,7 @@ class Candidate:
             prefill_s=of.prefill_s if computes else 0.0,
             handoff_s=0.0 if computes else of.handoff_s,
             first_token_s=0.0 if computes else of.first_s,
-            transit_s=of.transit_s,
+            transit_s=of.transit_s if part is Part.WHOLE else of.leg_transit_s,
             decode_s=of.decode_s if generates else 0.0,
             within_s=of.within_s if generates else 0.0,
             others_s=(of.prefill_others_s if computes else 0.0) + (of.decode_others_s if generates else 0.0),

@@ -42,6 +42,10 @@ NEVER_S: Final = 1e9
 """The highest cost, and what is added to the cost of a worker that misses a target."""
 HIT_SHARE_OF_DECODE_FIRST: Final = 0.5
 """A decode worker is asked to serve a request alone if the router expects it to have this share of the prompt."""
+LEG_TRANSIT_SHARE: Final = 0.5
+"""The part of each leg's transit that delays the first token when both legs run side by side: the request passes in at
+the prefill worker, and the token out at the decode worker.
+"""
 SHORTLISTED: Final = 4
 """Workers of a large fleet that are weighed for each part of the request, in each group."""
 SOURCES_MAX: Final = 2
@@ -130,6 +134,8 @@ class Estimate(NamedTuple):
     legs: float
     last_chosen: float
     transit_s: float
+    leg_transit_s: float
+    """The transit as one leg of a pair: see ``LEG_TRANSIT_SHARE``."""
 
     def cost_s(self, part: Part) -> float:
         """The cost of a part of the request on this worker."""
@@ -147,7 +153,7 @@ class Estimate(NamedTuple):
         return not late and not (part is not Part.PREFILL and self.step_s > itl_target_s)
 
 
-PACKED: Final = Struct("5q18d")
+PACKED: Final = Struct("5q19d")
 """An ``Estimate`` as C has it."""
 Choice = tuple[int, int, int, bool, tuple[tuple[int, int], ...], bytes, tuple[WorkerView, ...]]
 """The numbers of the prefill candidate (negative: none) and of the decode candidate, the reason, whether a pair was
@@ -261,14 +267,17 @@ def estimate(row: Row, question: Question, price: float, itl_free_s: float) -> E
     first_s = n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * TAIL_TOKENS + shared_step_s
     decode_others_s = out * more_s * disturbed
 
-    prefill_cost_s = queue_s + fetch_s + prefill_s + prefill_others_s + n[t.TRANSIT_S]
+    leg_transit_s = n[t.TRANSIT_S] * (LEG_TRANSIT_SHARE if question.options & STREAMS else 1.0)
+    prompt_s = queue_s + fetch_s + prefill_s + prefill_others_s
     answer_s = kv_wait_s + decode_s - within_s + decode_others_s
-    decode_cost_s = handoff_s + queue_s + first_s + n[t.TRANSIT_S] + answer_s
+    prefill_cost_s = prompt_s + leg_transit_s
+    decode_cost_s = handoff_s + queue_s + first_s + leg_transit_s + answer_s
+    whole_cost_s = prompt_s + n[t.TRANSIT_S] + answer_s
     return Estimate(
         row.roles, row.group, held, fetched, computed, queue_s, fetch_s, prefill_s, prefill_others_s,
         handoff_s, kv_wait_s, decode_s, within_s, itl_s, full_step_s, first_s, decode_others_s,
-        bounded(prefill_cost_s), bounded(decode_cost_s), bounded(prefill_cost_s + answer_s),
-        n[t.LEGS], n[t.LAST_CHOSEN], n[t.TRANSIT_S],
+        bounded(prefill_cost_s), bounded(decode_cost_s), bounded(whole_cost_s),
+        n[t.LEGS], n[t.LAST_CHOSEN], n[t.TRANSIT_S], leg_transit_s,
     )  # fmt: skip
 
 

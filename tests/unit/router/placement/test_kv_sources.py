@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
@@ -10,6 +11,7 @@ from services.router.request.facts import Mode
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_speed import WorkerSpeed
+from shared.contracts.decisions import Part
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.kv_exchange import KvSource
@@ -198,3 +200,25 @@ def test_parts_held_by_different_workers_are_read_from_each():
 
     assert asked(placement) == [("d1", 0, 10), ("d2", 10, 20)]
     assert (placement.fetched_tokens, placement.uncached_tokens) == (20 * BLOCK, 7)
+
+
+def test_two_legs_side_by_side_delay_the_first_token_by_one_transit():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, transit_s=0.012)
+    fleet.add("d1", Role.DECODE, transit_s=0.008)
+
+    streamed, offered = (fleet.place(policy=PlacementPolicy(stream_tokens_min=tokens)) for tokens in (0, -1))
+
+    assert (streamed.streamed, offered.streamed) == (True, False)
+    assert streamed.predicted.transit_s == pytest.approx(0.010)
+    assert offered.predicted.transit_s == pytest.approx(0.020)
+    assert cost_s(offered) - cost_s(streamed) == pytest.approx(0.010 + handoff_s(offered) - handoff_s(streamed))
+
+
+def cost_s(placement: Placement) -> float:
+    """Of the pair that was chosen."""
+    return sum(chosen.cost_s(part) for part, _, chosen in placement.candidates if chosen is not None)
+
+
+def handoff_s(placement: Placement) -> float:
+    return sum(chosen.estimate.handoff_s for part, _, chosen in placement.candidates if chosen and part is Part.DECODE)
