@@ -1,7 +1,7 @@
 """Cost of leases in the engine's scheduler thread: ``python -m bench.bench_lease``.
 
 * lease: the blocks of one prompt looked up by hash and pinned, and released again.
-* step: ``scheduled``, ``computed`` and ``advance`` around one step of decoding requests, with prompts that are followed.
+* step: what is noted while one step is scheduled, ``computed`` and ``advance``, with prompts that are followed.
 
 Over vLLM's own block pool, without an engine. CPU time of lease requests, wall time of steps; medians of many rounds.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, chain, lease_request, release, step
+from tests.unit.connector.holding import Holding, Step, chain, lease_request, release
 
 ROUNDS = 30
 STEPS = 2000
@@ -34,35 +34,35 @@ def ask_us(blocks: int) -> tuple[float, float]:
     return statistics.median(asking) * 1e6, statistics.median(releasing) * 1e6
 
 
-def step_us(requests: int, followings: int) -> tuple[float, float, float]:
-    """Of scheduled, computed and advance, with requests that decode a token each, and prompts that do not come."""
-    holding = Holding(blocks=16 * requests + 16)
-    prompt = [(f"r{number}", range(1 + 16 * number, 17 + 16 * number), 0, 1) for number in range(requests)]
-    holding.holder.scheduled(first := step(new=prompt))
-    holding.holder.computed(first)
+def step_us(named: int, followings: int) -> tuple[float, float, float]:
+    """Of scheduled, computed and advance, with steps that fill some blocks, and prompts that do not come."""
+    holding = Holding(blocks=named + 16)
+    blocks = holding.run(chain(named, "filled"))
     for number in range(followings):
         holding.holder.lease(lease_request(chain(100, f"prompt {number}"), f"ask-{number}", follow_s=100.0))
     turns: list[list[float]] = [[], [], []]
-    for number in range(STEPS):
-        at = 1 + number % (15 * BLOCK_TOKENS)
-        decode = step(known=[(f"r{one}", (), at, 1) for one in range(requests)])
+    for _ in range(STEPS):
+        decode = Step()
         for times, work in zip(turns, (_scheduled, _computed, _advance), strict=True):
             begin = time.perf_counter()
-            work(holding, decode)
+            work(holding, decode, blocks)
             times.append(time.perf_counter() - begin)
     scheduled, computed, advance = (statistics.median(times) * 1e6 for times in turns)
     return scheduled, computed, advance
 
 
-def _scheduled(holding, decode) -> None:
+def _scheduled(holding, decode, blocks) -> None:
+    holding.holder.begin_step()
+    for block in blocks:
+        holding.pool._insert_block_hash(block.block_hash, block, None)
     holding.holder.scheduled(decode)
 
 
-def _computed(holding, decode) -> None:
+def _computed(holding, decode, _blocks) -> None:
     holding.holder.computed(decode)
 
 
-def _advance(holding, _decode) -> None:
+def _advance(holding, _decode, _blocks) -> None:
     holding.holder.advance()
 
 
@@ -72,9 +72,9 @@ def main() -> None:
         asked, released = ask_us(blocks)
         print(f"| {blocks} blocks | {asked:.0f} | {asked / blocks:.2f} | {released:.0f} |")
     print("\n| one step | scheduled, µs | computed, µs | advance, µs |\n|---|---|---|---|")
-    for requests, followings in ((1, 0), (8, 0), (64, 0), (256, 0), (8, 1), (8, 64)):
-        scheduled, computed, advance = step_us(requests, followings)
-        print(f"| {requests} decode, {followings} followed | {scheduled:.1f} | {computed:.1f} | {advance:.1f} |")
+    for named, followings in ((0, 0), (8, 0), (64, 0), (0, 1), (0, 64)):
+        scheduled, computed, advance = step_us(named, followings)
+        print(f"| {named} blocks filled, {followings} followed | {scheduled:.1f} | {computed:.1f} | {advance:.1f} |")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
-from connector.holder.pending_writes import PendingWrites, Step
+from connector.holder.pending_writes import PendingWrites
 from shared.bounded import Bounded
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
@@ -105,13 +105,13 @@ class Holder:
         self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
-        self._pending_writes = PendingWrites(blocks=0, block_size=1)
+        self._pending_writes = PendingWrites(blocks=0)
 
-    def bind(self, pool: Pool, block_size: int) -> None:
+    def bind(self, pool: Pool) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
         self._pool = pool
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(len(pool.blocks) * self._settings.lease_share_max)))
-        self._pending_writes = PendingWrites(len(pool.blocks), block_size)
+        self._pending_writes = PendingWrites(len(pool.blocks))
 
     @property
     def has_leases(self) -> bool:
@@ -212,11 +212,19 @@ class Holder:
             )
         )
 
-    def scheduled(self, step: Step) -> None:
+    def watch(self, pool: Any) -> None:
+        """Follow what vLLM's block pool names while it schedules. Call after ``bind``."""
+        self._pending_writes.watch(pool)
+
+    def begin_step(self) -> None:
+        """The engine begins to schedule a step."""
+        self._pending_writes.begin_step()
+
+    def scheduled(self, step: object) -> None:
         """A step was scheduled: vLLM has put its blocks into the prefix cache, but their KV is not computed yet."""
         self._pending_writes.scheduled(step)
 
-    def computed(self, step: Step) -> None:
+    def computed(self, step: object) -> None:
         """The output of the step has arrived. Call before the scheduler processes it."""
         self._pending_writes.computed(step)
 

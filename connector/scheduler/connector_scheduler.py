@@ -124,6 +124,7 @@ class ConnectorScheduler:
     def bind(self, pool: BlockPool) -> None:
         """Set the engine's blocks."""
         self._core.bind(pool, PoolBlockAllocator(pool, self._shape.block_tokens))
+        self.holder.watch(pool)
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
         """All ranks have registered their memory, each with this number of blocks."""

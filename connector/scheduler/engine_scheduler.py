@@ -115,6 +115,7 @@ class BatonScheduling:
                 if arrived := side.take_arrived():
                     self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
                 self._cache_arrived(side.reader)
+            side.holder.begin_step()
             scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._ended_with_output = 0
             if side.reader.first_tokens:

@@ -202,7 +202,7 @@ class ExchangeCore:
 
     def bind(self, pool: Pool, allocator: BlockAllocator) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
-        self.holder.bind(pool, self._block_tokens)
+        self.holder.bind(pool)
         self.prefetcher.bind(allocator)
         self._speed_tests.bind(allocator)
         self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)

@@ -33,6 +33,10 @@ def blocks_of(message: KvGrant | KvOffer) -> list[int]:
     return unpack_block_ids(message.block_ids)
 
 
+class Step:
+    """A step of vLLM's scheduler, of which the holder sees only the identity."""
+
+
 class Holding:
     """The holder, its block pool, and the scheduler operations that the holder observes."""
 
@@ -42,7 +46,8 @@ class Holding:
         self.pool = pool_module.BlockPool(blocks, True, BLOCK_TOKENS)
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(**ME, **settings), lambda: self.now)
-        self.holder.bind(self.pool, BLOCK_TOKENS)
+        self.holder.bind(self.pool)
+        self.holder.watch(self.pool)
 
     @property
     def free(self) -> int:
@@ -58,6 +63,14 @@ class Holding:
         request = SimpleNamespace(block_hashes=hashes)
         self.pool.cache_full_blocks(request, blocks, first, end, BLOCK_TOKENS, 0)
 
+    def schedule(self, hashes: list[bytes], blocks: list, first: int) -> Step:
+        """A step that computes ``blocks`` from index ``first`` on is scheduled."""
+        self.holder.begin_step()
+        self.name(hashes, blocks, first, len(blocks))
+        step = Step()
+        self.holder.scheduled(step)
+        return step
+
     def end(self, blocks: list) -> None:
         """The request that owns these blocks ends."""
         self.pool.free_blocks(reversed(blocks))
@@ -71,23 +84,3 @@ class Holding:
     def allocate_all_free(self) -> list:
         """A request allocates all free blocks, which evicts every cached block that is not pinned."""
         return self.pool.get_new_blocks(self.free)
-
-
-def step(new=(), known=(), finished=(), resumed=()):
-    """A step as vLLM's scheduler describes it.
-
-    ``new``: (request id, block ids, computed tokens, tokens); ``known``: the same, with the new blocks only.
-    """
-    return SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=one[0], block_ids=(one[1],), num_computed_tokens=one[2]) for one in new
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[one[0] for one in known],
-            resumed_req_ids=set(resumed),
-            new_block_ids=[(one[1],) if one[1] else None for one in known],
-            num_computed_tokens=[one[2] for one in known],
-        ),
-        num_scheduled_tokens={one[0]: one[3] for one in (*new, *known)},
-        finished_req_ids=set(finished),
-    )

@@ -128,7 +128,8 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(WorkerId("p"), Epoch(1), lease_share_max=0.3), lambda: self.now)
-        self.holder.bind(self.pool, BLOCK_TOKENS)
+        self.holder.bind(self.pool)
+        self.holder.watch(self.pool)
         self.memory = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
         self.running: dict[str, Running] = {}
         self.requests: dict = {}
@@ -170,6 +171,7 @@ class Engine:
         return bool(self.queue) or self.scheduler.has_requests()
 
     def schedule(self) -> None:
+        self.holder.begin_step()
         step = self.scheduler.schedule()
         self.holder.scheduled(step)
         self.queue.append((step, self._take_tables(step)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, NoGrant
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release, step
+from tests.unit.connector.holding import Holding, blocks_of, chain, lease_request, release
 
 
 @pytest.fixture
@@ -308,10 +308,8 @@ def test_blocks_hashed_but_not_yet_computed_are_not_granted(holding):
     hashes = chain(4)
     computed = holding.run(hashes[:2])
     ahead = holding.pool.get_new_blocks(2)
-    holding.name(hashes, [*computed, *ahead], 2, 4)
+    running = holding.schedule(hashes, [*computed, *ahead], 2)
     blocks = [block.block_id for block in (*computed, *ahead)]
-    running = step(new=[("r1", blocks, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)])
-    holding.holder.scheduled(running)
     assert blocks_of(holding.holder.lease(lease_request(hashes, "ask-1"))) == blocks[:2]
 
     holding.holder.computed(running)

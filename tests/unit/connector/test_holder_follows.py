@@ -7,25 +7,20 @@ import pytest
 from connector.holder.holder import ENDED_LEGS_NOTED_MAX, FULL_S_MAX
 from connector.holder.leases import FOLLOWED_MAX
 from shared.contracts.kv_exchange import NoGrant
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release, step
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release
 
 
 class Prefill:
     """A request whose prompt is computed in chunks; each chunk is scheduled first and computed later."""
 
-    def __init__(self, holding: Holding, hashes: list[bytes], request_id: str = "r1") -> None:
-        self.holding, self.hashes, self.request_id = holding, hashes, request_id
+    def __init__(self, holding: Holding, hashes: list[bytes]) -> None:
+        self.holding, self.hashes = holding, hashes
         self.blocks: list = []
 
     def schedule(self, count: int):
         first = len(self.blocks)
-        new = self.holding.pool.get_new_blocks(count)
-        self.blocks += new
-        self.holding.name(self.hashes, self.blocks, first, first + count)
-        one = (self.request_id, [block.block_id for block in new], first * BLOCK_TOKENS, count * BLOCK_TOKENS)
-        scheduled = step(new=[one]) if first == 0 else step(known=[one])
-        self.holding.holder.scheduled(scheduled)
-        return scheduled
+        self.blocks += self.holding.pool.get_new_blocks(count)
+        return self.holding.schedule(self.hashes, self.blocks, first)
 
     def compute(self, count: int) -> None:
         self.holding.holder.computed(self.schedule(count))
@@ -98,7 +93,7 @@ def test_one_release_frees_all_grants_and_ends_following(holding):
     holding.end(prefill.blocks)
 
     holding.holder.release(release("ask-1"))
-    prefill = Prefill(holding, hashes, "r2")
+    prefill = Prefill(holding, hashes)
     prefill.compute(4)
 
     assert holding.holder.advance() == []

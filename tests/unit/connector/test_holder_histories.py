@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from connector.holder.holder import FOLLOW_S_MAX
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release, step
+from tests.unit.connector.holding import Holding, blocks_of, chain, lease_request, release
 
 HISTORIES = 1000
 PROMPTS = [chain(count, f"prompt {number}") for number, count in enumerate((1, 3, 5, 8))]
@@ -45,13 +45,9 @@ class History:
         hashes = self.rng.choice(PROMPTS)
         if self.holding.free < len(hashes):
             return
-        blocks = self.holding.run(hashes)
-        request_id = f"r{self.number}"
-        self.requests[request_id] = (hashes, blocks)
-        ids = [block.block_id for block in blocks]
-        scheduled = step(new=[(request_id, ids, 0, len(ids) * BLOCK_TOKENS)])
-        self.holder.scheduled(scheduled)
-        self.steps.append(scheduled)
+        blocks = self.holding.pool.get_new_blocks(len(hashes))
+        self.requests[f"r{self.number}"] = (hashes, blocks)
+        self.steps.append(self.holding.schedule(hashes, blocks, 0))
 
     def compute(self) -> None:
         if self.steps:

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from connector.holder.pending_writes import PendingWrites
-from tests.unit.connector.holding import BLOCK_TOKENS, step
+from tests.unit.connector.holding import BLOCK_TOKENS, Step, chain
+
+BLOCKS = 32
 
 
 @pytest.fixture
 def pending_writes():
-    return PendingWrites(blocks=32, block_size=BLOCK_TOKENS)
+    return PendingWrites(BLOCKS)
 
 
 def written(pending_writes: PendingWrites) -> list[int]:
-    return [block for block in range(32) if pending_writes.writes(block)]
+    return [block for block in range(BLOCKS) if pending_writes.writes(block)]
 
 
-def test_only_blocks_that_a_step_fills_are_pending(pending_writes):
-    pending_writes.scheduled(step(new=[("r1", [5, 6, 7, 8], BLOCK_TOKENS, 2 * BLOCK_TOKENS + 3)]))
+def scheduled(pending_writes: PendingWrites, *blocks: int) -> Step:
+    """A step that fills these blocks."""
+    pending_writes.begin_step()
+    for block in blocks:
+        pending_writes.named(block)
+    pending_writes.scheduled(step := Step())
+    return step
+
+
+def test_only_blocks_named_while_a_step_is_scheduled_are_pending(pending_writes):
+    pending_writes.named(4)
+    scheduled(pending_writes, 6, 7)
+    pending_writes.named(9)
 
     assert written(pending_writes) == [6, 7]
 
 
 def test_blocks_are_pending_until_their_own_step_is_computed(pending_writes):
-    first = step(new=[("r1", [5, 6], 0, 2 * BLOCK_TOKENS)])
-    second = step(known=[("r1", [7], 2 * BLOCK_TOKENS, BLOCK_TOKENS)])
-    pending_writes.scheduled(first)
-    pending_writes.scheduled(second)
+    first = scheduled(pending_writes, 5, 6)
+    second = scheduled(pending_writes, 7)
     assert written(pending_writes) == [5, 6, 7]
 
     pending_writes.computed(first)
@@ -37,40 +50,9 @@ def test_blocks_are_pending_until_their_own_step_is_computed(pending_writes):
     assert written(pending_writes) == []
 
 
-def test_a_block_is_pending_in_the_step_of_its_last_token(pending_writes):
-    pending_writes.scheduled(begin := step(new=[("r1", [5], 0, BLOCK_TOKENS - 2)]))
-    pending_writes.computed(begin)
-    seen = []
-    for computed in (BLOCK_TOKENS - 2, BLOCK_TOKENS - 1, BLOCK_TOKENS):
-        pending_writes.scheduled(decode := step(known=[("r1", [6] if computed == BLOCK_TOKENS else [], computed, 1)]))
-        seen.append(written(pending_writes))
-        pending_writes.computed(decode)
-
-    assert seen == [[], [5], []]
-
-
-def test_a_resumed_request_writes_only_its_new_blocks(pending_writes):
-    pending_writes.scheduled(before := step(new=[("r1", [5, 6], 0, 2 * BLOCK_TOKENS)]))
-    pending_writes.computed(before)
-
-    pending_writes.scheduled(step(known=[("r1", [9, 10], 0, BLOCK_TOKENS)], resumed=["r1"]))
-
-    assert written(pending_writes) == [9]
-
-
-def test_a_request_ended_during_its_step_still_writes(pending_writes):
-    pending_writes.scheduled(running := step(new=[("r1", [5], 0, BLOCK_TOKENS)]))
-    pending_writes.scheduled(after := step(finished=["r1", "never scheduled"]))
-    assert (written(pending_writes), len(pending_writes)) == ([5], 0)
-
-    pending_writes.computed(running)
-    pending_writes.computed(after)
-    assert written(pending_writes) == []
-
-
 def test_a_reused_block_is_pending_until_its_last_writer_ends(pending_writes):
-    pending_writes.scheduled(first := step(new=[("r1", [5], 0, BLOCK_TOKENS)]))
-    pending_writes.scheduled(second := step(new=[("r2", [5], 0, BLOCK_TOKENS)], finished=["r1"]))
+    first = scheduled(pending_writes, 5)
+    second = scheduled(pending_writes, 5)
 
     pending_writes.computed(first)
     assert written(pending_writes) == [5]
@@ -79,21 +61,39 @@ def test_a_reused_block_is_pending_until_its_last_writer_ends(pending_writes):
     assert written(pending_writes) == []
 
 
-def test_a_reused_request_id_starts_with_new_blocks(pending_writes):
-    pending_writes.scheduled(step(new=[("r1", [5], 0, 1)]))
-    pending_writes.scheduled(step(new=[("r1", [8], 0, BLOCK_TOKENS)], finished=["r1"]))
+def test_a_pending_block_named_again_between_steps_stays_pending(pending_writes):
+    step = scheduled(pending_writes, 5)
 
-    assert written(pending_writes) == [8]
+    pending_writes.named(5)
+    assert written(pending_writes) == [5]
+
+    pending_writes.computed(step)
+    assert written(pending_writes) == []
 
 
 def test_an_unknown_step_changes_nothing(pending_writes):
-    pending_writes.scheduled(step(new=[("r1", [5], 0, BLOCK_TOKENS)]))
+    step = scheduled(pending_writes, 5)
 
-    pending_writes.computed(step())
-
+    pending_writes.computed(Step())
     assert written(pending_writes) == [5]
 
+    pending_writes.computed(step)
+    assert written(pending_writes) == []
 
-def test_a_too_short_block_table_raises(pending_writes):
-    with pytest.raises(AssertionError, match="r1"):
-        pending_writes.scheduled(step(new=[("r1", [5], 0, 2 * BLOCK_TOKENS)]))
+
+def test_every_way_in_which_vllm_names_a_block_is_noted(pending_writes):
+    pool = pytest.importorskip("vllm.v1.core.block_pool").BlockPool(BLOCKS, True, BLOCK_TOKENS)
+    pending_writes.watch(pool)
+    full, partial, copy = pool.get_new_blocks(3)
+    request = SimpleNamespace(block_hashes=chain(2))
+    pending_writes.begin_step()
+
+    pool.cache_full_blocks(request, [full], 0, 1, BLOCK_TOKENS, 0)
+    pool.cache_partial_block(request, partial, 2 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS)
+    pending_writes.scheduled(Step())
+    assert written(pending_writes) == [full.block_id, partial.block_id]
+
+    pending_writes.begin_step()
+    pool.move_block_hashes(partial, copy)
+    pending_writes.scheduled(Step())
+    assert written(pending_writes) == [full.block_id, partial.block_id, copy.block_id]

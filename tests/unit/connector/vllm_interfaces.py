@@ -40,6 +40,7 @@ INTERFACES = {
     "vllm/v1/core/block_pool.py": (
         "BlockPool.__init__ BlockPool.get_cached_block BlockPool.touch BlockPool.free_blocks BlockPool.get_new_blocks "
         "BlockPool.get_num_free_blocks BlockPool._insert_block_hash BlockPool.cache_full_blocks "
+        "BlockPool.cache_partial_block BlockPool.move_block_hashes "
         "BlockPool.reset_prefix_cache"
     ),
     "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks KVCacheManager.cache_blocks",
@@ -57,7 +58,7 @@ INTERFACES = {
     "vllm/v1/core/sched/async_scheduler.py": (
         "AsyncScheduler AsyncScheduler._update_after_schedule AsyncScheduler._update_request_with_output"
     ),
-    "vllm/v1/core/sched/output.py": "SchedulerOutput NewRequestData CachedRequestData",
+    "vllm/v1/core/sched/output.py": "SchedulerOutput NewRequestData",
     "vllm/v1/engine/__init__.py": "EngineCoreEventType EngineCoreOutput EngineCoreOutputs EngineCoreRequest EngineCoreRequestType FinishReason",
     "vllm/v1/engine/async_llm.py": (
         "AsyncLLM.generate AsyncLLM.encode AsyncLLM._add_request AsyncLLM.from_vllm_config "
