@@ -173,6 +173,8 @@ class Read:
     """Destinations, one for each remote block."""
     until_s: float
     """On the reader's clock, with margins subtracted: bytes that arrive later do not count."""
+    part_blocks: int
+    """Blocks of each part but the last. The scheduler role cuts reads, so that all ranks report the same parts."""
 
 
 @dataclass(slots=True)

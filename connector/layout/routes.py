@@ -212,11 +212,15 @@ def halves_of(remote: Numbers, local: Numbers) -> tuple[tuple[Numbers, Numbers],
     return (firsts[0], firsts[1]), (seconds[0], seconds[1])
 
 
-def parts_of(blocks: int, block_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of each part. All ranks of an engine get the same parts: no argument differs between them."""
-    count = max(1, part_bytes // block_bytes)
-    for first in range(0, blocks, count):
-        yield first, min(count, blocks - first)
+def part_blocks_of(ranks: Iterable[KvRank], part_bytes: int = PART_BYTES) -> int:
+    """Blocks of one part of a read: of the rank with the longest blocks it has about ``part_bytes``."""
+    return max(1, part_bytes // max(map(block_bytes_of, ranks)))
+
+
+def parts_of(blocks: int, part_blocks: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of each part."""
+    for first in range(0, blocks, part_blocks):
+        yield first, min(part_blocks, blocks - first)
 
 
 def block_bytes_of(memory: KvRank) -> int:

@@ -53,6 +53,8 @@ class Outbox:
     releases: list[ReleaseKv] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     cancel: list[int] = field(default_factory=list)
+    part_blocks: int = 1
+    """``Read.part_blocks`` of this engine's reads; known with its memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -406,6 +408,7 @@ class Fetch:
             remote_blocks=segment.block_ids[:count],
             local_blocks=local[segment.first - start : segment.first - start + count],
             until_s=until_s,
+            part_blocks=self.plan.outbox.part_blocks,
         )
         request.reading += count
         self._reads[read.read_id] = (request, segment.first, count)

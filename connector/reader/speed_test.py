@@ -141,8 +141,16 @@ class SpeedTests:
     def _read(self, test: _Test) -> None:
         count = len(test.blocks)
         test.read_id, test.left, test.parts = next(self._numbers), count, []
-        read = Read(test.read_id, test.peer, list(range(count)), list(test.blocks), test.ends_at)
-        self._outbox.reads.append(read)
+        self._outbox.reads.append(
+            Read(
+                read_id=test.read_id,
+                peer=test.peer,
+                remote_blocks=list(range(count)),
+                local_blocks=list(test.blocks),
+                until_s=test.ends_at,
+                part_blocks=self._outbox.part_blocks,
+            )
+        )
 
     def _give_up(self, test: _Test, why: str) -> None:
         """The read is reported when no byte of it can move; until then its blocks stay allocated."""

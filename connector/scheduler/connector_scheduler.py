@@ -128,16 +128,18 @@ class ConnectorScheduler:
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
         """All ranks have registered their memory, each with this number of blocks."""
-        self._core.handshake = KvHandshake(
-            worker_id=WorkerId(self._settings.worker_id),
-            epoch=Epoch(self._settings.epoch),
-            version=PROTOCOL_VERSION,
-            fingerprint=self._settings.fingerprint_key(self._shape.block_tokens),
-            clock_s=time.monotonic(),
-            block_size=self._shape.block_tokens,
-            blocks=blocks,
-            kv_heads=self._shape.kv_heads,
-            ranks=ranks,
+        self._core.describe(
+            KvHandshake(
+                worker_id=WorkerId(self._settings.worker_id),
+                epoch=Epoch(self._settings.epoch),
+                version=PROTOCOL_VERSION,
+                fingerprint=self._settings.fingerprint_key(self._shape.block_tokens),
+                clock_s=time.monotonic(),
+                block_size=self._shape.block_tokens,
+                blocks=blocks,
+                kv_heads=self._shape.kv_heads,
+                ranks=ranks,
+            )
         )
 
     def exchange(self, packed: bytes) -> bytes:

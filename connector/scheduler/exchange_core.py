@@ -14,6 +14,7 @@ import msgspec
 from connector.holder.holder import GROUPS, NO_LEASES, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
 from connector.holder.lease_digests import LeaseDigests
+from connector.layout.routes import part_blocks_of
 from connector.layout.tensors import why_not
 from connector.messages import (
     BlocksDigested,
@@ -206,6 +207,11 @@ class ExchangeCore:
         self.prefetcher.bind(allocator)
         self._speed_tests.bind(allocator)
         self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
+
+    def describe(self, handshake: KvHandshake) -> None:
+        """The engine's memory is registered, so that peers can read it."""
+        self.handshake = handshake
+        self.reader.outbox.part_blocks = part_blocks_of(handshake.ranks)
 
     def handle(self, call: EngineCall) -> None:
         """Carry out a call of the worker; its reply is ``notifications``."""

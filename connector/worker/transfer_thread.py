@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from connector.layout.routes import PART_BYTES, block_bytes_of, parts_of, spans_of
+from connector.layout.routes import block_bytes_of, parts_of, spans_of
 from connector.messages import BlocksDigested, Orders, PeerKey, Read, ReadPart, Results
 from connector.transfer.agent import TransferAgent, TransferFailed, TransferState, failing
 from connector.transfer.threads import allow_cores
@@ -53,19 +53,13 @@ class Copier:
     """Carries out orders. Call ``advance`` until ``busy`` is false."""
 
     def __init__(
-        self,
-        agent: TransferAgent,
-        own: Own,
-        clock: Callable[[], float],
-        part_bytes: int = PART_BYTES,
-        read_memory: ReadMemory = read_cpu_memory,
+        self, agent: TransferAgent, own: Own, clock: Callable[[], float], read_memory: ReadMemory = read_cpu_memory
     ) -> None:
         """``read_memory``: reads the engine's own KV memory."""
         self._agent = agent
         self._own = own
         self._block_bytes = block_bytes_of(own.memory)
         self._clock = clock
-        self._part_bytes = part_bytes
         self._read_memory = read_memory
         self._connections = Connections(agent, own, clock)
         self._waiting: dict[PeerKey, deque[_Part]] = {}
@@ -117,7 +111,7 @@ class Copier:
 
     def _enqueue(self, read: Read) -> None:
         self._unreported[read.read_id] = len(read.remote_blocks)
-        for first, count in parts_of(len(read.remote_blocks), self._block_bytes, self._part_bytes):
+        for first, count in parts_of(len(read.remote_blocks), read.part_blocks):
             part = _Part(read, first, count, count * self._block_bytes)
             if sum(map(len, self._waiting.values())) >= PARTS_WAITING_MAX:
                 part.failure = "too many reads are waiting"

@@ -57,7 +57,7 @@ class ReadingEngine:
             own = NixlAgent(name) if self.open_agent is None else NixlAgent(name, open_agent=self.open_agent)
             agent = FaultyAgent(own, self.before_read)
             reading = ReadingRank(RankMemory(self.shape, rank))
-            copier = Copier(agent, reading.own(agent), time.monotonic, part_bytes=PART_BLOCKS << 20)
+            copier = Copier(agent, reading.own(agent), time.monotonic)
             self.ranks.append(reading)
             self.transfers.append(TransferThread(lambda copier=copier: copier))
             self.reports.append(Results())
@@ -78,7 +78,7 @@ class ReadingEngine:
         self, blocks: dict[int, int], key: PeerKey = ("holder", 1), read_id: int = 1, within_s: float = 30.0
     ) -> None:
         until_s = time.monotonic() + within_s
-        self.submit(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
+        self.submit(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s, PART_BLOCKS)]))
 
     def until(self, seen: Callable[[], bool]) -> None:
         """Take reports until the test has seen what it waits for."""

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from connector.layout.routes import ReaderRank, block_bytes_of, halves_of, parts_of, routes_to, spans_of
+from connector.layout.routes import ReaderRank, block_bytes_of, halves_of, part_blocks_of, parts_of, routes_to, spans_of
 from connector.layout.tensors import UnsupportedLayout, heads_of
+from shared.contracts.kv_exchange import KvLayer, KvPlane, KvRank
 from tests.support.examples import examples
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
@@ -206,13 +207,16 @@ def test_heads_that_do_not_divide_over_the_ranks_are_refused():
         heads_of(0, 4, 6)
 
 
-@given(st.integers(1, 500), st.integers(1, 1 << 20))
-@example(blocks=1, block_bytes=1)
-@example(blocks=500, block_bytes=1 << 20)
-@example(blocks=3, block_bytes=8 << 20)
+@given(st.integers(1, 500), st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4))
+@example(blocks=1, block_bytes=[1])
+@example(blocks=500, block_bytes=[1 << 20])
+@example(blocks=3, block_bytes=[8 << 20])
 def test_parts_cover_a_read_in_order_without_overlap(blocks, block_bytes):
-    parts = list(parts_of(blocks, block_bytes, part_bytes=4 << 20))
+    planes = [KvPlane(offset=0, head_bytes=size, heads=1) for size in block_bytes]
+    layers = [KvLayer(base=1, block_stride=plane.head_bytes, planes=[plane]) for plane in planes]
+    ranks = [KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=[layer]) for layer in layers]
+    parts = list(parts_of(blocks, part_blocks_of(ranks, part_bytes=4 << 20)))
 
     covered = [block for first, count in parts for block in range(first, first + count)]
     assert covered == list(range(blocks))
-    assert all(count * block_bytes <= 4 << 20 or count == 1 for _, count in parts)
+    assert all(count * max(block_bytes) <= 4 << 20 or count == 1 for _, count in parts)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from connector.holder.holder import HolderSettings
+from connector.layout.routes import PART_BYTES
 from connector.messages import Connected, EngineCall, Orders, Peer, PeerGone
 from connector.reader.fetch import FetchLimits, Outbox
 from connector.scheduler.exchange_core import ExchangeCore, GrantWays, PendingReplies
@@ -26,7 +27,7 @@ class Engine:
         self.now = 5.0
         holding = HolderSettings(worker_id=WorkerId("me"), epoch=Epoch(1))
         self.exchange = ExchangeCore(holding, Shape().block_size, FetchLimits(), lambda: self.now)
-        self.exchange.handshake = described("me")
+        self.exchange.describe(described("me"))
 
     def add_peer(self, peer: KvHandshake):
         self.exchange.handle(EngineCall(peers=[Peer(handshake=peer, clock_ahead_s=0.0)]))
@@ -87,9 +88,17 @@ def test_the_handshake_is_sent_on_demand_with_the_current_clock(engine):
     assert engine.exchange.notifications(describe=True).handshake.clock_s == 7.5
 
 
+def test_reads_are_cut_by_the_blocks_of_the_largest_rank(engine):
+    small, large = (RankMemory(Shape(layers=layers), 0).described() for layers in (1, 3))
+    engine.exchange.describe(described("me", ranks=[small, large]))
+
+    block_bytes = 3 * 4 * 8 * 16 * 4
+    assert engine.exchange.reader.outbox.part_blocks == PART_BYTES // block_bytes
+
+
 WORK = [
     *(f"orders.{one.name}" for one in fields(Orders)),
-    *(f"reader.outbox.{one.name}" for one in fields(Outbox)),
+    *(f"reader.outbox.{one.name}" for one in fields(Outbox) if one.name != "part_blocks"),  # a measure, no work
     *(f"_replies.{one.name}" for one in fields(PendingReplies) if one.name != "answered"),  # sent with the next message
     *("reader.fetching", "reader.unfinished", "reader.unknown_peers", "connecting"),
     *("prefetcher.under_way", "prefetcher.ended", "_speed_tests.under_way", "_speed_tests.ended"),

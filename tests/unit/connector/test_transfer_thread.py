@@ -37,7 +37,7 @@ class World:
         self.network = MemoryNetwork()
         self.agent: MemoryAgent = self.network.agent("reader")
         self.reading = ReadingRank(RankMemory(self.shape, 0))
-        self.copier = Copier(self.agent, self.reading.own(self.agent), lambda: self.now, PART_BLOCKS << 20)
+        self.copier = Copier(self.agent, self.reading.own(self.agent), lambda: self.now)
         self.kept: list[RankMemory] = []
 
     def holder(self, worker_id: str = "holder", epoch: int = 1) -> KvHandshake:
@@ -63,7 +63,9 @@ class World:
     def read(
         self, blocks: dict[int, int], until_s: float = 1000.0, key: PeerKey = ("holder", 1), read_id: int = 1
     ) -> None:
-        self.copier.submit(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
+        self.copier.submit(
+            Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s, PART_BLOCKS)])
+        )
 
 
 def straight(count: int) -> dict[int, int]:
@@ -306,17 +308,14 @@ def test_a_connection_that_does_not_work_in_time_is_reported():
 
 
 def test_the_ranks_of_an_engine_report_the_same_parts():
-    shape = Shape(ranks=2, blocks=64, layers=2, block_size=64, content=512)
     cut = []
-    for rank in range(2):
-        world = World(shape)
-        world.reading = ReadingRank(RankMemory(shape, rank))
-        world.copier = Copier(world.agent, world.reading.own(world.agent), lambda: 0.0)
-        world.read(straight(64))
+    for layers in (1, 4):
+        world = World(Shape(blocks=PART_BLOCKS + 1, layers=layers))
+        world.connected()
+        world.read(straight(PART_BLOCKS + 1))
         cut.append([(part.first, part.count) for part in world.settled().parts])
 
-    assert cut[0] == cut[1]
-    assert len(cut[0]) == 1, "half the heads, half the bytes"
+    assert cut[0] == cut[1] == [(0, PART_BLOCKS), (PART_BLOCKS, 1)]
 
 
 def opening(world: World) -> Peer:
@@ -390,10 +389,8 @@ def test_a_peer_forgotten_while_its_connection_is_opened_can_be_connected_again(
 
 SOON_S = 60.0
 PEER = ("holder", 1)
-"""A block is 1 MB."""
-PART_BYTES = 8 << 20
-BLOCKS = list(range((PART_BYTES >> 20) + 1))
-"""A read of two parts."""
+BLOCKS = list(range(9))
+"""Read in two parts."""
 
 
 class Side:
@@ -409,10 +406,10 @@ class Side:
         self.reading = ReadingRank(RankMemory(shape, 0))
         agent = FaultyAgent(network.agent("reader"), before_read)
         own = self.reading.own(agent)
-        self.transfers = TransferThread(lambda: Copier(agent, own, time.monotonic, part_bytes=PART_BYTES))
+        self.transfers = TransferThread(lambda: Copier(agent, own, time.monotonic))
 
     def read(self, read_id: int = 1) -> None:
-        self.transfers.submit(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0)]))
+        self.transfers.submit(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0, 1)]))
 
     def until(self, seen: Callable[[Results], bool]) -> Results:
         results = Results()
@@ -476,7 +473,7 @@ def test_a_read_in_several_parts_is_reported_once(sides):
     side.until(lambda results: bool(results.connected))
     side.transfers.wake_on_results(lambda: reports.put(side.transfers.take_results()))
 
-    side.transfers.submit(Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0)]))
+    side.transfers.submit(Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0, len(BLOCKS) - 1)]))
 
     assert len(reports.get(timeout=SOON_S).parts) == 2
 

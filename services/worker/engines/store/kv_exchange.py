@@ -47,7 +47,7 @@ class StoreExchange:
 
     def describe(self, handshake: KvHandshake) -> None:
         """Set the handshake that peers need to read the memory, which must be registered already."""
-        self._core.handshake = handshake
+        self._core.describe(handshake)
 
     def call(self, call: EngineCall) -> EngineNotification:
         """Execute a call of the worker and return its immediate results."""

@@ -45,7 +45,7 @@ class Exchange:
 
     def describe(self, handshake: KvHandshake) -> None:
         """Set the handshake that peers need to read the memory, which must be registered already."""
-        self._core.handshake = handshake
+        self._core.describe(handshake)
 
     def call(self, call: EngineCall) -> EngineNotification:
         """Execute a call of the worker and return its immediate results."""
