@@ -171,7 +171,10 @@ def make_scheduler(folder: Path, *, events: bool, transfer: dict[str, Any] | Non
     return (BatonScheduler if transfer is BATON else Scheduler)(
         vllm_config=whole,
         kv_cache_config=KVCacheConfig(
-            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            hash_block_size=BLOCK_TOKENS,
         ),
         structured_output_manager=StructuredOutputManager(whole),
         block_size=BLOCK_TOKENS,

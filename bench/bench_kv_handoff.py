@@ -21,7 +21,7 @@ from bench.kv_bench_fleet import BenchFleet, Prompts
 from bench.plain_reads import PlainRead, PlainReader
 from shared.contracts.ids import LegId
 from shared.contracts.inference import FrameKind, LegKind, LegReport
-from shared.contracts.kv_exchange import KvOffer, new_lease_id, pack_block_ids, unpack_block_ids
+from shared.contracts.kv_exchange import GROUP, GroupBlocks, KvOffer, new_lease_id, pack_block_ids, unpack_block_ids
 from tests.support.kv_driver import BLOCK, full_hashes
 from tests.support.pulled_legs import PulledLeg
 
@@ -257,9 +257,10 @@ async def with_cached(fleet: BenchFleet, prompt: list[int], handoff: Handoff) ->
 
 def half_lost(offer: KvOffer, prompt: Sequence[int]) -> KvOffer:
     """As if the second half of the blocks had not been granted."""
-    ids = unpack_block_ids(offer.block_ids)
+    ids = unpack_block_ids(offer.groups[GROUP].block_ids)
     kept = len(ids) // 2
-    return msgspec.structs.replace(offer, block_ids=pack_block_ids(ids[:kept]), last_hash=full_hashes(prompt)[kept - 1])
+    groups = [GroupBlocks(first=0, block_ids=pack_block_ids(ids[:kept]))]
+    return msgspec.structs.replace(offer, groups=groups, last_hash=full_hashes(prompt)[kept - 1])
 
 
 @dataclass(frozen=True)

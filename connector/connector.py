@@ -31,7 +31,7 @@ from vllm.v1.request import RequestStatus
 from connector.layout.engine_layout import (
     UnsupportedEngine,
     check_version,
-    kv_heads_of,
+    groups_of,
     refuse_unsupported,
     required_layout,
 )
@@ -40,7 +40,7 @@ from connector.messages import Orders, Results, read_settings
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.scheduler.event_publisher import register_publisher
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
-from shared.contracts.kv_exchange import KvTransferReport, LegOrder
+from shared.contracts.kv_exchange import GROUP, KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,9 +96,10 @@ class BatonConnector(KVConnectorBase_V1):
         self.connector_scheduler: ConnectorScheduler
         self._worker: ConnectorWorker
         if role is KVConnectorRole.SCHEDULER:
-            self._block_tokens: int = vllm_config.cache_config.block_size
+            assert kv_cache_config.hash_block_size is not None
+            self._hash_block_size = kv_cache_config.hash_block_size
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            shape = EngineShape(self._block_tokens, kv_heads_of(vllm_config), ranks)
+            shape = EngineShape(self._hash_block_size, groups_of(kv_cache_config), ranks)
             self.connector_scheduler = ConnectorScheduler(settings, shape)
             EngineCore.kv_exchange = kv_exchange
             register_publisher()
@@ -147,11 +148,12 @@ class BatonConnector(KVConnectorBase_V1):
         if order is None:
             return
         side = self.connector_scheduler
-        side.reader.allocated(request, blocks.get_block_ids()[0] if num_external_tokens else (), num_external_tokens)
+        block_ids = blocks.get_block_ids()[GROUP] if num_external_tokens else ()
+        side.reader.allocated(request, block_ids, num_external_tokens)
         if (
             not num_external_tokens
             and not request.num_preemptions
-            and (full := request.num_prompt_tokens // self._block_tokens)
+            and (full := request.num_prompt_tokens // self._hash_block_size)
         ):
             cached_tokens = side.reader.cached_tokens(request.request_id)
             side.holder.note_prompt(request.block_hashes[full - 1], cached_tokens, order.leg_id)
@@ -175,7 +177,7 @@ class BatonConnector(KVConnectorBase_V1):
         if order.leg_id and request.status in COMPLETE and request.output_token_ids:
             first_token = self.connector_scheduler.note_first_token(request, order.leg_id, request.output_token_ids[0])
         if order.offer and request.status in COMPLETE:
-            full = request.num_prompt_tokens // self._block_tokens
+            full = request.num_prompt_tokens // self._hash_block_size
             offer = self.connector_scheduler.holder.offer(
                 request.block_hashes[:full], block_ids[:full], order.offer_id, first_token
             )

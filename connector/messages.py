@@ -173,6 +173,8 @@ class Read:
     """Destinations, one for each remote block."""
     until_s: float
     """On the reader's clock, with margins subtracted: bytes that arrive later do not count."""
+    group: int
+    """The KV cache group of the blocks."""
     part_blocks: int
     """Blocks of each part but the last. The scheduler role cuts reads, so that all ranks report the same parts."""
 
@@ -316,7 +318,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     worker_id: str
     epoch: int
     fingerprint: Fingerprint
-    """Fingerprint without a valid block size: vLLM may choose another one while the engine starts."""
+    """Fingerprint without a valid block size: vLLM chooses it while the engine starts."""
     notifications: str = ""
     """ZMQ endpoint at which the worker receives ``EngineNotification``; empty: none."""
     lease_s: float = 30.0
@@ -335,9 +337,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     agent: str = "connector.transfer.nixl_agent:NixlAgent"
     """Class of the transfer agent, as ``module:name``."""
 
-    def fingerprint_key(self, block_tokens: int) -> str:
-        """``Fingerprint.key`` of an engine with blocks of so many tokens."""
-        return msgspec.structs.replace(self.fingerprint, block_size=block_tokens).key()
+    def fingerprint_key(self, hash_block_size: int) -> str:
+        """``Fingerprint.key`` of an engine with block hashes of so many tokens."""
+        return msgspec.structs.replace(self.fingerprint, block_size=hash_block_size).key()
 
 
 def read_settings(extra: dict[str, Any]) -> ConnectorSettings:

@@ -24,9 +24,12 @@ from connector.holder.pending_writes import PendingWrites
 from shared.bounded import Bounded
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
+    CHAIN_BLOCKS_MAX,
     FULL_HASH_BYTES,
+    GROUP,
     LEASE_BLOCKS_MAX,
     FirstToken,
+    GroupBlocks,
     KvGrant,
     KvOffer,
     LeaseKv,
@@ -49,8 +52,7 @@ FULL_S_MAX = 0.5
 """How long a followed prompt waits for other leases to end when memory is full. Two followed prompts may each wait for
 memory that the other pins, and would then wait until both leases expire.
 """
-GROUPS = [0]
-"""Supported models have one KV cache group."""
+GROUPS = [GROUP]
 NO_LEASES = 0, 0, 0.0
 """``Holder.lease_state`` of most steps."""
 
@@ -130,10 +132,11 @@ class Holder:
         hashes = _hashes_of(request) if refusal is None else None
         if not hashes or not request.hold_s > 0 or self._leases.find(request.ask_id) is not None:
             self._leases.totals.refused += 1
-            return self._empty_grant(request.ask_id, request.reader_id, 0, refusal or NoGrant.NOT_HELD)
+            return self._empty_grant(request.ask_id, request.reader_id, refusal or NoGrant.NOT_HELD)
         now = self._now()
         followed = FollowedPrompt(
             hashes=hashes,
+            first=request.first,
             hold_s=min(request.hold_s, self._settings.lease_s_max),
             until_s=now + min(request.follow_s, FOLLOW_S_MAX),
             follow_s=min(request.follow_s, FOLLOW_S_MAX),
@@ -192,7 +195,7 @@ class Holder:
             worker_id=settings.worker_id,
             epoch=settings.epoch,
             lease_id=lease_id,
-            block_ids=pack_block_ids(held[:count]),
+            groups=[GroupBlocks(first=0, block_ids=pack_block_ids(held[:count]))],
             last_hash=bytes(hashes[count - 1]),
             until_s=until_s,
             first_token=first_token,
@@ -312,30 +315,30 @@ class Holder:
     def _grant(self, lease_id: str, reader_id: WorkerId, followed: FollowedPrompt, ready: list[Any]) -> KvGrant:
         """Pin as many of these blocks as the limits allow. A partial grant has a reason."""
         held = ready[: self._leases.pinnable([block.block_id for block in ready])]
-        first = followed.granted
+        first = followed.first + followed.granted
         followed.granted += len(held)
         reason = None
         if followed.granted < len(followed.hashes):
             reason = NoGrant.FULL if len(held) < len(ready) else NoGrant.NOT_HELD
-        empty = self._empty_grant(lease_id, reader_id, first, reason)
+        empty = self._empty_grant(lease_id, reader_id, reason)
         if not held:
             return empty
         until_s = empty.clock_s + followed.hold_s
+        block_ids = pack_block_ids(self._pin(lease_id, reader_id, held, until_s))
         return replace(
             empty,
             lease_id=lease_id,
-            block_ids=pack_block_ids(self._pin(lease_id, reader_id, held, until_s)),
+            groups=[GroupBlocks(first=first, block_ids=block_ids)],
             last_hash=followed.hashes[followed.granted - 1],
             until_s=until_s,
         )
 
-    def _empty_grant(self, ask_id: str, reader_id: WorkerId, first: int, reason: NoGrant | None) -> KvGrant:
+    def _empty_grant(self, ask_id: str, reader_id: WorkerId, reason: NoGrant | None) -> KvGrant:
         return KvGrant(
             reader_id=reader_id,
             worker_id=self._settings.worker_id,
             epoch=self._settings.epoch,
             ask_id=ask_id,
-            first=first,
             clock_s=self._now(),
             reason=reason,
         )
@@ -350,17 +353,17 @@ class Holder:
         if not ready:
             return self._stop_following(lease, followed, NoGrant.FOLLOW_OVER) if leg_ended else None
         grant = self._grant(lease.lease_id, lease.reader_id, followed, ready)
-        followed.progress(now, granted=bool(grant.block_ids))
+        followed.progress(now, granted=bool(grant.groups))
         is_last = grant.reason is None or (leg_ended and grant.reason is NoGrant.NOT_HELD)
         if is_last or now >= followed.stuck_since_s + FULL_S_MAX:
             self._leases.stop_following(lease.lease_id)
             return self._last(replace(grant, lease_id=lease.lease_id), followed)
-        return replace(grant, final=False, reason=None) if grant.block_ids else None
+        return replace(grant, final=False, reason=None) if grant.groups else None
 
     def _stop_following(self, lease: Lease, followed: FollowedPrompt, reason: NoGrant) -> KvGrant:
         """A last grant without blocks."""
         self._leases.stop_following(lease.lease_id)
-        last = self._empty_grant(lease.lease_id, lease.reader_id, followed.granted, reason)
+        last = self._empty_grant(lease.lease_id, lease.reader_id, reason)
         return self._last(replace(last, lease_id=lease.lease_id), followed)
 
     def _last(self, grant: KvGrant, followed: FollowedPrompt) -> KvGrant:
@@ -389,5 +392,7 @@ class Holder:
 def _hashes_of(request: LeaseKv) -> list[bytes] | None:
     """None if the message is malformed."""
     if not 0 < len(request.hashes) <= LEASE_BLOCKS_MAX * FULL_HASH_BYTES or len(request.hashes) % FULL_HASH_BYTES:
+        return None
+    if not 0 <= request.first <= CHAIN_BLOCKS_MAX:
         return None
     return unpack_full_hashes(request.hashes)

@@ -11,14 +11,12 @@ from itertools import count
 
 from connector.holder.holder import Holder
 from connector.messages import BlocksDigested, DigestBlocks, DigestLease, LeaseDigested
-from shared.contracts.kv_exchange import KvDigest
+from shared.contracts.kv_exchange import GROUP, KvDigest
 
 DIGEST_S_MAX = 5.0
 """Time limit for the worker role, which needs milliseconds unless it is in a long step."""
 DIGESTS_MAX = 16
 """Digests under way; further ones are refused."""
-GROUP = 0
-"""Supported models have one KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)

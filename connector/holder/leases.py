@@ -45,6 +45,8 @@ class FollowedPrompt:
     """Maximum wait for the next block after each grant."""
     leg_id: LegId = NO_LEG
     """The leg that computes the blocks; empty if the reader does not name it."""
+    first: int = 0
+    """Index in the prompt of the first hash's block."""
     granted: int = 0
     """Blocks granted so far, from the first hash on."""
     stuck_since_s: float = math.inf

@@ -13,7 +13,7 @@ from typing import Any
 
 from connector.layout.tensors import HOW_TO_FIX, CacheTensor, UnsupportedLayout, heads_of, layer_of
 from connector.transfer.agent import Region
-from shared.contracts.kv_exchange import KvLayer
+from shared.contracts.kv_exchange import KvGroup, KvLayer
 
 EXCHANGED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 """vLLM's spec classes of layers whose blocks are exchanged, by exact name: a subclass may keep its blocks differently.
@@ -176,15 +176,25 @@ def _specs(group: Any) -> dict[str, Any]:
     return dict(getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec))
 
 
-def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any) -> list[KvLayer]:
-    """Addresses of each layer's blocks, ordered by layer number. Raises UnsupportedLayout.
+def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any, kv_heads: int) -> list[KvLayer]:
+    """Addresses of each layer's blocks, ordered by layer number. ``kv_heads``: of the whole model. Raises
+    UnsupportedLayout.
 
     A layer that shares another layer's cache is omitted.
     """
-    names = sorted(_specs(kv_cache_config.kv_cache_groups[0]), key=_by_numbers)
-    specs = _specs(kv_cache_config.kv_cache_groups[0])
-    tensors = [_tensor(name, kv_caches[name], specs[name], kv_cache_config.num_blocks) for name in names]
-    return [layer_of(tensor, kv_cache_config.num_blocks) for tensor in tensors]
+    blocks = kv_cache_config.num_blocks
+    specs = {
+        name: (group, spec)
+        for group, of in enumerate(kv_cache_config.kv_cache_groups)
+        for name, spec in _specs(of).items()
+    }
+    tensors = [_tensor(name, kv_caches[name], *specs[name], blocks) for name in sorted(specs, key=_by_numbers)]
+    return [layer_of(tensor, blocks, kv_heads) for tensor in tensors]
+
+
+def groups_of(kv_cache_config: Any) -> list[KvGroup]:
+    """The KV cache groups as peers see them."""
+    return [KvGroup(block_size=group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
 
 
 def _by_numbers(name: str) -> list[Any]:
@@ -192,10 +202,11 @@ def _by_numbers(name: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _tensor(name: str, cache: Any, spec: Any, blocks: int) -> CacheTensor:
+def _tensor(name: str, cache: Any, group: int, spec: Any, blocks: int) -> CacheTensor:
     itemsize = cache.element_size()
     return CacheTensor(
         name=name,
+        group=group,
         address=cache.data_ptr(),
         dims=dims_of(name, tuple(cache.shape), spec, blocks),
         shape=tuple(cache.shape),

@@ -1,19 +1,19 @@
 """Computes the memory spans to copy for a read: addresses at the peer's ranks (remote) and at the reading rank (local).
 
-A rank reads the heads that it owns, of every layer, from the peer's ranks that hold them. Pieces that are adjacent on
-both sides are copied as one, because larger pieces transfer faster.
+A rank reads the heads that it owns, of every layer, from the peer's ranks that hold them. Layers are paired by name.
+Block ids are those of one KV cache group, so each group has routes of its own. Pieces that are adjacent on both sides
+are copied as one, because larger pieces transfer faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.layout.tensors import heads_of
+from connector.layout.tensors import heads_of, totals_of
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvRank
 
 Numbers = NDArray[np.uint64]
@@ -33,19 +33,21 @@ class ReaderRank:
     memory: KvRank
     ranks: int
     """Tensor-parallel ranks of its engine."""
-    kv_heads: int
 
-    @property
-    def heads(self) -> range:
-        return heads_of(self.memory.rank, self.ranks, self.kv_heads)
+    def heads(self, total: int) -> range:
+        """Its heads of those of the whole model."""
+        return heads_of(self.memory.rank, self.ranks, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a reader copies from one rank of a peer: for each piece of a block, its address in block 0 on both sides."""
+    """What a reader copies of one group from one rank of a peer: for each piece of a block, its address in block 0 on
+    both sides.
+    """
 
     rank: int
     """The peer's rank."""
+    group: int
     devices: tuple[int, int]
     """Remote and local."""
     remote: Numbers
@@ -59,34 +61,61 @@ class Route:
     """One row of all these numbers for each piece, ordered by remote address."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Heads that a reader copies from one rank of a peer."""
+
+    remote_first: int
+    """Index among the heads of the peer's rank."""
+    local_first: int
+    count: int
+
+
 def routes_to(reader: ReaderRank, peer: KvHandshake) -> list[Route]:
-    """One route for each of the peer's ranks that the reader needs. Expects compatible layouts."""
-    return [_route(reader, peer, rank) for rank in _ranks_wanted(reader, peer)]
+    """A route for each group and each of the peer's ranks that the reader needs. Expects compatible layouts."""
+    remote_layers = [{layer.name: layer for layer in rank.layers} for rank in peer.ranks]
+    shares = {total: _shares(reader, len(peer.ranks), total) for total in totals_of(reader.memory)}
+    pieces: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for local in reader.memory.layers:
+        for number, plane in enumerate(local.planes):
+            for rank, share in shares[plane.total].items():
+                piece = _piece(remote_layers[rank][local.name], local, number, share)
+                pieces.setdefault((rank, local.group), []).append(piece)
+    return [_route(reader, peer.ranks[rank], group, of) for (rank, group), of in sorted(pieces.items())]
 
 
-def _ranks_wanted(reader: ReaderRank, peer: KvHandshake) -> list[int]:
+def _shares(reader: ReaderRank, ranks: int, total: int) -> dict[int, _Share]:
+    """What the reader copies from each of the peer's ranks, of planes with so many heads in the whole model."""
     holders: dict[range, list[int]] = {}
-    for rank in range(len(peer.ranks)):
-        holders.setdefault(heads_of(rank, len(peer.ranks), peer.kv_heads), []).append(rank)
-    wanted = reader.heads
-    return [
-        ranks[reader.memory.rank % len(ranks)]  # spreads readers over ranks that hold the same heads
-        for heads, ranks in holders.items()
-        if heads.start < wanted.stop and wanted.start < heads.stop
-    ]
+    for rank in range(ranks):
+        holders.setdefault(heads_of(rank, ranks, total), []).append(rank)
+    wanted, shares = reader.heads(total), {}
+    for held, holding in holders.items():
+        first, end = max(held.start, wanted.start), min(held.stop, wanted.stop)
+        if first < end:
+            chosen = holding[reader.memory.rank % len(holding)]  # spreads readers over ranks that hold the same heads
+            shares[chosen] = _Share(first - held.start, first - wanted.start, end - first)
+    return shares
 
 
-def _route(reader: ReaderRank, peer: KvHandshake, rank: int) -> Route:
-    remote_heads = heads_of(rank, len(peer.ranks), peer.kv_heads)
-    local_heads = reader.heads
-    common = range(max(local_heads.start, remote_heads.start), min(local_heads.stop, remote_heads.stop))
-    layers = zip(peer.ranks[rank].layers, reader.memory.layers, strict=True)
-    pieces = (_pieces(remote, local, common, (remote_heads, local_heads)) for remote, local in layers)
-    rows = _joined(sorted(chain.from_iterable(pieces)))
+def _piece(remote: KvLayer, local: KvLayer, number: int, share: _Share) -> tuple[int, ...]:
+    there, here = remote.planes[number], local.planes[number]
+    return (
+        remote.base + there.offset + share.remote_first * there.head_bytes,
+        remote.block_stride,
+        local.base + here.offset + share.local_first * here.head_bytes,
+        local.block_stride,
+        share.count * here.head_bytes,
+    )
+
+
+def _route(reader: ReaderRank, remote: KvRank, group: int, pieces: list[tuple[int, ...]]) -> Route:
+    rows = _joined(sorted(pieces))
     remote_base, remote_stride, local_base, local_stride, lengths = np.array(rows, dtype=np.uint64).T
     return Route(
-        rank=rank,
-        devices=(peer.ranks[rank].device_id, reader.memory.device_id),
+        rank=remote.rank,
+        group=group,
+        devices=(remote.device_id, reader.memory.device_id),
         remote=remote_base,
         remote_stride=remote_stride,
         local=local_base,
@@ -95,17 +124,6 @@ def _route(reader: ReaderRank, peer: KvHandshake, rank: int) -> Route:
         is_dense=bool((remote_stride == lengths).all() and (local_stride == lengths).all()),
         rows=rows,
     )
-
-
-def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, range]) -> Iterator[tuple[int, ...]]:
-    for remote_plane, local_plane in zip(remote.planes, local.planes, strict=True):
-        yield (
-            remote.base + remote_plane.offset + (common.start - heads[0].start) * remote_plane.head_bytes,
-            remote.block_stride,
-            local.base + local_plane.offset + (common.start - heads[1].start) * local_plane.head_bytes,
-            local.block_stride,
-            len(common) * local_plane.head_bytes,
-        )
 
 
 def _joined(pieces: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -212,9 +230,9 @@ def halves_of(remote: Numbers, local: Numbers) -> tuple[tuple[Numbers, Numbers],
     return (firsts[0], firsts[1]), (seconds[0], seconds[1])
 
 
-def part_blocks_of(ranks: Iterable[KvRank], part_bytes: int = PART_BYTES) -> int:
+def part_blocks_of(ranks: Sequence[KvRank], group: int, part_bytes: int = PART_BYTES) -> int:
     """Blocks of one part of a read: of the rank with the longest blocks it has about ``part_bytes``."""
-    return max(1, part_bytes // max(map(block_bytes_of, ranks)))
+    return max(1, part_bytes // max(block_bytes_of(rank, group) for rank in ranks))
 
 
 def parts_of(blocks: int, part_blocks: int) -> Iterator[tuple[int, int]]:
@@ -223,6 +241,7 @@ def parts_of(blocks: int, part_blocks: int) -> Iterator[tuple[int, int]]:
         yield first, min(part_blocks, blocks - first)
 
 
-def block_bytes_of(memory: KvRank) -> int:
-    """Bytes of one block in one rank, over all layers."""
-    return sum(plane.head_bytes * plane.heads for layer in memory.layers for plane in layer.planes)
+def block_bytes_of(memory: KvRank, group: int) -> int:
+    """Bytes of one block in one rank, over all layers of the group."""
+    layers = (layer for layer in memory.layers if layer.group == group)
+    return sum(plane.head_bytes * plane.heads for layer in layers for plane in layer.planes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from connector.layout.bounds import why_out_of_bounds
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of handshakes, orders and the meaning of a block's bytes. Engines of different versions exchange nothing."""
 HOW_TO_FIX = "leave VLLM_KV_CACHE_LAYOUT unset, or set it to HND"
 
@@ -26,6 +26,7 @@ class CacheTensor:
     """One layer's KV cache in memory. Strides are in bytes."""
 
     name: str
+    group: int
     address: int
     dims: str
     shape: tuple[int, ...]
@@ -40,8 +41,8 @@ class CacheTensor:
         return self.strides[self.dims.index(dim)] if dim in self.dims else 0
 
 
-def layer_of(tensor: CacheTensor, blocks: int) -> KvLayer:
-    """Addresses of the layer's blocks. Raises UnsupportedLayout."""
+def layer_of(tensor: CacheTensor, blocks: int, kv_heads: int) -> KvLayer:
+    """Addresses of the layer's blocks. ``kv_heads``: of the whole model. Raises UnsupportedLayout."""
     head_bytes = head_bytes_of(tensor)
     pieces = pieces_per_block(tensor, blocks)
     offsets = [
@@ -49,8 +50,16 @@ def layer_of(tensor: CacheTensor, blocks: int) -> KvLayer:
         for plane in range(tensor.size("K"))
         for piece in range(pieces)
     ]
-    planes = [KvPlane(offset=offset, head_bytes=head_bytes, heads=tensor.size("H")) for offset in offsets]
-    return KvLayer(base=tensor.address, block_stride=pieces * tensor.stride("B"), planes=planes)
+    planes = [
+        KvPlane(offset=offset, head_bytes=head_bytes, heads=tensor.size("H"), total=kv_heads) for offset in offsets
+    ]
+    return KvLayer(
+        name=tensor.name,
+        group=tensor.group,
+        base=tensor.address,
+        block_stride=pieces * tensor.stride("B"),
+        planes=planes,
+    )
 
 
 def head_bytes_of(tensor: CacheTensor) -> int:
@@ -100,7 +109,7 @@ def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
 
 def why_not(own: KvHandshake, peer: KvHandshake) -> str:
     """Why blocks of ``peer`` must not be read into ``own``; empty if they may be read."""
-    for name in ("version", "fingerprint", "block_size", "kv_heads"):
+    for name in ("version", "fingerprint", "hash_block_size", "groups"):
         ours, theirs = getattr(own, name), getattr(peer, name)
         if ours != theirs:
             return f"{name} differs: {ours!r} here, {theirs!r} there"
@@ -116,28 +125,53 @@ def why_malformed(peer: KvHandshake) -> str:
     if not peer.ranks or [rank.rank for rank in peer.ranks] != list(range(len(peer.ranks))):
         return f"ranks are {[rank.rank for rank in peer.ranks]}, not 0, 1, 2 …"
     for rank in peer.ranks:
-        try:
-            heads = len(heads_of(rank.rank, len(peer.ranks), peer.kv_heads))
-        except UnsupportedLayout as unsupported:
-            return str(unsupported)
-        if any(plane.heads != heads for layer in rank.layers for plane in layer.planes):
-            return f"rank {rank.rank} does not hold {heads} of {peer.kv_heads} KV heads in each plane"
-        if _head_bytes_by_layer(rank) != _head_bytes_by_layer(peer.ranks[0]):
+        if why := _why_heads_differ(rank, len(peer.ranks)):
+            return why
+        if len(contents_of(rank)) < len(rank.layers):
+            return f"rank {rank.rank} has two layers of one name"
+        if contents_of(rank) != contents_of(peer.ranks[0]):
             return f"rank {rank.rank} has other layers than rank 0"
     return ""
 
 
-def _why_layers_differ(own: KvRank, peer: KvRank) -> str:
-    """Why layers differ; empty if they do not. Paired by number, they must have the same planes and head lengths."""
-    ours, theirs = _head_bytes_by_layer(own), _head_bytes_by_layer(peer)
-    if len(ours) != len(theirs):
-        return f"layers differ: {len(ours)} here, {len(theirs)} there"
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if one != other:
-            return f"layer {number} differs: planes of heads of {one} bytes here, {other} there"
+def _why_heads_differ(rank: KvRank, ranks: int) -> str:
+    """Why the heads of some plane are not those of this rank; empty if they are."""
+    try:
+        shares = {total: len(heads_of(rank.rank, ranks, total)) for total in totals_of(rank)}
+    except UnsupportedLayout as unsupported:
+        return str(unsupported)
+    for layer in rank.layers:
+        for plane in layer.planes:
+            if plane.heads != shares[plane.total]:
+                return f"rank {rank.rank} does not hold {shares[plane.total]} of {plane.total} KV heads in each plane"
     return ""
 
 
-def _head_bytes_by_layer(rank: KvRank) -> list[list[int]]:
-    """For each layer, the bytes of a head in each plane."""
-    return [[plane.head_bytes for plane in layer.planes] for layer in rank.layers]
+def totals_of(rank: KvRank) -> set[int]:
+    """The numbers of heads that planes have in the whole model."""
+    return {plane.total for layer in rank.layers for plane in layer.planes}
+
+
+def _why_layers_differ(own: KvRank, peer: KvRank) -> str:
+    """Why layers differ; empty if they do not. Those of one name must have the same group and planes."""
+    ours, theirs = contents_of(own), contents_of(peer)
+    if len(ours) != len(theirs):
+        return f"layers differ: {len(ours)} here, {len(theirs)} there"
+    for name, content in ours.items():
+        if name not in theirs:
+            return f"layers differ: {name} is not there"
+        if content != theirs[name]:
+            return f"layer {name} differs: group, and bytes and number of heads: {content} here, {theirs[name]} there"
+    return ""
+
+
+Content = tuple[int, tuple[tuple[int, int], ...]]
+"""A layer's group, and for each plane the bytes of a head and the heads of the whole model."""
+
+
+def contents_of(rank: KvRank) -> dict[str, Content]:
+    """The content of each layer by name."""
+    return {
+        layer.name: (layer.group, tuple((plane.head_bytes, plane.total) for plane in layer.planes))
+        for layer in rank.layers
+    }

@@ -18,7 +18,9 @@ from connector.messages import PeerKey, Read, ReadPart
 from connector.reader.lease_request import LeaseRequest, Segment, Source
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (
+    GROUP,
     LEASE_BLOCKS_MAX,
+    GroupBlocks,
     KvGrant,
     KvOffer,
     KvRead,
@@ -53,8 +55,8 @@ class Outbox:
     releases: list[ReleaseKv] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     cancel: list[int] = field(default_factory=list)
-    part_blocks: int = 1
-    """``Read.part_blocks`` of this engine's reads; known with its memory."""
+    part_blocks: list[int] = field(default_factory=lambda: [1])
+    """``Read.part_blocks`` of this engine's reads by KV cache group; known with its memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +92,7 @@ def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
         reader_id=WorkerId(plan.reader[0]),
         ask_id=request.lease_id,
         hashes=pack_full_hashes(plan.hashes[request.first : request.end]),
+        first=request.first,
         hold_s=plan.limits.hold_s,
         follow_s=plan.follow_s if request.followed else 0.0,
         leg_id=request.leg_id,
@@ -235,11 +238,10 @@ class Fetch:
         request = next((request for request in self.requests if request.lease_id == grant.ask_id), None)
         if request is None or not request.open or request.peer != (grant.worker_id, grant.epoch):
             return
-        blocks = _blocks(grant.block_ids)
+        first, blocks = _blocks(grant.groups)
         if blocks is None:
             request.close("the grant cannot be read")
         elif blocks:
-            first = max(request.granted_end, request.first)
             if self._fits(request, grant, first, len(blocks)):
                 request.granted(Segment(first, blocks, grant.until_s), now)
                 self._progress.mark(first, len(blocks), GRANTED)
@@ -312,8 +314,8 @@ class Fetch:
         """Use an offer if its last hash shows that it is of this prompt. Otherwise (an edited history, for example) the
         blocks are requested by their hashes.
         """
-        blocks, hashes = _blocks(offer.block_ids) or [], self.plan.hashes
-        if not 0 < len(blocks) <= len(hashes) or hashes[len(blocks) - 1] != offer.last_hash:
+        (first, blocks), hashes = _blocks(offer.groups), self.plan.hashes
+        if first or not blocks or len(blocks) > len(hashes) or hashes[len(blocks) - 1] != offer.last_hash:
             return
         end = min(len(blocks), self.plan.goal)
         request = LeaseRequest(
@@ -378,7 +380,7 @@ class Fetch:
     def _fits(self, request: LeaseRequest, grant: KvGrant, first: int, count: int) -> bool:
         end = first + count
         return (
-            grant.first == first - request.first
+            first == max(request.granted_end, request.first)
             and end <= request.end
             and end <= self._progress.end
             and grant.last_hash == self.plan.hashes[end - 1]
@@ -408,7 +410,8 @@ class Fetch:
             remote_blocks=segment.block_ids[:count],
             local_blocks=local[segment.first - start : segment.first - start + count],
             until_s=until_s,
-            part_blocks=self.plan.outbox.part_blocks,
+            group=GROUP,
+            part_blocks=self.plan.outbox.part_blocks[GROUP],
         )
         request.reading += count
         self._reads[read.read_id] = (request, segment.first, count)
@@ -429,9 +432,13 @@ class Fetch:
         self.plan.outbox.releases.append(release_message(self.plan, request))
 
 
-def _blocks(packed: bytes) -> list[int] | None:
-    """None if malformed."""
+def _blocks(groups: list[GroupBlocks]) -> tuple[int, list[int] | None]:
+    """Index in the prompt of the first block, and the blocks; None instead of them if malformed."""
+    if not groups:
+        return 0, []
+    if len(groups) > 1:
+        return 0, None
     try:
-        return unpack_block_ids(packed)
+        return groups[GROUP].first, unpack_block_ids(groups[GROUP].block_ids)
     except ValueError:
-        return None
+        return 0, None

@@ -14,6 +14,7 @@ from connector.messages import MeasureRead, PeerKey, Read, ReadMeasured, ReadPar
 from connector.reader.fetch import Outbox
 from connector.reader.peers import PeerMemory
 from connector.reader.prefetch import BlockAllocator
+from shared.contracts.kv_exchange import GROUP
 from shared.contracts.workers import KvMemory
 
 READ_BYTES_MAX = 32 << 20
@@ -148,7 +149,8 @@ class SpeedTests:
                 remote_blocks=list(range(count)),
                 local_blocks=list(test.blocks),
                 until_s=test.ends_at,
-                part_blocks=self._outbox.part_blocks,
+                group=GROUP,
+                part_blocks=self._outbox.part_blocks[GROUP],
             )
         )
 

@@ -32,7 +32,17 @@ from connector.scheduler.first_token import first_token_of
 from connector.scheduler.grant_socket import GrantSocket
 from connector.scheduler.known_hashes import remember_hashes
 from shared.contracts.ids import Epoch, LegId, WorkerId
-from shared.contracts.kv_exchange import FirstToken, KvGrant, KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
+from shared.contracts.kv_exchange import (
+    GROUP,
+    FirstToken,
+    KvGrant,
+    KvGroup,
+    KvHandshake,
+    KvOffer,
+    KvRank,
+    KvTransferReport,
+    LegOrder,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -56,8 +66,9 @@ _encode = msgspec.msgpack.Encoder().encode
 class EngineShape:
     """What peers must know of an engine besides its memory."""
 
-    block_tokens: int
-    kv_heads: int
+    hash_block_size: int
+    """``KvHandshake.hash_block_size``."""
+    groups: list[KvGroup]
     ranks: int
 
 
@@ -109,7 +120,7 @@ class ConnectorScheduler:
         self._engine_core: Any = None
         self._grant_socket = GrantSocket(settings.grant_socket, self._on_direct_grant)
         ways = GrantWays(self._grant_socket.send, reply_to=self._grant_socket.path)
-        self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic, ways)
+        self._core = ExchangeCore(holder_settings, shape.hash_block_size, limits, time.monotonic, ways)
         self.holder = self._core.holder
         self.reader = self._core.reader
 
@@ -123,7 +134,7 @@ class ConnectorScheduler:
 
     def bind(self, pool: BlockPool) -> None:
         """Set the engine's blocks."""
-        self._core.bind(pool, PoolBlockAllocator(pool, self._shape.block_tokens))
+        self._core.bind(pool, PoolBlockAllocator(pool, self._shape.groups[GROUP].block_size))
         self.holder.watch(pool)
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
@@ -133,11 +144,11 @@ class ConnectorScheduler:
                 worker_id=WorkerId(self._settings.worker_id),
                 epoch=Epoch(self._settings.epoch),
                 version=PROTOCOL_VERSION,
-                fingerprint=self._settings.fingerprint_key(self._shape.block_tokens),
+                fingerprint=self._settings.fingerprint_key(self._shape.hash_block_size),
                 clock_s=time.monotonic(),
-                block_size=self._shape.block_tokens,
+                hash_block_size=self._shape.hash_block_size,
+                groups=self._shape.groups,
                 blocks=blocks,
-                kv_heads=self._shape.kv_heads,
                 ranks=ranks,
             )
         )
@@ -163,7 +174,7 @@ class ConnectorScheduler:
 
     def note_first_token(self, request: Request, leg_id: LegId, token: int) -> FirstToken | None:
         """A prefill leg has sampled a token; None if its readers cannot use it."""
-        first_token = first_token_of(request, token, self._shape.block_tokens)
+        first_token = first_token_of(request, token, self._shape.hash_block_size)
         if first_token is not None:
             self.holder.note_first_token(leg_id, first_token)
         return first_token
@@ -359,10 +370,6 @@ class NotificationSocket:
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
-
-
-GROUP = 0
-"""Supported models have one KV cache group."""
 
 
 class PoolBlockAllocator:

@@ -211,7 +211,8 @@ class ExchangeCore:
     def describe(self, handshake: KvHandshake) -> None:
         """The engine's memory is registered, so that peers can read it."""
         self.handshake = handshake
-        self.reader.outbox.part_blocks = part_blocks_of(handshake.ranks)
+        groups = range(len(handshake.groups))
+        self.reader.outbox.part_blocks = [part_blocks_of(handshake.ranks, group) for group in groups]
 
     def handle(self, call: EngineCall) -> None:
         """Carry out a call of the worker; its reply is ``notifications``."""

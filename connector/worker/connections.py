@@ -50,10 +50,11 @@ class Connection:
 
     handshake: KvHandshake
     since_s: float
-    opening: list[Connecting] = field(default_factory=list)
-    """Connections that are being opened; empty when it is open."""
+    opening: dict[int, Connecting] = field(default_factory=dict)
+    """Connections that are being opened, by the peer's rank; empty when it is open."""
     opened_s: float = 0.0
-    names: list[str] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    """Agents by the peer's rank."""
     routes: list[Route] = field(default_factory=list)
     probes: list[Any] = field(default_factory=list)
     """Reads under way that test the connection; empty when it works."""
@@ -93,8 +94,8 @@ class Connections:
             if failure := why_not(self._own.handshake, handshake):
                 raise TransferFailed(failure)
             connection.routes = routes_to(self._own.reader, handshake)
-            for route in connection.routes:
-                connection.opening.append(self._agent.connect(handshake.ranks[route.rank].agent))
+            for rank in sorted({route.rank for route in connection.routes}):
+                connection.opening[rank] = self._agent.connect(handshake.ranks[rank].agent)
             self._check_opening(connection)
 
     @contextmanager
@@ -109,9 +110,10 @@ class Connections:
 
     def _check_opening(self, connection: Connection) -> None:
         """Test the connection once it is open. Raises TransferFailed."""
-        names = [one.name() for one in connection.opening]
-        if all(name is not None for name in names):
-            connection.names, connection.opening = [name for name in names if name is not None], []
+        names = {rank: one.name() for rank, one in connection.opening.items()}
+        opened = {rank: name for rank, name in names.items() if name is not None}
+        if len(opened) == len(names):
+            connection.names, connection.opening = opened, {}
             connection.opened_s = self._clock()
             self._begin_probes(connection)
         elif self._clock() - connection.since_s > OPEN_S_MAX:
@@ -119,8 +121,8 @@ class Connections:
 
     def _begin_probes(self, connection: Connection) -> None:
         peer = connection.handshake
-        for name, route in zip(connection.names, connection.routes, strict=True):
-            rank = peer.ranks[route.rank]
+        for route in connection.routes:
+            name, rank = connection.names[route.rank], peer.ranks[route.rank]
             there = np.array([[route.remote[0], PROBE_BYTES, rank.device_id]], dtype=np.uint64)
             here = np.array([[self._own.scratch, PROBE_BYTES, 0]], dtype=np.uint64)
             probe = self._agent.read(name, there, here, device="cpu", remote_device=rank.device)
@@ -159,9 +161,9 @@ class Connections:
         connection = self._connections.pop(key, None)
         if connection is None:
             return
-        for one in connection.opening:
+        for one in connection.opening.values():
             one.cancel()
-        for name in connection.names:
+        for name in connection.names.values():
             self._agent.forget(name)
         self._release_probes(connection)
 

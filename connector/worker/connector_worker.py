@@ -16,7 +16,14 @@ import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from connector.layout.engine_layout import UnsupportedEngine, kv_heads_of, layers_of, memory_reader, regions_of
+from connector.layout.engine_layout import (
+    UnsupportedEngine,
+    groups_of,
+    kv_heads_of,
+    layers_of,
+    memory_reader,
+    regions_of,
+)
 from connector.layout.routes import ReaderRank
 from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import Orders, Results, read_settings
@@ -91,13 +98,9 @@ class ConnectorWorker:
             agent=agent.metadata(),
             device=regions[0].device,
             device_id=regions[0].device_id,
-            layers=layers_of(kv_caches, self._cache),
+            layers=layers_of(kv_caches, self._cache, self._kv_heads),
         )
-        own = Own(
-            ReaderRank(self._memory, self._parallel.tensor_parallel_size, self._kv_heads),
-            self._handshake(),
-            scratch.base,
-        )
+        own = Own(ReaderRank(self._memory, self._parallel.tensor_parallel_size), self._handshake(), scratch.base)
         read_memory = memory_reader(kv_caches)
         self._thread = TransferThread(
             lambda: Copier(agent, own, time.monotonic, read_memory=read_memory), self._settings.copy_cores
@@ -105,16 +108,15 @@ class ConnectorWorker:
 
     def _handshake(self) -> KvHandshake:
         assert self._memory is not None
-        block_tokens = self._cache.kv_cache_groups[0].kv_cache_spec.block_size
         return KvHandshake(
             worker_id=WorkerId(self._settings.worker_id),
             epoch=Epoch(self._settings.epoch),
             version=PROTOCOL_VERSION,
-            fingerprint=self._settings.fingerprint_key(block_tokens),
+            fingerprint=self._settings.fingerprint_key(self._cache.hash_block_size),
             clock_s=0.0,
-            block_size=block_tokens,
+            hash_block_size=self._cache.hash_block_size,
+            groups=groups_of(self._cache),
             blocks=self._cache.num_blocks,
-            kv_heads=self._kv_heads,
             ranks=[self._memory],
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 from connector.layout.routes import ReaderRank
 from connector.messages import BlocksDigested, DigestBlocks
@@ -26,13 +27,14 @@ def digested(order: DigestBlocks, rank: ReaderRank, read_memory: ReadMemory) -> 
 
 
 def _by_head(rank: ReaderRank, blocks: Sequence[int], read_memory: ReadMemory) -> dict[int, bytes]:
-    heads = rank.heads
-    hashes = [blake2b(digest_size=DIGEST_BYTES) for _head in heads]
+    hashes: dict[int, Any] = {}
     for layer in rank.memory.layers:
         for plane in layer.planes:
+            heads = rank.heads(plane.total)
             for block in blocks:
                 address = layer.base + plane.offset + block * layer.block_stride
                 content = memoryview(read_memory(address, len(heads) * plane.head_bytes))
-                for place, one in enumerate(hashes):
+                for place, head in enumerate(heads):
+                    one = hashes.setdefault(head, blake2b(digest_size=DIGEST_BYTES))
                     one.update(content[place * plane.head_bytes : (place + 1) * plane.head_bytes])
-    return {head: one.digest() for head, one in zip(heads, hashes, strict=True)}
+    return {head: one.digest() for head, one in hashes.items()}

@@ -58,7 +58,7 @@ class Copier:
         """``read_memory``: reads the engine's own KV memory."""
         self._agent = agent
         self._own = own
-        self._block_bytes = block_bytes_of(own.memory)
+        self._block_bytes = [block_bytes_of(own.memory, group) for group in range(len(own.handshake.groups))]
         self._clock = clock
         self._read_memory = read_memory
         self._connections = Connections(agent, own, clock)
@@ -112,7 +112,7 @@ class Copier:
     def _enqueue(self, read: Read) -> None:
         self._unreported[read.read_id] = len(read.remote_blocks)
         for first, count in parts_of(len(read.remote_blocks), read.part_blocks):
-            part = _Part(read, first, count, count * self._block_bytes)
+            part = _Part(read, first, count, count * self._block_bytes[read.group])
             if sum(map(len, self._waiting.values())) >= PARTS_WAITING_MAX:
                 part.failure = "too many reads are waiting"
                 self._report(part)
@@ -166,8 +166,10 @@ class Copier:
 
     def _post(self, part: _Part, connection: Connection, remote: list[int], local: list[int]) -> None:
         own = self._own.memory
-        for name, route in zip(connection.names, connection.routes, strict=True):
-            rank = connection.handshake.ranks[route.rank]
+        for route in connection.routes:
+            if route.group != part.read.group:
+                continue
+            name, rank = connection.names[route.rank], connection.handshake.ranks[route.rank]
             there, here = spans_of(route, remote, local)
             part.handles.append(self._agent.read(name, there, here, device=own.device, remote_device=rank.device))
 

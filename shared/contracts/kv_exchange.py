@@ -2,7 +2,7 @@
 
 reader                                             holder
   LeaseKv(hashes, hold_s, follow_s)   ──────►        pins the longest prefix that it holds
-                          ◄──────   KvGrant          block ids, expiry on the holder's clock
+                          ◄──────   KvGrant          block ids by KV cache group, expiry on the holder's clock
   NIXL READ of those blocks           ◄══════        the holder's engine is not involved
   ReleaseKv                           ──────►        unpins the blocks; without it the lease expires
 
@@ -22,7 +22,7 @@ from hashlib import sha256
 import msgspec
 
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
-from shared.contracts.message import Message
+from shared.contracts.message import Message, PackedMessage
 
 FULL_HASH_BYTES = 32
 BLOCK_ID_BYTES = 4
@@ -38,6 +38,10 @@ DIGEST_VERSION = 1
 """What ``KvDigest.digest`` is made of. Digests of different versions are not compared."""
 KV_GROUPS_MAX = 64
 """Maximum number of KV cache groups of a model."""
+GROUP = 0
+"""The KV cache group of the models whose KV is exchanged: they have one."""
+CHAIN_BLOCKS_MAX = 1 << 24
+"""Maximum number of blocks of a prompt."""
 
 
 def new_lease_id() -> str:
@@ -100,6 +104,29 @@ def first_token_basis(last_full_hash: bytes, tail: Iterable[int], sampling: byte
     return sha256(b"".join((last_full_hash, array("I", tail).tobytes(), sampling))).digest()[:BASIS_BYTES]
 
 
+class GroupBlocks(PackedMessage, frozen=True, kw_only=True):
+    """Consecutive blocks of a prompt in one KV cache group."""
+
+    first: int
+    """Index in the prompt of the first one, in blocks of the group."""
+    block_ids: bytes
+
+
+def blocks_in(groups: Iterable[GroupBlocks]) -> int:
+    """Number of blocks in all groups."""
+    return sum(len(group.block_ids) // BLOCK_ID_BYTES for group in groups)
+
+
+def _are_sound(groups: list[GroupBlocks]) -> bool:
+    """Whether the block ids can be read, and their numbers are in bounds."""
+    return len(groups) <= KV_GROUPS_MAX and all(
+        0 <= group.first <= CHAIN_BLOCKS_MAX + LEASE_BLOCKS_MAX
+        and len(group.block_ids) % BLOCK_ID_BYTES == 0
+        and len(group.block_ids) <= LEASE_BLOCKS_MAX * BLOCK_ID_BYTES
+        for group in groups
+    )
+
+
 class LeaseKv(Message, frozen=True, kw_only=True):
     """Reader -> holder: pin these blocks. The holder replies with one KvGrant, or several when following."""
 
@@ -110,6 +137,8 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """Id made by ``new_lease_id``, which is that of the lease too."""
     hashes: bytes
     """Full hashes of consecutive blocks of one chain."""
+    first: int = 0
+    """Index in the chain of the first of these hashes."""
     hold_s: float
     """Requested lifetime of each grant; the holder may shorten it."""
     follow_s: float = 0.0
@@ -129,9 +158,8 @@ class KvGrant(Message, frozen=True, kw_only=True):
     ask_id: str
     lease_id: str = ""
     """Empty: no block was pinned. Equal for all grants of one LeaseKv."""
-    first: int = 0
-    """Index in the LeaseKv of the first block granted here, which is the number of blocks granted before."""
-    block_ids: bytes = b""
+    groups: list[GroupBlocks] = msgspec.field(default_factory=list)
+    """The blocks granted here, one entry for each group of the handshake. Empty: none."""
     last_hash: bytes = b""
     """Full hash of the last block granted here."""
     until_s: float = 0.0
@@ -151,12 +179,9 @@ class KvGrant(Message, frozen=True, kw_only=True):
 
 def is_sound_grant(grant: KvGrant) -> bool:
     """Whether its fields can be read and agree."""
-    blocks, rest = divmod(len(grant.block_ids), BLOCK_ID_BYTES)
     return (
-        rest == 0
-        and 0 <= grant.first <= LEASE_BLOCKS_MAX
-        and blocks <= LEASE_BLOCKS_MAX
-        and (blocks == 0 or (bool(grant.lease_id) and len(grant.last_hash) == FULL_HASH_BYTES))
+        _are_sound(grant.groups)
+        and (not grant.groups or (bool(grant.lease_id) and len(grant.last_hash) == FULL_HASH_BYTES))
         and math.isfinite(grant.until_s)
         and math.isfinite(grant.clock_s)
         and (grant.first_token is None or len(grant.first_token.basis) == BASIS_BYTES)
@@ -180,9 +205,10 @@ class KvOffer(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     lease_id: str
-    block_ids: bytes
-    """Consecutive blocks from the start of the prompt."""
+    groups: list[GroupBlocks]
+    """The blocks of the prompt, one entry for each group of the handshake."""
     last_hash: bytes
+    """Full hash of the last block."""
     until_s: float
     first_token: FirstToken | None = None
 
@@ -338,11 +364,18 @@ class KvPlane(Message, frozen=True, kw_only=True):
     offset: int
     head_bytes: int
     heads: int
+    """Heads that the rank holds."""
+    total: int
+    """Heads of the whole model; 1 for a latent cache (MLA), of which every rank holds a full copy."""
 
 
 class KvLayer(Message, frozen=True, kw_only=True):
     """One layer's blocks in one rank's memory."""
 
+    name: str
+    """The engine's name of the layer. Layers of two engines are paired by it."""
+    group: int
+    """The layer's KV cache group."""
     base: int
     """Address of block 0."""
     block_stride: int
@@ -362,6 +395,13 @@ class KvRank(Message, frozen=True, kw_only=True):
     layers: list[KvLayer]
 
 
+class KvGroup(Message, frozen=True, kw_only=True):
+    """Layers that share block ids."""
+
+    block_size: int
+    """Tokens of a block."""
+
+
 class KvHandshake(Message, frozen=True, kw_only=True):
     """The memory layout of a holder's blocks. A reader asks for it once per pair of workers and epoch, and
     again at intervals for the holder's clock.
@@ -375,11 +415,11 @@ class KvHandshake(Message, frozen=True, kw_only=True):
     """``Fingerprint.key``: a reader refuses KV of another model, revision or layout."""
     clock_s: float
     """The holder's clock when it replied."""
-    block_size: int
-    """Tokens."""
+    hash_block_size: int
+    """Tokens of each block hash: the first hash of a prompt names so many tokens, the next one twice as many."""
+    groups: list[KvGroup]
     blocks: int
-    kv_heads: int
-    """KV heads of the whole model; 1 for a latent cache (MLA), of which every rank holds a full copy."""
+    """Blocks of all groups: they share one pool."""
     ranks: list[KvRank]
 
 

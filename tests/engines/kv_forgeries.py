@@ -9,8 +9,9 @@ from collections.abc import Callable
 import msgspec
 
 from shared.contracts.channels import KV_GRANT
-from shared.contracts.kv_exchange import KvGrant, LeaseKv, pack_block_ids, unpack_full_hashes
+from shared.contracts.kv_exchange import GroupBlocks, KvGrant, LeaseKv, unpack_full_hashes
 from shared.contracts.message import Message
+from tests.support.kv_messages import one_group
 
 
 class Garbled(Message, frozen=True, kw_only=True):
@@ -19,7 +20,7 @@ class Garbled(Message, frozen=True, kw_only=True):
     reader_id: str
     worker_id: str
     ask_id: str
-    block_ids: int = 7
+    groups: int = 7
 
 
 GARBLED = dataclasses.replace(KV_GRANT, message=Garbled)
@@ -34,7 +35,7 @@ def forged(request: LeaseKv, **fields: object) -> KvGrant:
         epoch=request.epoch,
         ask_id=request.ask_id,
         lease_id="forged",
-        block_ids=pack_block_ids(range(1, len(hashes) + 1)),
+        groups=one_group(range(1, len(hashes) + 1), request.first),
         last_hash=hashes[-1],
         until_s=time.monotonic() + 60.0,
         clock_s=time.monotonic(),
@@ -48,12 +49,15 @@ FORGERIES: dict[str, Callable[[LeaseKv], Message]] = {
     "another request": lambda request: forged(request, ask_id="unknown-request"),
     "another prompt": lambda request: forged(request, last_hash=bytes(32)),
     "block ids out of range": lambda request: forged(
-        request, block_ids=pack_block_ids([2**31] * (len(request.hashes) // 32))
+        request, groups=one_group([2**31] * (len(request.hashes) // 32), request.first)
     ),
     "too many blocks": lambda request: forged(
-        request, block_ids=pack_block_ids(range(1, len(unpack_full_hashes(request.hashes)) + 2))
+        request, groups=one_group(range(1, len(unpack_full_hashes(request.hashes)) + 2), request.first)
     ),
-    "not from the first block on": lambda request: forged(request, first=3),
-    "truncated block ids": lambda request: forged(request, block_ids=b"abc"),
+    "not from the first block on": lambda request: forged(
+        request, groups=one_group(range(1, len(unpack_full_hashes(request.hashes)) + 1), request.first + 3)
+    ),
+    "truncated block ids": lambda request: forged(request, groups=[GroupBlocks(first=request.first, block_ids=b"abc")]),
+    "blocks of two groups": lambda request: forged(request, groups=2 * one_group([1], request.first)),
     "garbage": lambda request: Garbled(reader_id=request.reader_id, worker_id=request.worker_id, ask_id=request.ask_id),
 }

@@ -237,7 +237,7 @@ async def start_following(driver: Driver, prompt: list[int]) -> PulledLeg:
     leg = await driver.start(DECODE, LegKind.DECODE, prompt, kv_sources=[driver.source(PREFILL, follow=True)])
     ask = (await driver.tap.until(lambda: driver.tap.leases[asked:], "decode asks"))[0]
     Path(ask.reply_to).unlink(missing_ok=True)
-    granted = lambda: [grant for grant in driver.tap.grants[known:] if grant.block_ids]  # noqa: E731
+    granted = lambda: [grant for grant in driver.tap.grants[known:] if grant.groups]  # noqa: E731
     await driver.tap.until(granted, "the first chunk is granted")
     return leg
 

@@ -140,9 +140,7 @@ class Driver:
         """Into so many pieces of memory a block of the worker's first rank is spread."""
         asked = AskKvHandshake(worker_id=WorkerId(worker), reader_id=self.reader_id)
         peer = await self.bus.ask(KV_HANDSHAKE, asked, timeout_s=ANSWER_S_MAX)
-        return sum(
-            len(route.rows) for route in routes_to(ReaderRank(peer.ranks[0], len(peer.ranks), peer.kv_heads), peer)
-        )
+        return sum(len(route.rows) for route in routes_to(ReaderRank(peer.ranks[0], len(peer.ranks)), peer))
 
     async def lease(self, worker: str, prompt: Sequence[int], *, hold_s: float) -> KvGrant:
         """Lease the prompt's blocks for a reader that only this test uses."""

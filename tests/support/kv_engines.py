@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from connector.layout.routes import ReaderRank
-from connector.layout.tensors import CacheTensor, heads_of, layer_of
+from connector.layout.tensors import PROTOCOL_VERSION, CacheTensor, heads_of, layer_of
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvGroup, KvHandshake, KvRank
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Shape:
     kv_heads: int = 4
     layers: int = 3
     block_size: int = 8
+    first_layer: int = 0
+    """Number in the name of the first layer."""
+    groups: int = 1
+    """KV cache groups, among which the layers take turns."""
     content: int = 16
     dims: str = "BHNC"
     """Dimensions of each layer's tensor, outermost first; with L, of the one tensor in which all layers are."""
@@ -82,11 +86,17 @@ class RankMemory:
     def described(self, agent: bytes = b"") -> KvRank:
         tensors = [
             CacheTensor(
-                f"layers.{number}", array.ctypes.data, self.shape.layer_dims, array.shape, array.strides, array.itemsize
+                f"layers.{number}",
+                number % self.shape.groups,
+                array.ctypes.data,
+                self.shape.layer_dims,
+                array.shape,
+                array.strides,
+                array.itemsize,
             )
-            for number, array in enumerate(self.layers)
+            for number, array in enumerate(self.layers, start=self.shape.first_layer)
         ]
-        layers = [layer_of(tensor, self.shape.blocks) for tensor in tensors]
+        layers = [layer_of(tensor, self.shape.blocks, self.shape.kv_heads) for tensor in tensors]
         return KvRank(rank=self.rank, agent=agent, device="cpu", device_id=0, layers=layers)
 
     def regions(self) -> list[Region]:
@@ -111,12 +121,12 @@ def handshake(ranks: list[KvRank], shape: Shape, worker_id: str = "holder", epoc
     return KvHandshake(
         worker_id=WorkerId(worker_id),
         epoch=Epoch(epoch),
-        version=1,
+        version=PROTOCOL_VERSION,
         fingerprint="model",
         clock_s=0.0,
-        block_size=shape.block_size,
+        hash_block_size=shape.block_size,
+        groups=[KvGroup(block_size=shape.block_size)] * shape.groups,
         blocks=shape.blocks,
-        kv_heads=shape.kv_heads,
         ranks=ranks,
     )
 
@@ -134,7 +144,7 @@ class ReadingRank:
         agent.register([*self.memory.regions(), Region(self.scratch.ctypes.data, PROBE_BYTES, "cpu", 0)])
         rank = self.memory.described(agent.metadata())
         own = handshake([rank], shape, worker_id="reader")
-        return Own(ReaderRank(rank, shape.ranks, shape.kv_heads), own, self.scratch.ctypes.data)
+        return Own(ReaderRank(rank, shape.ranks), own, self.scratch.ctypes.data)
 
     def assert_holds(self, blocks: dict[int, int], torn: Container[int] = ()) -> None:
         """Assert the content of all local blocks.

@@ -14,7 +14,7 @@ import msgspec
 
 from connector.messages import Orders, Peer, Read
 from connector.worker.transfer_thread import Copier, TransferThread
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_exchange import GROUP, KvHandshake
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape
 
 ANSWER_S_MAX = 240.0
@@ -77,7 +77,7 @@ def connect_and_read(transfers: TransferThread, peers: Sequence[KvHandshake]) ->
     read_ids = {number: peer.worker_id for number, peer in enumerate(peers) if not failures[peer.worker_id]}
     for number in read_ids:
         peer = peers[number]
-        order = Read(number, (peer.worker_id, peer.epoch), [1], [1], time.monotonic() + ANSWER_S_MAX, 1)
+        order = Read(number, (peer.worker_id, peer.epoch), [1], [1], time.monotonic() + ANSWER_S_MAX, GROUP, 1)
         transfers.submit(Orders(reads=[order]))
     while read_ids:
         for part in transfers.take_results(wait_s=1.0).parts:

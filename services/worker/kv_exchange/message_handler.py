@@ -21,6 +21,7 @@ from shared.contracts.channels import KV_GRANT, KV_LEASE, KV_RELEASE, Channel
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId, is_subject_token
 from shared.contracts.kv_exchange import (
+    CHAIN_BLOCKS_MAX,
     FULL_HASH_BYTES,
     LEASE_BLOCKS_MAX,
     FetchedKv,
@@ -108,6 +109,7 @@ def is_sound_lease(lease: LeaseKv) -> bool:
     hashes, rest = divmod(len(lease.hashes), FULL_HASH_BYTES)
     return (
         rest == 0
+        and 0 <= lease.first <= CHAIN_BLOCKS_MAX
         and 0 < hashes <= LEASE_BLOCKS_MAX
         and is_subject_token(lease.reader_id)
         and is_subject_token(lease.ask_id)

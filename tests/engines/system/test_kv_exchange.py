@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import NoGrant, unpack_block_ids
+from shared.contracts.kv_exchange import NoGrant, blocks_in
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
 from tests.engines.system.fleet import AGAIN_S, DECODE, PREFILL, STORE, Client, Fleet, client_of
@@ -265,7 +265,7 @@ async def test_a_holder_grants_while_it_computes_a_step(client: Client):
     )
     while not computing.done():
         grant = await driver.lease(PREFILL, held, hold_s=5.0)
-        assert len(unpack_block_ids(grant.block_ids)) == 300 // BLOCK
+        assert blocks_in(grant.groups) == 300 // BLOCK
         await driver.release(grant)
         granted += not computing.done()
     cost = (await computing).report

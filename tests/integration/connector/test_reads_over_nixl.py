@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.worker.connections import CONNECT_S_MAX
 from connector.worker.transfer_thread import SELF_END_S_MAX, Copier, TransferThread
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_exchange import GROUP, KvHandshake
 from tests.support.faulty_agent import FaultyAgent
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape
 from tests.support.kv_holders import Holder, start_holder
@@ -78,7 +78,9 @@ class ReadingEngine:
         self, blocks: dict[int, int], key: PeerKey = ("holder", 1), read_id: int = 1, within_s: float = 30.0
     ) -> None:
         until_s = time.monotonic() + within_s
-        self.submit(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s, PART_BLOCKS)]))
+        self.submit(
+            Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s, GROUP, PART_BLOCKS)])
+        )
 
     def until(self, seen: Callable[[], bool]) -> None:
         """Take reports until the test has seen what it waits for."""

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from connector.layout.routes import ReaderRank, block_bytes_of, halves_of, part_blocks_of, parts_of, routes_to, spans_of
 from connector.layout.tensors import UnsupportedLayout, heads_of
-from shared.contracts.kv_exchange import KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import GROUP, KvLayer, KvPlane, KvRank
 from tests.support.examples import examples
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
@@ -91,11 +92,12 @@ def test_a_rank_reads_its_heads_of_the_blocks_and_nothing_else(case):
     holders = [RankMemory(of_holder, rank) for rank in range(of_holder.ranks)]
     for memory in holders:
         memory.fill()
-    peer = handshake([memory.described() for memory in holders], of_holder)
+    described = [memory.described() for memory in holders]
+    peer = handshake([replace(rank, layers=rank.layers[::-1]) for rank in described], of_holder)  # paired by name
 
     for rank in range(of_reader.ranks):
         reading = ReadingRank(RankMemory(of_reader, rank))
-        reader = ReaderRank(reading.memory.described(), of_reader.ranks, of_reader.kv_heads)
+        reader = ReaderRank(reading.memory.described(), of_reader.ranks)
         copied = 0
         for route in routes_to(reader, peer):
             there, here = spans_of(route, remote, local)
@@ -103,7 +105,7 @@ def test_a_rank_reads_its_heads_of_the_blocks_and_nothing_else(case):
             copied += int(here[:, 1].sum())
 
         reading.assert_holds(dict(zip(local, remote, strict=True)))
-        assert copied == block_bytes_of(reader.memory) * len(local)  # nothing twice
+        assert copied == block_bytes_of(reader.memory, GROUP) * len(local)  # nothing twice
 
 
 def bytes_of(there: np.ndarray, here: np.ndarray) -> list[tuple[int, int, int, int]]:
@@ -147,7 +149,7 @@ def test_halves_of_a_read_are_its_bytes_evenly_split(lengths, last, seed):
 def test_no_span_can_be_joined_with_the_next(case):
     of_holder, of_reader, remote, local = case
     peer = handshake([RankMemory(of_holder, rank).described() for rank in range(of_holder.ranks)], of_holder)
-    reader = ReaderRank(RankMemory(of_reader, 0).described(), of_reader.ranks, of_reader.kv_heads)
+    reader = ReaderRank(RankMemory(of_reader, 0).described(), of_reader.ranks)
 
     for route in routes_to(reader, peer):
         there, here = spans_of(route, remote, local)
@@ -160,7 +162,7 @@ def test_no_span_can_be_joined_with_the_next(case):
 def test_a_run_of_blocks_is_one_span_per_layer():
     shape = Shape(layers=3)
     peer = handshake([RankMemory(shape, 0).described()], shape)
-    reader = ReaderRank(RankMemory(shape, 0).described(), 1, shape.kv_heads)
+    reader = ReaderRank(RankMemory(shape, 0).described(), 1)
 
     there, _ = spans_of(routes_to(reader, peer)[0], [3, 4, 5, 6], [9, 10, 11, 12])
 
@@ -180,7 +182,7 @@ def test_a_run_of_blocks_is_one_span_per_layer():
 )
 def test_a_run_of_blocks_is_one_span_where_both_engines_keep_layers_together(holder, reader, spans):
     peer = handshake([RankMemory(holder, rank).described() for rank in range(holder.ranks)], holder)
-    rank = ReaderRank(RankMemory(reader, 0).described(), reader.ranks, reader.kv_heads)
+    rank = ReaderRank(RankMemory(reader, 0).described(), reader.ranks)
 
     there, _ = spans_of(routes_to(rank, peer)[0], [3, 4, 5, 6], [9, 10, 11, 12])
 
@@ -190,7 +192,7 @@ def test_a_run_of_blocks_is_one_span_where_both_engines_keep_layers_together(hol
 def test_ranks_of_a_reader_read_a_latent_cache_from_different_ranks():
     shape = Shape(ranks=2, kv_heads=1)
     peer = handshake([RankMemory(shape, rank).described() for rank in range(2)], shape)
-    readers = [ReaderRank(RankMemory(shape, rank).described(), 2, 1) for rank in range(2)]
+    readers = [ReaderRank(RankMemory(shape, rank).described(), 2) for rank in range(2)]
 
     assert [[route.rank for route in routes_to(reader, peer)] for reader in readers] == [[0], [1]]
 
@@ -212,10 +214,12 @@ def test_heads_that_do_not_divide_over_the_ranks_are_refused():
 @example(blocks=500, block_bytes=[1 << 20])
 @example(blocks=3, block_bytes=[8 << 20])
 def test_parts_cover_a_read_in_order_without_overlap(blocks, block_bytes):
-    planes = [KvPlane(offset=0, head_bytes=size, heads=1) for size in block_bytes]
-    layers = [KvLayer(base=1, block_stride=plane.head_bytes, planes=[plane]) for plane in planes]
+    planes = [KvPlane(offset=0, head_bytes=size, heads=1, total=1) for size in block_bytes]
+    layers = [
+        KvLayer(name="layer", group=GROUP, base=1, block_stride=plane.head_bytes, planes=[plane]) for plane in planes
+    ]
     ranks = [KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=[layer]) for layer in layers]
-    parts = list(parts_of(blocks, part_blocks_of(ranks, part_bytes=4 << 20)))
+    parts = list(parts_of(blocks, part_blocks_of(ranks, GROUP, part_bytes=4 << 20)))
 
     covered = [block for first, count in parts for block in range(first, first + count)]
     assert covered == list(range(blocks))

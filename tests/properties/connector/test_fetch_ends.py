@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from connector.messages import ReadPart
 from connector.reader.fetch import Fetch
 from connector.reader.lease_request import Source
-from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGrant, NoGrant, pack_block_ids
+from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGrant, NoGrant
+from tests.support.kv_messages import one_group
 from tests.unit.connector.fetching import HASHES, Bench
 
 PEERS = [("a", 1), ("b", 1), ("c", 1)]
@@ -57,8 +58,7 @@ class World:
             worker_id=request.worker_id,
             epoch=request.epoch,
             ask_id=request.ask_id,
-            first=given_before,
-            block_ids=pack_block_ids([CONTENT[name] for name in granted]),
+            groups=one_group([CONTENT[name] for name in granted], request.first + given_before),
             last_hash=granted[-1] if granted else b"",
             until_s=self.bench.now + self.draw(st.floats(0.1, 20)),
             final=final,

@@ -66,7 +66,7 @@ def test_a_handshake_is_refused_or_can_be_read_with(peer, shape):
     reason = why_not(own, peer)
     if reason:
         return
-    for route in routes_to(ReaderRank(own.ranks[0], shape.ranks, shape.kv_heads), peer):
+    for route in routes_to(ReaderRank(own.ranks[0], shape.ranks), peer):
         remote, _ = spans_of(route, [0, peer.blocks - 1], [0, 1])
         assert all(0 < address < address + length <= 1 << 63 for address, length, _ in remote.tolist())
 

@@ -7,7 +7,8 @@ from itertools import count
 from connector.messages import ReadPart
 from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
 from connector.reader.lease_request import Source
-from shared.contracts.kv_exchange import KvGrant, pack_block_ids
+from shared.contracts.kv_exchange import KvGrant
+from tests.support.kv_messages import one_group
 
 A, B, ME = ("a", 1), ("b", 1), ("me", 1)
 HASHES = [bytes([index]) * 32 for index in range(8)]
@@ -68,13 +69,12 @@ class Bench:
             "epoch": lease.epoch,
             "ask_id": lease.ask_id,
             "lease_id": lease.ask_id,
-            "first": first,
             "last_hash": last,
         }
         fetch.on_grant(
             KvGrant(
                 **(fields | wrong),
-                block_ids=pack_block_ids(blocks),
+                groups=one_group(blocks, lease.first + first),
                 until_s=self.now + 10.0 if until_s is None else until_s,
                 final=final,
                 reason=reason,

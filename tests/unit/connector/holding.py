@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector.holder.holder import Holder, HolderSettings
-from shared.contracts.kv_exchange import KvGrant, KvOffer, LeaseKv, ReleaseKv, pack_full_hashes, unpack_block_ids
+from shared.contracts.kv_exchange import LeaseKv, ReleaseKv, pack_full_hashes
 
 BLOCK_TOKENS = 16
 ME = {"worker_id": "prefill-1", "epoch": 7}
@@ -27,10 +27,6 @@ def lease_request(hashes: list[bytes], ask_id: str = "ask-1", **fields) -> Lease
 def release(ask_id: str = "", lease_id: str = "", **fields) -> ReleaseKv:
     known = {**ME, "reader_id": "decode-1"} | fields
     return ReleaseKv(ask_ids=[ask_id] if ask_id else [], lease_ids=[lease_id] if lease_id else [], **known)
-
-
-def blocks_of(message: KvGrant | KvOffer) -> list[int]:
-    return unpack_block_ids(message.block_ids)
 
 
 class Step:

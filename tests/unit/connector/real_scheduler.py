@@ -90,7 +90,10 @@ def make_scheduler(folder: Path, *, asynchronous: bool, with_connector: bool = F
     return (kinds[0] if asynchronous else kinds[1])(
         vllm_config=whole,
         kv_cache_config=KVCacheConfig(
-            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            hash_block_size=BLOCK_TOKENS,
         ),
         structured_output_manager=StructuredOutputManager(whole),
         block_size=BLOCK_TOKENS,

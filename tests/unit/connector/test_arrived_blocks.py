@@ -14,8 +14,9 @@ import pytest
 
 from connector.messages import EngineCall, EngineNotification, Orders, Peer, ReadPart, Results
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvOffer, LeaseKv, LegOrder, pack_block_ids, pack_full_hashes, unpack_block_ids
+from shared.contracts.kv_exchange import KvOffer, LeaseKv, LegOrder, blocks_in, pack_full_hashes
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_messages import one_group
 from tests.unit.connector.real_scheduler import BLOCK_TOKENS, make_scheduler
 
 PROMPT = list(range(70))
@@ -88,7 +89,7 @@ def add_request(scheduler, name: str = "r", prompt: Sequence[int] = PROMPT, *, t
         worker_id=WorkerId("holder"),
         epoch=Epoch(1),
         lease_id="l",
-        block_ids=pack_block_ids(range(FULL)),
+        groups=one_group(range(FULL)),
         last_hash=bytes(request.block_hashes[-1]),
         until_s=time.monotonic() + 1000.0,
     )
@@ -109,7 +110,7 @@ def granted(scheduler, hashes: Sequence[bytes]) -> int:
     )
     answer = scheduler.connector.connector_scheduler.exchange(msgspec.msgpack.encode(EngineCall(leases=[ask])))
     (grant,) = msgspec.msgpack.decode(answer, type=EngineNotification).grants
-    return len(unpack_block_ids(grant.block_ids))
+    return blocks_in(grant.groups)
 
 
 def cached(scheduler, hashes: Sequence[Any]) -> int:

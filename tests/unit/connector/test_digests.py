@@ -34,7 +34,7 @@ def digest_of(memories: list[RankMemory], blocks: list[int] = BLOCKS) -> BlocksD
     aggregation = RankAggregation(len(memories))
     for memory in memories:
         shape = memory.shape
-        reader = ReaderRank(memory.described(), shape.ranks, shape.kv_heads)
+        reader = ReaderRank(memory.described(), shape.ranks)
         joined = aggregation.add(Results(digested=[digested(DigestBlocks(1, blocks), reader, read_cpu_memory)]))
     return joined.digested[0]
 
@@ -100,7 +100,7 @@ def test_a_device_that_cannot_be_read_is_a_failure_of_the_digest():
 
     memory = RankMemory(Shape(), 0)
 
-    result = digested(DigestBlocks(1, BLOCKS), ReaderRank(memory.described(), 1, 4), broken)
+    result = digested(DigestBlocks(1, BLOCKS), ReaderRank(memory.described(), 1), broken)
     assert "CUDA error" in result.failure
 
 

@@ -17,6 +17,7 @@ from connector.scheduler.exchange_core import ExchangeCore, GrantWays, PendingRe
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_messages import first_of
 from tests.unit.connector.holding import BLOCK_TOKENS, ME, Holding, chain, lease_request, release
 
 HOLDER = ("holder", 1)
@@ -93,7 +94,7 @@ def test_reads_are_cut_by_the_blocks_of_the_largest_rank(engine):
     engine.exchange.describe(described("me", ranks=[small, large]))
 
     block_bytes = 3 * 4 * 8 * 16 * 4
-    assert engine.exchange.reader.outbox.part_blocks == PART_BYTES // block_bytes
+    assert engine.exchange.reader.outbox.part_blocks == [PART_BYTES // block_bytes]
 
 
 WORK = [
@@ -178,7 +179,7 @@ def test_grants_go_to_the_readers_socket_and_not_over_the_bus(holder):
     holder.holding.hold(hashes[2:])
     holder.exchange.grant()
 
-    assert [(grant.first, grant.final) for grant in holder.socket.grants] == [(0, False), (2, True)]
+    assert [(first_of(grant), grant.final) for grant in holder.socket.grants] == [(0, False), (2, True)]
     assert holder.on_the_bus() == []
 
 
@@ -192,7 +193,7 @@ def test_after_a_grant_that_the_socket_did_not_take_all_of_its_lease_take_the_bu
     holder.holding.hold(hashes[2:])
     holder.exchange.grant()
 
-    assert [(grant.first, grant.final) for grant in holder.on_the_bus()] == [(0, False), (2, True)]
+    assert [(first_of(grant), grant.final) for grant in holder.on_the_bus()] == [(0, False), (2, True)]
     assert holder.socket.grants == []
 
 

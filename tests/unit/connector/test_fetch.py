@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from connector.messages import ReadPart
-from shared.contracts.kv_exchange import KvOffer, NoGrant, pack_block_ids
+from shared.contracts.kv_exchange import KvOffer, NoGrant
+from tests.support.kv_messages import one_group
 from tests.unit.connector.fetching import HASHES, A, B, Bench, follow, source
 
 
@@ -128,9 +129,7 @@ def test_an_unresponsive_holder_is_abandoned_after_its_deadline(bench):
 
 
 def test_an_offer_of_the_same_prompt_needs_no_lease_request(bench):
-    offer = KvOffer(
-        worker_id="a", epoch=1, lease_id="L", block_ids=pack_block_ids([4, 5]), last_hash=HASHES[1], until_s=50.0
-    )
+    offer = KvOffer(worker_id="a", epoch=1, lease_id="L", groups=one_group([4, 5]), last_hash=HASHES[1], until_s=50.0)
     fetch = bench.fetch(goal=2, take=offer)
     fetch.begin([101, 102], bench.now)
 
@@ -139,9 +138,7 @@ def test_an_offer_of_the_same_prompt_needs_no_lease_request(bench):
 
 
 def test_an_offer_of_another_prompt_is_ignored(bench):
-    offer = KvOffer(
-        worker_id="a", epoch=1, lease_id="L", block_ids=pack_block_ids([4, 5]), last_hash=HASHES[2], until_s=50.0
-    )
+    offer = KvOffer(worker_id="a", epoch=1, lease_id="L", groups=one_group([4, 5]), last_hash=HASHES[2], until_s=50.0)
     fetch = bench.fetch(goal=2, take=offer)
 
     assert fetch.count() == 0

@@ -13,16 +13,9 @@ import pytest
 
 from connector.messages import EngineCall, EngineNotification, Peer
 from shared.contracts.ids import Epoch, LegId, WorkerId
-from shared.contracts.kv_exchange import (
-    FirstToken,
-    KvOffer,
-    LeaseKv,
-    LegOrder,
-    is_sound_grant,
-    pack_block_ids,
-    pack_full_hashes,
-)
+from shared.contracts.kv_exchange import FirstToken, KvOffer, LeaseKv, LegOrder, is_sound_grant, pack_full_hashes
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_messages import one_group
 from tests.unit.connector.real_scheduler import BLOCK_TOKENS, make_scheduler
 from tests.unit.connector.test_arrived_blocks import Worker, process
 
@@ -102,7 +95,7 @@ def offer_of(engine: Engine, prompt: Sequence[int] = PROMPT, token: int = TOKEN,
         worker_id=WorkerId("holder"),
         epoch=Epoch(1),
         lease_id="l",
-        block_ids=pack_block_ids(range(full)),
+        groups=one_group(range(full)),
         last_hash=bytes(request.block_hashes[full - 1]),
         until_s=time.monotonic() + 1000.0,
         first_token=first_token_of(request, token, BLOCK_TOKENS),

@@ -12,7 +12,8 @@ import pytest
 
 from connector.scheduler.grant_socket import PREFIX, GrantSocket, new_socket_path
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, pack_block_ids
+from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, GroupBlocks, KvGrant
+from tests.support.kv_messages import one_group
 
 SOON_S = 10.0
 
@@ -42,7 +43,7 @@ def sender():
 
 
 def test_the_largest_grant_arrives_as_it_was_sent(sender, receiver, arrived):
-    sent = grant(lease_id="ask", block_ids=pack_block_ids(range(LEASE_BLOCKS_MAX)), last_hash=b"h" * 32, until_s=7.5)
+    sent = grant(lease_id="ask", groups=one_group(range(LEASE_BLOCKS_MAX)), last_hash=b"h" * 32, until_s=7.5)
 
     assert sender.send(receiver.path, sent)
     assert arrived.get(timeout=SOON_S) == sent
@@ -95,7 +96,13 @@ def test_only_sockets_for_grants_are_written_to(sender, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rubbish", [b"", b"\xc1", msgspec.msgpack.encode(grant(block_ids=b"odd")), msgspec.msgpack.encode(["grant"])]
+    "rubbish",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(grant(groups=[GroupBlocks(first=0, block_ids=b"odd")])),
+        msgspec.msgpack.encode(["grant"]),
+    ],
 )
 def test_rubbish_is_ignored(sender, receiver, arrived, rubbish):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:

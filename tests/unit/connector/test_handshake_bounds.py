@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from connector.layout.bounds import ADDRESS_END, AGENT_BYTES_MAX, LAYERS_MAX, PLANES_MAX, RANKS_MAX
+from connector.layout.bounds import ADDRESS_END, AGENT_BYTES_MAX, LAYER_NAME_MAX, LAYERS_MAX, PLANES_MAX, RANKS_MAX
 from connector.layout.tensors import why_malformed, why_not
 from connector.messages import Orders, Peer
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.transfer_thread import Copier
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_exchange import KV_GROUPS_MAX, KvGroup, KvHandshake
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 from tests.unit.connector.test_exchange_core import Engine
 
@@ -41,11 +41,13 @@ FORGED = [
     ("epoch", replace(HONEST, epoch=1 << 62)),
     ("clock_s", replace(HONEST, clock_s=math.nan)),
     ("clock_s", replace(HONEST, clock_s=math.inf)),
-    ("block_size", replace(HONEST, block_size=0)),
+    ("hash_block_size", replace(HONEST, hash_block_size=0)),
+    ("the number of groups", replace(HONEST, groups=[])),
+    ("the number of groups", replace(HONEST, groups=HONEST.groups * (KV_GROUPS_MAX + 1))),
+    ("block_size", replace(HONEST, groups=[KvGroup(block_size=0)])),
     ("blocks", replace(HONEST, blocks=0)),
     ("blocks", replace(HONEST, blocks=-1)),
     ("blocks", replace(HONEST, blocks=1 << 32)),
-    ("kv_heads", replace(HONEST, kv_heads=0)),
     ("the number of ranks", replace(HONEST, ranks=HONEST.ranks * (RANKS_MAX + 1))),
     ("device", with_rank(device="xpu")),
     ("device", with_rank(device="")),
@@ -55,6 +57,10 @@ FORGED = [
     ("the length of agent", with_rank(agent=bytes(AGENT_BYTES_MAX + 1))),
     ("the number of layers", with_rank(layers=[])),
     ("the number of layers", with_rank(layers=[LAYER] * (LAYERS_MAX + 1))),
+    ("the length of a layer's name", with_layer(name="")),
+    ("the length of a layer's name", with_layer(name="n" * (LAYER_NAME_MAX + 1))),
+    ("group", with_layer(group=-1)),
+    ("group", with_layer(group=1)),
     ("base", with_layer(base=-1)),
     ("base", with_layer(base=0)),
     ("base", with_layer(base=(1 << 64) - 1)),
@@ -67,6 +73,7 @@ FORGED = [
     ("offset", with_plane(offset=-1)),
     ("head_bytes", with_plane(head_bytes=-1)),
     ("head_bytes", with_plane(head_bytes=0)),
+    ("total", with_plane(total=0)),
     ("heads", with_plane(heads=0)),
     ("the end of the last block", with_layer(base=ADDRESS_END - 1)),
     ("the end of the last block", with_layer(block_stride=ADDRESS_END // 2)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, NoGrant
-from tests.unit.connector.holding import Holding, blocks_of, chain, lease_request, release
+from tests.support.kv_messages import blocks_of, first_of
+from tests.unit.connector.holding import Holding, chain, lease_request, release
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def test_the_longest_cached_prefix_is_pinned_until_its_expiry(holding):
     grant = holding.holder.lease(lease_request(hashes))
 
     assert blocks_of(grant) == held
-    assert (grant.first, grant.last_hash, grant.reason, grant.final) == (0, hashes[3], NoGrant.NOT_HELD, True)
+    assert (first_of(grant), grant.last_hash, grant.reason, grant.final) == (0, hashes[3], NoGrant.NOT_HELD, True)
     assert (grant.clock_s, grant.until_s) == (100.0, 105.0)
     assert holding.free == holding.free_at_first - 4
 
@@ -45,7 +46,7 @@ def test_another_prompt_of_the_same_length_matches_nothing(holding):
 
     grant = holding.holder.lease(lease_request(chain(3, "a conversation, edited")))
 
-    assert (grant.lease_id, grant.block_ids, grant.reason) == ("", b"", NoGrant.NOT_HELD)
+    assert (grant.lease_id, grant.groups, grant.reason) == ("", [], NoGrant.NOT_HELD)
 
 
 def test_leased_blocks_cannot_be_evicted(holding):
@@ -104,7 +105,7 @@ def test_a_lease_lasts_no_longer_than_the_holder_allows():
 def test_a_lease_without_duration_is_refused(holding, hold_s):
     holding.hold(chain(1))
 
-    assert holding.holder.lease(lease_request(chain(1), hold_s=hold_s)).block_ids == b""
+    assert holding.holder.lease(lease_request(chain(1), hold_s=hold_s)).groups == []
 
 
 def test_blocks_in_several_leases_stay_until_the_last_has_ended(holding):
@@ -211,7 +212,7 @@ def test_a_repeated_lease_request_is_granted_once(holding):
     holding.hold(chain(2))
     holding.holder.lease(lease_request(chain(2)))
 
-    assert holding.holder.lease(lease_request(chain(2))).block_ids == b""
+    assert holding.holder.lease(lease_request(chain(2))).groups == []
     holding.holder.release(release("ask-1"))
     assert holding.free == holding.free_at_first
 

@@ -7,7 +7,8 @@ import pytest
 from connector.holder.holder import ENDED_LEGS_NOTED_MAX, FULL_S_MAX
 from connector.holder.leases import FOLLOWED_MAX
 from shared.contracts.kv_exchange import NoGrant
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release
+from tests.support.kv_messages import blocks_of, first_of
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, chain, lease_request, release
 
 
 class Prefill:
@@ -39,7 +40,7 @@ def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
     hashes = chain(6)
     prefill = Prefill(holding, hashes)
     first = holding.holder.lease(lease_request(hashes, follow_s=30.0))
-    assert (first.final, first.block_ids, first.reason, first.lease_id) == (False, b"", None, "ask-1")
+    assert (first.final, first.groups, first.reason, first.lease_id) == (False, [], None, "ask-1")
 
     prefill.compute(2)
     (second,) = holding.holder.advance()
@@ -48,7 +49,7 @@ def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
     prefill.compute(1)
     (last,) = holding.holder.advance()
 
-    assert [(one.first, blocks_of(one), one.final) for one in (second, third, last)] == [
+    assert [(first_of(one), blocks_of(one), one.final) for one in (second, third, last)] == [
         (0, prefill.ids[:2], False),
         (2, prefill.ids[2:5], False),
         (5, prefill.ids[5:], True),
@@ -110,7 +111,7 @@ def test_following_without_progress_ends_at_its_deadline(holding):
     holding.now = 103.0
     (last,) = holding.holder.advance()
 
-    assert (last.final, last.reason, last.first, last.block_ids) == (True, NoGrant.FOLLOW_OVER, 0, b"")
+    assert (last.final, last.reason, last.groups) == (True, NoGrant.FOLLOW_OVER, [])
     assert (holding.holder.counts.leases, holding.holder.counts.refused_total) == (0, 1)
 
 
@@ -156,7 +157,7 @@ def test_a_prompt_queued_longer_than_a_lease_is_still_followed(holding):
     prefill.compute(4)
     (last,) = holding.holder.advance()
 
-    assert (last.first, blocks_of(last), last.final) == (1, prefill.ids[1:], True)
+    assert (first_of(last), blocks_of(last), last.final) == (1, prefill.ids[1:], True)
 
 
 def test_full_memory_delays_grants_of_a_followed_prompt():
@@ -168,7 +169,7 @@ def test_full_memory_delays_grants_of_a_followed_prompt():
     prefill.compute(4)
 
     first = holding.holder.lease(lease_request(hashes, follow_s=30.0))
-    assert (first.final, first.block_ids) == (False, b"")
+    assert (first.final, first.groups) == (False, [])
     assert holding.holder.advance() == []
 
     holding.holder.release(release("ask-0"))
@@ -185,7 +186,7 @@ def test_following_ends_soon_when_the_lease_share_is_full():
     holding.now += FULL_S_MAX
     (last,) = holding.holder.advance()
 
-    assert (last.reason, last.first, last.final) == (NoGrant.FULL, 2, True)
+    assert (last.reason, last.groups, last.final) == (NoGrant.FULL, [], True)
     assert not holding.holder.has_followed
 
 
@@ -232,7 +233,7 @@ def test_followers_are_notified_when_the_engine_ends(holding):
     prefill.compute(2)
     (last,) = holding.holder.advance()
 
-    assert (last.final, last.reason, last.block_ids) == (True, NoGrant.DRAINING, b"")
+    assert (last.final, last.reason, last.groups) == (True, NoGrant.DRAINING, [])
     holding.end(prefill.blocks)
     assert (holding.free, holding.holder.counts.leases) == (holding.free_at_first, 0)
 
@@ -272,7 +273,7 @@ def test_following_a_prompt_with_other_hashes_ends_with_its_leg(holding):
     holding.holder.leg_ended("leg")
     (last,) = holding.holder.advance()
 
-    assert (last.block_ids, last.final, last.reason) == (b"", True, NoGrant.FOLLOW_OVER)
+    assert (last.groups, last.final, last.reason) == ([], True, NoGrant.FOLLOW_OVER)
     assert (holding.holder.counts.leases, holding.holder.counts.refused_total) == (0, 1)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from connector.holder.holder import FOLLOW_S_MAX
-from tests.unit.connector.holding import Holding, blocks_of, chain, lease_request, release
+from tests.support.kv_messages import blocks_of, first_of
+from tests.unit.connector.holding import Holding, chain, lease_request, release
 
 HISTORIES = 1000
 PROMPTS = [chain(count, f"prompt {number}") for number, count in enumerate((1, 3, 5, 8))]
@@ -128,9 +129,9 @@ def test_each_followed_request_gets_exactly_one_final_grant_unless_released():
 
         next_block: dict[str, int] = {}
         for grant in history.grants:
-            if grant.lease_id or not grant.final:
-                assert grant.first == next_block.get(grant.ask_id, 0), seed
-                next_block[grant.ask_id] = grant.first + len(blocks_of(grant))
+            if grant.groups:
+                assert first_of(grant) == next_block.get(grant.ask_id, 0), seed
+                next_block[grant.ask_id] = first_of(grant) + len(blocks_of(grant))
             if grant.final and grant.lease_id:
                 next_block.pop(grant.ask_id, None)
         assert next_block == {}, seed

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from shared.contracts.kv_exchange import KvGrant, ReleaseKv
-from tests.unit.connector.holding import blocks_of, lease_request
+from tests.support.kv_messages import blocks_of, first_of
+from tests.unit.connector.holding import lease_request
 from tests.unit.connector.real_scheduler import BLOCK_TOKENS, TOKENS_A_STEP, Engine, prefixes
 
 HOLDER = {"worker_id": "p", "epoch": 1}
@@ -28,7 +29,7 @@ class Reader:
         self.take([self.engine.holder.lease(lease_request(hashes, ask_id, hold_s=hold_s, follow_s=follow_s, **HOLDER))])
 
     def take(self, grants: list[KvGrant]) -> None:
-        self.granted += [grant for grant in grants if grant.block_ids]
+        self.granted += [grant for grant in grants if grant.groups]
         self.blocks += sum(len(blocks_of(grant)) for grant in grants)
 
     def release(self, ask_id: str) -> None:
@@ -38,7 +39,7 @@ class Reader:
     def check(self) -> None:
         self.granted = [grant for grant in self.granted if grant.until_s > self.engine.now]
         for grant in self.granted:
-            for index, block_id in enumerate(blocks_of(grant), grant.first):
+            for index, block_id in enumerate(blocks_of(grant), first_of(grant)):
                 assert self.engine.holds(block_id, self.prompts[grant.ask_id], index), (grant.ask_id, index)
 
 

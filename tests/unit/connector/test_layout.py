@@ -7,27 +7,27 @@ import numpy as np
 import pytest
 
 from connector.layout.tensors import CacheTensor, UnsupportedLayout, layer_of, why_not
-from shared.contracts.kv_exchange import KvPlane
+from shared.contracts.kv_exchange import GROUP, KvPlane
 from tests.support.kv_engines import RankMemory, Shape, handshake
 
 
 def tensor(array: np.ndarray, dims: str) -> CacheTensor:
-    return CacheTensor("layers.0", array.ctypes.data, dims, array.shape, array.strides, array.itemsize)
+    return CacheTensor("layers.0", GROUP, array.ctypes.data, dims, array.shape, array.strides, array.itemsize)
 
 
 def test_a_block_of_the_cpu_engine_is_one_plane_of_heads():
     array = np.zeros((10, 4, 32, 128), dtype=np.float32)  # blocks, heads, tokens, keys and values of a token
 
-    layer = layer_of(tensor(array, "BHNC"), blocks=10)
+    layer = layer_of(tensor(array, "BHNC"), blocks=10, kv_heads=4)
 
     assert layer.block_stride == 4 * 32 * 128 * 4
-    assert layer.planes == [KvPlane(offset=0, head_bytes=32 * 128 * 4, heads=4)]
+    assert layer.planes == [KvPlane(offset=0, head_bytes=32 * 128 * 4, heads=4, total=4)]
 
 
 def test_separate_keys_and_values_are_two_planes():
     array = np.zeros((2, 10, 4, 16, 64), dtype=np.float16)
 
-    layer = layer_of(tensor(array, "KBHNC"), blocks=10)
+    layer = layer_of(tensor(array, "KBHNC"), blocks=10, kv_heads=4)
 
     assert [plane.offset for plane in layer.planes] == [0, array.strides[0]]
     assert layer.block_stride == array.strides[1]
@@ -36,22 +36,22 @@ def test_separate_keys_and_values_are_two_planes():
 def test_a_block_of_several_kernel_blocks_has_a_plane_for_each():
     array = np.zeros((40, 4, 16, 128), dtype=np.float16)
 
-    layer = layer_of(tensor(array, "BHNC"), blocks=10)
+    layer = layer_of(tensor(array, "BHNC"), blocks=10, kv_heads=4)
 
     assert [plane.offset for plane in layer.planes] == [piece * array.strides[0] for piece in range(4)]
     assert layer.block_stride == 4 * array.strides[0]
 
 
 def test_a_latent_cache_is_one_head():
-    layer = layer_of(tensor(np.zeros((10, 64, 576), dtype=np.float16), "BNC"), blocks=10)
+    layer = layer_of(tensor(np.zeros((10, 64, 576), dtype=np.float16), "BNC"), blocks=10, kv_heads=1)
 
-    assert layer.planes == [KvPlane(offset=0, head_bytes=64 * 576 * 2, heads=1)]
+    assert layer.planes == [KvPlane(offset=0, head_bytes=64 * 576 * 2, heads=1, total=1)]
 
 
 def test_layers_interleaved_in_a_block_are_separate_layers():
     array = np.zeros((10, 3, 4, 16, 128), dtype=np.float16)  # blocks outermost, then layers
 
-    layer = layer_of(tensor(array[:, 1], "BHNC"), blocks=10)
+    layer = layer_of(tensor(array[:, 1], "BHNC"), blocks=10, kv_heads=4)
 
     assert layer.block_stride == array.strides[0]
     assert layer.base == array.ctypes.data + array.strides[1]
@@ -61,12 +61,12 @@ def test_tokens_outside_heads_are_refused_with_a_remedy():
     array = np.zeros((10, 16, 4, 128), dtype=np.float16).transpose(0, 2, 1, 3)
 
     with pytest.raises(UnsupportedLayout, match="VLLM_KV_CACHE_LAYOUT"):
-        layer_of(tensor(array, "BHNC"), blocks=10)
+        layer_of(tensor(array, "BHNC"), blocks=10, kv_heads=4)
 
 
 def test_a_tensor_of_too_few_blocks_is_refused():
     with pytest.raises(UnsupportedLayout, match="has 9 blocks"):
-        layer_of(tensor(np.zeros((9, 4, 16, 128)), "BHNC"), blocks=10)
+        layer_of(tensor(np.zeros((9, 4, 16, 128)), "BHNC"), blocks=10, kv_heads=4)
 
 
 def described(shape: Shape):
@@ -79,7 +79,7 @@ def test_engines_may_differ_in_ranks_and_blocks(ranks):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("version", 2), ("fingerprint", "another"), ("block_size", 64), ("kv_heads", 8)]
+    ("field", "value"), [("version", 1), ("fingerprint", "another"), ("hash_block_size", 64), ("groups", [])]
 )
 def test_the_incompatible_field_is_named(field, value):
     peer = msgspec.structs.replace(described(Shape()), **{field: value})
@@ -91,12 +91,23 @@ def test_other_layers_are_named():
     assert why_not(described(Shape(layers=2)), described(Shape(layers=3))) == "layers differ: 2 here, 3 there"
 
 
+def test_layers_of_other_names_are_named():
+    assert why_not(described(Shape()), described(Shape(first_layer=1))) == "layers differ: layers.0 is not there"
+
+
+def test_two_layers_of_one_name_are_refused():
+    peer = described(Shape())
+    twice = msgspec.structs.replace(peer.ranks[0], layers=[peer.ranks[0].layers[0]] * 3)
+
+    assert "two layers of one name" in why_not(described(Shape()), msgspec.structs.replace(peer, ranks=[twice]))
+
+
 def test_other_heads_in_a_layer_are_named():
-    assert "layer 0 differs" in why_not(described(Shape()), described(Shape(content=32)))
+    assert "layer layers.0 differs" in why_not(described(Shape()), described(Shape(content=32)))
 
 
 def test_engines_with_different_planes_do_not_exchange():
-    assert "layer 0 differs" in why_not(described(Shape()), described(Shape(dims="KBHNC")))
+    assert "layer layers.0 differs" in why_not(described(Shape()), described(Shape(dims="KBHNC")))
 
 
 def test_a_handshake_that_lacks_a_rank_is_refused():

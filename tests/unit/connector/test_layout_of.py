@@ -104,7 +104,7 @@ def cache_of(spec, layout_name="LBHNC", kernel_block_size=None):
 def test_vllm_layers_are_planes_of_heads_in_numeric_order():
     caches, config = cache_of(attention())
 
-    layers = layers_of(caches, config)
+    layers = layers_of(caches, config, HEADS)
 
     assert [layer.base for layer in layers] == [caches[f"model.layers.{n}.attn"].data_ptr() for n in (0, 2, 10)]
     (plane,) = layers[0].planes
@@ -115,7 +115,7 @@ def test_vllm_layers_are_planes_of_heads_in_numeric_order():
 def test_blocks_of_all_layers_together_are_read_layer_by_layer():
     caches, config = cache_of(attention(), "BLHNC")
 
-    layers = layers_of(caches, config)
+    layers = layers_of(caches, config, HEADS)
 
     assert layers[0].block_stride == LAYERS * HEADS * layers[0].planes[0].head_bytes
 
@@ -123,7 +123,7 @@ def test_blocks_of_all_layers_together_are_read_layer_by_layer():
 def test_kernel_blocks_are_planes():
     caches, config = cache_of(attention(), kernel_block_size=16)
 
-    layers = layers_of(caches, config)
+    layers = layers_of(caches, config, HEADS)
 
     assert [plane.offset for plane in layers[0].planes] == [0, layers[0].block_stride // 2]
 
@@ -131,7 +131,7 @@ def test_kernel_blocks_are_planes():
 def test_a_latent_cache_is_one_head():
     caches, config = cache_of(latent())
 
-    assert [plane.heads for plane in layers_of(caches, config)[0].planes] == [1]
+    assert [plane.heads for plane in layers_of(caches, config, 1)[0].planes] == [1]
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LHBNC"])
@@ -139,7 +139,7 @@ def test_a_layout_with_scattered_heads_is_refused(layout):
     caches, config = cache_of(attention(), layout)
 
     with pytest.raises(UnsupportedLayout, match="set it to HND"):
-        layers_of(caches, config)
+        layers_of(caches, config, HEADS)
 
 
 def test_the_reason_for_a_refused_layout_reaches_the_worker(tmp_path):
@@ -147,7 +147,7 @@ def test_the_reason_for_a_refused_layout_reaches_the_worker(tmp_path):
 
     caches, config = cache_of(attention(), "LBNHC")
     with pytest.raises(UnsupportedLayout), refusals_saved(str(tmp_path / "refused")):
-        layers_of(caches, config)
+        layers_of(caches, config, HEADS)
 
     assert "set it to HND" in (tmp_path / "refused").read_text()
 
@@ -159,7 +159,7 @@ def test_the_scales_of_quantised_blocks_are_copied_with_them(mode):
     spec = quantised(mode, dtype=torch.uint8, state_content_bytes=2 * SIZE + 8)
     caches, config = cache_of(spec)
 
-    (plane,) = layers_of(caches, config)[0].planes
+    (plane,) = layers_of(caches, config, HEADS)[0].planes
 
     assert plane.heads * plane.head_bytes == spec.page_size_bytes == HEADS * TOKENS * (2 * SIZE + 8)
 
@@ -357,7 +357,7 @@ def allocated(layout, blocks, *specs):
     caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
     for tensor in caches.values():
         tensor.copy_(torch.rand(tensor.shape))
-    rank = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers_of(caches, config))
+    rank = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers_of(caches, config, HEADS))
     return caches, handshake([rank], Shape(blocks=blocks))
 
 
@@ -374,7 +374,7 @@ def test_blocks_are_read_between_vllms_layouts(sizes, holder, reader, spans):
     read, own = allocated(reader, 2 * BLOCKS, *specs)
     before = {name: cache.clone() for name, cache in read.items()}
 
-    (route,) = routes_to(ReaderRank(own.ranks[0], 1, own.kv_heads), peer)
+    (route,) = routes_to(ReaderRank(own.ranks[0], 1), peer)
     there, here = spans_of(route, [2, 3], [8, 9])
     for (source, length, _), (target, _, _) in zip(there.tolist(), here.tolist(), strict=True):
         ctypes.memmove(target, source, length)

@@ -15,9 +15,10 @@ from services.router.state.worker_view import WorkerView
 from services.router.tokenize.rendered_prompts import prompt_of
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RenderedPrompt
-from shared.contracts.kv_exchange import KvOffer, LegOrder, pack_block_ids
+from shared.contracts.kv_exchange import KvOffer, LegOrder
 from shared.contracts.workers import HashScheme
 from tests.support.fleet_builders import record
+from tests.support.kv_messages import one_group
 from tests.unit.connector.real_scheduler import BLOCK_TOKENS, make_scheduler
 from tests.unit.connector.test_exchange_core import described
 
@@ -63,7 +64,7 @@ class Decode:
             worker_id=WorkerId("p"),
             epoch=Epoch(1),
             lease_id="l",
-            block_ids=pack_block_ids([*range(full)]),
+            groups=one_group([*range(full)]),
             last_hash=bytes(request.block_hashes[full - 1]),
             until_s=time.monotonic() + 60.0,
         )

@@ -10,16 +10,9 @@ from connector.reader.fetch import FetchLimits
 from connector.reader.prefetch import HELD_SHARE_MAX
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import (
-    FetchedKv,
-    FetchKv,
-    KvGrant,
-    KvSource,
-    LeaseKv,
-    pack_block_ids,
-    pack_full_hashes,
-)
+from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, KvSource, LeaseKv, pack_full_hashes
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_messages import one_group
 from tests.unit.connector.holding import BLOCK_TOKENS, chain
 
 BLOCKS = 64
@@ -75,7 +68,7 @@ class Engine:
                 epoch=request.epoch,
                 ask_id=request.ask_id,
                 lease_id=request.ask_id if count else "",
-                block_ids=pack_block_ids(range(count)),
+                groups=one_group(range(count), request.first),
                 last_hash=request.hashes[-32:] if count else b"",
                 until_s=self.now + 30.0,
             )

@@ -11,12 +11,11 @@ from connector.messages import Peer, ReadPart
 from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers
 from connector.reader.reader import Reader
-from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvSource, LegOrder, pack_block_ids
+from shared.contracts.kv_exchange import KvGrant, KvGroup, KvHandshake, KvOffer, KvSource, LegOrder
+from tests.support.kv_messages import one_group
 
 HASHES = [bytes([at]) * 32 for at in range(8)]
-OFFER = KvOffer(
-    worker_id="p", epoch=1, lease_id="L", block_ids=pack_block_ids([4, 5, 6]), last_hash=HASHES[2], until_s=50.0
-)
+OFFER = KvOffer(worker_id="p", epoch=1, lease_id="L", groups=one_group([4, 5, 6]), last_hash=HASHES[2], until_s=50.0)
 HAND_OVER = LegOrder(take=OFFER, sources=[KvSource(worker_id="p", epoch=1)])
 READ_BACK = LegOrder(sources=[KvSource(worker_id="p", epoch=1)], fetch_min_tokens=64)
 
@@ -51,9 +50,9 @@ class Bench:
             version=1,
             fingerprint="f",
             clock_s=0.0,
-            block_size=32,
+            hash_block_size=32,
+            groups=[KvGroup(block_size=32)],
             blocks=9,
-            kv_heads=1,
             ranks=[],
         )
         self.peers.know(Peer(handshake=handshake, clock_ahead_s=0.0))
@@ -68,7 +67,7 @@ class Bench:
                 epoch=1,
                 ask_id=request.ask_id,
                 lease_id=request.ask_id,
-                block_ids=pack_block_ids(blocks),
+                groups=one_group(blocks, request.first),
                 last_hash=names[len(blocks) - 1] if blocks else b"",
                 until_s=50.0,
                 reason=reason,

@@ -17,7 +17,7 @@ from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from connector.worker.connections import CONNECT_S_MAX, OPEN_S_MAX
 from connector.worker.transfer_thread import PARTS_PER_PEER_MAX, READ_S_MAX, SELF_END_S_MAX, Copier, TransferThread
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_exchange import GROUP, KvHandshake
 from tests.support.faulty_agent import FaultyAgent
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
@@ -64,7 +64,7 @@ class World:
         self, blocks: dict[int, int], until_s: float = 1000.0, key: PeerKey = ("holder", 1), read_id: int = 1
     ) -> None:
         self.copier.submit(
-            Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s, PART_BLOCKS)])
+            Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s, GROUP, PART_BLOCKS)])
         )
 
 
@@ -97,6 +97,18 @@ def test_blocks_arrive_at_their_destinations_and_nowhere_else():
     assert part.bytes == 3 * 3 * 4 * 8 * 16 * 4
     world.reading.assert_holds({7: 3, 8: 4, 0: 9})
     assert not world.copier.busy
+
+
+def test_a_read_copies_the_layers_of_its_group_only():
+    world = World(Shape(layers=3, groups=2))
+    world.connected()
+
+    world.copier.submit(Orders(reads=[Read(1, ("holder", 1), [3], [7], 1000.0, 1, PART_BLOCKS)]))
+
+    (part,) = world.settled().parts
+    block = world.reading.memory
+    assert [bool(block.block(layer, 7).any()) for layer in range(3)] == [False, True, False]
+    assert (part.failure, part.bytes) == ("", block.block(1, 7).nbytes)
 
 
 def test_a_big_read_is_reported_part_by_part():
@@ -409,7 +421,7 @@ class Side:
         self.transfers = TransferThread(lambda: Copier(agent, own, time.monotonic))
 
     def read(self, read_id: int = 1) -> None:
-        self.transfers.submit(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0, 1)]))
+        self.transfers.submit(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0, GROUP, 1)]))
 
     def until(self, seen: Callable[[Results], bool]) -> Results:
         results = Results()
@@ -473,7 +485,9 @@ def test_a_read_in_several_parts_is_reported_once(sides):
     side.until(lambda results: bool(results.connected))
     side.transfers.wake_on_results(lambda: reports.put(side.transfers.take_results()))
 
-    side.transfers.submit(Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0, len(BLOCKS) - 1)]))
+    side.transfers.submit(
+        Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0, GROUP, len(BLOCKS) - 1)])
+    )
 
     assert len(reports.get(timeout=SOON_S).parts) == 2
 

@@ -29,7 +29,7 @@ from services.worker.engines.port import EngineDead
 from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import GROUP, KvGroup, KvHandshake, KvLayer, KvPlane, KvRank
 from shared.sockets import family_of
 
 REPLY_S_MAX = 1.0
@@ -235,8 +235,8 @@ def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -
     settings, cache = core.settings, core.cache
     size = CONTENT_BYTES * settings.kv_blocks
     agent.register([Region(cache.address, size + PROBE_BYTES, "cpu", 0)])
-    plane = KvPlane(offset=0, head_bytes=CONTENT_BYTES, heads=1)
-    layer = KvLayer(base=cache.address, block_stride=CONTENT_BYTES, planes=[plane])
+    plane = KvPlane(offset=0, head_bytes=CONTENT_BYTES, heads=1, total=1)
+    layer = KvLayer(name="layer", group=GROUP, base=cache.address, block_stride=CONTENT_BYTES, planes=[plane])
     memory = KvRank(rank=0, agent=agent.metadata(), device="cpu", device_id=0, layers=[layer])
     handshake = KvHandshake(
         worker_id=WorkerId(settings.worker_id),
@@ -244,13 +244,13 @@ def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -
         version=PROTOCOL_VERSION,
         fingerprint=fingerprint,
         clock_s=0.0,
-        block_size=settings.block_size,
+        hash_block_size=settings.block_size,
+        groups=[KvGroup(block_size=settings.block_size)],
         blocks=settings.kv_blocks,
-        kv_heads=1,
         ranks=[memory],
     )
     core.exchange.describe(handshake)
-    return Own(ReaderRank(memory, ranks=1, kv_heads=1), handshake, cache.address + size)
+    return Own(ReaderRank(memory, ranks=1), handshake, cache.address + size)
 
 
 def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -> Mover:

@@ -172,7 +172,7 @@ class StoreEngine(Engine, EngineExchange):
             lease_share_max=LEASE_SHARE_MAX,
         )
         self._shape = shape
-        self._core = StoreExchange(holding, shape.block_tokens, tiers, time.monotonic)
+        self._core = StoreExchange(holding, shape.hash_block_size, tiers, time.monotonic)
         self._mover, handshake = make_mover(options.identity, shape, storage.arena.address, blocks, self._wake_loop)
         self._core.describe(handshake)
         self._listeners: list[Callable[[EngineNotification], None]] = []

@@ -16,7 +16,7 @@ from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_cache import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers
-from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
+from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, blocks_in, unpack_full_hashes
 from shared.contracts.load import StoreState
 
 POLL_S = 0.05
@@ -37,10 +37,10 @@ class _Waiting:
 class StoreExchange:
     """``now`` returns the time on the store's clock."""
 
-    def __init__(self, holding: HolderSettings, block_tokens: int, tiers: Tiers, now: Callable[[], float]) -> None:
+    def __init__(self, holding: HolderSettings, hash_block_size: int, tiers: Tiers, now: Callable[[], float]) -> None:
         self.tiers = tiers
         self._now = now
-        self._core = ExchangeCore(holding, block_tokens, FetchLimits(), now)
+        self._core = ExchangeCore(holding, hash_block_size, FetchLimits(), now)
         self._core.bind(LeasablePool(tiers.memory), tiers)
         self._waiting: list[_Waiting] = []
         self._granted_blocks = 0
@@ -121,7 +121,7 @@ class StoreExchange:
         )
 
     def _count_grants(self, notifications: EngineNotification) -> EngineNotification:
-        self._granted_blocks += sum(len(unpack_block_ids(grant.block_ids)) for grant in notifications.grants)
+        self._granted_blocks += sum(blocks_in(grant.groups) for grant in notifications.grants)
         return notifications
 
     def _waits(self, lease: LeaseKv) -> bool:

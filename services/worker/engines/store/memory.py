@@ -107,12 +107,12 @@ def register_blocks(agent: TransferAgent, identity: Identity, shape: BlockShape,
         version=PROTOCOL_VERSION,
         fingerprint=shape.fingerprint,
         clock_s=0.0,
-        block_size=shape.block_tokens,
+        hash_block_size=shape.hash_block_size,
+        groups=list(shape.groups),
         blocks=blocks,
-        kv_heads=shape.kv_heads,
         ranks=[rank],
     )
-    return Own(ReaderRank(rank, ranks=1, kv_heads=shape.kv_heads), handshake, base + size)
+    return Own(ReaderRank(rank, ranks=1), handshake, base + size)
 
 
 class FileJobs:

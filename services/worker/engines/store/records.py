@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from connector.layout.tensors import PROTOCOL_VERSION, why_malformed
-from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvHandshake, KvLayer, KvPlane
+from connector.layout.tensors import PROTOCOL_VERSION, Content, contents_of, why_malformed
+from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGroup, KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
 """A block counts as at least this much of a store's memory. Simulated blocks are a few bytes long; without a minimum,
@@ -26,14 +26,14 @@ class BlockShape:
     """Shape of one block: all heads of all layers."""
 
     fingerprint: str
-    block_tokens: int
-    kv_heads: int
-    layers: tuple[tuple[int, ...], ...]
-    """For each layer, the length of one head in each of its planes."""
+    hash_block_size: int
+    groups: tuple[KvGroup, ...]
+    layers: tuple[tuple[str, Content], ...]
+    """The name of each layer and its content."""
 
     @property
     def block_bytes(self) -> int:
-        return self.kv_heads * sum(map(sum, self.layers))
+        return sum(head_bytes * total for _name, (_group, planes) in self.layers for head_bytes, total in planes)
 
     def blocks_in(self, size: int) -> int:
         """How many blocks fit into ``size`` bytes."""
@@ -43,19 +43,20 @@ class BlockShape:
         """The layers of contiguous blocks that begin at ``base``."""
         layers: list[KvLayer] = []
         start = base
-        for heads in self.layers:
+        for name, (group, contents) in self.layers:
             planes, offset = [], 0
-            for head_bytes in heads:
-                planes.append(KvPlane(offset=offset, head_bytes=head_bytes, heads=self.kv_heads))
-                offset += head_bytes * self.kv_heads
-            layers.append(KvLayer(base=start, block_stride=self.block_bytes, planes=planes))
+            for head_bytes, total in contents:
+                planes.append(KvPlane(offset=offset, head_bytes=head_bytes, heads=total, total=total))
+                offset += head_bytes * total
+            layers.append(KvLayer(name=name, group=group, base=start, block_stride=self.block_bytes, planes=planes))
             start += offset
         return layers
 
     def identity(self) -> bytes:
         """32 bytes that differ if the fingerprint, the shape or the protocol version differs."""
+        sizes = [group.block_size for group in self.groups]
         return hashlib.sha256(
-            repr((PROTOCOL_VERSION, self.fingerprint, self.block_tokens, self.kv_heads, self.layers)).encode()
+            repr((PROTOCOL_VERSION, self.fingerprint, self.hash_block_size, sizes, self.layers)).encode()
         ).digest()
 
 
@@ -63,11 +64,8 @@ def shape_of(handshake: KvHandshake) -> BlockShape:
     """Shape of a worker's blocks. Raises ValueError for a malformed handshake."""
     if why := why_malformed(handshake):
         raise ValueError(why)
-    planes = tuple(tuple(plane.head_bytes for plane in layer.planes) for layer in handshake.ranks[0].layers)
-    shape = BlockShape(handshake.fingerprint, handshake.block_size, handshake.kv_heads, planes)
-    if shape.block_bytes <= 0 or handshake.block_size <= 0:
-        raise ValueError("the handshake describes blocks of zero bytes")
-    return shape
+    layers = tuple(contents_of(handshake.ranks[0]).items())
+    return BlockShape(handshake.fingerprint, handshake.hash_block_size, tuple(handshake.groups), layers)
 
 
 MAGIC = b"BATONKV1"

@@ -8,16 +8,18 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvHandshake, LeaseKv
+from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvGroup, KvHandshake, LeaseKv
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.support.fleet_builders import FINGERPRINT, record
+from tests.support.kv_messages import one_group
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 WAIT_S_MAX = 30.0
@@ -25,8 +27,8 @@ HASH = bytes(range(32))
 
 
 def handshake(worker_id: str = "w1", epoch: int = 1, **more) -> KvHandshake:
-    fields = {"fingerprint": FINGERPRINT.key(), "clock_s": 0.0, "version": 1, "block_size": 32, "blocks": 100}
-    fields |= {"kv_heads": 2, "ranks": [], **more}
+    fields = {"fingerprint": FINGERPRINT.key(), "clock_s": 0.0, "version": PROTOCOL_VERSION, "blocks": 100}
+    fields |= {"hash_block_size": 32, "groups": [KvGroup(block_size=32)], "ranks": [], **more}
     return KvHandshake(worker_id=WorkerId(worker_id), epoch=Epoch(epoch), **fields)
 
 
@@ -36,7 +38,7 @@ def lease(holder: str = "h1", reader: str = "r1", ask_id: str = "a1", epoch: int
 
 
 def grant(ask: LeaseKv, **more) -> KvGrant:
-    fields = {"lease_id": "l1", "block_ids": b"\1\0\0\0", "last_hash": HASH, "until_s": 99.0, **more}
+    fields = {"lease_id": "l1", "groups": one_group([1]), "last_hash": HASH, "until_s": 99.0, **more}
     fields = {"reader_id": ask.reader_id, "worker_id": ask.worker_id, "epoch": ask.epoch, **fields}
     return KvGrant(ask_id=ask.ask_id, **fields)
 

@@ -10,7 +10,16 @@ from connector.messages import EngineCall, Peer, PeerGone
 from services.worker.kv_exchange.engine_calls import merge_calls
 from services.worker.kv_exchange.message_handler import ASKS_MAX, OpenAsks, is_sound_lease, unclaimed
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, NoGrant, ReleaseKv
+from shared.contracts.kv_exchange import (
+    CHAIN_BLOCKS_MAX,
+    KV_GROUPS_MAX,
+    LEASE_BLOCKS_MAX,
+    GroupBlocks,
+    KvGrant,
+    NoGrant,
+    ReleaseKv,
+)
+from tests.support.kv_messages import one_group
 from tests.unit.worker.kv_exchange.fakes import HASH, grant, handshake, lease
 
 
@@ -28,7 +37,7 @@ def still_open(book: OpenAsks) -> int:
 
 def test_grants_of_an_open_ask_are_accepted_until_the_final_one():
     book = asked()
-    first, last = grant(lease(), final=False), grant(lease(), first=1)
+    first, last = grant(lease(), final=False), grant(lease(), groups=one_group([2], first=1))
 
     assert book.answered(first) is first
     assert book.answered(last) is last
@@ -39,7 +48,7 @@ def test_a_grant_after_the_final_one_is_released():
     book = asked()
     book.answered(grant(lease()))
 
-    assert book.answered(grant(lease(), first=1)) == unclaimed(grant(lease()))
+    assert book.answered(grant(lease(), groups=one_group([2], first=1))) == unclaimed(grant(lease()))
 
 
 def test_an_ask_that_the_holders_engine_answered_directly_is_over():
@@ -59,7 +68,7 @@ def test_a_grant_for_an_earlier_epoch_of_this_worker_is_released():
 
 
 def test_an_unasked_refusal_is_ignored():
-    assert OpenAsks().answered(grant(lease(), lease_id="", block_ids=b"", reason=NoGrant.NOT_HELD)) is None
+    assert OpenAsks().answered(grant(lease(), lease_id="", groups=[], reason=NoGrant.NOT_HELD)) is None
 
 
 def test_a_grant_of_another_holder_is_released_and_the_ask_stays_open():
@@ -76,20 +85,22 @@ def test_a_grant_of_another_epoch_of_the_holder_is_a_refusal(answer):
     told = book.answered(grant(lease(), **answer))
 
     assert isinstance(told, KvGrant)
-    assert (told.reason, told.block_ids, told.epoch, told.final) == (NoGrant.EPOCH, b"", 1, True)
+    assert (told.reason, told.groups, told.epoch, told.final) == (NoGrant.EPOCH, [], 1, True)
     assert still_open(book) == 0
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"block_ids": b"\1\0\0"},
+        {"groups": [GroupBlocks(first=0, block_ids=b"\1\0\0")]},
         {"last_hash": b"short"},
         {"lease_id": ""},
-        {"first": -1},
+        {"groups": one_group([1], first=-1)},
+        {"groups": one_group([1], first=1 << 60)},
+        {"groups": one_group([1]) * (KV_GROUPS_MAX + 1)},
         {"until_s": math.nan},
         {"clock_s": math.inf},
-        {"block_ids": bytes(4 * (LEASE_BLOCKS_MAX + 1))},
+        {"groups": one_group(range(LEASE_BLOCKS_MAX + 1))},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -99,7 +110,7 @@ def test_a_malformed_grant_ends_its_ask_as_unreachable(wrong):
     told = book.answered(grant(lease(), final=False, **wrong))
 
     assert isinstance(told, KvGrant)
-    assert (told.reason, told.block_ids, told.final) == (NoGrant.UNREACHABLE, b"", True)
+    assert (told.reason, told.groups, told.final) == (NoGrant.UNREACHABLE, [], True)
     assert still_open(book) == 0
 
 
@@ -108,6 +119,8 @@ def test_a_malformed_grant_ends_its_ask_as_unreachable(wrong):
     [
         {"hashes": b""},
         {"hashes": HASH + b"x"},
+        {"first": -1},
+        {"first": CHAIN_BLOCKS_MAX + 1},
         {"hashes": HASH * (LEASE_BLOCKS_MAX + 1)},
         {"reader": "a.b"},
         {"reader": ">"},

@@ -11,7 +11,7 @@ import pytest
 
 from connector.transfer.trial import TEXT_CHARS_MAX
 from services.worker.kv_exchange.trials import PIECES_MAX, VERDICTS_MAX, Outcome, Trials, Verdict, trial_command
-from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import GROUP, KvHandshake, KvLayer, KvPlane, KvRank
 from tests.unit.worker.kv_exchange.fakes import handshake
 
 FAKE = trial_command("tests.support.fake_nixl")
@@ -19,7 +19,13 @@ SOON_S_MAX = 30.0
 
 
 def peer(*metadata: bytes, device: str = "cpu", planes: int = 0) -> KvHandshake:
-    layer = KvLayer(base=4096, block_stride=8, planes=[KvPlane(offset=0, head_bytes=8, heads=1)] * planes)
+    layer = KvLayer(
+        name="layer",
+        group=GROUP,
+        base=4096,
+        block_stride=8,
+        planes=[KvPlane(offset=0, head_bytes=8, heads=1, total=1)] * planes,
+    )
     ranks = [
         KvRank(rank=rank, agent=agent, device=device, device_id=0, layers=[layer])
         for rank, agent in enumerate(metadata)

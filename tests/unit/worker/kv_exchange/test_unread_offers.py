@@ -15,11 +15,12 @@ from shared.contracts.channels import KV_RELEASE
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import KvOffer, ReleaseKv
+from tests.support.kv_messages import one_group
 from tests.unit.worker.fakes import WAIT_S_MAX, RunningWorker, running_worker
 from tests.unit.worker.kv_exchange.fakes import HASH, FakeExchange
 
 OFFER = KvOffer(
-    worker_id=WorkerId("p9"), epoch=Epoch(7), lease_id="offered", block_ids=bytes(4), last_hash=HASH, until_s=9.0
+    worker_id=WorkerId("p9"), epoch=Epoch(7), lease_id="offered", groups=one_group([0]), last_hash=HASH, until_s=9.0
 )
 PACKED = msgspec.msgpack.encode(OFFER)
 

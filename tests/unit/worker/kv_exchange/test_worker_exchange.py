@@ -14,6 +14,7 @@ from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (
+    GROUP,
     AskKvHandshake,
     FetchedKv,
     FetchKv,
@@ -56,7 +57,8 @@ async def test_a_handshake_out_of_bounds_does_not_reach_the_engine():
 
 def with_metadata(worker: OneWorker, metadata: bytes) -> OneWorker:
     """Its engine loads NIXL's metadata, of which it has some itself."""
-    layers = [KvLayer(base=4096, block_stride=8, planes=[KvPlane(offset=0, head_bytes=8, heads=1)])]
+    plane = KvPlane(offset=0, head_bytes=8, heads=1, total=1)
+    layers = [KvLayer(name="layer", group=GROUP, base=4096, block_stride=8, planes=[plane])]
     ranks = [KvRank(rank=0, agent=metadata, device="cpu", device_id=0, layers=layers)]
     worker.engine.handshake = msgspec.structs.replace(worker.engine.handshake, ranks=ranks)
     return worker
@@ -140,7 +142,7 @@ async def test_an_ask_to_an_absent_holder_is_not_granted():
 
         (nothing,) = await reader.engine.told("grants")
 
-    assert (nothing.reason, nothing.final, nothing.block_ids) == (NoGrant.UNREACHABLE, True, b"")
+    assert (nothing.reason, nothing.final, nothing.groups) == (NoGrant.UNREACHABLE, True, [])
 
 
 async def test_a_lost_connection_ends_open_asks_and_new_ones_at_once():

@@ -372,7 +372,7 @@ class Talker(FakeEngine):
                 worker_id=WorkerId("w1"),
                 epoch=Epoch(1),
                 lease_id=leg.input.order.offer_id,
-                block_ids=b"",
+                groups=[],
                 last_hash=b"",
                 until_s=0.0,
             )

@@ -25,8 +25,9 @@ from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
-from shared.contracts.kv_exchange import FetchKv, KvSource, LegOrder, pack_full_hashes, unpack_block_ids
+from shared.contracts.kv_exchange import FetchKv, KvSource, LegOrder, pack_full_hashes
 from shared.runtime.settings import CommonSettings
+from tests.support.kv_messages import blocks_of
 from tests.unit.worker.simulated.builders import INSTANT
 
 PROMPT = "The station master kept three clocks on the wall. " * 8
@@ -396,7 +397,7 @@ async def test_damaged_kv_changes_the_answer(engine, directory):
         whole = (await complete(engine, max_tokens=16)).json()["choices"][0]["text"]
         _, prefilled = await serve_leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
         offer = prefilled.transfer_report.offer
-        engine._core.cache.contents[unpack_block_ids(offer.block_ids)[1]] ^= 1
+        engine._core.cache.contents[blocks_of(offer)[1]] ^= 1
         answer, decoded = await serve_leg(decoder, LegKind.DECODE, body, LegOrder(take=offer))
 
     assert decoded.received_tokens > 0

@@ -15,9 +15,10 @@ from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Tiers
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids
+from shared.contracts.kv_exchange import KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes
 from shared.contracts.load import StoreState
 from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_messages import blocks_of
 
 STORE, READER = WorkerId("s1"), WorkerId("d1")
 BLOCKS, SLOTS, JOB_BLOCKS = 8, 32, 3
@@ -79,10 +80,6 @@ def store():
     return Store()
 
 
-def blocks_of(grant) -> list[int]:
-    return unpack_block_ids(grant.block_ids)
-
-
 def test_blocks_in_memory_are_granted_at_once(store):
     store.in_memory(chain(1, 4))
 
@@ -141,7 +138,7 @@ def test_a_damaged_block_ends_the_grant_and_is_forgotten(store):
 
     (grant,) = store.load(checksum=b"x" * 16)
 
-    assert (grant.block_ids, grant.reason) == (b"", NoGrant.NOT_HELD)
+    assert (grant.groups, grant.reason) == ([], NoGrant.NOT_HELD)
     assert (len(store.tiers.files), store.tiers.counts.damaged, store.pinned) == (0, 3, 0)
 
 
@@ -179,7 +176,7 @@ def test_a_closing_store_refuses_waiting_asks(store):
 
     (grant,) = store.load()
 
-    assert (grant.block_ids, grant.reason, store.pinned) == (b"", NoGrant.DRAINING, 0)
+    assert (grant.groups, grant.reason, store.pinned) == ([], NoGrant.DRAINING, 0)
 
 
 def test_the_store_state_counts_blocks_kept_and_granted(store):
@@ -254,7 +251,7 @@ def test_a_store_copies_a_block_in_one_piece_where_the_engine_keeps_layers_toget
     peer = handshake([RankMemory(shape, 0).described()], shape)
     stored = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=shape_of(peer).at(1 << 20))
 
-    (route,) = routes_to(ReaderRank(stored, 1, shape.kv_heads), peer)
+    (route,) = routes_to(ReaderRank(stored, 1), peer)
     there, _ = spans_of(route, [3, 9], [0, 5])
 
     assert there[:, 1].tolist() == [shape_of(peer).block_bytes] * 2
@@ -263,8 +260,8 @@ def test_a_store_copies_a_block_in_one_piece_where_the_engine_keeps_layers_toget
 def test_blocks_of_another_fingerprint_shape_or_length_have_another_identity():
     shape = Shape()
     one = handshake([RankMemory(shape, 0).described()], shape)
-    others = [Shape(layers=4), Shape(kv_heads=2), Shape(block_size=16), Shape(content=32)]
+    others = [Shape(layers=4), Shape(first_layer=1), Shape(kv_heads=2), Shape(block_size=16), Shape(content=32)]
     identities = {shape_of(handshake([RankMemory(other, 0).described()], other)).identity() for other in others}
     renamed = shape_of(type(one)(**{name: getattr(one, name) for name in one.__struct_fields__} | {"fingerprint": "f"}))
 
-    assert len({shape_of(one).identity(), renamed.identity(), *identities}) == 6
+    assert len({shape_of(one).identity(), renamed.identity(), *identities}) == 7

@@ -15,11 +15,12 @@ from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import FetchKv, KvOffer, KvSource, KvTransferReport, LegOrder
+from tests.support.kv_messages import one_group
 from tests.unit.worker.fakes import WAIT_S_MAX, running_worker
 from tests.unit.worker.kv_exchange.fakes import HASH, FakeExchange, exchange_state
 
 OFFER = KvOffer(
-    worker_id=WorkerId("p1"), epoch=Epoch(1), lease_id="l1", block_ids=bytes(4), last_hash=HASH, until_s=9.0
+    worker_id=WorkerId("p1"), epoch=Epoch(1), lease_id="l1", groups=one_group([0]), last_hash=HASH, until_s=9.0
 )
 PACKED = msgspec.msgpack.encode(OFFER)
 DEFAULTS = KvPolicy()
