@@ -186,7 +186,9 @@ class ConnectorScheduler:
 
     def send(self, client: int, output: EngineCoreOutput) -> None:
         """Send an output to the front end at once: it waits for no step."""
-        self._engine_core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[output])))
+        core = self._engine_core
+        outputs = EngineCoreOutputs(outputs=[output], weight_version=core.get_weight_version())
+        core.output_queue.put_nowait((client, outputs))
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """A request has ended with the KV of its first ``computed_tokens``."""

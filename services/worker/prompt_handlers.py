@@ -76,7 +76,7 @@ class TokenizerHandler:
     async def _tokens_of(self, prompt: ProbePrompt, until: float) -> PromptTokens:
         if len(prompt.body) > BODY_BYTES_MAX:
             return _refused(f"the body is larger than {BODY_BYTES_MAX} bytes")
-        if refused := refusal_of(prompt.body):
+        if refused := refusal_of(prompt.body, prompt.path):
             return _refused(refused.decode())
         try:
             async with asyncio.timeout_at(until):
@@ -140,7 +140,7 @@ class RenderHandler:
 
     async def _prompt(self, ask: RenderPrompt) -> EnginePrompt:
         """Under the same checks, and with the same changes of the body, as a leg."""
-        if refused := await refusal(ask.body):
+        if refused := await refusal(ask.body, ask.path):
             return EnginePrompt(refusal=refused.decode())
         body = own_body(ask.path, salted(ask.body, ask.cache_salt), LegKind.AGGREGATED, moves_kv=False).body
         if body is None or self._renderer is None or ask.path not in HANDOFF_PATHS:

@@ -25,6 +25,8 @@ class _Constrained(msgspec.Struct):
     """Fields of all endpoints."""
 
     structured_outputs: msgspec.Raw = msgspec.Raw(b"null")
+    sampling_params: msgspec.Raw = msgspec.Raw(b"null")
+    """The endpoint of token ids has its demands in there."""
     response_format: msgspec.Raw = msgspec.Raw(b"null")
     text: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -82,6 +84,8 @@ def body_fault(body: bytes) -> str:
         for raw in (fields.response_format, fields.text):
             if fault := _raw_schema_fault(raw):
                 return fault
+        if len(memoryview(fields.sampling_params)) > ORDINARY_BYTES_MAX:
+            fields = _constrained.decode(fields.sampling_params)
         if len(memoryview(fields.structured_outputs)) <= ORDINARY_BYTES_MAX:
             return ""
         demands = _any.decode(fields.structured_outputs)

@@ -14,7 +14,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CHAT_BATCH = "/v1/chat/completions/batch"
 """Several conversations in one body, with a choice for each."""
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-PLACED = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
+GENERATE = "/inference/v1/generate"
+"""Token ids in, token ids out; the parameters of sampling are an object of their own."""
+PLACED = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE)
 """Placed by prefix."""
 PASSED_THROUGH = (
     COUNT_TOKENS,

@@ -70,6 +70,14 @@ class _WithVariables(msgspec.Struct):
     chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"null")
 
 
+WITHHELD = {
+    "kv_transfer_params": "Baton chooses the engines that hand over KV, and finds blocks by their content",
+    "ec_transfer_params": "Baton chooses the engines, and hands over no encoder's cache",
+    "features": "its tensors and their names would bypass the engine's own processor; send media in a chat",
+    "content_parts": "its tokens would not be those that are computed; send media in a chat",
+}
+"""Fields of ``/inference/v1/generate`` that no client may set, and why."""
+
 _variables = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _with_variables = msgspec.json.Decoder(_WithVariables)
 
@@ -211,6 +219,11 @@ def _has_little_structure(body: bytes) -> bool:
         if fields > FIELDS_MAX or values > VALUES_MAX:
             return False
     return True
+
+
+def withheld_message(name: str) -> str:
+    """What to tell the client that has set a field of ``WITHHELD``."""
+    return f"`{name}` is not taken: {WITHHELD[name]}."
 
 
 def first_reserved(variables: Any) -> str:

@@ -36,8 +36,8 @@ LEFT_OUT = """## Left out
   or need a data set (`correctness`), a Unix socket (`test_uds`) or a model of images (`_vlm`).
 * vLLM's other folders of `tests/entrypoints`: `launchers`, `rl`, `serve/dev`, `serve/middleware`, `serve/sagemaker` and
   `serve/lora` start servers with arguments of their own; `cohere` and `scale_out` are of endpoints that `vllm serve`
-  has with an argument only or that serve a router, as Baton is one (`/inference/v1/generate`, `.../render`,
-  `.../derender`). Baton has none of these.
+  has with an argument only or that serve a router, as Baton is one (`.../render`, `.../derender`). Of these Baton has
+  only `/inference/v1/generate`, which `tests/engines/test_token_ids.py` compares with one engine.
 * The SDKs' tests of endpoints that vLLM does not have (files, images, fine-tuning, ...): they are for a mock that makes
   answers from the OpenAPI document.
 """

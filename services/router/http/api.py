@@ -39,7 +39,7 @@ from services.router.request.fields import (
 from services.router.responses.responses import Responses
 from services.router.state.worker_view import WorkerView
 from shared.bus.port import Bus
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, PASSED_THROUGH, PLACED, TOKENIZER_INFO
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, GENERATE, PASSED_THROUGH, PLACED, TOKENIZER_INFO
 from shared.contracts.failures import Reason
 from shared.contracts.workers import Role, WorkerPhase
 from shared.http.errors import HttpError, error_body
@@ -171,6 +171,16 @@ MESSAGE_SCHEMA = {
 CHAT_BODY = _body_schema(
     ["model", "messages"], {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}}
 )
+GENERATE_BODY = _body_schema(
+    ["token_ids", "sampling_params"],
+    {
+        "model": {"type": "string"},
+        "token_ids": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        "sampling_params": {"type": "object", "additionalProperties": True},
+        "stream": {"type": "boolean", "default": False},
+        **CONTROL_PROPERTIES,
+    },
+)
 CONTROLLED_BODY = _body_schema([], CONTROL_PROPERTIES)
 ANY_BODY = _body_schema([], {})
 FORM_BODY: dict[str, Any] = {
@@ -283,6 +293,8 @@ def make_app(  # noqa: PLR0913  # wiring
 
 def _body_of(path: str) -> dict[str, Any]:
     """The schema of a body that vLLM's server reads."""
+    if path == GENERATE:
+        return GENERATE_BODY
     if path in PLACED:
         return CONTROLLED_BODY
     return FORM_BODY if path in FORMS else ANY_BODY

@@ -56,6 +56,8 @@ class Body(msgspec.Struct, kw_only=True):
     model: Any = None
     stream: Any = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
+    token_ids: msgspec.Raw = msgspec.Raw(b"")
+    sampling_params: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
@@ -71,6 +73,9 @@ class Body(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    ec_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    features: msgspec.Raw = msgspec.Raw(b"")
+    content_parts: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: Any = None
     prompt_cache_key: Any = None
     add_special_tokens: Any = None
@@ -127,8 +132,20 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
         The engine may have further reasons, which its worker reports.
         """
         if self.path not in PLACED:
-            return "only completions, chats, messages and responses can be resumed"
+            return f"streams of {self.path} cannot be resumed"
         return self.unsplittable
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """The fields of ``sampling_params`` that placement depends on."""
+
+    n: Any = None
+    max_tokens: Any = None
+    prompt_logprobs: Any = None
+    prompt_logprob_token_ids: msgspec.Raw = msgspec.Raw(b"")
+    skip_reading_prefix_cache: Any = None
+    trace_decode_token_ids: msgspec.Raw = msgspec.Raw(b"")
+    extra_args: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Tool(msgspec.Struct):

@@ -16,19 +16,31 @@ from services.router.request.facts import (
     RawBody,
     RequestFacts,
     RequestOptions,
+    Sampling,
     Tool,
 )
 from services.router.request.sequences import GENERATING, batch_size, completions, elements, is_one_input, lax_count
-from shared.contracts.engine_paths import CHAT, CHAT_BATCH, COMPLETIONS, INVOCATIONS, PLACED, RESPONSES, SERVER_TOOLS
+from shared.contracts.engine_paths import (
+    CHAT,
+    CHAT_BATCH,
+    COMPLETIONS,
+    GENERATE,
+    INVOCATIONS,
+    PLACED,
+    RESPONSES,
+    SERVER_TOOLS,
+)
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.request_body import (
     HARMLESS_BYTES_MAX,
+    WITHHELD,
     body_fault,
     field_at,
     first_reserved,
     lone_surrogate,
     reserved_in,
     reserved_message,
+    withheld_message,
 )
 
 TARGET_S_MIN: Final = 0.001
@@ -36,7 +48,7 @@ TARGET_S_MAX: Final = 86_400.0
 PRIORITY_MIN: Final = -1000
 """The most urgent priority."""
 PRIORITY_MAX: Final = 1000
-UNSPLITTABLE_PATH: Final = "only completions, chats, messages and responses can be split"
+UNSPLITTABLE_PATH: Final = "requests of this path cannot be split"
 FETCH_MIN_TOKENS_MAX: Final = 1 << 31
 SOURCES_MAX: Final = 16
 """Workers that a request may name to fetch its KV from."""
@@ -52,6 +64,8 @@ MAY_BE_LONG: Final = frozenset(("cache_salt", "chat_template", "chat_template_kw
 
 
 _body = msgspec.json.Decoder(Body)
+_sampling = msgspec.json.Decoder(Sampling)
+_any_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _tools = msgspec.json.Decoder(list[Tool])
 _raw_body = msgspec.json.Decoder(RawBody)
 RAW_FIELDS: Final = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
@@ -74,6 +88,9 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         fault = Fault(param="", message=f"The body is not valid JSON: {error}.") if hidden else None
         return RequestFacts(path=path, model="", unsplittable="the body cannot be read", fault=fault)
     model = parsed.model
+    if path == GENERATE:
+        parsed, withheld = as_completion(parsed)
+        long_value = withheld or long_value
     ours = path in PLACED
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
@@ -96,6 +113,48 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         options=NO_OPTIONS if isinstance(options, Fault) else options,
         fault=fault,
     )
+
+
+def as_completion(body: Body) -> tuple[Body, Fault | None]:
+    """The body of ``GENERATE`` as the completion of one list of token ids, without fields that its engine does not
+    know, and a fault if it has one of ``WITHHELD``.
+    """
+    fault = withheld_fault({name: getattr(body, name) for name in WITHHELD})
+    sampling = Sampling()
+    reads_itself = False
+    if given(body.sampling_params):
+        try:
+            sampling = _sampling.decode(body.sampling_params)
+            if given(sampling.extra_args):
+                fault = fault or withheld_fault(_any_fields.decode(sampling.extra_args))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            reads_itself = True  # The engine reports what is wrong.
+    # No other engine could do as these ask.
+    alone = sampling.skip_reading_prefix_cache or given(sampling.trace_decode_token_ids)
+    alone = alone or given(sampling.prompt_logprob_token_ids) or reads_itself
+    read = Body(
+        model=body.model,
+        stream=body.stream,
+        prompt=body.token_ids,
+        max_tokens=sampling.max_tokens,
+        n=sampling.n,
+        prompt_logprobs=True if alone else sampling.prompt_logprobs,
+        cache_salt=body.cache_salt,
+        prompt_cache_key=body.prompt_cache_key,
+        priority=body.priority,
+        cache_hit_threshold=body.cache_hit_threshold,
+        kv_fetch_min_tokens=body.kv_fetch_min_tokens,
+        baton=body.baton,
+    )
+    return read, fault
+
+
+def withheld_fault(fields: dict[str, msgspec.Raw]) -> Fault | None:
+    """The fault of the first of these fields that no client may set."""
+    for name, value in fields.items():
+        if name in WITHHELD and given(value):
+            return Fault(param=name, message=withheld_message(name))
+    return None
 
 
 def surrogate_fault(body: bytes, at: int) -> Fault:
@@ -205,7 +264,7 @@ def unsplittable_completion(path: str, body: Body) -> str:
         return "the prompt is embeddings"
     if given(body.kv_transfer_params):
         return "the client brings its own KV transfer"
-    if path == COMPLETIONS:
+    if path in (COMPLETIONS, GENERATE):
         return "" if is_one_input(body.prompt) else "the body holds several prompts"
     return "" if given(body.messages) else "there are no messages"
 
@@ -234,7 +293,7 @@ def given(raw: msgspec.Raw) -> bool:
 def _sequences(path: str, parsed: Body, body: bytes) -> int:
     if path == CHAT:
         return lax_count(parsed.n)
-    if path == COMPLETIONS:
+    if path in (COMPLETIONS, GENERATE):
         return completions(parsed.prompt, parsed.prompt_embeds, parsed.n, parsed.best_of)
     if path == CHAT_BATCH:
         return lax_count(parsed.n) * elements(parsed.messages)

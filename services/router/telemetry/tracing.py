@@ -18,7 +18,7 @@ from services.router.request.context import RequestContext
 from services.router.request.trace import LegMark, Trace, error_of
 from services.router.telemetry.outcome import SERVER_ERROR, Kept, kept
 from shared.contracts.decisions import TtftParts
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, MESSAGES, METHODS, RESPONSES
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, GENERATE, MESSAGES, METHODS, RESPONSES
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
 from shared.http.origin import host_of
 from shared.runtime.clock import Clock, SystemClock
@@ -187,6 +187,7 @@ OPERATIONS: Final = {
     MESSAGES: "chat",
     RESPONSES: "chat",
     COMPLETIONS: "text_completion",
+    GENERATE: "text_completion",
     "/v1/embeddings": "embeddings",
 }
 """OpenTelemetry's ``gen_ai.operation.name``, for the endpoints that it names."""

@@ -26,6 +26,7 @@ from services.router.tokenize.rendered_prompts import NotRendered, RenderedPromp
 from services.router.tokenize.tokenizer import (
     BYTES_PER_TOKEN_GUESSED,
     PromptTokenizer,
+    TokenIds,
     Unfinished,
     guessed_tokens,
     is_plain_chat,
@@ -36,7 +37,16 @@ from services.router.tokenize.turns import PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer, TokenizerAsset
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, FORMS, MESSAGES, PLACED, RESPONSES, TOKENIZER_INFO
+from shared.contracts.engine_paths import (
+    CHAT,
+    COMPLETIONS,
+    FORMS,
+    GENERATE,
+    MESSAGES,
+    PLACED,
+    RESPONSES,
+    TOKENIZER_INFO,
+)
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
@@ -88,7 +98,7 @@ class UnreadPrompt(NamedTuple):
     more: Sequence[int]
     view: WorkerView
     """A worker that reads prompts as the request's worker will."""
-    known: PromptTokenizer | None
+    known: PromptTokenizer | TokenIds | None
     begun: Unfinished | None
     """None: only a worker can say how its engine reads it."""
 
@@ -138,6 +148,8 @@ class Prompts:
         bytes_per_token = BYTES_PER_TOKEN_GUESSED if known is None else known.chars_per_token
         if view.record.attached:
             return guess_of(facts, size, more, bytes_per_token, why=ATTACHED)
+        if facts.path == GENERATE:
+            return self._begin_ids(UnreadPrompt(http_request, facts, more, view, None, None))
         unread = UnreadPrompt(http_request, facts, more, view, known, None)
         readable = size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
         if known is not None and readable and self.parity.trusted(view.pairs_with):
@@ -154,6 +166,26 @@ class Prompts:
         if known is not None and readable and not self.parity.trusted(view.pairs_with):
             why = DIFFERS
         return guess_of(facts, size, more, bytes_per_token, why=why)
+
+    def _begin_ids(self, unread: UnreadPrompt) -> Prompt | UnreadPrompt:
+        """As ``begin``: token ids are hashed without a tokenizer, as the record of the reader says."""
+        _request, facts, more, view, _known, _begun = unread
+        size, why = unread.http_request.upload.size, DIFFERS
+        if size > BYTES_PER_TOKEN_MAX * view.record.max_model_len:
+            why = TOO_LONG
+        elif self.parity.trusted(view.pairs_with):
+            try:
+                known = TokenIds(view.record.hashing)
+            except ValueError as error:
+                why = str(error)
+            else:
+                begun = known.begin(facts, more, view.hashed_adapter(facts.model))
+                if isinstance(begun, Prompt):
+                    return begun
+                if begun is not None:
+                    return unread._replace(known=known, begun=begun)
+                why = NOT_NOW
+        return guess_of(facts, size, more, BYTES_PER_TOKEN_GUESSED, why=why)
 
     async def finish(self, unread: UnreadPrompt) -> Prompt:
         """What ``begin`` could not read at once. A guess, if it cannot be read in time."""
@@ -221,7 +253,7 @@ class Prompts:
         """
         if facts.body is None:
             return None
-        if facts.path == COMPLETIONS:  # Other fields make it no longer.
+        if facts.path in (COMPLETIONS, GENERATE):  # Other fields make it no longer.
             body_bytes = prompt_bytes(facts.body)
         if facts.kv_fetch_min_tokens is not None or self._shares.models:
             return self._likely_worker(facts) if self._matters(facts, body_bytes) else None

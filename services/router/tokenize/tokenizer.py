@@ -53,6 +53,7 @@ TEXT_ITERATED: Final = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]con
 
 
 TEXT_OR_TOKEN_IDS: Final = msgspec.json.Decoder(str | list[int])
+TOKEN_ID_LIST: Final = msgspec.json.Decoder(list[int])
 MESSAGES: Final = msgspec.json.Decoder(list[Message])
 
 
@@ -126,6 +127,76 @@ def prompt_bytes(body: Body) -> int:
     return len(body.prompt) + len(body.messages) + len(body.input)
 
 
+class TokenIds:
+    """Prompts of token ids: their block hashes take no tokenizer. Raises ValueError for hashes that the router does not
+    compute.
+    """
+
+    def __init__(self, scheme: HashScheme) -> None:
+        if scheme.algorithm not in ALGORITHMS:
+            raise ValueError(f"block hashes of {scheme.algorithm} cannot be followed")
+        self.chars_per_token = BYTES_PER_TOKEN_GUESSED
+        self._scheme = scheme
+
+    def begin(self, facts: RequestFacts, more: Sequence[int], adapter: Adapter | None) -> Prompt | Unfinished | None:
+        """See ``PromptTokenizer.begin``. None when the engine will refuse the prompt."""
+        body = facts.body
+        if body is None or not isinstance(body.cache_salt, str | None):
+            return None
+        keys = HashKeys(body.cache_salt or "", adapter) if body.cache_salt or adapter else NO_KEYS
+        if prompt_bytes(body) > READ_ON_LOOP_BYTES:
+            return Unfinished(facts, None, keys, more)
+        try:
+            return self.hashed_at_once(facts, TOKEN_ID_LIST.decode(body.prompt), keys, more)
+        except NOT_EXACT:
+            return None
+
+    def hashed_at_once(
+        self, facts: RequestFacts, ids: list[int], keys: HashKeys, more: Sequence[int]
+    ) -> Prompt | Unfinished:
+        """Raises all of ``NOT_EXACT``."""
+        if len(ids) > HASHED_AT_ONCE:
+            return Unfinished(facts, ids, keys, more)
+        tokens = [*ids, *more]
+        hashes, _digest = extend_chain(None, tokens, self._scheme, salt=keys.salt, adapter=keys.adapter)
+        return Prompt(len(tokens), hashes, exact=True)
+
+    async def finish(self, begun: Unfinished, held: Held, work: Work) -> Prompt | None:
+        """See ``PromptTokenizer.finish``."""
+        facts, read, keys, more = begun
+        body = facts.body
+        assert body is not None
+        ids = read if isinstance(read, list) else None
+        try:
+            async with work.within(TOKENIZE_S_MAX):
+                if ids is None:
+                    ids = await work.run(partial(TOKEN_ID_LIST.decode, body.prompt), slow=True)
+                return await self.hashed([*ids, *more], keys, held, work)
+        except (TimeoutError, *NOT_EXACT, NoTurn):
+            return None
+
+    async def hashed(self, tokens: list[int], keys: HashKeys, held: Held, work: Work) -> Prompt:
+        """In a thread, up to the first block that is not ``held``. Raises all of ``NOT_EXACT``."""
+        at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
+        hashes: list[int] = []
+        digest: bytes | None = None
+        at = 0
+
+        def hash_some() -> bool:
+            """Returns whether there is more to hash."""
+            nonlocal digest, at
+            found, digest = extend_chain(
+                digest, tokens[at : at + at_once], self._scheme, salt=keys.salt, adapter=keys.adapter
+            )
+            hashes.extend(found)
+            at += at_once
+            return at < len(tokens) and held(hashes[-1])
+
+        while await work.run(hash_some, again=bool):
+            pass
+        return Prompt(len(tokens), hashes, exact=True)
+
+
 class PromptTokenizer:
     """From one model's request bodies to block hashes. ``chars_max``: of a rendered chat. Raises ValueError when the
     asset cannot be used.
@@ -136,9 +207,7 @@ class PromptTokenizer:
     ) -> None:
         if not asset.tokenizer_json:
             raise ValueError(asset.note or "the model has no tokenizer.json")
-        if scheme.algorithm not in ALGORITHMS:
-            raise ValueError(f"block hashes of {scheme.algorithm} cannot be followed")
-        self._scheme = scheme
+        self._ids = TokenIds(scheme)
         self._adds_special_tokens = asset.adds_special_tokens
         self._template = _compiled(asset, chars_max)
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
@@ -221,10 +290,8 @@ class PromptTokenizer:
                 if begun.chars:
                     return Unfinished(facts, begun, keys, more)
                 return self._segments.prompt(begun.walk, more)
-            if read is not None and len(read) <= HASHED_AT_ONCE:
-                tokens = [*read, *more]
-                hashes, _digest = extend_chain(None, tokens, self._scheme, salt=keys.salt, adapter=keys.adapter)
-                return Prompt(len(tokens), hashes, exact=True)
+            if read is not None:
+                return self._ids.hashed_at_once(facts, read, keys, more)
         except NOT_EXACT:
             return None
         return Unfinished(facts, read, keys, more)
@@ -247,7 +314,7 @@ class PromptTokenizer:
                 if isinstance(read, BegunText):
                     work.hold(sys.getsizeof(read.walk.text))
                     return await self._prompt_of_text(read, held, work, more)
-                return await self._prompt_of_tokens([*read, *more], keys, held, work)
+                return await self._ids.hashed([*read, *more], keys, held, work)
         except TimeoutError:
             self._segments.give_up_stuck()
             return None
@@ -267,26 +334,6 @@ class PromptTokenizer:
             else:
                 chars = await work.run(partial(advance, walk, held, STEP_CHARS), again=is_quick)
         return self._segments.prompt(walk, more)
-
-    async def _prompt_of_tokens(self, tokens: list[int], keys: HashKeys, held: Held, work: Work) -> Prompt:
-        at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
-        hashes: list[int] = []
-        digest: bytes | None = None
-        at = 0
-
-        def hash_some() -> bool:
-            """Returns whether there is more to hash."""
-            nonlocal digest, at
-            found, digest = extend_chain(
-                digest, tokens[at : at + at_once], self._scheme, salt=keys.salt, adapter=keys.adapter
-            )
-            hashes.extend(found)
-            at += at_once
-            return at < len(tokens) and held(hashes[-1])
-
-        while await work.run(hash_some, again=bool):
-            pass
-        return Prompt(len(tokens), hashes, exact=True)
 
     def _example(self, special_tokens: Mapping[str, str]) -> str:
         """An example chat with the tokens between messages."""

@@ -15,20 +15,21 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, PLACED, RESPONSES, SERVER_TOOLS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, GENERATE, PLACED, RESPONSES, SERVER_TOOLS
 from shared.contracts.ids import NO_LEG
 from shared.contracts.inference import LegKind, StartLeg
 from shared.contracts.kv_exchange import KvOffer, LegOrder
 
 TRANSFER = "kv_transfer_params"
 SALT = "cache_salt"
+SAMPLING = "sampling_params"
 PRIVATE = frozenset({TRANSFER, "ec_transfer_params"})
 """Orders to the engine's KV connector, such as addresses to connect to. Removed from a client's body."""
 PRIVATE_HINTS = (*(name.encode() for name in sorted(PRIVATE)), b"\\u", b"\x00")
 """A body without any of these bytes has no private field, not even with escapes or in an encoding other than UTF-8."""
 UNREADABLE = b"null"
 """Replaces a body that cannot be salted, because the engine's parser might accept it without the salt."""
-COMPLETION_PATHS = frozenset({COMPLETIONS, CHAT})
+COMPLETION_PATHS = frozenset({COMPLETIONS, CHAT, GENERATE})
 """Paths whose events end with the engine's own finish reason, and whose streams can be resumed."""
 HANDOFF_PATHS = frozenset(PLACED)
 OFFER_KV = msgspec.json.encode({"do_remote_decode": True})
@@ -100,6 +101,14 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw] | None:
         return None
 
 
+def parameters(path: str, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """The fields with those of ``sampling_params``, where the path keeps them apart."""
+    if path != GENERATE:
+        return fields
+    own = {name: fields[name] for name in ("stream", SAMPLING) if name in fields}
+    return {**(read_fields(bytes(fields.get(SAMPLING, b""))) or {}), **own}
+
+
 def _is_one_plain_sequence(path: str, fields: dict[str, msgspec.Raw]) -> bool:
     """Whether the request is one prompt and one completion, without logits of the prompt.
 
@@ -107,6 +116,7 @@ def _is_one_plain_sequence(path: str, fields: dict[str, msgspec.Raw]) -> bool:
     exist only on the engine that computed the prompt.
     """
     try:
+        fields = parameters(path, fields)
         return not (_asks_for_more(fields) or (path == RESPONSES and goes_on_alone(fields)))
     except (ValueError, RecursionError):  # The engine reports the error.
         return False
@@ -119,6 +129,9 @@ def _asks_for_more(fields: dict[str, msgspec.Raw]) -> bool:
         or bool(_value(fields, "use_beam_search"))
         or _value(fields, "prompt_embeds") is not None
         or _value(fields, "prompt_logprobs") is not None
+        or _value(fields, "prompt_logprob_token_ids") is not None
+        or bool(_value(fields, "skip_reading_prefix_cache"))
+        or bool(_value(fields, "trace_decode_token_ids"))
         or (bool(_value(fields, "echo")) and _value(fields, "logprobs") not in (None, False))
         or not _is_one_prompt(_value(fields, "prompt"))
     )

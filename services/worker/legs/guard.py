@@ -12,34 +12,50 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.engines.port import EngineFacts
+from services.worker.legs.body import SAMPLING, read_fields
 from shared.contracts import constraints
+from shared.contracts.engine_paths import GENERATE
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch
 from shared.contracts.inference import StartLeg
-from shared.contracts.request_body import body_fault, reserved_in, reserved_message
+from shared.contracts.request_body import WITHHELD, body_fault, reserved_in, reserved_message, withheld_message
 from shared.contracts.workers import WorkerPhase
 
 HINTS = (b"chat_template_kwargs", b"\\u")
 """Bytes without which a body sets no variable of the template, not even with escapes in its name."""
+WITHHELD_HINTS = (*(name.encode() for name in WITHHELD), b"\\u")
+"""Bytes without which a body has no field of ``WITHHELD``, not even with escapes in its name."""
 AT_ONCE_BYTES = 256 * 1024
 """Size of a body that is examined on the event loop, in a millisecond at most."""
 
 
-async def refusal(body: bytes) -> bytes:
+async def refusal(body: bytes, path: str) -> bytes:
     """The body of the 400 response; empty when the engine's server may have the request."""
     if len(body) <= AT_ONCE_BYTES:
-        return refusal_of(body)
-    return await asyncio.to_thread(refusal_of, body)
+        return refusal_of(body, path)
+    return await asyncio.to_thread(refusal_of, body, path)
 
 
-def refusal_of(body: bytes) -> bytes:
+def refusal_of(body: bytes, path: str) -> bytes:
     if too_costly := body_fault(body):
         return _error(f"The body {too_costly}.", None)
+    if path == GENERATE and (name := withheld_in(body)):
+        return _error(withheld_message(name), name)
     if any(hint in body for hint in HINTS) and (name := reserved_in(body)):
         return _error(reserved_message(name), "chat_template_kwargs")
     if too_much := constraints.body_fault(body):
         return _error(f"{too_much}.", None)
     return b""
+
+
+def withheld_in(body: bytes) -> str:
+    """The first field of ``WITHHELD`` in the body, or in its sampling parameters' ``extra_args``; empty if none."""
+    if not any(hint in body for hint in WITHHELD_HINTS):
+        return ""
+    fields = read_fields(body) or {}
+    extra = read_fields(bytes((read_fields(bytes(fields.get(SAMPLING, b""))) or {}).get("extra_args", b""))) or {}
+    given = [name for each in (fields, extra) for name, value in each.items() if bytes(value) != b"null"]
+    return next((name for name in given if name in WITHHELD), "")
 
 
 def serves(facts: EngineFacts, path: str) -> bool:

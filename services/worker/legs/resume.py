@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.legs.body import HANDOFF_PATHS, read_fields
+from services.worker.legs.body import HANDOFF_PATHS, parameters, read_fields
 from shared.contracts.engine_paths import RESPONSES
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, StartLeg, unpack_tokens
@@ -83,7 +83,7 @@ def _obstacle(start: StartLeg, *, is_plain: bool) -> str:
         return f"{start.path} has no stream of tokens"
     if not is_plain:
         return "only one completion of one prompt, without the prompt's logprobs, can be resumed"
-    fields = {name: _value(raw) for name, raw in (read_fields(start.body) or {}).items()}
+    fields = {name: _value(raw) for name, raw in parameters(start.path, read_fields(start.body) or {}).items()}
     if start.kind is not LegKind.PREFILL and not fields.get("stream"):
         return "only a stream can be resumed"
     for name in STATEFUL:

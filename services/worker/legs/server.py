@@ -238,7 +238,7 @@ class LegServer:
         if not serves(self._engine.facts, start.path):
             _refuse(frames, NOT_FOUND, not_served(self._engine.facts, start.path))
             return
-        if start.path not in FORMS and (refused := await refusal(start.body)):
+        if start.path not in FORMS and (refused := await refusal(start.body, start.path)):
             _refuse(frames, BAD_REQUEST, refused)
             return
         body, order, resume = self._orders(start)

@@ -170,7 +170,7 @@ class Readers:
             campaign.read += prompt is not None
             if prompt is not None and prompt.tokens > max(CHARS_MAX, len(body)):
                 campaign.findings.append(f"{prompt.tokens} tokens of {len(body)} bytes: {body[:300]!r}")
-        refused = refusal_of(body)
+        refused = refusal_of(body, CHAT)
         for kind in () if refused else LegKind:
             own_body(CHAT, body, kind, moves_kv=True)
         if time.process_time() - begun > CPU_S_MAX:

@@ -33,7 +33,9 @@ class Engine:
         self.sent: queue.Queue[Any] = queue.Queue()
         self.worker = Worker()
         self.side = self.scheduler.connector.connector_scheduler
-        self.side.attach_to(SimpleNamespace(scheduler=self.scheduler, output_queue=self.sent))
+        self.side.attach_to(
+            SimpleNamespace(scheduler=self.scheduler, output_queue=self.sent, get_weight_version=lambda: "step-1")
+        )
         self.side.share_process(self.worker.ordered.append, self.worker.results, self.worker.wake_on_results)
         shape = Shape()
         peer = Peer(handshake=handshake([RankMemory(shape, 0).described()], shape), clock_ahead_s=0.0)
@@ -107,6 +109,7 @@ def sent(engine: Engine) -> list[int]:
     tokens = []
     while not engine.sent.empty():
         _client, outputs = engine.sent.get()
+        assert outputs.weight_version == "step-1"
         tokens += [token for output in outputs.outputs for token in output.new_token_ids]
     return tokens
 

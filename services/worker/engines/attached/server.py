@@ -16,7 +16,7 @@ import msgspec
 
 from services.worker.engines.attached.bodies import BadAnswer
 from services.worker.engines.port import EngineRefused
-from shared.contracts.engine_paths import FORMS, INVOCATIONS, MESSAGES, PLACED, SERVED, TOKENIZER_INFO
+from shared.contracts.engine_paths import FORMS, GENERATE, INVOCATIONS, MESSAGES, PLACED, SERVED, TOKENIZER_INFO
 from shared.deadline import within
 from shared.runtime.settings import SettingsError
 
@@ -170,8 +170,8 @@ ERROR_BYTES_MAX = 1 << 20
 MODELS_SHOWN_MAX = 8
 NAME_CHARS_MAX = 256
 MODELS, OPENAPI = "/v1/models", "/openapi.json"
-FORWARDED = SERVED - FORMS - {INVOCATIONS, TOKENIZER_INFO}
-"""Endpoints with a JSON body, which names the model."""
+FORWARDED = SERVED - FORMS - {GENERATE, INVOCATIONS, TOKENIZER_INFO}
+"""Endpoints with a JSON body, which names the model. Token ids are those of an engine that Baton knows."""
 NOT_THERE = frozenset({404, 405, 501})
 REFUSES_KEY = frozenset({401, 403})
 NO_REQUEST = b"[]"

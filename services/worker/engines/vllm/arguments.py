@@ -51,6 +51,7 @@ def arguments(
     """The arguments of ``vllm serve``. The operator's own come last and override the others."""
     chosen = _chosen(settings, model, on_cpu=on_cpu, events=events, otlp_endpoint=otlp_endpoint)
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
+    flags += ["--enable-scale-out"]  # Token ids in and out.
     flags += ["--enable-logging-iteration-details"]  # Measured, not logged.
     flags += ["--enforce-eager"] if on_cpu else []
     flags += ["--enable-lora"] if settings.lora_dir or settings.lora_adapters else []

@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.worker.engines.port import CURRENT_LEG, Leg, LegInput, LegResult
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
 from services.worker.engines.vllm.grammar_trials import GrammarRefused, GrammarTrials
-from services.worker.engines.vllm.resume import CatchUp, obstacle, opening
+from services.worker.engines.vllm.resume import FIRST_WEIGHT_VERSION, CatchUp, obstacle, opening
 from services.worker.engines.vllm.stats import PARAMS, EngineMeter
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
@@ -107,6 +107,8 @@ class LegEngine(AsyncLLM):
     """Whether the engine's connector is Baton's."""
     grammars: GrammarTrials | None = None
     """None in an engine that generates nothing."""
+    weight_version: str = FIRST_WEIGHT_VERSION
+    """The engine's name of its weights, which its outputs have."""
     catching_up: dict[str, CatchUp | None]
     """Tokens to replay by the engine's request id; None for requests that resume nothing."""
 
@@ -136,7 +138,7 @@ class LegEngine(AsyncLLM):
         result.cannot_resume = obstacle(prompt, sampling_params, leg, self.model_config, self.thought_end)
         if result.cannot_resume:
             return
-        catch_up = None if leg.resume is None else CatchUp(leg.resume, leg.kind, leg.resume_joined)
+        catch_up = None if leg.resume is None else CatchUp(leg.resume, leg.kind, leg.resume_joined, self.weight_version)
         await self._prepare(sampling_params, leg)
         if leg.trace_headers and self.traced:
             options["trace_headers"] = leg.trace_headers

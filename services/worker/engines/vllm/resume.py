@@ -31,6 +31,8 @@ from shared.contracts.inference import LegKind
 SEED_STEP = 0x9E3779B97F4A7C15
 """Odd and without a pattern, so that the seeds of one request's legs are unrelated."""
 SEED_MASK = (1 << 63) - 1
+FIRST_WEIGHT_VERSION = "default"
+"""vLLM's name of the weights that an engine has loaded at its start."""
 TOKENS_PER_TURN_MAX = 64
 """Tokens replayed before other tasks of the event loop may run."""
 TOKEN_PROMPTS = ("token", "multimodal")
@@ -73,8 +75,16 @@ class CatchUp:
     as the first engine's server did: some parsers emit one item per call, and the rest with the next token.
     """
 
-    def __init__(self, tokens: list[int], kind: LegKind, joined: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokens: list[int],
+        kind: LegKind,
+        joined: frozenset[int] = frozenset(),
+        weight_version: str = FIRST_WEIGHT_VERSION,
+    ) -> None:
+        """``weight_version``: that of the engine, to which it counts also the earlier tokens."""
         self.tokens = tokens
+        self.weight_version = weight_version
         self.joined = joined
         self.outputs: list[RequestOutput] = []
         """Outputs for the server before the engine's own."""
@@ -108,7 +118,7 @@ class CatchUp:
             for count, token in enumerate(self.tokens, start=1):
                 if count % TOKENS_PER_TURN_MAX == 0:
                     await asyncio.sleep(0)
-                _process(processor, _output(name, token, count, params))
+                _process(processor, _output(name, token, count, params), self.weight_version)
                 ended = name not in processor.request_states
                 if count in self.joined and count < len(self.tokens) and not ended:
                     continue  # The queue joins the next output with this one.
@@ -126,11 +136,11 @@ class CatchUp:
         processor.request_states[name].is_prefilling = True
 
 
-def _process(processor: OutputProcessor, output: EngineCoreOutput) -> None:
+def _process(processor: OutputProcessor, output: EngineCoreOutput, weight_version: str) -> None:
     """Bypasses the wrapper that measures outputs, and tracing: no engine step made this output."""
     traced, processor.tracing_enabled = processor.tracing_enabled, False
     try:
-        OutputProcessor.process_outputs(processor, [output])
+        OutputProcessor.process_outputs(processor, [output], weight_version=weight_version)
     finally:
         processor.tracing_enabled = traced
 

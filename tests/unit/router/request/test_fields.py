@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.request.fields import read_request
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, PLACED, RESPONSES, SERVER_TOOLS
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, GENERATE, PLACED, RESPONSES, SERVER_TOOLS
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -107,6 +107,43 @@ def test_baton_fields_are_read_unchanged(path, given, taken):
     assert facts.fault is None
     assert (facts.cache_hit_threshold, facts.kv_fetch_min_tokens) == taken
     assert isinstance(facts.cache_hit_threshold, float | None)
+
+
+def generate(sampling: object = None, **fields: object) -> bytes:
+    return json.dumps({"model": "m", "token_ids": [1, 2, 3], "sampling_params": sampling or {}, **fields}).encode()
+
+
+def test_token_ids_are_placed_by_their_sampling_parameters():
+    facts = read_request(GENERATE, generate({"max_tokens": 9}, max_tokens=5, prompt="x", echo=True, n=7))
+
+    assert (facts.unsplittable, facts.tokens_out, facts.sequences) == ("", 9, 1)
+    assert facts.body is not None
+    assert bytes(facts.body.prompt) == b"[1, 2, 3]"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"n": 2},
+        {"prompt_logprobs": 0},
+        {"prompt_logprob_token_ids": [[1]]},
+        {"skip_reading_prefix_cache": True},
+        {"trace_decode_token_ids": [1]},
+        [],
+    ],
+    ids=str,
+)
+def test_token_ids_whose_sampling_takes_one_engine_are_not_split(sampling):
+    body = json.dumps({"model": "m", "token_ids": [1, 2, 3], "sampling_params": sampling}).encode()
+
+    assert read_request(GENERATE, body).unsplittable
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "features", "content_parts"])
+def test_orders_to_an_engine_are_a_fault_that_names_them(name):
+    assert read_request(GENERATE, generate(**{name: {}})).fault.param == name
+    assert read_request(GENERATE, generate({"extra_args": {name: {}}})).fault.param == name
+    assert read_request(GENERATE, generate(**{name: None})).fault is None
 
 
 def test_other_endpoints_have_no_baton_fields():

@@ -13,11 +13,11 @@ from services.router.request.fields import read_request
 from services.router.request.prompt import Prompt
 from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
 from services.router.tokenize.segments import PIECE_CHARS_MAX
-from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
+from services.router.tokenize.tokenizer import HASHED_AT_ONCE, READ_ON_LOOP_BYTES, PromptTokenizer, TokenIds
 from services.router.tokenize.turns import PromptWork, Work
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
-from shared.contracts.engine_paths import COMPLETIONS
+from shared.contracts.engine_paths import COMPLETIONS, GENERATE
 from shared.contracts.workers import HashScheme
 from tests.support.block_hashes import block_hashes
 from tests.support.virtual_time import run_in_virtual_time
@@ -92,6 +92,26 @@ async def test_token_ids_are_hashed_as_far_as_blocks_are_cached(prompts):
     assert beginning == Prompt(len(ids), all_hashes[: HASHED_AT_ONCE // SCHEME.block_size], exact=True)
 
 
+async def test_a_long_list_of_token_ids_is_read_in_a_thread():
+    ids = [number % 1000 for number in range(5 * HASHED_AT_ONCE + 100)]
+    body = json.dumps({"model": "m", "token_ids": ids, "sampling_params": {}}).encode()
+    assert len(body) > READ_ON_LOOP_BYTES
+    threads, token_ids = PromptWork.in_threads(), TokenIds(SCHEME)
+
+    begun = token_ids.begin(read_request(GENERATE, body), [7], None)
+    prompt = await token_ids.finish(begun, lambda _block: True, Work(threads, "tenant"))
+    threads.close()
+
+    assert prompt == Prompt(len(ids) + 1, block_hashes([*ids, 7], SCHEME), exact=True)
+
+
+@pytest.mark.parametrize("ids", ["[1, -1]", "[1.5]", '["a"]', "[1e400]", "{}"])
+def test_what_is_no_list_of_token_ids_is_left_to_the_engine(ids: str):
+    facts = read_request(GENERATE, b'{"token_ids": %b, "sampling_params": {}}' % ids.encode())
+
+    assert facts.body is None or TokenIds(SCHEME).begin(facts, [], None) is None
+
+
 @in_world(tokenize="always")
 async def test_a_body_too_long_for_every_model_is_not_parsed(world: World, asset):
     await world.worker("w1")
@@ -108,6 +128,24 @@ async def test_a_body_too_long_for_every_model_is_not_parsed(world: World, asset
         await answering
 
     assert exact == [True, False]
+
+
+@pytest.mark.parametrize("tokens", [100, HASHED_AT_ONCE + 100])
+@in_world(tokenize="always")
+async def test_token_ids_are_placed_exactly_without_a_tokenizer(world: World, tokens: int):
+    ids = [number % 500 for number in range(tokens)]
+    body = json.dumps({"model": "m", "token_ids": ids, "sampling_params": {}, "cache_salt": "s"}).encode()
+    record = (await world.worker("w1")).record()
+    connection, answering = world.begin(body, path=GENERATE)
+
+    prompt = await world.router.prompts.of(connection.http_request, read_request(GENERATE, body), more=[7])
+    await answering
+
+    whole = block_hashes([*ids, 7], record.hashing, salt="s")
+    assert world.router.prompts.tokenizer_of(record.fingerprint.key()) is None
+    assert (prompt.tokens, prompt.exact) == (tokens + 1, True)
+    assert prompt.hashes == whole[: len(prompt.hashes)]
+    assert len(prompt.hashes) >= min(len(whole), HASHED_AT_ONCE // record.hashing.block_size)
 
 
 @in_world()

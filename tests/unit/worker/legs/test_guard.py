@@ -7,6 +7,7 @@ import json
 import pytest
 
 from services.worker.legs.guard import refusal, refusal_of
+from shared.contracts.engine_paths import COMPLETIONS, GENERATE
 from shared.contracts.inference import LegKind
 from shared.contracts.request_body import FIELD_BYTES_MIN, FIELDS_MAX, VALUES_MAX
 from tests.unit.worker.fakes import running_worker
@@ -35,7 +36,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("body", HOSTILE, ids=lambda body: str(body[:40]))
 async def test_a_hostile_body_is_refused_with_a_reason(body):
-    error = json.loads(await refusal(body))["error"]
+    error = json.loads(await refusal(body, COMPLETIONS))["error"]
 
     assert error["code"] == 400
     assert error["message"].startswith(("The body ", "`chat_template_kwargs` must not set ", "There are 20001 choices"))
@@ -59,7 +60,32 @@ async def test_a_hostile_body_is_refused_with_a_reason(body):
     ids=lambda body: str(body[:40]),
 )
 def test_any_other_body_is_the_engines_business(body):
-    assert refusal_of(body) == b""
+    assert refusal_of(body, COMPLETIONS) == b""
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"token_ids":[1],"kv_transfer_params":{"remote_host":"x"}}', "kv_transfer_params"),
+        (b'{"token_ids":[1],"kv_transfer\\u005fparams":{"remote_host":"x"}}', "kv_transfer_params"),
+        (b'{"token_ids":[1],"x":NaN,"features":{"mm_hashes":{}}}', "features"),
+        (b'{"sampling_params":{"extra_args":{"ec_transfer_params":{}}}}', "ec_transfer_params"),
+        (b'{"content_parts":[{"type":"image_url"}]}', "content_parts"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+async def test_orders_to_an_engine_are_refused_by_name_beside_token_ids(body, name):
+    error = json.loads(await refusal(body, GENERATE))["error"]
+
+    assert (error["code"], error["param"]) == (400, name)
+    assert error["message"].startswith(f"`{name}` is not taken: ")
+    assert await refusal(body, COMPLETIONS) == b""
+
+
+def test_demands_beside_token_ids_are_bounded():
+    choices = b'{"sampling_params":{"structured_outputs":{"choice":[' + b'"x",' * 20_000 + b'"x"]}}}'
+
+    assert b"20001 choices" in refusal_of(choices, GENERATE)
 
 
 @pytest.mark.parametrize("kind", list(LegKind))
