@@ -75,7 +75,7 @@ def refusal(missing: list[str], complaints: list[str]) -> str:
     return (
         f"No wheel was made: {named(missing)} could not be compiled. A router without it uses several times the CPU.\n"
         f"{said}"
-        "Install a C compiler and Python's headers (apt-get install gcc libc6-dev python3.11-dev), or make a wheel"
+        "Install a C compiler and Python's headers (apt-get install gcc libc6-dev python3-dev), or make a wheel"
         " without it: make dist PURE=1"
     )
 

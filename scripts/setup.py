@@ -210,15 +210,24 @@ def install(lock: str) -> None:
     text = (ROOT / "requirements" / f"{lock}.txt").read_text()
     count = len(re.findall(r"^\w.*==", text, flags=re.MULTILINE))
     say(f"installing {count} locked packages (requirements/{lock}.txt)")
+    path = f"requirements/{lock}.txt"
     if torch := re.search(r"^torch==\S+\+cpu(?:.*\\\n)*.*\n", text, flags=re.MULTILINE):
         install_cpu_torch(torch[0])
-    if not uv(lock):
-        pip([*LOCKED, f"requirements/{lock}.txt"], Progress(count))
+        path = written("without-torch.txt", text.replace(torch[0], ""))
+    if not uv(path):
+        pip([*LOCKED, path], Progress(count))
 
 
-def uv(lock: str) -> bool:
-    """Whether uv installed the lock, in a tenth of the time that pip takes. It does not read pip's configuration and is
-    told the index and the certificates only: on some machines only pip can.
+def written(name: str, text: str) -> str:
+    """The path of a file beside the log with this text."""
+    path = LOG.with_name(name)
+    path.write_text(text)
+    return str(path)
+
+
+def uv(path: str) -> bool:
+    """Whether uv installed the packages of this file, in a tenth of the time that pip takes. It does not read pip's
+    configuration and is told the index and the certificates only: on some machines only pip can.
     """
     try:
         pip([*LOCKED, "requirements/uv.txt"], Progress(1))
@@ -228,7 +237,7 @@ def uv(lock: str) -> bool:
         say("uv cannot be had here: pip installs everything, which takes some minutes")
         return False
     command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps", "--require-hashes"]
-    command += ["--requirement", f"requirements/{lock}.txt"]
+    command += ["--requirement", path]
     with LOG.open("a") as log:
         shown = None if sys.stderr.isatty() else log
         done = subprocess.run(command, cwd=ROOT, env=uv_environment(), stdout=log, stderr=shown, check=False)
@@ -241,9 +250,11 @@ def uv_environment() -> dict[str, str]:
     """Ours, with the index and the certificates of pip's configuration unless uv has its own."""
     command = [str(PYTHON), "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    configured = dict(re.findall(r"^\S*?\.([a-z-]+)='(.*)'$", listed, flags=re.MULTILINE))
+    configured = re.findall(r"^(\S*?)\.([a-z-]+)='(.*)'$", listed, flags=re.MULTILINE)
     names = {"index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}
-    return {**{names[key]: value for key, value in configured.items() if key in names}, **os.environ}
+    # pip's variables, which its list calls :env:, hold against its files.
+    configured.sort(key=lambda one: one[0] == ":env:")
+    return {**{names[key]: value for _, key, value in configured if key in names}, **os.environ}
 
 
 def begin_compiling(engine: str) -> subprocess.Popen[bytes] | None:
@@ -260,16 +271,44 @@ def begin_compiling(engine: str) -> subprocess.Popen[bytes] | None:
 
 
 def install_cpu_torch(locked: str) -> None:
-    """First, and alone: only some package indexes have it. Where pip's own has not, PyTorch's is asked."""
-    wanted_torch = LOG.with_name("torch.txt")
-    wanted_torch.write_text(locked)
+    """First, and alone: only some package indexes have it. Where pip's own has not, PyTorch's is asked; where that
+    cannot be reached (behind a mirror of PyPI, say), the ordinary build does, which cannot be imported without the
+    libraries of GPUs.
+    """
+    if installed_version("torch") in {locked.split(maxsplit=1)[0].removeprefix("torch=="), ordinary_torch()}:
+        return
+    wanted_torch = written("torch.txt", locked)
     try:
-        pip([*LOCKED, str(wanted_torch)], Progress(1))
+        pip([*LOCKED, wanted_torch], Progress(1))
     except SetupFailed as failure:
-        if "No matching distribution" not in str(failure):
+        if not is_missing(failure):
             raise
         say("pip's package index has no CPU build of torch: asking PyTorch's own")
-        pip([*LOCKED, str(wanted_torch), "--extra-index-url", TORCH_CPU_INDEX], Progress(1))
+        try:
+            pip([*LOCKED, wanted_torch, "--extra-index-url", TORCH_CPU_INDEX], Progress(1))
+        except SetupFailed as again:
+            if not (isinstance(again, Unreachable) or is_missing(again)):
+                raise
+            say("PyTorch's index cannot be had here: taking the ordinary build, with 2 GB of libraries for GPUs")
+            if not uv("requirements/torch-pypi.txt"):
+                pip([*LOCKED, "requirements/torch-pypi.txt"], Progress(1))
+
+
+def is_missing(failure: SetupFailed) -> bool:
+    """Whether the index has no such package; with constraints of the machine's, pip calls that a conflict."""
+    return "No matching distribution" in str(failure) or "ResolutionImpossible" in str(failure)
+
+
+def ordinary_torch() -> str:
+    """The version of torch of the package index that does where its CPU build cannot be had."""
+    ordinary = (ROOT / "requirements" / "torch-pypi.txt").read_text()
+    return re.findall(r"^torch==(\S+)", ordinary, flags=re.MULTILINE)[0]
+
+
+def installed_version(package: str) -> str:
+    """The version of a package in .venv; empty if it is not there."""
+    found = next(VENV.glob(f"lib/python*/site-packages/{package}-*.dist-info"), None)
+    return found.name.removeprefix(f"{package}-").removesuffix(".dist-info") if found else ""
 
 
 def pip(arguments: list[str], progress: Progress, environ: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ NO_PACKAGE = f"no-such-package-of-baton==1 --hash=sha256:{64 * '0'}\n"
 def checkout(tmp_path: Path) -> Path:
     """With the scripts only."""
     (tmp_path / "scripts").mkdir()
-    for name in ("setup.py", "build_lock.py"):
+    for name in ("setup.py", "setup.sh", "build_lock.py"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     return tmp_path
 
@@ -93,3 +94,134 @@ def test_an_environment_whose_making_was_interrupted_is_made_anew(checkout: Path
 
     run(sys.executable, "-c", "import setup; setup.make_venv('none')")
     run(str(checkout / ".venv/bin/python"), "-m", "pip", "--version")
+
+
+@dataclass
+class Machine:
+    """A checkout on a machine that has only the programs in one folder."""
+
+    checkout: Path
+    programs: Path
+
+    def has(self, name: str, script: str) -> None:
+        path = self.programs / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o700)
+
+    def has_python(self, name: str, version: tuple[int, int], *, venv: bool = True) -> None:
+        """Answers what ``setup.sh`` asks, and tells its name when it is chosen."""
+        fits = 0 if (3, 11) <= version < (3, 14) else 1
+        self.has(
+            name,
+            f'case "$*" in *ensurepip*) exit {int(not venv)};; *print*) echo {version[0]}.{version[1]};; '
+            f"*version_info*) exit {fits};; *) echo chosen: {name};; esac",
+        )
+
+    def set_up(self, **env: str) -> str:
+        command = ["/bin/sh", "scripts/setup.sh"]
+        done = subprocess.run(
+            command, cwd=self.checkout, env={"PATH": str(self.programs), **env}, text=True, check=False, timeout=60,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.stdout
+
+
+@pytest.fixture
+def machine(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    programs = tmp_path_factory.mktemp("programs")
+    for name in ("dirname", "sed", "uname"):
+        where = shutil.which(name)
+        assert where is not None
+        (programs / name).symlink_to(where)
+    return Machine(checkout, programs)
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13])
+def test_each_python_that_the_packages_are_locked_for_will_do(machine: Machine, minor: int):
+    machine.has_python("python3", (3, 14))
+    machine.has_python(f"python3.{minor}", (3, minor))
+
+    assert machine.set_up() == f"chosen: python3.{minor}\n"
+
+
+def test_the_python_of_an_environment_that_is_there_comes_first(machine: Machine):
+    machine.has_python("python3", (3, 13))
+    machine.has_python("elsewhere", (3, 11))
+    (machine.checkout / ".venv").mkdir()
+    (machine.checkout / ".venv/pyvenv.cfg").write_text(f"home = /x\nexecutable = {machine.programs / 'elsewhere'}\n")
+
+    assert machine.set_up() == "chosen: elsewhere\n"
+    assert machine.set_up(BATON_PYTHON="python3") == "chosen: python3\n"
+
+
+def test_a_python_without_venv_is_named_with_what_it_lacks(machine: Machine):
+    machine.has_python("python3", (3, 12), venv=False)
+
+    assert "apt-get install python3.12-venv" in machine.set_up(), "Ubuntu 24.04 as it comes"
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 14)])
+def test_without_a_python_that_fits_uv_brings_one(machine: Machine, version: tuple[int, int]):
+    machine.has_python("python3", version)
+    brought = machine.programs / "brought"
+    machine.has_python("of-uv", (3, 12))
+    machine.has(
+        "uv",
+        f'case "$2" in install) : > {brought}; exit 0;; dir) echo /home/me/pythons;; '
+        f"find) [ -e {brought} ] && echo {machine.programs / 'of-uv'};; esac",
+    )
+
+    said = machine.set_up()
+
+    assert "uv downloads 3.12 (30 MB) into /home/me/pythons\nchosen: of-uv\n" in said
+    assert machine.set_up() == "chosen: of-uv\n", "it is there the next time"
+
+
+def test_without_any_python_the_ways_to_get_one_are_told(machine: Machine):
+    said = machine.set_up()
+
+    assert "apt-get install python3 python3-venv" in said
+    assert "astral.sh/uv/install.sh" in said
+    assert "BATON_PYTHON=python3.9 is no Python 3.11" in machine.set_up(BATON_PYTHON="python3.9")
+
+
+@pytest.mark.parametrize(("machine_name", "will_do"), [("x86_64", True), ("aarch64", True), ("ppc64le", False)])
+def test_packages_are_locked_for_two_kinds_of_processor(machine: Machine, machine_name: str, will_do: bool):
+    machine.has_python("python3", (3, 12))
+    (machine.programs / "uname").unlink()
+    machine.has("uname", f'[ "$1" = -s ] && echo Linux || echo {machine_name}')
+
+    assert (machine.set_up() == "chosen: python3\n") is will_do
+
+
+def test_where_no_index_has_a_cpu_build_of_torch_the_ordinary_one_does(checkout: Path):
+    """The package index is reached and has none; PyTorch's own is not reached, as behind a mirror of PyPI."""
+    (checkout / "requirements").mkdir()
+    (checkout / "requirements/torch-pypi.txt").write_text("torch==2.0 --hash=sha256:0\n")
+    code = """
+import setup
+asked = []
+def pip(arguments, progress, environ=None):
+    asked.append(" ".join(arguments[arguments.index("--requirement") + 1:] if "--requirement" in arguments else arguments))
+    if "torch.txt" in asked[-1]:
+        raise setup.Unreachable("no") if "--extra-index-url" in arguments else setup.SetupFailed("No matching distribution")
+setup.pip, setup.uv = pip, lambda path: asked.append(path) or True
+setup.LOG.parent.mkdir()
+setup.install_cpu_torch("torch==2.0+cpu --hash=sha256:1")
+print(asked)
+"""
+    said = python(checkout, code).communicate(timeout=MADE_S_MAX)[0]
+
+    assert "taking the ordinary build, with 2 GB of libraries for GPUs" in said
+    assert said.count("torch.txt") == 2
+    assert "'requirements/torch-pypi.txt']" in said
+
+
+def test_the_index_of_the_environment_holds_against_that_of_a_file(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    (checkout / "pip.conf").write_text("[global]\nindex-url = https://file/simple\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(checkout / "pip.conf"))
+    code = f"import setup; setup.PYTHON = '{sys.executable}'; print(setup.uv_environment()['UV_DEFAULT_INDEX'])"
+
+    assert python(checkout, code).communicate(timeout=MADE_S_MAX)[0] == "https://file/simple\n"
+    monkeypatch.setenv("PIP_INDEX_URL", "https://variable/simple")
+    assert python(checkout, code).communicate(timeout=MADE_S_MAX)[0] == "https://variable/simple\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import venv
@@ -50,7 +51,8 @@ def test_it_holds_the_compiled_modules(environment: Path, tmp_path: Path):
         (True, ".so")
     ]
     (wheel,) = environment.parent.glob("*.whl")
-    assert wheel.name.endswith("-cp311-cp311-linux_x86_64.whl")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert wheel.name.endswith(f"-{tag}-{tag}-linux_{platform.machine()}.whl")
 
 
 def test_a_wheel_without_its_c_modules_is_made_on_demand_only(tmp_path: Path):

@@ -20,8 +20,8 @@ from services.launcher.doctor.findings import (
 from shared.text.fleet_text import many
 from shared.text.formats import duration, in_bytes
 
-PYTHON = (3, 11)
-"""The version that the packages are locked for."""
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+"""The versions that the packages are locked for."""
 MIB, GIB = 1 << 20, 1 << 30
 WORKER_BYTES = 2 * GIB
 """Memory of a worker with vLLM's CPU engine and the tiny model, with a margin."""
@@ -87,14 +87,14 @@ def about_machine(facts: InstallationFacts) -> Iterator[Finding]:
 
 def _python(facts: InstallationFacts) -> Finding:
     version = ".".join(map(str, facts.python))
-    if facts.python[:2] == PYTHON:
+    if facts.python[:2] in PYTHONS:
         return _finding(Level.OK, f"Baton {facts.baton or 'of an unknown version'} on Python {version}")
-    why = f"The packages are locked for Python {PYTHON[0]}.{PYTHON[1]}."
+    why = "The packages are locked for Python 3.11, 3.12 and 3.13."
     return _finding(
         Level.ERROR,
         f"Baton runs on Python {version}.",
         why,
-        "make setup BATON_PYTHON=/path/to/python3.11, then use .venv/bin/baton",
+        "make setup BATON_PYTHON=/path/to/python3.12, then use .venv/bin/baton",
     )
 
 
