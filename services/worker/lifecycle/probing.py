@@ -26,6 +26,9 @@ log = logging.getLogger("baton.worker")
 REGISTRY_S_MAX = 10.0
 """Time limit for the first read of the registry, after which the worker reports that it waits for it."""
 
+PATIENCE_S = 3.0
+"""Time after which the next partner is tried beside one that has not answered. A self-test takes some 0.1 s."""
+
 Results = dict[PartnerKind, list[Attempt]]
 
 
@@ -85,15 +88,25 @@ class Prober:
         return {kind: task.result() for kind, task in zip(kinds, testing, strict=True)}
 
     async def _test_with(self, kind: PartnerKind) -> list[Attempt]:
+        """One partner after another, and the next one also beside those that take long: a partner whose connection is
+        half open answers nothing until all time limits are over.
+        """
         attempts: list[Attempt] = []
-        while partner := next_partner(
-            partners(self._worker_id, self._peers.records, kind, lends=self._lends), attempts
-        ):
-            result = await self._self_tests.try_with(partner)
-            attempts.append(Attempt(partner.worker_id, result))
-            if result.outcome is not Outcome.PASSED:
-                log.warning("KV self-test with %s %s: %s", partner.worker_id, result.outcome.value, result.failure)
-        return attempts
+        trying: dict[asyncio.Task[Result], WorkerId] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                able = partners(self._worker_id, self._peers.records, kind, lends=self._lends)
+                if partner := next_partner(able, attempts, list(trying.values())):
+                    task = tasks.create_task(self._self_tests.try_with(partner), name=f"probe-{partner.worker_id}")
+                    trying[task] = partner.worker_id
+                if not trying:
+                    return attempts
+                done, _ = await asyncio.wait(trying, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                attempts += [_attempt(trying.pop(task), task.result()) for task in done]
+                if any(attempt.result.outcome is Outcome.PASSED for attempt in attempts):
+                    for task in trying:
+                        task.cancel()
+                    return attempts
 
     def _on_records(self) -> None:
         """Ignores changes of notes: two workers that fail with each other would wake each other without a pause."""
@@ -118,6 +131,12 @@ class Prober:
                 await self._changed.wait()
         except TimeoutError:
             pass
+
+
+def _attempt(partner: WorkerId, result: Result) -> Attempt:
+    if result.outcome is not Outcome.PASSED:
+        log.warning("KV self-test with %s %s: %s", partner, result.outcome.value, result.failure)
+    return Attempt(partner, result)
 
 
 def failed(results: Results) -> bool:

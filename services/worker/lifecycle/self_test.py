@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
@@ -140,13 +140,19 @@ def _affinity(me: WorkerId, other: WorkerId) -> bytes:
     return blake2b(f"{me} {other}".encode(), digest_size=8).digest()
 
 
-def next_partner(able: Sequence[WorkerRecord], attempts: Sequence[Attempt]) -> WorkerRecord | None:
-    """The partner to try now; None: this kind is settled. An inconclusive partner is not tried again in this round."""
-    if len(attempts) >= ATTEMPTS_MAX or any(attempt.result.outcome is Outcome.PASSED for attempt in attempts):
+def next_partner(
+    able: Sequence[WorkerRecord], attempts: Sequence[Attempt], trying: Collection[WorkerId] = ()
+) -> WorkerRecord | None:
+    """The partner to try now; None: no further one. An inconclusive partner is not tried again in this round, nor is
+    one of ``trying``, whose tests have not ended.
+    """
+    if len(attempts) + len(trying) >= ATTEMPTS_MAX or any(
+        attempt.result.outcome is Outcome.PASSED for attempt in attempts
+    ):
         return None
     silent = {attempt.partner for attempt in attempts if attempt.result.outcome is Outcome.INCONCLUSIVE}
     tried = [attempt.partner for attempt in attempts]
-    waiting = [record for record in able if record.worker_id not in silent]
+    waiting = [record for record in able if record.worker_id not in silent and record.worker_id not in trying]
     return min(waiting, key=lambda record: tried.count(record.worker_id), default=None)
 
 

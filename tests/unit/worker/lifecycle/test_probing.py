@@ -8,15 +8,17 @@ import pytest
 
 from connector.messages import LeaseDigested
 from services.worker.engines.port import CURRENT_LEG, EngineTokens, Identity
-from services.worker.lifecycle.probing import Prober, failed
+from services.worker.lifecycle.probing import PATIENCE_S, Prober, failed
 from services.worker.lifecycle.self_test import (
     PASSED,
     PAUSE_S,
     PROMPTS_AT_ONCE_MAX,
+    RUN_S_MAX,
     Outcome,
     PartnerKind,
     Result,
     SelfTestHandler,
+    partners,
 )
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.bus.port import AskRefused, Envelope
@@ -289,6 +291,48 @@ class SelfTests:
     async def try_with(self, partner) -> Result:
         self.tried.append((asyncio.get_running_loop().time(), partner.worker_id))
         return self.results[partner.worker_id]
+
+
+class HalfOpen(SelfTests):
+    """Some partners answer only after all time limits."""
+
+    def __init__(self, *silent: str, **results: Result) -> None:
+        super().__init__(**results)
+        self._silent = silent
+
+    async def try_with(self, partner) -> Result:
+        result = await super().try_with(partner)
+        if partner.worker_id in self._silent:
+            await asyncio.sleep(RUN_S_MAX)
+            return Result(Outcome.INCONCLUSIVE, "it does not read this worker's KV")
+        return result
+
+
+@pytest.mark.parametrize(
+    ("silent", "took_s", "outcomes"),
+    [
+        ((), 0.0, [Outcome.PASSED]),
+        (("first",), PATIENCE_S, [Outcome.PASSED]),
+        (("first", "second"), 2 * PATIENCE_S, [Outcome.PASSED]),
+        (("first", "second", "third"), RUN_S_MAX + 2 * PATIENCE_S, [Outcome.INCONCLUSIVE] * 3),
+    ],
+)
+def test_the_next_partner_is_asked_beside_one_that_does_not_answer(silent, took_s, outcomes):
+    names = ["d1", "d2", "d3", "d4"]
+    fleet = [record(name, READY, 1, Role.DECODE) for name in names]
+    preferred = [it.worker_id for it in partners(WorkerId("p1"), fleet, PartnerKind.DECODE, lends=True)]
+    ranks = dict(zip(("first", "second", "third"), preferred, strict=False))
+
+    async def run() -> tuple[float, list[Result]]:
+        self_tests = HalfOpen(*(ranks[one] for one in silent), **dict.fromkeys(names, PASSED))
+        began = asyncio.get_running_loop().time()
+        results = await Prober(WorkerId("p1"), FakePeers(*fleet), self_tests).test([PartnerKind.DECODE])
+        return asyncio.get_running_loop().time() - began, [it.result for it in results[PartnerKind.DECODE]]
+
+    seconds, results = run_in_virtual_time(run())
+
+    assert seconds == pytest.approx(took_s)
+    assert [it.outcome for it in results] == outcomes
 
 
 async def ignore(_words: str) -> None:
