@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import httpx
@@ -15,6 +17,7 @@ import msgspec
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
+from shared.bounded import Bounded
 from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError, Envelope, NoResponders, Subscription
 from shared.contracts.channels import CHANGE_ROLE, PLAN, PLANS, REQUESTS_FINISHED, SCALE
@@ -35,6 +38,22 @@ REFUSAL_CHARS_MAX = 200
 """Length of the part of a webhook's reply that a refusal quotes."""
 
 
+SAID_S = 3600.0
+"""Time after which a change that is refused again for the same reason is logged again."""
+CHANGES_SAID_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class InVain:
+    """The outcome of a change that was not made, and when it was logged."""
+
+    outcome: str
+    at: float
+
+
+NEVER = InVain("", -math.inf)
+
+
 class Planning:
     def __init__(
         self, bus: Bus, clock: Clock, settings: Settings, rules: Rules, *, leading: Callable[[], bool]
@@ -47,6 +66,8 @@ class Planning:
         self._rules = rules
         self._planner = Planner(rules, clock.now())
         self._scaler = make_scaler(bus, settings)
+        self._in_vain = Bounded[tuple[str, str, str], InVain](CHANGES_SAID_MAX)
+        """Changes by model, fingerprint and text that were refused, or are advice: the planner asks for them again."""
         self._subscription: Subscription | None = None
         """Held while leading."""
 
@@ -102,13 +123,23 @@ class Planning:
 
     async def _carry_out(self, decision: PlanDecision) -> None:
         """Carry the decision out, unless the planner only advises, and publish the outcome."""
-        log.info("plan %d: %s, because %s", decision.number, plan_text(decision), decision.why)
+        change = (decision.model, decision.fingerprint, plan_text(decision))
+        before = self._in_vain.get(change, NEVER)
+        if is_new := before.at + SAID_S <= self._clock.now():
+            log.info("plan %d: %s, because %s", decision.number, plan_text(decision), decision.why)
         if self._settings.planner == "advise":
-            updated = self._planner.advised(decision, self._clock.now())
+            done, updated = False, self._planner.advised(decision, self._clock.now())
         else:
             done, outcome = await self._change(decision)
-            log.info("plan %d: %s", decision.number, outcome)
+            if is_new or outcome != before.outcome:
+                log.info("plan %d: %s: %s", decision.number, plan_text(decision), outcome)
+                is_new = True
             updated = self._planner.set_outcome(decision, done=done, outcome=outcome, now=self._clock.now())
+        if done:
+            self._in_vain.pop(change, None)
+        elif is_new:
+            self._in_vain.pop(change, None)
+            self._in_vain[change] = InVain(updated.outcome, self._clock.now())
         try:
             await self._bus.publish(PLAN, updated)
         except BusError as error:

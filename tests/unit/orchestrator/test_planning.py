@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Literal
 import msgspec
 import pytest
 
+from services.orchestrator.planner.planning import SAID_S
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.service import Orchestrator, check
 from services.orchestrator.settings import Settings
@@ -23,6 +25,7 @@ from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.planned_workers import PlannedWorker, planned_fleet
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
+PLANNER_LOG = "services.orchestrator.planner.planning"
 RULES = Rules(lasting_s=10.0, spare_s=20.0, cool_down_s=30.0)
 
 
@@ -154,6 +157,23 @@ async def test_without_a_spare_worker_the_launcher_gets_a_request(answer: FleetS
         if answer is not None:
             wish = heard.wishes[0]
             assert (wish.model, wish.revision, wish.role, wish.change) == ("m", "r", Role.PREFILL, 2)
+
+
+@pytest.mark.parametrize(("planner", "lines"), [("act", 2), ("advise", 1)])
+@in_virtual_time
+async def test_a_change_that_is_refused_again_for_the_same_reason_is_logged_once(caplog, planner, lines):
+    caplog.set_level(logging.INFO, logger=PLANNER_LOG)
+    rules = msgspec.structs.replace(RULES, decode_min=3, step_max=2, refused_s=30.0)
+    async with orchestrators("o1", rules=rules, planner=planner) as heard:
+        await asyncio.sleep(300.0)
+
+        outcomes = [each.outcome for each in heard.changes if each.outcome]
+        assert len(outcomes) >= 3
+        assert len(set(outcomes)) == 1
+        assert len([each for each in caplog.records if each.name == PLANNER_LOG]) == lines
+
+        await asyncio.sleep(SAID_S)
+        assert len([each for each in caplog.records if each.name == PLANNER_LOG]) == 2 * lines
 
 
 @pytest.mark.parametrize(
