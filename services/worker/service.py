@@ -26,6 +26,7 @@ from services.worker.legs.server import LegServer
 from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan
 from services.worker.lifecycle.order_handler import AdapterHandler, OrderHandler
 from services.worker.lifecycle.probing import Prober
+from services.worker.lifecycle.profiling import ProfileHandler
 from services.worker.lifecycle.registration import Registration, SavedRole, WorkerStatus, follow_health, new_epoch
 from services.worker.lifecycle.self_test import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
@@ -195,6 +196,9 @@ class Worker:
         )
         adapter_orders = AdapterHandler(service.bus, service.clock, self._status, engine.adapters, settings.lora_dir)
         self._opens.append(adapter_orders.open)
+        profiles = ProfileHandler(service, engine, self._server, self._status)
+        self._opens.append(profiles.open)
+        self._follows.append(profiles.follow)
         self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
         self._drain = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record

@@ -64,6 +64,7 @@ from shared.contracts.planning import (
     Plans,
     ScaleFleet,
 )
+from shared.contracts.profiling import ProfileStopped, ReadTrace, StartProfile, StopProfile, TracePart
 from shared.contracts.routers import AskResponse, Reservations, ResponsePart, ResponseRuns
 from shared.contracts.usage import ReportUsage, UsageMonth, UsageStored
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
@@ -239,6 +240,16 @@ DRAINED = Channel(
 )
 CHANGE_ROLE = AskChannel(
     "worker.{worker_id}.role", ChangeRole, Delivery.ASK, (Party.ORCHESTRATOR, *OPERATORS), WORKERS, answer=RoleChanged
+)
+# A profile slows an engine down, and its traces name requests: only the command line starts and reads one.
+START_PROFILE = AskChannel(
+    "worker.{worker_id}.profile", StartProfile, Delivery.ASK, (Party.LAUNCHER,), WORKERS, answer=OrderTaken
+)
+STOP_PROFILE = AskChannel(
+    "worker.{worker_id}.profile_stop", StopProfile, Delivery.ASK, (Party.LAUNCHER,), WORKERS, answer=ProfileStopped
+)
+READ_TRACE = AskChannel(
+    "worker.{worker_id}.profile_trace", ReadTrace, Delivery.ASK, (Party.LAUNCHER,), WORKERS, answer=TracePart
 )
 SELF_TEST_PROMPT = AskChannel(
     "worker.{worker_id}.self_test_prompt.{reader_id}",

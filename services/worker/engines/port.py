@@ -46,6 +46,10 @@ class EngineRefused(WrongConfiguration):
     """The engine cannot serve; the message says why and what to do. Another start has the same result."""
 
 
+class ProfilerFailed(Exception):
+    """The engine's profiler did not start or stop; the message says why."""
+
+
 class LegFailed(Exception):
     """The engine's app cannot serve this leg, or not to its end; ``failure`` is what the router gets."""
 
@@ -293,6 +297,21 @@ class EngineExchange(Protocol):
         """Call ``listener`` on the event loop with each notification that is no call's response."""
 
 
+class EngineProfiler(Protocol):
+    name: str
+    """Profiler and engine, for operators."""
+
+    async def start(self, profile_id: str, steps_max: int) -> None:
+        """Record until ``stop``, at most so many steps; what an earlier profile wrote is deleted. Raises
+        ProfilerFailed.
+        """
+
+    async def stop(self) -> list[Path]:
+        """End the recording, and return the traces that were written: Chrome's JSON, not compressed, with the times of
+        the wall clock. Raises ProfilerFailed.
+        """
+
+
 class EngineAdapters(Protocol):
     @property
     def loaded(self) -> list[LoraAdapter]:
@@ -330,6 +349,8 @@ class Engine(Protocol):
     """None if the engine was started without LoRA."""
     renderer: EngineRenderer | None = None
     """None if the engine cannot render prompts without computing them."""
+    profiler: EngineProfiler | None = None
+    """None if the engine has none that a worker could start."""
     health: EngineHealth | None = None
     """None for an engine that serves as long as it lives."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -86,10 +86,18 @@ def _input(
 class RunningLeg:
     task: asyncio.Task[bool]
     frames: LegFrames
+    start: StartLeg
+    headers: Mapping[str, str] | None
+    arrived: float = 0.0
+    """When the engine's server was called."""
     result: LegResult | None = None
     """None until the engine's server is called."""
     call: AsgiCall | None = None
     """None until the engine's server is called."""
+
+
+Served = Callable[[StartLeg, str, LegReport, float], None]
+"""Gets a leg that the engine served, the id of its trace, its costs, and when it arrived."""
 
 
 class LegServer:
@@ -118,6 +126,7 @@ class LegServer:
         self._on_changed = on_changed
         self._policy = policy
         self._unread = unread
+        self._served: Served | None = None
         self._legs: dict[LegId, RunningLeg] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -140,7 +149,7 @@ class LegServer:
             self._broken_off(start)
             return
         task = self._service.tasks.create_task(self._run(start, frames, envelope), name=f"leg-{start.leg_id}")
-        self._legs[start.leg_id] = RunningLeg(task, frames)
+        self._legs[start.leg_id] = RunningLeg(task, frames, start, envelope.headers)
         self.sequences += max(1, start.sequences)
         self._idle.clear()
         task.add_done_callback(lambda task: self._forget(start, task))
@@ -158,6 +167,17 @@ class LegServer:
             suspect = failure.reason is Reason.ENGINE_DEAD and died_of(leg.result)
             leg.frames.fail(msgspec.structs.replace(failure, suspect=suspect))
             leg.task.cancel()
+
+    def on_served(self, listener: Served | None) -> None:
+        """Call ``listener`` at the end of each leg from now on; None: no longer."""
+        self._served = listener
+
+    def each_running(self, listener: Served) -> None:
+        """Call ``listener`` with each leg that the engine serves now, and its costs so far."""
+        now = self._service.clock.now()
+        for leg in self._legs.values():
+            if leg.result is not None:
+                listener(leg.start, trace_named(leg.headers), report(leg.result, leg.arrived, now), leg.arrived)
 
     async def idle(self, s_max: float) -> bool:
         """Wait until no leg is served, for at most ``s_max`` seconds; returns whether none is."""
@@ -248,7 +268,7 @@ class LegServer:
             return
         call = AsgiCall(start, body, frames, lambda: self._explain(call.result), partial(_extend, timer))
         running = self._legs[start.leg_id]
-        running.call, running.result = call, call.result
+        running.call, running.result, running.arrived = call, call.result, arrived
         result = call.result
         CURRENT_LEG.set(Leg(_input(start, order, resume, inject(span) or {}), result))
         await self._call(call)
@@ -259,6 +279,8 @@ class LegServer:
         call.finish()
         cost = report(result, arrived, self._service.clock.now())
         show_leg(self._service.tracer, span, cost, arrived, self._service.clock)
+        if self._served is not None:
+            self._served(start, TRACE_ID.get(), cost, arrived)
         frames.end(cost)
 
     async def _call(self, call: AsgiCall) -> None:

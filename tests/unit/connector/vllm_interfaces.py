@@ -33,6 +33,8 @@ INTERFACES = {
         "ZmqEventPublisher._service_replay ZmqEventPublisher.shutdown"
     ),
     "vllm/config/vllm.py": "VllmConfig",
+    "vllm/config/profiler.py": "ProfilerConfig",
+    "vllm/profiler/wrapper.py": "TorchProfilerWrapper.__init__ TorchProfilerWrapper._stop",
     "vllm/config/model.py": "ModelConfig",
     "vllm/config/cache.py": "CacheConfig",
     "vllm/config/scheduler.py": "SchedulerConfig.get_scheduler_cls",
@@ -62,7 +64,7 @@ INTERFACES = {
     "vllm/v1/engine/__init__.py": "EngineCoreEventType EngineCoreOutput EngineCoreOutputs EngineCoreRequest EngineCoreRequestType FinishReason",
     "vllm/v1/engine/async_llm.py": (
         "AsyncLLM.generate AsyncLLM.encode AsyncLLM._add_request AsyncLLM.from_vllm_config "
-        "AsyncLLM._run_output_handler AsyncLLM.add_lora AsyncLLM.remove_lora"
+        "AsyncLLM._run_output_handler AsyncLLM.add_lora AsyncLLM.remove_lora AsyncLLM.start_profile AsyncLLM.stop_profile"
     ),
     "vllm/v1/engine/core.py": (
         "EngineCore.step EngineCore.step_with_batch_queue EngineCoreProc.run_busy_loop "
@@ -79,6 +81,7 @@ INTERFACES = {
         "RequestOutputCollector.put RequestOutputCollector.get_nowait RequestState"
     ),
     "vllm/v1/executor/uniproc_executor.py": "UniProcExecutor UniProcExecutor._init_executor",
+    "vllm/v1/executor/abstract.py": "Executor.profile",
     "vllm/v1/kv_cache_interface.py": "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec",
     "vllm/v1/kv_cache_layout.py": "KVCacheLayout",
     "vllm/v1/metrics/cache_hit_source.py": "CacheHitSource",

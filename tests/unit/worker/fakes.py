@@ -17,6 +17,7 @@ from services.worker.engines.port import (
     EngineFacts,
     EngineHealth,
     EngineLoad,
+    EngineProfiler,
     EngineRenderer,
     EngineTokens,
     TokenizerFiles,
@@ -72,6 +73,7 @@ class FakeEngine:
         self.exchange: FakeExchange | None = None
         self.adapters: EngineAdapters | None = None
         self.renderer: EngineRenderer | None = None
+        self.profiler: EngineProfiler | None = None
         self.health: EngineHealth | None = None
         self.orders: list[LegOrder | None] = []
         self.salts: list[tuple[str, str]] = []

@@ -42,6 +42,7 @@ from services.worker.engines.vllm.arguments import (
     prepare_import,
     refuse_unsupported,
 )
+from services.worker.engines.vllm.profiler import VllmProfiler, configure_profiler
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.engine_paths import SERVED
@@ -78,6 +79,11 @@ class Launch:
     def refusal_file(self) -> Path:
         """Written by the connector, in EngineCore's process."""
         return self.run_dir / "refused"
+
+    @property
+    def trace_dir(self) -> Path:
+        """Where the engine's profiler writes."""
+        return self.run_dir / "traces"
 
 
 async def start_engine(
@@ -205,6 +211,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         exchange,
         adapters,
         run_dir=launch.run_dir,
+        trace_dir=launch.trace_dir,
         chat_template=load_chat_template(args.chat_template) or "",
         facts=facts,
     )
@@ -247,6 +254,7 @@ def _construct(
             fingerprint=fingerprinted,
             refusal_file=launch.refusal_file,
         )
+        configure_profiler(config, launch.trace_dir)
         generates = config.model_config.runner_type == "generate"
         trials = grammar_process.start(config) if generates else None
         try:
@@ -396,6 +404,7 @@ class VllmEngine(Engine):
         adapters: LoadedAdapters | None,
         *,
         run_dir: Path,
+        trace_dir: Path,
         chat_template: str,
         facts: EngineFacts,
     ) -> None:
@@ -408,6 +417,7 @@ class VllmEngine(Engine):
         self.exchange: VllmExchange | None = exchange
         self.adapters = adapters
         self.renderer = VllmRenderer(app, llm.vllm_config.cache_config) if facts.renders else None
+        self.profiler = VllmProfiler(llm, trace_dir)
         self._run_dir = run_dir
         self.facts = facts
 
