@@ -72,8 +72,9 @@ class LoadPublisher:
     async def report(self, phase: WorkerPhase, legs: int) -> None:
         load = self._engine.load()
         if load.steps is not None:
-            self._learner.observe(load.steps)
+            self._learner.observe(load.steps, load.prompt_steps)
         numbers = msgspec.structs.asdict(load)
+        del numbers["prompt_steps"]
         exchange = None if self._exchange is None else self._exchange.state
         if exchange is not None:
             numbers["received_bytes_total"] = exchange.read_bytes_total

@@ -33,6 +33,9 @@ class StepTotals(Message, frozen=True, kw_only=True):
     """Tokens that these requests attended to, summed over those steps."""
 
 
+NO_STEP_TOTALS = StepTotals()
+
+
 class EngineSpeed(PackedMessage, frozen=True, kw_only=True):
     """How long the engine's steps take, as its worker has learned from ``StepTotals`` (see ``shared.engine_speed``).
 

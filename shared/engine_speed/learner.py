@@ -5,18 +5,22 @@ with decoding, for a short prompt up to twenty times its own work, and more so o
 for the time between tokens. Step totals do not have this problem: the work between two totals, whatever was batched
 together, took exactly the seconds between them, and idle time does not count.
 
+Steps that compute prompts are samples of their own. Mixed with the decode steps between them, which take longer
+together, they would say little of a prompt: then a start that was five times wrong is never corrected.
+
 Readers (routers, the planner, the disaggregation report) combine what the workers of one fingerprint publish.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 from msgspec.structs import astuple, replace
 
-from shared.contracts.load import EngineSpeed, StepTotals
-from shared.engine_speed.steps import DEFAULT_STEP_TIMES, PendingSteps, Steps, StepTimeModel
+from shared.contracts.load import NO_STEP_TOTALS, EngineSpeed, StepTotals
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES, PendingSteps, Steps, StepTimeModel, by_field
 from shared.engine_speed.unit_costs import Prior, UnitCosts
 
 PREFILL, DECODE = slice(0, 3), slice(3, 6)
@@ -39,13 +43,28 @@ SAMPLES_MAX = 100.0
 """More samples give an engine no more weight among those like it."""
 
 
+class Source:
+    """A kind of steps that samples are made of."""
+
+    __slots__ = ("pending", "settled")
+
+    def __init__(self) -> None:
+        self.pending = PendingSteps()
+        self.settled = 0
+        """Samples since the last one that did not fit the estimate."""
+
+    def sample(self, totals: StepTotals) -> Steps | None:
+        """All of these steps since the last sample, once they took long enough."""
+        return self.pending.sample(totals, SAMPLE_S_MIN if self.settled < YOUNG_SAMPLES else LATER_SAMPLE_S)
+
+
 class SpeedLearner:
     """The estimate of one life of one engine. A sample costs about 15 microseconds."""
 
-    __slots__ = ("_context", "_costs", "_pairs", "_pending", "_speed")
+    __slots__ = ("_context", "_costs", "_pairs", "_prompts", "_rest", "_speed")
 
     def __init__(self) -> None:
-        self._pending = PendingSteps()
+        self._prompts, self._rest = Source(), Source()
         self._costs = UnitCosts(PRIOR)
         self._pairs = self._context = 0.0
         """Moving averages: pairs of a computed prompt token, context tokens of a decoded request."""
@@ -56,18 +75,17 @@ class SpeedLearner:
         """The estimate; None before the first sample."""
         return self._speed
 
-    def observe(self, totals: StepTotals) -> bool:
-        """Learn from the engine's totals so far; returns whether they made a sample."""
-        done = self._pending.sample(totals, self._sample_s_min)
-        return done is not None and self.learn(done)
-
-    def wants(self, seconds: float) -> bool:
-        """Whether totals over ``seconds`` may make a sample; if not, ``observe`` would do nothing."""
-        return self._pending.wants(seconds, self._sample_s_min)
-
-    @property
-    def _sample_s_min(self) -> float:
-        return SAMPLE_S_MIN if self._costs.settled < YOUNG_SAMPLES else LATER_SAMPLE_S
+    def observe(self, totals: StepTotals, prompts: StepTotals = NO_STEP_TOTALS) -> bool:
+        """Learn from the engine's totals so far; returns whether they made a sample. ``prompts``: the part of them in
+        steps that computed prompts, as far as the engine tells them apart.
+        """
+        made = False
+        for source, part in ((self._prompts, prompts), (self._rest, by_field(operator.sub, totals, prompts))):
+            done = source.sample(part)
+            if done is not None and self.learn(done):
+                source.settled = source.settled + 1 if self._costs.settled else 0
+                made = True
+        return made
 
     def learn(self, done: Steps) -> bool:
         """Learn from some steps; returns False for impossible ones, which change nothing."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec.structs import astuple
@@ -101,10 +102,6 @@ class PendingSteps:
     def __init__(self) -> None:
         self._sampled = StepTotals()
 
-    def wants(self, seconds: float, seconds_min: float) -> bool:
-        """Whether totals of so many seconds may make a sample; if not, ``sample`` need not be called."""
-        return not 0.0 <= seconds - self._sampled.seconds < seconds_min
-
     def sample(self, totals: StepTotals, seconds_min: float) -> Steps | None:
         """All steps since the last sample, once they took ``seconds_min``. Totals that start over are no sample."""
         if not (math.isfinite(totals.seconds) and math.isfinite(totals.prefill_pairs)):
@@ -117,8 +114,14 @@ class PendingSteps:
         return done if seconds >= 0.0 else None
 
 
-class StepTotalsCounter:
-    """Sums the steps of this engine for its load reports. Each step is added as the totals of that step alone."""
+def by_field(operation: Callable[[Any, Any], Any], one: StepTotals, other: StepTotals) -> StepTotals:
+    """The totals whose fields are the operation's results for those of two."""
+    fields = StepTotals.__struct_fields__
+    return StepTotals(**{name: operation(getattr(one, name), getattr(other, name)) for name in fields})
+
+
+class StepSum:
+    """A sum of steps. Each is added as the totals of that step alone."""
 
     __slots__ = ("_context", "_decode_steps", "_pairs", "_prefill_steps", "_prompt_tokens", "_requests", "_seconds")
 
@@ -150,3 +153,41 @@ class StepTotalsCounter:
             decode_requests=self._requests,
             decode_context_tokens=self._context,
         )
+
+
+RECENT: Final = 0.2
+"""The share of the newest step in a moving average."""
+
+
+class StepTotalsCounter:
+    """Sums the steps of this engine for its load reports."""
+
+    __slots__ = ("_decoding", "_prompts", "_recent_s", "_recent_tokens")
+
+    def __init__(self) -> None:
+        self._prompts, self._decoding = StepSum(), StepSum()
+        self._recent_tokens = self._recent_s = 0.0
+        """Moving averages of the steps that compute prompts."""
+
+    def add(self, step: StepTotals) -> None:
+        """``step``: the totals of that step alone."""
+        if not step.prefill_tokens:
+            self._decoding.add(step)
+            return
+        self._prompts.add(step)
+        weight = RECENT if self._recent_s else 1.0
+        self._recent_tokens += weight * (step.prefill_tokens - self._recent_tokens)
+        self._recent_s += weight * (step.seconds - self._recent_s)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Recent speed of steps that compute prompts, however short; 0 before the first one."""
+        return self._recent_tokens / self._recent_s if self._recent_s > 0.0 else 0.0
+
+    def prompt_totals(self) -> StepTotals:
+        """The steps that computed prompts."""
+        return self._prompts.totals()
+
+    def totals(self) -> StepTotals:
+        """All steps."""
+        return by_field(operator.add, self._prompts.totals(), self._decoding.totals())

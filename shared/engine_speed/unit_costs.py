@@ -8,7 +8,8 @@
 * Costs drift at every sample, more together than against each other. So old samples are forgotten, and costs that the
   samples do not tell apart keep the prior's proportions.
 * A sample beyond ``CLIPPED_BEYOND`` standard deviations counts as much as one at that limit (Huber), one beyond
-  ``IGNORED_BEYOND`` does not count. The standard deviation follows the running median of the errors.
+  ``IGNORED_BEYOND`` does not count. The standard deviation follows the running median of the errors of its group:
+  samples of many short steps scatter less than those of one long step.
 * If the last ``CHANGED_AFTER`` errors are all beyond ``IGNORED_BEYOND``, or all but one of the last ``LATEST`` beyond
   ``SHIFTED_BEYOND``, on the same side, they are no outliers: the machine has changed, or an outlier has misled the
   estimate. Then the costs of that group shift together by the common error. Learning from these samples one by one
@@ -78,14 +79,15 @@ class UnitCosts:
         self._logs = prior.logs
         self._covariance = prior.covariance
         self._measured: Vector = [0.0] * len(prior.logs)
-        self._noise = INITIAL_NOISE
+        self._noise = [INITIAL_NOISE] * len(prior.logs)
+        """Standard deviation of the errors of a group, at the place of its first kind."""
         self._latest: dict[int, list[float]] = {}
         """Errors, by the kind of work with the largest share."""
 
     def like(self, together: float, apart: float) -> UnitCosts:
         """Costs of another machine that is assumed to differ from this one by so much variance."""
         made = UnitCosts(self._prior)
-        made._logs, made._noise = self._logs, self._noise
+        made._logs, made._noise = self._logs, list(self._noise)
         made._covariance = _sum(self._covariance, self._prior.varied(together, apart))
         return made
 
@@ -122,34 +124,35 @@ class UnitCosts:
         along = _times(self._covariance, shares)
         uncertainty = max(0.0, _dot(along, shares))
         error = math.log(seconds / predicted)
-        noise = self._noise * self._noise
+        group = self._prior.groups[shares.index(max(shares))].index(1.0)
+        noise = self._noise[group] ** 2
         surprise = abs(error) / math.sqrt(uncertainty + noise)
         if surprise > IGNORED_BEYOND and self.samples > 1:
             self.settled = 0
         else:
             self._move(along, error, uncertainty + noise * max(1.0, surprise / CLIPPED_BEYOND))
-        self._remember(shares, error, math.sqrt(uncertainty + noise))
+        self._remember(shares, group, error, math.sqrt(uncertainty + noise))
         return True
 
-    def _remember(self, shares: Vector, error: float, expected: float) -> None:
+    def _remember(self, shares: Vector, group: int, error: float, expected: float) -> None:
         latest = self._latest.setdefault(shares.index(max(shares)), [])
         latest.append(error)
         from_median = abs(error - sorted(latest)[len(latest) // 2])
         step = NOISE_STEP if from_median > MEDIAN_OF_NORMAL * expected else -NOISE_STEP
-        self._noise = min(max(self._noise * (1.0 + step), NOISE_MIN), NOISE_MAX)
+        self._noise[group] = min(max(self._noise[group] * (1.0 + step), NOISE_MIN), NOISE_MAX)
         common = _common(latest, expected)
         if common:
-            self._shift(shares, common)
+            self._shift(shares, common, self._noise[group] ** 2)
             latest.clear()
         elif len(latest) == LATEST:
             del latest[0]
 
-    def _shift(self, shares: Vector, error: float) -> None:
-        """Move all costs of the groups in the last sample."""
+    def _shift(self, shares: Vector, error: float, noise: float) -> None:
+        """Move all costs of the groups in the last sample. ``noise``: the variance of the error."""
         self.settled = 0
         moved = _times(self._prior.groups, shares)
         self._logs = list(map(_bounded, _plus(self._logs, moved, error)))
-        self._covariance = _plus_outer(self._covariance, moved, self._noise * self._noise)
+        self._covariance = _plus_outer(self._covariance, moved, noise)
 
     def _move(self, along: Vector, error: float, total: float) -> None:
         self._logs = list(map(_bounded, _plus(self._logs, along, error / total)))

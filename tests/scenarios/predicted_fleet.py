@@ -204,7 +204,7 @@ class PredictedFleet:
         core = self.member(worker_id).core
         batch, measures = core.batch, core.measures
         learner = self._learners[worker_id]
-        learner.observe(measures.steps.totals())
+        learner.observe(measures.steps.totals(), measures.steps.prompt_totals())
         told = load(
             worker_id,
             role=self._roles[worker_id],
@@ -215,7 +215,7 @@ class PredictedFleet:
             kv_blocks_total=core.cache.blocks,
             computed_tokens_total=measures.computed_tokens,
             generation_tokens_total=measures.generated_tokens,
-            prefill_tokens_per_s=measures.prefill_tokens_per_s,
+            prefill_tokens_per_s=measures.steps.prefill_tokens_per_s,
             decode_s_per_token=measures.decode_s_per_token,
             steps=measures.steps.totals(),
             speed=learner.speed,

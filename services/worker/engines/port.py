@@ -26,7 +26,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
-from shared.contracts.load import StepTotals, StoreState
+from shared.contracts.load import NO_STEP_TOTALS, StepTotals, StoreState
 from shared.contracts.workers import Fingerprint, HashScheme, LoraAdapter
 from shared.runtime.service import WrongConfiguration
 from shared.runtime.settings import CommonSettings
@@ -240,6 +240,8 @@ class EngineLoad(msgspec.Struct, kw_only=True):
     prefill_tokens_per_s: float = 0.0
     decode_s_per_token: float = 0.0
     steps: StepTotals | None = None
+    prompt_steps: StepTotals = NO_STEP_TOTALS
+    """The part of ``steps`` that computed prompts, as far as the engine tells it apart."""
     store: StoreState | None = None
     adapters_running: list[str] = []
     adapters_waiting: list[str] = []

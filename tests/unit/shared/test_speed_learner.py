@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shared.contracts.load import EngineSpeed, StepTotals
 from shared.engine_speed.learner import LATER_SAMPLE_S, SpeedLearner, combined, filled_in, is_measured, is_valid
-from shared.engine_speed.steps import DEFAULT_STEP_TIMES, NO_STEPS, Steps, StepTimeModel
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES, NO_STEPS, Steps, StepTimeModel, StepTotalsCounter
 from tests.support.examples import examples
 
 
@@ -107,7 +107,7 @@ def errors(known: SpeedLearner | EngineSpeed | None, true: StepTimeModel, kind: 
 @ENGINES
 def test_clean_samples_give_almost_exact_predictions(true):
     learner = SpeedLearner()
-    teach(learner, true, random.Random(1), 60, noise=0.01, outliers=0.0)
+    teach(learner, true, random.Random(1), 100, noise=0.01, outliers=0.0)
 
     for kind in ("prompts", "decoding", "both"):
         assert median(errors(learner, true, kind)) < 0.03
@@ -157,6 +157,53 @@ def test_a_change_of_speed_is_followed_within_a_hundred_samples(true, factor):
     teach(learner, slower, draw, 100)
 
     assert median(errors(learner, slower)) < 0.3
+
+
+TINY_ON_CPU = StepTimeModel(
+    prefill_step_s=0.001,
+    prefill_token_s=1 / 20_000,
+    prefill_pair_s=1 / 20_000 / 16_000,
+    decode_step_s=0.0045,
+    decode_request_s=0.0001,
+    decode_context_token_s=1e-7,
+)
+
+
+@pytest.mark.parametrize("true", [TINY_ON_CPU, BIG_GPU, SMALL_CPU], ids=["tiny", "gpu", "cpu"])
+@pytest.mark.parametrize("tokens_out", [1, 8, 32])
+@pytest.mark.parametrize("noise", [0.1, 0.25])
+def test_a_start_that_was_five_times_too_slow_is_corrected_within_twenty_prompts(true, tokens_out, noise):
+    """Two long prompts on a busy machine, then short ones; a report after each request, as of a worker with few."""
+    counter, learner, draw = StepTotalsCounter(), SpeedLearner(), random.Random(1)
+
+    def serve(tokens: int, slower: float) -> None:
+        for done in [prefill(tokens, 0, 0.0), *[decode(1, tokens, 0.0)] * (tokens_out - 1)]:
+            took_s = slower * seconds_of(true, done) * draw.lognormvariate(0.0, noise)
+            counter.add(StepTotals(**msgspec.structs.asdict(msgspec.structs.replace(done, seconds=took_s))))
+        learner.observe(counter.totals(), counter.prompt_totals())
+
+    def predicted_to_true() -> float:
+        return times_of(learner).prefill_s(prefill(200, 0, 0.0)) / seconds_of(true, prefill(200, 0, 0.0))
+
+    for _ in range(2):
+        serve(3000, slower=5.0)
+    assert predicted_to_true() > 3.0
+    for _ in range(20):
+        serve(200, slower=1.0)
+
+    assert 0.8 < predicted_to_true() < 1.25
+
+
+def test_short_prompts_count_in_the_prefill_speed():
+    counter = StepTotalsCounter()
+    assert counter.prefill_tokens_per_s == 0.0
+    for _ in range(100):
+        counter.add(StepTotals(seconds=0.002, prefill_steps=1, prefill_tokens=10))
+        counter.add(StepTotals(seconds=0.5, decode_steps=1, decode_requests=1))
+
+    assert counter.prefill_tokens_per_s == pytest.approx(5000.0)
+    assert counter.totals().seconds == pytest.approx(50.2)
+    assert counter.prompt_totals() == StepTotals(seconds=pytest.approx(0.2), prefill_steps=100, prefill_tokens=1000)
 
 
 def test_nothing_is_published_before_the_first_sample():

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import operator
 import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
-import msgspec
-
 from services.worker.engines.attached.bodies import BadAnswer, Usage
 from services.worker.engines.attached.server import MODELS, NOT_THERE, REFUSES_KEY, Server, ServerAway, list_models
 from services.worker.engines.port import EngineLoad
-from shared.contracts.load import StepTotals
+from shared.contracts.load import NO_STEP_TOTALS, StepTotals
+from shared.engine_speed.steps import by_field
 
 RUNNING = (
     "vllm:num_requests_running",
@@ -112,7 +112,7 @@ class Meter:
         """Instant up to which the server's time is accounted for."""
         self._steps = 0.0
         """Decode steps: a token each of all requests that generate makes one."""
-        self._totals = StepTotals()
+        self._totals = self._prompt_totals = NO_STEP_TOTALS
         self._usage = Usage(0, 0, 0)
         self._listeners: list[Callable[[], None]] = []
 
@@ -147,6 +147,7 @@ class Meter:
             cached_tokens_total=self._usage.cached,
             generation_tokens_total=self._usage.completion,
             steps=self._totals,
+            prompt_steps=self._prompt_totals,
         )
 
     def began(self, tokens: int) -> None:
@@ -160,8 +161,10 @@ class Meter:
         """The prompt was computed, or will not be."""
         self._waiting_tokens -= tokens
         if computed:
+            done = self._add(prefill_steps=1, prefill_tokens=tokens, prefill_pairs=0.5 * tokens * tokens)
+            if not self._generating:  # Nobody generated meanwhile: all of the time is the prompt's.
+                self._prompt_totals = by_field(operator.add, self._prompt_totals, done)
             self._generating += 1
-            self._add(prefill_steps=1, prefill_tokens=tokens, prefill_pairs=0.5 * tokens * tokens)
             self.changed()
 
     def generated(self, tokens: int, context: int) -> None:
@@ -184,13 +187,13 @@ class Meter:
         self._usage.completion += max(0, usage.completion)
         self.changed()
 
-    def _add(self, **work: float) -> None:
+    def _add(self, **work: Any) -> StepTotals:
         """The server's time since the last progress went into this work, and into nothing else that is known."""
-        now, totals = self._now(), self._totals
-        sums: dict[str, Any] = {name: getattr(totals, name) + amount for name, amount in work.items()}
-        seconds = totals.seconds + max(0.0, now - self._progress_at)
-        self._totals = msgspec.structs.replace(totals, seconds=seconds, **sums)
+        now = self._now()
+        done = StepTotals(seconds=max(0.0, now - self._progress_at), **work)
+        self._totals = by_field(operator.add, self._totals, done)
         self._progress_at = now
+        return done
 
 
 class MeteredRequest:

@@ -128,9 +128,10 @@ class SimulatedEngine(Engine):
             received_seconds_total=measures.received_s,
             generation_tokens_total=measures.generated_tokens,
             preemptions_total=batch.preemptions,
-            prefill_tokens_per_s=measures.prefill_tokens_per_s,
+            prefill_tokens_per_s=measures.steps.prefill_tokens_per_s,
             decode_s_per_token=measures.decode_s_per_token,
             steps=measures.steps.totals(),
+            prompt_steps=measures.steps.prompt_totals(),
             adapters_running=adapters_of(batch.running),
             adapters_waiting=adapters_of(batch.not_running()),
         )

@@ -250,9 +250,6 @@ class LegEngine(AsyncLLM):
         result.first_token_at = result.first_token_at or times.first_token_ts
         result.queue_s = max(result.queue_s, times.scheduled_ts - times.queued_ts)
         result.prefill_s = max(result.prefill_s, times.first_token_ts - times.scheduled_ts)
-        report = result.transfer_reports.get(request_id)
-        if report is None or not report.first_token_received:
-            self.meter.prefilled(sources.computed, times.first_token_ts - times.scheduled_ts)
 
     def note_death(self, why: str) -> None:
         """The engine cannot go on; the first reason counts."""

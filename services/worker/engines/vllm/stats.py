@@ -55,8 +55,6 @@ def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
 
 SMOOTHING = 0.2
 """Weight of the newest sample in a moving average."""
-PREFILL_SAMPLE_TOKENS_MIN = 32
-"""The time of shorter prefills is mostly the fixed cost of a step."""
 SOURCES_MAX = 8192
 """Prompts whose sources were not taken yet; the oldest is dropped."""
 
@@ -180,11 +178,6 @@ class EngineMeter(StatLoggerBase):
         tokens = len(ids or ()) + more
         return Waiting(self, min(tokens, expected_tokens) if expected_tokens >= 0 else tokens)
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """The uncached part of a prompt was computed."""
-        if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
-            self._load.prefill_tokens_per_s = smooth(self._load.prefill_tokens_per_s, tokens / seconds)
-
     def log_engine_initialized(self) -> None:
         """Nothing to log."""
 
@@ -205,8 +198,15 @@ class EngineMeter(StatLoggerBase):
 
     def load(self) -> EngineLoad:
         queues = {} if self._queues is None else _queues(self._queues, self.kv_blocks)
-        steps = self.steps.totals()
-        return msgspec.structs.replace(self._load, waiting_tokens=self.waiting_tokens, steps=steps, **queues)
+        counter = self.steps.counter
+        return msgspec.structs.replace(
+            self._load,
+            waiting_tokens=self.waiting_tokens,
+            prefill_tokens_per_s=counter.prefill_tokens_per_s,
+            steps=self.steps.totals(),
+            prompt_steps=counter.prompt_totals(),
+            **queues,
+        )
 
     def _add_transfers(self, transfers: Any) -> None:
         """From the NIXL connector's lists of transfers that ended in this step."""

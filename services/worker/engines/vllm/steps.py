@@ -27,7 +27,7 @@ class StepMeter:
     def __init__(self) -> None:
         self.tokens_per_use = 0
         """Tokens that fill the KV cache; vLLM's ``kv_cache_usage`` is a share of them."""
-        self._counter = StepTotalsCounter()
+        self.counter = StepTotalsCounter()
         self._pairs = 0.0
         self._scheduled_at = 0.0
         """The earliest scheduling time of the requests that have their first token in this step."""
@@ -73,7 +73,7 @@ class StepMeter:
             return
         decoding = details.num_generation_requests
         self._has_steps = True
-        self._counter.add(
+        self.counter.add(
             StepTotals(
                 seconds=ended_at - began_at,
                 prefill_steps=int(details.num_ctx_tokens > 0),
@@ -87,7 +87,7 @@ class StepMeter:
 
     def totals(self) -> StepTotals | None:
         """Totals since the start; None before the first step with details."""
-        return self._counter.totals() if self._has_steps else None
+        return self.counter.totals() if self._has_steps else None
 
 
 class NoIterations(logging.Filter):

@@ -27,8 +27,6 @@ speed.
 """
 SPEED_MEMORY = 0.9
 """Weight of the old value when a step adds a sample of a speed."""
-PREFILL_SAMPLE_TOKENS_MIN = 32
-"""Shorter prefills are not sampled: their time is mostly the fixed cost of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +252,7 @@ class EngineCore:
 
 @dataclass(slots=True)
 class Measures:
-    """Totals since the engine's start, and two recent speeds."""
+    """Totals since the engine's start, and recent speeds."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -263,7 +261,6 @@ class Measures:
     received_bytes: int = 0
     received_s: float = 0.0
     generated_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
     decode_s_per_token: float = 0.0
     steps: StepTotalsCounter = field(default_factory=StepTotalsCounter)
 
@@ -279,8 +276,6 @@ class Measures:
 
     def step_finished(self, step: StepTotals) -> None:
         self.steps.add(step)
-        if step.prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and step.seconds:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, step.prefill_tokens / step.seconds)
         if step.decode_steps:
             self.decode_s_per_token = _blend(self.decode_s_per_token, step.seconds)
 
