@@ -92,7 +92,7 @@ class Aggregated:
         if idle < IDLE_MIN:
             return None
         queue_s = parts.queue_s * self.queue_ratio * slower**2 * max(idle_now, IDLE_MIN) / idle + self.shared_s / 2
-        replaced_s = parts.queue_s + parts.prefill_s + parts.handoff_s + parts.decode_queue_s + parts.first_token_s
+        replaced_s = parts.queue_s + parts.prefill_s + parts.handoff_s + parts.decode_queue_s + parts.decode_prefill_s
         ttft_s = max(0.0, sample.ttft_s - replaced_s) + queue_s + prefill_s
         itl_s = sample.itl_s * self.itl_ratio
         return Latencies(ttft_s=ttft_s, itl_s=itl_s, e2e_s=sample.with_itl(ttft_s, itl_s))

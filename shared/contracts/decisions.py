@@ -38,10 +38,14 @@ class TtftParts(Message, frozen=True, kw_only=True):
     handoff_s: float = 0.0
     """From the end of the prefill until the decode worker has the KV, if the first token waits for it."""
     decode_queue_s: float = 0.0
-    first_token_s: float = 0.0
-    """The decode worker's first step; 0 where the prefill worker's token is the first one."""
-    transit_s: float = 0.0
-    """The rest: bus, relay and process scheduling."""
+    decode_prefill_s: float = 0.0
+    """Computing on the decode worker what was not handed over: the prompt's tail, or all of it where a handoff failed.
+    0 where the prefill worker's token is the first one.
+    """
+    front_end_and_bus_s: float = 0.0
+    """The rest, most of it in the workers' HTTP front ends: reading and checking the request, rendering the prompt,
+    writing the answer; then the bus, the relay, and processes that wait for a CPU.
+    """
 
     def total_s(self) -> float:
         total_s: float = sum(msgspec.structs.astuple(self))
@@ -65,10 +69,10 @@ class CandidateRecord(Message, frozen=True, kw_only=True):
     """Time to generate the completion."""
     within_s: float = 0.0
     """The part of ``decode_s`` that costs nothing; all of it where the decode batch is not crowded."""
-    first_token_s: float = 0.0
+    decode_prefill_s: float = 0.0
     """The step that computes the tokens whose KV was not handed over, and the first token that the worker samples."""
-    transit_s: float = 0.0
-    """A leg's time outside the engine: bus, relay and process scheduling."""
+    front_end_and_bus_s: float = 0.0
+    """A leg's time outside the engine: the worker's HTTP front end, bus and relay. Of a streamed pair, one path's."""
     others_s: float = 0.0
     """Total delay that it causes to other requests, and to later ones, by what it evicts."""
     cost_s: float = 0.0

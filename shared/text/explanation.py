@@ -38,8 +38,8 @@ PART_NAMES = {
     "prefill_s": "prefill",
     "handoff_s": "handoff",
     "decode_queue_s": "decode queue",
-    "first_token_s": "first step",
-    "transit_s": "transit",
+    "decode_prefill_s": "decode prefill",
+    "front_end_and_bus_s": "front end and bus",
 }
 """Parts of the time to the first token, in the order in which they happen."""
 LESSER = {

@@ -76,9 +76,9 @@ def check(told: DecisionRecord) -> None:
         (chosen,) = [one for one in told.candidates if one.part is part and one.chosen]
         assert chosen.worker_id == (told.prefill_worker if part is Part.PREFILL else told.decode_worker)
     for one in told.candidates:
-        computed_s, handed_s = one.queue_s + one.fetch_s + one.prefill_s, one.handoff_s + one.first_token_s
+        computed_s, handed_s = one.queue_s + one.fetch_s + one.prefill_s, one.handoff_s + one.decode_prefill_s
         after_s = one.decode_s - one.within_s + one.others_s
-        assert one.cost_s == pytest.approx(computed_s + handed_s + one.transit_s + after_s)
+        assert one.cost_s == pytest.approx(computed_s + handed_s + one.front_end_and_bus_s + after_s)
         if one.part is not Part.DECODE:
             assert one.cached_tokens + one.fetched_tokens + one.computed_tokens == told.prompt_tokens
     assert {one.part for one in told.candidates if one.chosen} == parts

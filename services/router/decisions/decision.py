@@ -194,7 +194,7 @@ def best_other_s(candidates: list[CandidateRecord], *, handoff_counts: bool = Tr
     own share; infinite when there was no other choice. ``handoff_counts``: a pair's first token waits for the handoff.
     """
     if not handoff_counts:
-        candidates = [replace(one, handoff_s=0.0, first_token_s=0.0) for one in candidates]
+        candidates = [replace(one, handoff_s=0.0, decode_prefill_s=0.0) for one in candidates]
     prefills, decodes, wholes = ([one for one in candidates if one.part is part] for part in Part)
     chosen_prefill, chosen_decode = _least(prefills, chosen=True), _least(decodes, chosen=True)
     pairs = (
@@ -209,7 +209,7 @@ def _least(candidates: Iterable[CandidateRecord], *, chosen: bool | None = None)
     """The shortest predicted contribution to the time to the first token."""
     return min(
         (
-            one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.first_token_s + one.transit_s
+            one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.decode_prefill_s + one.front_end_and_bus_s
             for one in candidates
             if chosen is None or one.chosen is chosen
         ),

@@ -56,7 +56,9 @@ def on_one(
         context_tokens=request.prompt_tokens + request.sequences * request.tokens_out,
         sources=(*sources, *further),
         hit_share_min=(share if threshold is None else threshold) if guarded else 0.0,
-        predicted=TtftParts(queue_s=of.queue_s, fetch_s=of.fetch_s, prefill_s=of.prefill_s, transit_s=of.transit_s),
+        predicted=TtftParts(
+            queue_s=of.queue_s, fetch_s=of.fetch_s, prefill_s=of.prefill_s, front_end_and_bus_s=of.transit_s
+        ),
         predicted_itl_s=of.itl_s,
         why=why,
         considered=candidates.considered,
@@ -89,8 +91,8 @@ def on_two(  # as many as a pair is made of
         prefill_s=of.prefill_s,
         handoff_s=answering.handoff_s if waits else 0.0,
         decode_queue_s=answering.kv_wait_s + (0.0 if streamed else answering.queue_s),
-        first_token_s=answering.first_s if waits else 0.0,
-        transit_s=(of.transit_s + answering.transit_s) * (LEG_TRANSIT_SHARE if streamed else 1.0),
+        decode_prefill_s=answering.first_s if waits else 0.0,
+        front_end_and_bus_s=(of.transit_s + answering.transit_s) * (LEG_TRANSIT_SHARE if streamed else 1.0),
     )
     return Placement(
         mode=DISAGGREGATED,

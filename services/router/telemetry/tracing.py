@@ -177,10 +177,10 @@ IN_ORDER: Final = {
     "prefill_s": SpanName.TTFT_PREFILL,
     "handoff_s": SpanName.TTFT_HANDOFF,
     "decode_queue_s": SpanName.TTFT_DECODE_QUEUE,
-    "first_token_s": SpanName.TTFT_FIRST_TOKEN,
-    "transit_s": SpanName.TTFT_TRANSIT,
+    "decode_prefill_s": SpanName.TTFT_DECODE_PREFILL,
+    "front_end_and_bus_s": SpanName.TTFT_FRONT_END_AND_BUS,
 }
-"""The parts of the time to the first token, in order. Transit comes last, although it occurs between all parts."""
+"""The parts of the time to the first token, in order; but front ends and bus, whose time is between all, come last."""
 TTFT_ATTRIBUTES: Final = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
 OPERATIONS: Final = {
     CHAT: "chat",

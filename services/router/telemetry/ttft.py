@@ -1,10 +1,10 @@
 """The parts of a request's time to the first token, which add up to it.
 
 The router measures the whole and its own parts on its clock; workers report durations on theirs. The remainder is
-``transit_s``: the bus, the relay, and a worker's own work around its engine.
+``front_end_and_bus_s``: a worker's HTTP front end around its engine, the bus and the relay.
 
-    aggregated    [router] [queue, fetch, prefill] [transit]
-    offered       [router] [queue, fetch, prefill] [decode queue, handoff, first token] [transit]
+    aggregated    [router] [queue, fetch, prefill] [front end, bus]
+    offered       [router] [queue, fetch, prefill] [decode queue, handoff, decode prefill] [front end, bus]
     streamed      as offered, but both legs run concurrently: of the decode leg, only the time after the prompt was
                   computed counts
 
@@ -73,15 +73,15 @@ def leg_parts(legs: Legs) -> TtftParts:
         prefill_s=prefill_s,
         handoff_s=moved_s,
         decode_queue_s=waited_s - moved_s,
-        first_token_s=answering.prefill_s,
+        decode_prefill_s=answering.prefill_s,
     )
 
 
 def fitted(whole_s: float, router: Timings, work: TtftParts) -> TtftParts:
-    """The router's times and the workers' parts, made to add up to ``whole_s``; the rest is transit."""
+    """The router's times and the workers' parts, made to add up to ``whole_s``; the rest is front ends' and bus's."""
     own_s = router.admission_s + router.tokenize_s + router.place_s + router.failed_s
     own = whole_s / own_s if own_s > whole_s else 1.0
-    work_s = work.queue_s + work.fetch_s + work.prefill_s + work.handoff_s + work.decode_queue_s + work.first_token_s
+    work_s = work.queue_s + work.fetch_s + work.prefill_s + work.handoff_s + work.decode_queue_s + work.decode_prefill_s
     left_s = max(0.0, whole_s - own_s)
     share = left_s / work_s if work_s > left_s else 1.0
     return TtftParts(
@@ -94,8 +94,8 @@ def fitted(whole_s: float, router: Timings, work: TtftParts) -> TtftParts:
         prefill_s=work.prefill_s * share,
         handoff_s=work.handoff_s * share,
         decode_queue_s=work.decode_queue_s * share,
-        first_token_s=work.first_token_s * share,
-        transit_s=max(0.0, whole_s - own_s * own - work_s * share),
+        decode_prefill_s=work.decode_prefill_s * share,
+        front_end_and_bus_s=max(0.0, whole_s - own_s * own - work_s * share),
     )
 
 

@@ -60,8 +60,8 @@ def test_consistent_measurements_are_reported_unchanged(
 
     assert math.isclose(parts.queue_s + parts.fetch_s, prefill.queue_s, rel_tol=1e-9, abs_tol=1e-9)
     assert math.isclose(parts.decode_queue_s + parts.handoff_s, report.queue_s, rel_tol=1e-9, abs_tol=1e-9)
-    assert math.isclose(parts.transit_s, more_s, rel_tol=1e-9, abs_tol=1e-9)
-    assert parts.first_token_s <= report.prefill_s
+    assert math.isclose(parts.front_end_and_bus_s, more_s, rel_tol=1e-9, abs_tol=1e-9)
+    assert parts.decode_prefill_s <= report.prefill_s
 
 
 @given(report=reports)

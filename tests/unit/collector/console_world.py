@@ -26,7 +26,7 @@ from tests.support.memory_bus import MemoryBus, MemoryHub
 
 TWO = WatcherLimits(total=2, for_operators=0, per_address=2)
 LOOPBACK = OriginPolicy("COLLECTOR_ALLOWED_HOSTS", AllowedPages(""), checks_host=True)
-PARTS = TtftParts(admission_s=0.01, queue_s=0.02, prefill_s=0.1, handoff_s=0.03, first_token_s=0.04)
+PARTS = TtftParts(admission_s=0.01, queue_s=0.02, prefill_s=0.1, handoff_s=0.03, decode_prefill_s=0.04)
 
 
 def finished(**facts):

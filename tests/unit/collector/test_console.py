@@ -70,7 +70,7 @@ def test_a_requests_parts_add_up_to_its_ttft(shown):
 
     (row,) = shown.page().requests
     assert sum(part.seconds for part in row.parts) == pytest.approx(row.ttft_s)
-    assert [part.name for part in row.parts] == ["admission", "queue", "prefill", "handoff", "first_token"]
+    assert [part.name for part in row.parts] == ["admission", "queue", "prefill", "handoff", "decode_prefill"]
     assert row.parts[2].seconds == PARTS.prefill_s
 
 

@@ -34,7 +34,7 @@ from tests.support.fleet_builders import load
 MODEL = StepTimeModel(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
 SILENT_S_MAX = 10.0
 STEP_TOKENS = 2048
-PARTS = TtftParts(queue_s=0.01, prefill_s=0.08, handoff_s=0.02, transit_s=0.005)
+PARTS = TtftParts(queue_s=0.01, prefill_s=0.08, handoff_s=0.02, front_end_and_bus_s=0.005)
 
 
 def finished(mode: str = "disaggregated", **facts: object) -> RequestFinished:

@@ -30,8 +30,10 @@ P2 = one("p2", Part.PREFILL, chosen=True, cached_tokens=7936, computed_tokens=25
 P1 = one("p1", Part.PREFILL, computed_tokens=8192, prefill_s=1.43)
 D1 = one("d1", Part.DECODE, chosen=True, handoff_s=0.02, decode_s=1.0)
 D2 = one("d2", Part.DECODE, handoff_s=0.02, decode_s=2.0)
-PREDICTED = TtftParts(prefill_s=0.21, handoff_s=0.02, first_token_s=0.01)
-MEASURED = TtftParts(tokenize_s=0.001, queue_s=0.05, prefill_s=0.2, handoff_s=0.02, first_token_s=0.01, transit_s=0.004)
+PREDICTED = TtftParts(prefill_s=0.21, handoff_s=0.02, decode_prefill_s=0.01)
+MEASURED = TtftParts(
+    tokenize_s=0.001, queue_s=0.05, prefill_s=0.2, handoff_s=0.02, decode_prefill_s=0.01, front_end_and_bus_s=0.004
+)
 
 
 def decision(**fields: Any) -> DecisionRecord:

@@ -13,7 +13,7 @@ const COLUMNS = [
   ["fetching", "fetch_s", duration],
   ["prefill", "prefill_s", duration],
   ["handoff", "handoff_s", duration],
-  ["first step", "first_token_s", duration],
+  ["decode prefill", "decode_prefill_s", duration],
   ["decode", "decode_s", duration],
   ["others", "others_s", duration],
 ];

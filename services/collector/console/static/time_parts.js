@@ -13,8 +13,7 @@ const FAMILIES = [
   ["router", "router"],
   ["kv", "KV transfer"],
   ["prefill", "prefill"],
-  ["first", "first step"],
-  ["transit", "transit"],
+  ["front", "front end and bus"],
   ["failed", "failed attempts"],
   ["decode", "decode"],
 ];
@@ -29,14 +28,14 @@ const PARTS = {
   prefill: ["prefill", "prefill"],
   handoff: ["kv", "handoff"],
   decode_queue: ["wait", "decode queue"],
-  first_token: ["first", "first step"],
-  transit: ["transit", "transit"],
+  decode_prefill: ["prefill", "decode prefill"],
+  front_end_and_bus: ["front", "front end and bus"],
   decode: ["decode", "decode"],
 };
 
 /** Colour group and label of a part; unknown parts use the label that the collector sent. */
 export function describe(part) {
-  const [family, label] = PARTS[part.name] ?? ["transit", part.name];
+  const [family, label] = PARTS[part.name] ?? ["front", part.name];
   return { family, label: part.label ?? label };
 }
 

@@ -127,7 +127,7 @@ async def test_a_disaggregated_decision_has_the_measured_times(world: World):
         "prefill_s": 1.0,
         "handoff_s": 0.0625,
         "decode_queue_s": 0.0625,
-        "first_token_s": 0.03,
+        "decode_prefill_s": 0.03,
     }
 
 
@@ -143,7 +143,7 @@ async def test_streamed_handoff_time_beside_the_prefill_is_counted_once(world: W
         "queue_s": 0.25,
         "prefill_s": 1.0,
         "handoff_s": 0.05,
-        "first_token_s": 0.03,
+        "decode_prefill_s": 0.03,
     }
 
 

@@ -56,10 +56,12 @@ def test_a_first_token_that_needs_no_handoff_is_compared_without():
 
 
 def test_the_routers_own_time_is_no_regret():
-    measured = TtftParts(admission_s=7.0, tokenize_s=1.0, place_s=0.5, failed_s=2.0, prefill_s=0.5, transit_s=0.25)
-    predicted = TtftParts(first_token_s=0.05, transit_s=0.1)
+    measured = TtftParts(
+        admission_s=7.0, tokenize_s=1.0, place_s=0.5, failed_s=2.0, prefill_s=0.5, front_end_and_bus_s=0.25
+    )
+    predicted = TtftParts(decode_prefill_s=0.05, front_end_and_bus_s=0.1)
 
-    regret = regret_s(predicted, measured, [*PAIR, one(Part.WHOLE, prefill_s=0.25, transit_s=0.1)])
+    regret = regret_s(predicted, measured, [*PAIR, one(Part.WHOLE, prefill_s=0.25, front_end_and_bus_s=0.1)])
 
     assert regret == pytest.approx(0.75 - (0.25 + 0.1))
 

@@ -210,8 +210,8 @@ def test_two_legs_side_by_side_delay_the_first_token_by_one_transit():
     streamed, offered = (fleet.place(policy=PlacementPolicy(stream_tokens_min=tokens)) for tokens in (0, -1))
 
     assert (streamed.streamed, offered.streamed) == (True, False)
-    assert streamed.predicted.transit_s == pytest.approx(0.010)
-    assert offered.predicted.transit_s == pytest.approx(0.020)
+    assert streamed.predicted.front_end_and_bus_s == pytest.approx(0.010)
+    assert offered.predicted.front_end_and_bus_s == pytest.approx(0.020)
     assert cost_s(offered) - cost_s(streamed) == pytest.approx(0.010 + handoff_s(offered) - handoff_s(streamed))
 
 

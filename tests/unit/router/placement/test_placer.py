@@ -227,7 +227,9 @@ def test_the_recorded_cost_of_the_choice_sums_its_parts():
         (Part.DECODE, who(placement)[1]),
     }
     for one in listed:
-        ttft_s = one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.first_token_s + one.transit_s
+        ttft_s = (
+            one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.decode_prefill_s + one.front_end_and_bus_s
+        )
         parts = ttft_s + one.decode_s - one.within_s + one.others_s
         assert parts == pytest.approx(one.cost_s)
 

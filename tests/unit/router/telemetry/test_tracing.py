@@ -113,8 +113,8 @@ def test_consecutive_ttft_spans_sum_to_the_ttft():
         SpanName.TTFT_PREFILL: 0.5,
         SpanName.TTFT_HANDOFF: 0.04,
         SpanName.TTFT_DECODE_QUEUE: 0.01,
-        SpanName.TTFT_FIRST_TOKEN: 0.04,
-        SpanName.TTFT_TRANSIT: 0.02,
+        SpanName.TTFT_DECODE_PREFILL: 0.04,
+        SpanName.TTFT_FRONT_END_AND_BUS: 0.02,
     }
     decode = named(spans, SpanName.DECODE)
     assert (decode.begun_at, decode.ended_at) == (whole.ended_at, request.ended_at)

@@ -39,7 +39,7 @@ def rounded(parts: TtftParts) -> dict[str, float]:
     return {name: value for name, value in values.items() if value}
 
 
-def test_aggregated_ttft_is_queue_fetch_prefill_and_transit():
+def test_aggregated_ttft_is_queue_fetch_prefill_and_front_end():
     legs = Legs(answering=report(0.3, 0.2, read(100.0, 100.01, 100.05, 100.14)))
 
     parts = ttft_parts(1.3, ROUTER, legs)
@@ -52,7 +52,7 @@ def test_aggregated_ttft_is_queue_fetch_prefill_and_transit():
         "queue_s": 0.2,  # The time between grant and read is spent in the queue, waiting for free blocks.
         "fetch_s": 0.1,
         "prefill_s": 0.2,
-        "transit_s": 0.029,
+        "front_end_and_bus_s": 0.029,
     }
     assert parts.total_s() == pytest.approx(1.3, abs=1e-12)
 
@@ -68,8 +68,8 @@ def test_disaggregated_ttft_includes_the_handoff():
         "prefill_s": 0.4,
         "handoff_s": 0.04,
         "decode_queue_s": 0.02,
-        "first_token_s": 0.03,
-        "transit_s": 0.03,
+        "decode_prefill_s": 0.03,
+        "front_end_and_bus_s": 0.03,
     }
 
 
@@ -83,8 +83,8 @@ def test_only_handoff_time_after_a_streamed_prefill_counts():
         "queue_s": 0.1,
         "prefill_s": 2.0,
         "handoff_s": 0.044,
-        "first_token_s": 0.03,
-        "transit_s": 0.026,
+        "decode_prefill_s": 0.03,
+        "front_end_and_bus_s": 0.026,
     }
 
 
@@ -112,7 +112,7 @@ def test_an_early_decode_leg_counts_from_the_prefills_sampled_token():
 def test_a_decode_worker_with_all_kv_has_no_prefill_time():
     parts = ttft_parts(0.1, Timings(), Legs(answering=report(0.02, 0.03), prefill=report(0.5, 2.0), streamed=True))
 
-    assert rounded(parts) == {"decode_queue_s": 0.02, "first_token_s": 0.03, "transit_s": 0.05}
+    assert rounded(parts) == {"decode_queue_s": 0.02, "decode_prefill_s": 0.03, "front_end_and_bus_s": 0.05}
 
 
 def test_without_a_prefill_report_the_kv_wait_is_handoff():
@@ -144,7 +144,7 @@ def test_the_routers_parts_never_exceed_the_ttft():
     parts = ttft_parts(0.1, ROUTER, Legs(answering=report(0.6, 1.2)))
 
     assert parts.total_s() == pytest.approx(0.1)
-    assert (parts.queue_s, parts.prefill_s, parts.transit_s) == (0, 0, 0)
+    assert (parts.queue_s, parts.prefill_s, parts.front_end_and_bus_s) == (0, 0, 0)
 
 
 def test_parallel_fetches_count_once_and_later_refetches_not_at_all():
