@@ -22,7 +22,7 @@ PURE = {
     "connector.holder": "*",
     "connector.layout": "bounds routes tensors",
     "connector.reader": "fetch lease_request peers prefetch reader speed_test",
-    "connector.scheduler": "exchange_core",
+    "connector.scheduler": "exchange_core recompute_share",
     "services.collector": "aggregated_estimate disaggregation_report",
     "services.collector.console": "events health requests state tables traffic views",
     "services.collector.metrics": "fleet_metrics windows",

@@ -41,6 +41,7 @@ class TokenCounts:
     prefill_cached_tokens: int = -1
     first_token_received: bool = False
     """The engine has the answer's first token as the last one of its prompt."""
+    slowed_s: float = 0.0
     reads: list[KvRead] = field(default_factory=list)
 
     def preempted(self, preemptions: int) -> None:
@@ -92,6 +93,7 @@ class TokenCounts:
             refused=self.refused,
             prefill_cached_tokens=self.prefill_cached_tokens,
             first_token_received=self.first_token_received,
+            recompute_slowed_s=self.slowed_s,
             reads=self.reads,
             offer=offer,
         )
@@ -257,6 +259,11 @@ class Reader:
     def began(self, request_id: str, prompt_tokens: int) -> None:
         """The engine has sent the first token of the answer to a prompt of so many tokens."""
         self._requests[request_id].counts.begin(prompt_tokens)
+
+    def slowed(self, request_id: str, seconds: float) -> None:
+        """What did not arrive was computed beside ready requests, and so took longer: bounded for so many seconds."""
+        if (state := self._requests.get(request_id)) is not None:
+            state.counts.slowed_s += seconds
 
     def cached_tokens(self, request_id: str) -> int:
         """Tokens that the request did not have to compute when it was first admitted."""

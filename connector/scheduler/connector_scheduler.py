@@ -31,6 +31,7 @@ from connector.scheduler.exchange_core import ExchangeCore, GrantWays
 from connector.scheduler.first_token import first_token_of
 from connector.scheduler.grant_socket import GrantSocket
 from connector.scheduler.known_hashes import remember_hashes
+from connector.scheduler.recompute_share import RecomputeShare
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
     GROUP,
@@ -105,6 +106,7 @@ class ConnectorScheduler:
         self._socket = NotificationSocket(settings.notifications)
         self.idle_wait = IdleWait()
         self.calls = CallsDuringSteps()
+        self.share = RecomputeShare()
         holder_settings = HolderSettings(
             worker_id=WorkerId(settings.worker_id),
             epoch=Epoch(settings.epoch),
@@ -194,7 +196,13 @@ class ConnectorScheduler:
         """A request has ended with the KV of its first ``computed_tokens``."""
         self._core.used(hashes, computed_tokens)
 
+    def end_recompute(self, request_id: str) -> None:
+        """The request has computed what it did not receive, or has ended."""
+        if slowed_s := self.share.finished(request_id):
+            self.reader.slowed(request_id, slowed_s)
+
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
+        self.end_recompute(request_id)
         return self._core.finished(request_id, offer, order)
 
     def step_orders(self, scheduled_tokens: int) -> StepOrders:

@@ -1,7 +1,8 @@
-"""vLLM's schedulers with seven additions: reads may end between steps, the worker's calls are answered while a step is
+"""vLLM's schedulers with eight additions: reads may end between steps, the worker's calls are answered while a step is
 computed, requests below the cache threshold are refused, transfer reports are sent with the first token, an answer
-begins with the prefill leg's token (see ``first_token``), no step is made only to forget ended requests, and LoRA
-adapters are hashed by their content.
+begins with the prefill leg's token (see ``first_token``), prompts whose KV was lost are computed in small parts beside
+ready requests (see ``recompute_share``), no step is made only to forget ended requests, and LoRA adapters are hashed by
+their content.
 
 vLLM hashes an adapter's name and path into every block of its requests. Paths differ between machines, and one path may
 have other files on another machine, whose KV must not be exchanged. So the front end puts a digest of the files in the
@@ -12,8 +13,11 @@ in what it sends to the model runner, which loads an adapter again from its path
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import fields
 from functools import cache
+from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from vllm.lora.request import LoRARequest
@@ -28,6 +32,8 @@ from connector.scheduler.connector_scheduler import StepReport
 from connector.scheduler.first_token import BEFORE_STEP, basis_of, begin, may_begin, output_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -49,6 +55,8 @@ class BatonScheduling:
     connector: Any
     _ended_with_output = 0
     """Requests of ``finished_req_ids`` that the last output has counted as ended."""
+    _has_share = False
+    """The share of recomputes in the step that is made is known."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,8 +124,11 @@ class BatonScheduling:
                     self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=arrived))  # type: ignore[attr-defined]
                 self._cache_arrived(side.reader)
             side.holder.begin_step()
+            self._has_share = False
             scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._ended_with_output = 0
+            if scheduled.total_num_scheduled_tokens:
+                side.share.made(_prompt_tokens(scheduled), time.monotonic())
             if side.reader.first_tokens:
                 self.begin_answers()
             side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
@@ -125,6 +136,50 @@ class BatonScheduling:
                 make_loadable(scheduled)
             side.calls.begin()
         return scheduled
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Asked by vLLM for each request of a step, with the tokens that the step has room for. A recompute gets its
+        share of them. One that waits gets a token at least: vLLM would let those behind it wait, too.
+        """
+        if num_new_tokens > 1 and self._recomputes(request, num_computed_tokens):
+            allowed = self._share_of(request, num_computed_tokens, num_new_tokens)
+            num_new_tokens = allowed if request.status is RequestStatus.RUNNING else max(1, allowed)
+        reserved: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]
+        return reserved
+
+    def _recomputes(self, request: Request, computed_tokens: int) -> bool:
+        """Whether it is a request that computes what it should have received. Each computes less than a block, and the
+        first token. States of hybrid models are saved at ends of blocks only, which shares would not keep.
+        """
+        order, missing = order_of(request), request.num_tokens - computed_tokens
+        if order is None or not order.recomputes or missing <= 1 or self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
+            return False
+        return missing > self.block_size + 1 or request.request_id in self.connector.connector_scheduler.share.slowed  # type: ignore[attr-defined]
+
+    def _share_of(self, request: Request, computed_tokens: int, new_tokens: int) -> int:
+        """The first step of a recompute is bounded in any case: what was lost together with others' KV came with them,
+        and those others may be a moment behind.
+        """
+        side = self.connector.connector_scheduler
+        if not self._has_share:
+            self._has_share = True
+            first = None if request.status is RequestStatus.RUNNING else inf
+            side.share.begin(target_s=min(self._targets_of_ready(request), default=first))
+        allowed: int = side.share.allow(request.request_id, new_tokens, time.monotonic())
+        if computed_tokens + allowed >= request.num_tokens:
+            side.end_recompute(request.request_id)
+        return allowed
+
+    def _targets_of_ready(self, recomputing: Request) -> Iterator[float]:
+        """Targets for the time between tokens, or infinity, of requests that decode, or will soon: they wait for their
+        blocks, or have just come.
+        """
+        for request in chain(self.running, self.kv_holding_waiting, self.waiting):  # type: ignore[attr-defined]
+            order, missing = order_of(request), request.num_tokens - request.num_computed_tokens
+            is_new = request.status is RequestStatus.WAITING and not request.num_computed_tokens
+            is_ready = order is not None and order.recomputes if is_new else missing <= self.block_size + 1  # type: ignore[attr-defined]
+            if is_ready and request is not recomputing:
+                yield (order.itl_target_s if order is not None else 0.0) or inf
 
     def begin_answers(self) -> None:
         """Send the first tokens that have come with grants and offers, for the requests that may begin with them. Call
@@ -184,6 +239,8 @@ class BatonScheduling:
     ) -> dict[int, EngineCoreOutputs]:
         side = self.connector.connector_scheduler
         side.idle_wait.note_output(scheduler_output.total_num_scheduled_tokens)
+        if scheduler_output.total_num_scheduled_tokens:
+            side.share.ended(time.monotonic())
         side.holder.computed(scheduler_output)
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
@@ -264,6 +321,12 @@ def says_anything(scheduled: SchedulerOutput) -> bool:
 @cache
 def _telling_fields(kind: Any) -> tuple[str, ...]:
     return tuple(one.name for one in fields(kind) if one.name not in SAYS_NOTHING)
+
+
+def _prompt_tokens(scheduled: SchedulerOutput) -> int:
+    """Tokens of a step besides one for each request, and those that a drafter proposed."""
+    drafted = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+    return scheduled.total_num_scheduled_tokens - len(scheduled.num_scheduled_tokens) - drafted
 
 
 def _refusal(request: Request, params: dict[str, Any]) -> EngineCoreOutput:

@@ -59,6 +59,7 @@ class ExchangeStats:
         self._refused = 0
         self._recomputed_tokens = 0
         self._first_tokens = 0
+        self._slowed_s = 0.0
         self._reported: KvExchangeState | None = None
         self.has_reported_any = False
         """The last report names leases or reads."""
@@ -78,6 +79,7 @@ class ExchangeStats:
         """
         self._refused += transfer_report.refused
         self._first_tokens += transfer_report.first_token_received
+        self._slowed_s += transfer_report.recompute_slowed_s
         if handed_over:
             tail = transfer_report.prompt_tokens % block_tokens or 1
             self._recomputed_tokens += (
@@ -103,6 +105,7 @@ class ExchangeStats:
             refused_requests_total=self._refused,
             recomputed_tokens_total=self._recomputed_tokens,
             first_tokens_received_total=self._first_tokens,
+            recompute_slowed_seconds_total=self._slowed_s,
         )
         self.has_reported_any = bool(counts.leases or reads)
         return self._reported

@@ -122,6 +122,8 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     itl_s: float = -1.0
     predicted_cached_tokens: int = -1
     cached_tokens: int = -1
+    recompute_slowed_s: float = -1.0
+    """See ``RequestFinished``."""
     regret_s: float = -1.0
     """Excess of the measured time to the first token over the best prediction for another candidate."""
     outcome: str = ""

@@ -64,6 +64,8 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """Threshold that the client chose; None: the worker's default. Ignored for prefill legs."""
     kv_fetch_min_tokens: int | None = None
     """Minimum that the client chose; None: the worker's default."""
+    itl_target_s: float = 0.0
+    """Target for the time between tokens; 0: none."""
     resume: bytes | None = None
     """Token ids that the client already received from a failed leg, packed (see ``pack_tokens``). The engine continues
     after them, and the response contains only later tokens. None: start from the beginning.
@@ -244,6 +246,8 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     """Prompt tokens that the decode worker of a disaggregated request computed again."""
     reprefilled_tokens: int = -1
     """Tokens computed again after preemptions."""
+    recompute_slowed_s: float = -1.0
+    """Time in which the answering worker slowed what it computed again, to spare ready requests."""
     readback_tokens: int = -1
     """Prompt tokens that the prefill worker fetched from other workers."""
     kv_wait_s: float = -1.0

@@ -248,6 +248,12 @@ class LegOrder(Message, frozen=True, kw_only=True):
     """Minimum number of tokens to fetch; fewer are computed."""
     wait_s_max: float = 30.0
     """Maximum wait for the next blocks of a followed source."""
+    recomputes: bool = False
+    """What the leg computes of its prompt, besides the last partial block, another worker has computed before: the
+    engine bounds how much of that a step computes beside ready requests.
+    """
+    itl_target_s: float = 0.0
+    """Target for the time between the leg's tokens, within which steps with recomputes shall end; 0: none."""
 
 
 class KvRead(Message, frozen=True, kw_only=True):
@@ -291,6 +297,8 @@ class KvTransferReport(Message, frozen=True, kw_only=True):
     """DECODE of a followed prompt: tokens that the prefill worker had cached; -1 when unknown."""
     first_token_received: bool = False
     """DECODE: the answer's first token is the prefill leg's; the engine computed from it on."""
+    recompute_slowed_s: float = 0.0
+    """Time in which the engine computed less of what did not arrive than it could have, to spare ready requests."""
     reads: list[KvRead] = msgspec.field(default_factory=list)
     offer: KvOffer | None = None
 
@@ -356,6 +364,8 @@ class KvExchangeState(Message, frozen=True, kw_only=True):
     """Prompt tokens that decode legs computed again beyond the last partial block."""
     first_tokens_received_total: int = 0
     """Answers that began with the token of their prefill leg."""
+    recompute_slowed_seconds_total: float = 0.0
+    """Sum of ``KvTransferReport.recompute_slowed_s``."""
 
 
 class KvPlane(Message, frozen=True, kw_only=True):

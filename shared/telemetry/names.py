@@ -249,6 +249,12 @@ WORKER_RECOMPUTED = counter(
     "Prompt tokens that decode legs computed again beyond the last partial block.",
     *OF_WORKER,
 )
+WORKER_RECOMPUTE_SLOWED = counter(
+    "baton_worker_recompute_slowed_seconds_total",
+    "seconds",
+    "Time in which recomputes got less of the engine's steps than they could use, to spare ready requests.",
+    *OF_WORKER,
+)
 WORKER_FIRST_TOKENS = counter(
     "baton_worker_first_tokens_received_total",
     "tokens",

@@ -205,6 +205,7 @@ def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
         (names.WORKER_REFUSED, "refused_requests"),
         (names.WORKER_RECOMPUTED, "recomputed_tokens"),
         (names.WORKER_FIRST_TOKENS, "first_tokens_received"),
+        (names.WORKER_RECOMPUTE_SLOWED, "recompute_slowed_seconds"),
     ):
         yield Family(metric, [Sample(labels, totals[total]) for labels, totals in counted])
 

@@ -228,6 +228,7 @@ EXCHANGE_TOTALS = (
     "refused_requests",
     "recomputed_tokens",
     "first_tokens_received",
+    "recompute_slowed_seconds",
 )
 """Counters in a load report's ``exchange`` since the start of the epoch, in fields named ``<total>_total``."""
 STORE_TOTALS = (

@@ -41,6 +41,7 @@ class Decision:
     itl_s = -1.0
     counted_prompt_tokens = -1
     cached_tokens = -1
+    recompute_slowed_s = -1.0
     answered = False
     """The client has its response; the report of another leg may be missing."""
     on_end: tuple[Callable[[], None], ...] = ()
@@ -82,6 +83,7 @@ class Decision:
         itl_s: float = UNKNOWN,
         prompt_tokens: int = -1,
         cached_tokens: int = -1,
+        recompute_slowed_s: float = UNKNOWN,
     ) -> None:
         """The attempt is over."""
         self.outcome = outcome
@@ -90,6 +92,7 @@ class Decision:
         self.itl_s = itl_s
         self.counted_prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
+        self.recompute_slowed_s = recompute_slowed_s
         waiting, self.on_end = self.on_end, ()
         for call in waiting:
             call()
@@ -158,6 +161,7 @@ class Decision:
             itl_s=self.itl_s,
             predicted_cached_tokens=placement.cached_tokens if placement is not None and self.exact else -1,
             cached_tokens=self.cached_tokens,
+            recompute_slowed_s=self.recompute_slowed_s,
             regret_s=regret_s(predicted, self.measured, candidates),
             outcome=self.outcome,
         )

@@ -95,6 +95,7 @@ class DecisionService:
                 itl_s=finished.itl_s,
                 prompt_tokens=finished.prompt_tokens,
                 cached_tokens=finished.cached_tokens,
+                recompute_slowed_s=finished.recompute_slowed_s,
             )
 
     async def find(self, decision_id: str, tenant: str | None = None) -> DecisionRecord | None:

@@ -73,6 +73,7 @@ class LegStarter:
             expected_tokens=placement.uncached_tokens if kind is not DECODE else 0,
             cache_hit_threshold=self._threshold(context, placement) if kind is not PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
+            itl_target_s=max(0.0, context.decision.itl_target_s) if context.decision is not None else 0.0,
             resume=pack_tokens(context.relayed) if resumes else None,
             resume_joined=pack_tokens(context.joined) if resumes else b"",
             cached_tokens=context.cached_tokens if resumes else None,

@@ -74,6 +74,7 @@ def finished_request(context: RequestContext, now: float) -> RequestFinished:
         streamed_handoff=placement is not None and placement.streamed,
         recomputed_tokens=kv.recomputed_tokens,
         reprefilled_tokens=kv.reprefilled_tokens,
+        recompute_slowed_s=kv.slowed_s,
         readback_tokens=kv.readback_tokens,
         kv_wait_s=kv.wait_s,
         kv_read_s=kv.read_s,
@@ -110,6 +111,7 @@ class KvNumbers:
 
     recomputed_tokens = -1
     reprefilled_tokens = -1
+    slowed_s = -1.0
     readback_tokens = -1
     wait_s = -1.0
     read_s = -1.0
@@ -136,6 +138,7 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
         numbers.recomputed_tokens = last.recomputed_tokens
     if last is not None:
         numbers.reprefilled_tokens = last.reprefilled_tokens
+        numbers.slowed_s = last.recompute_slowed_s
     if computing is not None:
         numbers.readback_tokens = computing.fetched_tokens
     if waits_s:

@@ -185,6 +185,8 @@ class KvPolicy:
             sources=start.kv_sources if is_plain else [],
             cache_hit_threshold=0.0 if is_exempt else threshold,
             fetch_min_tokens=least,
+            recomputes=start.kind is LegKind.DECODE or start.resume is not None,
+            itl_target_s=start.itl_target_s,
         )
         return msgspec.structs.replace(moves, wait_s_max=min(moves.wait_s_max, start.deadline_s))
 

@@ -33,6 +33,7 @@ def test_leases_are_counted_by_outcome():
         told(
             leases_granted_total=10, leases_released_total=7, leases_expired_total=2, leases_refused_total=3,
             refused_requests_total=4, recomputed_tokens_total=64, first_tokens_received_total=5,
+            recompute_slowed_seconds_total=0.25,
         ),
         1.0,
     )  # fmt: skip
@@ -43,6 +44,7 @@ def test_leases_are_counted_by_outcome():
     assert shown(names.WORKER_REFUSED, **D1) == 4
     assert shown(names.WORKER_RECOMPUTED, **D1) == 64
     assert shown(names.WORKER_FIRST_TOKENS, **D1) == 5
+    assert shown(names.WORKER_RECOMPUTE_SLOWED, **D1) == 0.25
 
 
 def test_a_failed_read_is_not_counted_as_done():

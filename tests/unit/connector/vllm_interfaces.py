@@ -55,7 +55,8 @@ INTERFACES = {
         "Scheduler.finish_requests Scheduler.reset_prefix_cache Scheduler.has_requests Scheduler.has_finished_requests Scheduler._free_request "
         "Scheduler._connector_finished Scheduler._update_waiting_for_remote_kv "
         "Scheduler._update_from_kv_xfer_finished Scheduler._handle_invalid_blocks "
-        "Scheduler._try_schedule_encoder_inputs Scheduler._inflight_prefill_reserved_blocks"
+        "Scheduler._try_schedule_encoder_inputs Scheduler._inflight_prefill_reserved_blocks "
+        "Scheduler._reserve_prefill_lookahead"
     ),
     "vllm/v1/core/sched/async_scheduler.py": (
         "AsyncScheduler AsyncScheduler._update_after_schedule AsyncScheduler._update_request_with_output"

@@ -206,6 +206,7 @@ EVERYTHING = decision(
     predicted_itl_s=0.01,
     sources=[KvSource(worker_id=WorkerId("d9"), epoch=Epoch(1), first=3, end=9)],
     measured=TtftParts(**dict.fromkeys(TtftParts.__struct_fields__, 0.125)),
+    recompute_slowed_s=0.25,
     ttft_s=1.375,
     regret_s=0.5,
 )
@@ -228,6 +229,11 @@ def test_the_picture_fits_and_has_no_control_characters(shape: str, encoding: st
 
     assert all(len(line) <= columns for line in drawn.splitlines())
     assert "\x1b" not in drawn
+
+
+def test_the_picture_says_for_how_long_a_recompute_was_slowed():
+    assert "slowed for 250 ms beside ready requests" in picture(EVERYTHING, 120)
+    assert "slowed" not in picture(decision(recompute_slowed_s=0.0), 120)
 
 
 def test_the_picture_shows_predicted_and_measured_parts_on_one_scale():

@@ -584,6 +584,16 @@ async def test_a_requests_cache_options_reach_its_workers(world: World):
     assert limits == [(None, 100), (None, None), (0.5, 100), (None, None)]
 
 
+@in_world()
+async def test_a_requests_target_for_the_time_between_tokens_reaches_its_workers(world: World):
+    p1, d1 = await world.pair()
+
+    await world.ask(prompt(baton={"itl_s": 0.05}), x_baton_mode="disaggregated")
+    await world.ask(prompt(), x_baton_mode="disaggregated")
+
+    assert [leg.itl_target_s for leg in p1.started] == [leg.itl_target_s for leg in d1.started] == [0.05, 0.0]
+
+
 @pytest.mark.parametrize(("threshold", "mode"), [(0.5, "aggregated"), (0, "disaggregated"), (None, "disaggregated")])
 @in_world()
 async def test_a_cache_threshold_prevents_prefill_legs(world: World, threshold, mode):

@@ -57,6 +57,25 @@ def test_an_unreadable_offer_is_ignored(garbage):
     assert order(LegKind.DECODE, kv_transfer=garbage).take is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "recomputes"),
+    [
+        (LegKind.DECODE, {"kv_transfer": PACKED}, True),
+        (LegKind.DECODE, {}, True),
+        (LegKind.AGGREGATED, {"resume": b""}, True),
+        (LegKind.AGGREGATED, {"kv_sources": [SOURCE]}, False),
+        (LegKind.PREFILL, {}, False),
+    ],
+    ids=str,
+)
+def test_what_another_worker_has_computed_is_a_recompute(kind, more, recomputes):
+    assert order(kind, **more).recomputes is recomputes
+
+
+def test_the_engine_learns_the_target_for_the_time_between_tokens():
+    assert order(LegKind.DECODE, itl_target_s=0.05).itl_target_s == 0.05
+
+
 def test_no_kv_is_moved_for_a_request_of_several_sequences():
     moved = order(LegKind.DECODE, is_plain=False, kv_transfer=PACKED, kv_sources=[SOURCE])
 
@@ -107,7 +126,7 @@ async def test_orders_travel_beside_an_unchanged_body():
         assert worker.engine.bodies == [body, body]
         assert worker.engine.orders == [
             LegOrder(leg_id="l1", offer=True, offer_id="l1", fetch_min_tokens=64, wait_s_max=5.0),
-            LegOrder(take=OFFER, sources=[SOURCE], fetch_min_tokens=64, wait_s_max=5.0),
+            LegOrder(take=OFFER, sources=[SOURCE], fetch_min_tokens=64, wait_s_max=5.0, recomputes=True),
         ]
 
 
