@@ -1,7 +1,6 @@
 """Costs and savings of the KV exchange on real engines: ``python -m bench.bench_kv [--quick] [--only handoff,...]``.
 
-Each part starts its own engines: handoffs (and batches with lost blocks) and the same with vLLM's own connector,
-conversations and leases, decoding beside long prompts. Writes those parts of docs/benchmarks/kv.md.
+Each part starts its own engines: handoffs and the same with vLLM's own connector, batches with lost blocks, conversations and leases, decoding beside long prompts. Writes those parts of docs/benchmarks/kv.md.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from statistics import median
 
 from bench import bench_kv_busy as busy
 from bench import bench_kv_handoff as handoffs
+from bench import bench_kv_losses as losses
 from bench import bench_kv_turns as turns
 from bench import plain_reads
 from bench.bench_kv_handoff import OFFERED, STREAMED, UPSTREAM
@@ -49,6 +49,8 @@ class Size:
     turns: int
     seconds: float
     leases: int
+    batches: int
+    """Of each kind, with lost blocks."""
 
 
 WHOLE = Size(
@@ -59,6 +61,7 @@ WHOLE = Size(
     turns=6,
     seconds=20.0,
     leases=300,
+    batches=7,
 )
 QUICK = Size(
     times=2,
@@ -68,11 +71,12 @@ QUICK = Size(
     turns=3,
     seconds=8.0,
     leases=40,
+    batches=2,
 )
 
 
 async def measure_handoffs(size: Size) -> list[str]:
-    """Handoffs beside vLLM's connector, and batches with lost blocks."""
+    """Handoffs beside vLLM's connector."""
     with tempfile.TemporaryDirectory() as folder:
         wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE)), "engine_args": CHUNKS}
         plainly = {"engine_args": f"{CHUNKS} {plain_reads.ENGINE_ARGS}"}
@@ -83,8 +87,22 @@ async def measure_handoffs(size: Size) -> list[str]:
             fleets = {STREAMED: fleet, OFFERED: fleet, UPSTREAM: upstream}
             with closing(PlainReader(environ[plain_reads.SOCKET])) as plain:
                 found = await handoffs.measure(fleets, size.lengths, plain)
-            batches = await handoffs.measure_batches(fleet, size.times)
-    return [*handoff_lines(found, WORK), *batch_lines(batches)]
+    return handoff_lines(found, WORK)
+
+
+async def measure_losses(size: Size) -> list[str]:
+    """Batches in which some requests lose KV. Upstream's engines run after Baton's have ended."""
+    found: losses.Found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE)), "engine_args": CHUNKS}
+        for ways in (losses.OURS, losses.THEIRS):
+            workers = {
+                name: {**wide, "role": role, "connector": "baton" if ways is losses.OURS else "upstream"}
+                for name, role in ((handoffs.P, "prefill"), (handoffs.D, "decode"))
+            }
+            async with bench_fleet(workers) as fleet:
+                found |= await losses.measure(fleet, ways, size.batches)
+    return losses.lines(found)
 
 
 async def measure_speed(size: Size) -> list[str]:
@@ -103,19 +121,6 @@ async def measure_speed(size: Size) -> list[str]:
         async with bench_fleet({handoffs.D: {**wide, "role": "decode", "connector": "upstream"}}) as fleet:
             firsts = await handoffs.measure_first_steps(fleet, size.alone)
     return physics_lines(found, firsts, WORK)
-
-
-def batch_lines(batches: list[handoffs.Batch]) -> list[str]:
-    return [
-        f"## Lost blocks: {handoffs.BATCH} requests of {handoffs.BATCH_TOKENS} tokens at once",
-        "",
-        "For some of them the second half of the blocks does not arrive: only that half is computed.",
-        "",
-        *table(
-            "requests that lost half | second token ms of the others | of those | tokens computed on decode",
-            [[b.lost, ms(b.intact_ms / 1e3), ms(b.lost_ms / 1e3), b.recomputed] for b in batches],
-        ),
-    ]
 
 
 async def measure_turns(size: Size) -> list[str]:
@@ -192,6 +197,7 @@ async def measure_decoding(size: Size) -> list[str]:
 
 PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
     "handoff": measure_handoffs,
+    "losses": measure_losses,
     "speed": measure_speed,
     "turns": measure_turns,
     "decoding": measure_decoding,

@@ -1,4 +1,4 @@
-"""Cost of a handoff: streamed, offered, and with vLLM's connector; and of lost blocks in a batch.
+"""Cost of a handoff: streamed, offered, and with vLLM's connector.
 
 A handoff's exposed time is from the end of the prefill leg, as seen by its router, to the first token of the decode
 leg. With Baton's connector that is the prefill leg's token, and the decode engine's own work is seen in the second one.
@@ -21,8 +21,7 @@ from bench.kv_bench_fleet import BenchFleet, Prompts
 from bench.plain_reads import PlainRead, PlainReader
 from shared.contracts.ids import LegId
 from shared.contracts.inference import FrameKind, LegKind, LegReport
-from shared.contracts.kv_exchange import GROUP, GroupBlocks, KvOffer, new_lease_id, pack_block_ids, unpack_block_ids
-from tests.support.kv_driver import BLOCK, full_hashes
+from shared.contracts.kv_exchange import new_lease_id
 from tests.support.pulled_legs import PulledLeg
 
 P, D = "p", "d"
@@ -36,8 +35,6 @@ TOKENS_OUT = 10
 """The first two tokens, and eight decode steps whose mean is the engine's step."""
 WARM_UPS, WARM_UP_TOKENS = 20, 2048
 """More than the KV memory holds, so that every page is resident before measuring."""
-BATCH, BATCH_TOKENS = 8, 16 * BLOCK
-LOST = (0, 1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -253,67 +250,3 @@ async def with_cached(fleet: BenchFleet, prompt: list[int], handoff: Handoff) ->
     report = answered.report
     computed = report.prompt_tokens - report.cached_tokens - report.received_tokens
     return replace(handoff, cached_ttft_s=answered.first_at - begun_at, cached_recomputed=computed)
-
-
-def half_lost(offer: KvOffer, prompt: Sequence[int]) -> KvOffer:
-    """As if the second half of the blocks had not been granted."""
-    ids = unpack_block_ids(offer.groups[GROUP].block_ids)
-    kept = len(ids) // 2
-    groups = [GroupBlocks(first=0, block_ids=pack_block_ids(ids[:kept]))]
-    return msgspec.structs.replace(offer, groups=groups, last_hash=full_hashes(prompt)[kept - 1])
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Requests of one decode batch; milliseconds to the second token, since the first one waits for no block."""
-
-    lost: int
-    intact_ms: float
-    lost_ms: float
-    recomputed: int
-    """Tokens computed on decode, all requests together."""
-
-
-async def lose_some(fleet: BenchFleet, lost: int, prompts: Prompts) -> Batch:
-    """A batch in which some requests miss half of their blocks."""
-    batch = [prompts.new(BATCH_TOKENS + 1) for _ in range(BATCH)]
-    offers = [await fleet.driver.offered(P, prompt) for prompt in batch]
-    offers[:lost] = [half_lost(offer, prompt) for offer, prompt in zip(offers[:lost], batch, strict=False)]
-    begun_at = time.monotonic()
-    legs = [
-        await fleet.driver.start(
-            D,
-            LegKind.DECODE,
-            prompt,
-            kv_transfer=msgspec.msgpack.encode(offer),
-            fields={"max_tokens": 2, "stream": True},
-        )
-        for prompt, offer in zip(batch, offers, strict=True)
-    ]
-    ended = await asyncio.gather(*map(answer, legs))
-    waits = [(one.second_at - begun_at) * 1e3 for one in ended]
-    transfer_reports = [one.report.kv for one in ended if one.report.kv is not None]
-    assert len(transfer_reports) == BATCH
-    return Batch(
-        lost,
-        median(waits[lost:]) if lost < BATCH else float("nan"),
-        median(waits[:lost]) if lost else float("nan"),
-        sum(transfer_report.recomputed_tokens for transfer_report in transfer_reports),
-    )
-
-
-async def measure_batches(fleet: BenchFleet, times: int) -> list[Batch]:
-    """Medians over several batches of each kind."""
-    prompts, rows = Prompts(2), []
-    for lost in LOST:
-        batches = [await lose_some(fleet, lost, prompts) for _ in range(times)]
-        rows.append(
-            Batch(
-                lost,
-                median(batch.intact_ms for batch in batches),
-                median(batch.lost_ms for batch in batches),
-                round(median(batch.recomputed for batch in batches)),
-            )
-        )
-        await fleet.tap.until_settled(P, D, s_max=LEG_S_MAX)
-    return rows
