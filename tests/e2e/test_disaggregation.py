@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from os.path import commonprefix
 from typing import Any
 
 import httpx
@@ -43,15 +44,20 @@ def streamed_text(answer: httpx.Response) -> str:
 @seeded(2)
 @given(seed=SEEDS)
 def test_disaggregated_tokens_equal_aggregated_ones(simulated: System, seed: int):
-    for prompt in prompts_with_shared_prefixes(seed, shortest=1):
+    prompts = prompts_with_shared_prefixes(seed, shortest=1)
+    for number, prompt in enumerate(prompts):
+        streamed = send(simulated, prompt, "disaggregated", stream=True, cache_salt="streamed")
         apart = send(simulated, prompt, "disaggregated")
         whole = send(simulated, prompt, "aggregated")
-        streamed = send(simulated, prompt, "disaggregated", stream=True)
 
-        assert apart.headers["x-baton-mode"] == "disaggregated"
         assert whole.headers["x-baton-mode"] == "aggregated"
-        assert apart.headers["x-baton-prefill-worker"].startswith("prefill-")
         assert apart.headers["x-baton-decode-worker"].startswith("decode-")
+        if number % 2 and "x-baton-handoff" not in apart.headers:
+            cached = max(len(commonprefix([prompt, earlier])) for earlier in prompts[:number])
+            assert len(prompt) - cached // BLOCK * BLOCK < BLOCK
+        elif len(prompt) >= BLOCK:
+            assert apart.headers["x-baton-mode"] == "disaggregated"
+            assert apart.headers["x-baton-prefill-worker"].startswith("prefill-")
         assert tokens(apart) == tokens(whole)
         assert streamed_text(streamed) == whole.json()["choices"][0]["text"]
 
@@ -71,6 +77,28 @@ def test_a_decode_worker_computes_only_the_tail_of_what_it_receives(simulated: S
     assert grown("computed") == 5
     received_bytes = simulated.fleet_metrics().sum("baton_worker_kv_received_bytes_total", worker_id=worker)
     assert received_bytes > before.sum("baton_worker_kv_received_bytes_total", worker_id=worker)
+
+
+@pytest.mark.parametrize("mode", ["auto", "disaggregated"])
+def test_prompts_without_a_block_to_hand_over_are_computed_once(simulated: System, mode: str):
+    def computed() -> dict[str, float]:
+        name = "baton_worker_prompt_tokens_total"
+        metrics = simulated.fleet_metrics()
+        return {
+            role: sum(metrics.sum(name, worker_id=f"{role}-{number}", source="computed") for number in (1, 2))
+            for role in ("prefill", "decode")
+        }
+
+    simulated.until_idle()
+    draw, before = random.Random(mode), computed()
+    answers = [send(simulated, draw.choices(VOCABULARY, k=20), mode) for _ in range(20)]
+
+    assert {answer.headers["x-baton-mode"] for answer in answers} == {"aggregated"}
+    assert not any("x-baton-handoff" in answer.headers for answer in answers)
+    until(lambda: computed()["decode"] >= before["decode"] + 400, "the workers report what they computed")
+    assert computed() == {"prefill": before["prefill"], "decode": before["decode"] + 400}
+    told = simulated.http.get(f"/baton/decisions/{answers[-1].headers['x-baton-decision']}").json()
+    assert told["reason"] == "there is less than one block of KV to hand over"
 
 
 def test_usage_counts_tokens_cached_before_the_request(simulated: System):
@@ -95,7 +123,9 @@ def test_a_repeated_prompt_goes_to_the_worker_that_has_it(simulated: System):
 
     again = []
     for prompt in prompts:
-        again.append(send(simulated, prompt, "disaggregated", **NOTHING_FETCHED).headers["x-baton-prefill-worker"])
+        # The decode worker has all of the prompt, and lacks what comes after it.
+        longer = prompt + draw.choices(VOCABULARY, k=2 * BLOCK)
+        again.append(send(simulated, longer, "disaggregated", **NOTHING_FETCHED).headers["x-baton-prefill-worker"])
         simulated.until_idle()  # a load report may be a tenth of a second old, and queues count, too
 
     at_home = sum(one == home for one, home in zip(again, homes, strict=True))

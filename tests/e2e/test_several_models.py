@@ -50,8 +50,9 @@ def test_both_models_are_announced_and_listed(two: TwoModels):
 
 
 def test_each_request_goes_to_the_workers_of_its_model(two: TwoModels):
-    for _ in range(3):
-        assert two.complete(FIRST, baton={"mode": "disaggregated"}) == (
+    for number in range(3):
+        long = f"Who serves request {number}? " * 20  # It has KV to hand over, and nobody has it already.
+        assert two.complete(FIRST, prompt=long, baton={"mode": "disaggregated"}) == (
             200,
             {"prefill": "prefill-1", "decode": "decode-1"},
         )

@@ -14,8 +14,9 @@ HEAD = """# Checks that others wrote
 `make outside` runs test suites and load generators of other projects against one plain vLLM engine (`vllm serve`) and
 then against Baton with a prefill and a decode engine (`baton up`), both with `baton-tiny` on a CPU and the same vLLM
 arguments, and compares them test by test. Baton's default mode is `disaggregated` meanwhile: each request that can be
-split is split. What one engine passes, Baton must pass; each difference has its reason below, or is a bug. Each run
-fetches foreign sources into a scratch folder; they are not part of this repository. `make outside ARGS="--list"` lists
+split is split, if its prompt has a block of KV to hand over. What one engine passes, Baton must pass; each difference
+has its reason below, or is a bug. Each run fetches foreign sources into a scratch folder; they are not part of this
+repository. `make outside ARGS="--list"` lists
 the suites, `ARGS="--only langchain,vllm-pd"` runs some, and `ARGS="--go-on"` continues where the latest run was
 stopped.
 

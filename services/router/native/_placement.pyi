@@ -25,5 +25,12 @@ class NativePlacement:
         /,
     ) -> int: ...
     def choose(
-        self, asked: Asked, groups: Ints, depths: Depths | None, slots: Ints | None, views: list[WorkerView | None], /
-    ) -> Choice | bool: ...
+        self,
+        asked: Asked,
+        groups: Ints,
+        depths: Depths | None,
+        slots: Ints | None,
+        in_use: Depths | None,
+        views: list[WorkerView | None],
+        /,
+    ) -> Choice | bool | None: ...

@@ -218,6 +218,17 @@ INLINED double leg_transit_s(const struct fleet *fleet, const struct question *q
     return N(TRANSIT_S) * (question->options & STREAMS ? LEG_TRANSIT_SHARE : 1.0);
 }
 
+/* Without branches, so that many rows are compared at once. */
+FOR_EACH_MACHINE bool lacks_room(const struct fleet *table, const struct question *question)
+{
+    const struct fleet copied = *table, *fleet = &copied;
+    double room = (double)question->tokens + (double)question->tokens_out;
+    uint8_t any = 0;
+    for (size_t row = 0; row < fleet->count; row++)
+        any |= ((fleet->roles[row] & FREE) != 0) & (fleet->blocks[row] > 0) & (N(FREE_TOKENS) < room);
+    return any;
+}
+
 /* `blocks` of the prompt are on the row, `elsewhere` on a worker of whom it can fetch: itself, perhaps. */
 INLINED struct estimate estimate(const struct fleet *fleet, const struct question *question,
                                  const struct shared *shared, size_t row, double blocks, double elsewhere)
@@ -255,7 +266,8 @@ INLINED struct estimate estimate(const struct fleet *fleet, const struct questio
     double lacking = tokens - held, exposed = question->options & STREAMS ? least(lacking, N(STEP_TOKENS)) : lacking;
     to.handoff_s = N(TRANSFER_BASE_S) + N(TRANSFER_TOKEN_S) * exposed;
     to.decode_s = out * to.itl_s;
-    to.kv_wait_s = N(FREE_TOKENS) < tokens + out ? to.decode_s : 0.0;
+    double in_use = least((double)fleet->in_use[row] * block_size, held);
+    to.kv_wait_s = N(FREE_TOKENS) < tokens - in_use + out ? to.decode_s : 0.0;
     to.within_s = to.decode_s - out * excess_s;
     to.first_s = N(PREFILL_STEP_S) + N(PREFILL_TOKEN_S) * TAIL_TOKENS + shared_step_s;
     to.decode_others_s = out * slower_s * disturbed;
@@ -362,12 +374,20 @@ static size_t shortlist(const struct fleet *fleet, const struct question *questi
 
 /* ---- candidates */
 
-/* Whether the worker may serve the request without a prefill worker. */
+/* Whether at least one block of KV could be handed over to the worker. */
+static bool is_receiver(const struct candidate *candidate, const struct fleet *fleet, const struct question *question,
+                        size_t row)
+{
+    int64_t held = question->options & MAY_DECODE_FIRST ? candidate->of.cached : 0;
+    return (double)(question->tokens - held) >= N(BLOCK_SIZE) || !FLAG(EXCHANGES_KV);
+}
+
+/* Whether a worker to which KV could be handed over may serve the request without a prefill worker. */
 static bool may_serve_alone(const struct candidate *candidate, const struct fleet *fleet,
                             const struct question *question, size_t row)
 {
     int options = question->options;
-    if (!(candidate->roles & DECODE_ROLE) || options & PREFILL_NAMED)
+    if (options & PREFILL_NAMED)
         return false;
     if (FLAG(ATTACHED))
         return question->mode != DECODE_FIRST;
@@ -406,8 +426,11 @@ int find_candidates(struct fleet *fleet, const struct question *question, struct
             .transit_s = N(TRANSIT_S),
             .leg_transit_s = leg_transit_s(fleet, question, row),
         };
-        if (may_serve_alone(one, fleet, question, row))
-            one->roles |= ALONE_ROLE;
+        if (!(one->roles & DECODE_ROLE))
+            continue;
+        bool receives = is_receiver(one, fleet, question, row);
+        one->roles |= receives ? RECEIVER_ROLE : 0;
+        one->roles |= !receives || may_serve_alone(one, fleet, question, row) ? ALONE_ROLE : 0;
     }
     return (int)count;
 }
@@ -420,9 +443,9 @@ struct selection {
     const struct question *question;
 };
 
-/* Some of the candidates: those with all these roles, of one group or of any, and all but one. */
+/* Some of the candidates: those with all these roles and none of others, of one group or of any, and all but one. */
 struct some {
-    int64_t roles;
+    int64_t roles, others;
     const int64_t *group;
     int but;
 };
@@ -430,7 +453,7 @@ struct some {
 static bool is_in(const struct selection *selection, const struct some *some, int i)
 {
     const struct candidate *one = &selection->candidates[i];
-    return (one->roles & some->roles) == some->roles && (!some->group || one->group == *some->group) && i != some->but;
+    return (one->roles & (some->roles | some->others)) == some->roles && (!some->group || one->group == *some->group) && i != some->but;
 }
 
 static bool meets(const struct candidate *candidate, const struct question *question, enum part part)
@@ -482,17 +505,17 @@ static const int64_t *next_group(const struct selection *selection, const int64_
     return next;
 }
 
-/* The cheapest two different workers that may exchange KV. */
+/* The cheapest two different workers that may exchange KV, and have some to exchange. */
 static bool cheapest_pair(const struct selection *selection, struct choice *best)
 {
     double best_s = INFINITY;
     for (const int64_t *group = next_group(selection, NULL); group; group = next_group(selection, group)) {
-        int prefill = cheapest(selection, PREFILL, (struct some){PREFILL_ROLE, group, -1});
-        int decode = cheapest(selection, DECODE, (struct some){DECODE_ROLE, group, -1});
+        int prefill = cheapest(selection, PREFILL, (struct some){PREFILL_ROLE, 0, group, -1});
+        int decode = cheapest(selection, DECODE, (struct some){RECEIVER_ROLE, 0, group, -1});
         int pairs[2][2] = {{prefill, decode}, {-1, -1}};
         if (prefill == decode) {
-            pairs[0][1] = cheapest(selection, DECODE, (struct some){DECODE_ROLE, group, prefill});
-            pairs[1][0] = cheapest(selection, PREFILL, (struct some){PREFILL_ROLE, group, decode});
+            pairs[0][1] = cheapest(selection, DECODE, (struct some){RECEIVER_ROLE, 0, group, prefill});
+            pairs[1][0] = cheapest(selection, PREFILL, (struct some){PREFILL_ROLE, 0, group, decode});
             pairs[1][1] = decode;
         }
         for (int i = 0; i < 2; i++)
@@ -508,10 +531,23 @@ static bool cheapest_pair(const struct selection *selection, struct choice *best
 /* One worker for all of it: a prefill worker, too, where there is no other. */
 static struct choice any_role(const struct selection *selection, enum why why, bool has_pair)
 {
-    int chosen = cheapest(selection, WHOLE, (struct some){DECODE_ROLE, NULL, -1});
+    int chosen = cheapest(selection, WHOLE, (struct some){DECODE_ROLE, 0, NULL, -1});
     if (chosen < 0)
-        chosen = cheapest(selection, WHOLE, (struct some){ANSWER_ROLE, NULL, -1});
+        chosen = cheapest(selection, WHOLE, (struct some){ANSWER_ROLE, 0, NULL, -1});
     return (struct choice){-1, chosen, why, has_pair};
+}
+
+/* Whether another worker could compute the prompt for this one, but would hand over nothing. */
+static bool lacks_no_block(const struct selection *selection, int whole)
+{
+    const struct candidate *all = selection->candidates;
+    struct some partners = {PREFILL_ROLE, 0, &all[whole].group, whole};
+    if (all[whole].roles & RECEIVER_ROLE)
+        return false;
+    for (int i = 0; i < selection->count; i++)
+        if (is_in(selection, &partners, i))
+            return true;
+    return false;
 }
 
 /* Two workers of role BOTH are taken only where a single one would miss the targets. */
@@ -531,14 +567,17 @@ struct choice choose(const struct candidate *candidates, int count, const struct
         return any_role(&selection, ASKED_FOR, false);
     struct choice pair = {-1, -1, APART, true};
     bool has_pair = cheapest_pair(&selection, &pair);
-    int whole = mode == DISAGGREGATED ? -1 : cheapest(&selection, WHOLE, (struct some){ALONE_ROLE, NULL, -1});
+    int64_t others = mode == DISAGGREGATED ? RECEIVER_ROLE : 0;
+    int whole = cheapest(&selection, WHOLE, (struct some){ALONE_ROLE, others, NULL, -1});
     if (mode == DECODE_FIRST && whole >= 0)
         return (struct choice){-1, whole, ALONE_ASKED_FOR, has_pair};
     if (has_pair && !keep_on_one(&selection, &pair, whole) &&
-        (whole < 0 || pair_s(&selection, pair.prefill, pair.decode) < candidates[whole].of.cost_s[WHOLE]))
+        (whole < 0 || question->options & PREFILL_NAMED ||
+         pair_s(&selection, pair.prefill, pair.decode) < candidates[whole].of.cost_s[WHOLE]))
         return pair;
     if (whole >= 0)
-        return (struct choice){-1, whole, BEST_FOR_BOTH, has_pair};
+        return (struct choice){-1, whole, lacks_no_block(&selection, whole) ? NOTHING_TO_HAND_OVER : BEST_FOR_BOTH,
+                               has_pair};
     if (mode == DISAGGREGATED || question->options & PREFILL_NAMED)
         return (struct choice){-1, -1, ROLE_MISSING, has_pair};
     return any_role(&selection, ROLE_MISSING, has_pair);

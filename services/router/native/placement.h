@@ -24,9 +24,9 @@ enum flag { FLAG_NAMES(AS_ENTRY) FLAGS };
 enum { SOURCES_MAX = 2 };
 enum mode { AUTO, AGGREGATED, DISAGGREGATED, DECODE_FIRST, MODES };
 enum option { STREAMS = 1, UNSPLITTABLE = 2, HIT_THRESHOLD = 4, MAY_DECODE_FIRST = 8, PREFILL_NAMED = 16, SHORT = 32 };
-enum role { PREFILL_ROLE = 1, DECODE_ROLE = 2, ALONE_ROLE = 4, ANSWER_ROLE = 8, BOTH_ROLE = 16, FIT = 32, FREE = 64, FULL = 128 };
+enum role { PREFILL_ROLE = 1, DECODE_ROLE = 2, ALONE_ROLE = 4, ANSWER_ROLE = 8, BOTH_ROLE = 16, FIT = 32, FREE = 64, FULL = 128, RECEIVER_ROLE = 256 };
 enum part { PREFILL, DECODE, WHOLE, PARTS };
-enum why { ASKED_FOR, ALONE_ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART };
+enum why { ASKED_FOR, ALONE_ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART, NOTHING_TO_HAND_OVER };
 
 /* By row, 1 or 0: the worker offers the model; the request does not exclude it; the client lets it serve the part. */
 struct masks {
@@ -71,9 +71,10 @@ struct fleet {
     const uint8_t *flags;
     const int64_t *groups; /* of the request's model */
     size_t stride, count;
-    uint8_t *roles;         /* bits of `enum role`, except ALONE_ROLE and BOTH_ROLE */
+    uint8_t *roles;         /* bits of `enum role`, except ALONE_ROLE, BOTH_ROLE and RECEIVER_ROLE */
     uint8_t *sources;       /* rows that may be asked for KV */
     int32_t *blocks;        /* of the prompt from its start, on each row */
+    const int32_t *in_use;  /* the part of `blocks` that requests hold which run there */
     struct holder *holders; /* by group, then most blocks, then row */
     size_t holder_count;
     double *costs_s; /* for four times as many as there are rows */
@@ -82,6 +83,8 @@ struct fleet {
 
 /* Fills `roles` and `sources`; returns how many workers are free, -1 when none could serve the request, full or not. */
 long find_rows(const struct fleet *fleet, const struct masks *masks, double heard_min);
+/* Whether a free worker that holds a part of the prompt has too little free KV for all of it. */
+bool lacks_room(const struct fleet *fleet, const struct question *question);
 /* Fills `holders`. */
 void find_holders(struct fleet *fleet, const struct question *question);
 /* Fills `chosen` and `candidates`; returns their number. */

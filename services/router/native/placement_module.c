@@ -10,7 +10,8 @@ typedef struct {
     Py_buffer numbers, flags, groups, sources; /* the last one is written */
     struct fleet fleet;
     size_t rows;
-    uint8_t *all; /* a mask of all rows */
+    uint8_t *all;    /* a mask of all rows */
+    int32_t *unused; /* zeros */
     struct candidate *candidates;
 } Placing;
 
@@ -134,12 +135,12 @@ static PyObject *choice_among(Placing *self, const struct question *question, Py
 static PyObject *choose_among(Placing *self, PyObject *args)
 {
     struct question asked = {0};
-    PyObject *groups, *depths, *slots, *views;
-    Py_buffer of_model = {0};
+    PyObject *groups, *depths, *slots, *in_use, *views;
+    Py_buffer of_model = {0}, used = {0};
     long long tokens, tokens_out, fetch_tokens_min;
-    if (!PyArg_ParseTuple(args, "(LLLddddii)OOOO!", &tokens, &tokens_out, &fetch_tokens_min, &asked.now,
+    if (!PyArg_ParseTuple(args, "(LLLddddii)OOOOO!", &tokens, &tokens_out, &fetch_tokens_min, &asked.now,
                           &asked.ttft_target_s, &asked.itl_target_s, &asked.tie_s, &asked.mode, &asked.options, &groups,
-                          &depths, &slots, &PyList_Type, &views))
+                          &depths, &slots, &in_use, &PyList_Type, &views))
         return NULL;
     asked.tokens = tokens;
     asked.tokens_out = tokens_out;
@@ -149,14 +150,24 @@ static PyObject *choose_among(Placing *self, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "there are fewer views than rows");
     if (!open_array(groups, &of_model, "lq", 1, fleet->count, 0))
         return NULL;
+    if (in_use != Py_None && !open_array(in_use, &used, "i", 1, fleet->count, 0)) {
+        PyBuffer_Release(&of_model);
+        return NULL;
+    }
     fleet->groups = of_model.buf;
+    fleet->in_use = in_use == Py_None ? self->unused : used.buf;
     fleet->holder_count = 0;
     bool is_right = true;
     if (depths == Py_None)
         memset(fleet->blocks, 0, fleet->count * sizeof *fleet->blocks);
     else if ((is_right = read_depths(self, depths, slots)))
         find_holders(fleet, &asked);
-    PyObject *result = is_right ? choice_among(self, &asked, views) : NULL;
+    PyObject *result = NULL;
+    if (is_right && in_use == Py_None && lacks_room(fleet, &asked))
+        result = Py_NewRef(Py_None);
+    else if (is_right)
+        result = choice_among(self, &asked, views);
+    PyBuffer_Release(&used);
     PyBuffer_Release(&of_model);
     return result;
 }
@@ -196,8 +207,9 @@ static bool take_memory(Placing *self)
     };
     self->candidates = PyMem_Calloc(self->rows, sizeof *self->candidates);
     self->all = PyMem_Calloc(self->rows, sizeof *self->all);
+    self->unused = PyMem_Calloc(self->rows, sizeof *self->unused);
     if (!fleet->roles || !fleet->blocks || !fleet->holders || !fleet->costs_s || !fleet->chosen || !self->candidates ||
-        !self->all) {
+        !self->all || !self->unused) {
         PyErr_NoMemory();
         return false;
     }
@@ -220,7 +232,7 @@ static void placing_dealloc(Placing *self)
     PyBuffer_Release(&self->flags);
     PyBuffer_Release(&self->sources);
     void *memory[] = {self->fleet.roles,   self->fleet.blocks, self->fleet.holders, self->fleet.costs_s,
-                      self->fleet.chosen, self->candidates,   self->all};
+                      self->fleet.chosen, self->candidates,   self->all,          self->unused};
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++)
         PyMem_Free(memory[i]);
     type->tp_free(self);

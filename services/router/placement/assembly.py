@@ -7,7 +7,14 @@ from typing import Final
 from services.router.placement.candidates import WHY, Candidate, Candidates
 from services.router.placement.kv_sources import source_of
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
-from services.router.placement.specification import ALONE_ROLE, APART, ASKED_FOR, LEG_TRANSIT_SHARE
+from services.router.placement.specification import (
+    ALONE_ROLE,
+    APART,
+    ASKED_FOR,
+    LEG_TRANSIT_SHARE,
+    NOTHING_TO_HAND_OVER,
+    RECEIVER_ROLE,
+)
 from services.router.request.facts import Mode
 from services.router.state.worker_view import can_exchange_kv
 from shared.contracts.decisions import TtftParts
@@ -38,9 +45,15 @@ def on_one(
     of, record = chosen.estimate, chosen.view.record
     split = not request.unsplittable and request.mode is not AGGREGATED
     asked = request.mode is DECODE_FIRST
-    guarded = split and (asked or record.role is DECODE) and bool(of.roles & ALONE_ROLE)
-    share = HIT_SHARE_SLACK * (of.cached + of.fetched) / max(1, request.prompt_tokens)
-    threshold = request.cache_hit_threshold if asked else None
+    own, share = request.cache_hit_threshold, (of.cached + of.fetched) / max(1, request.prompt_tokens)
+    guarded = (
+        split and share > 0.0 and bool(of.roles & ALONE_ROLE) and (asked or (record.role is DECODE and own is None))
+    )
+    hit_share_min: float | None = None
+    if guarded:
+        hit_share_min = HIT_SHARE_SLACK * share if own is None else own
+    elif (candidates.why == NOTHING_TO_HAND_OVER and own is None) or (asked and not of.roles & RECEIVER_ROLE):
+        hit_share_min = 0.0
     more = _more_tokens(further, chosen)
     why = (request.unsplittable if candidates.why == ASKED_FOR else "") or WHY[candidates.why]
     if guarded:
@@ -55,7 +68,7 @@ def on_one(
         uncached_tokens=of.computed - more,
         context_tokens=request.prompt_tokens + request.sequences * request.tokens_out,
         sources=(*sources, *further),
-        hit_share_min=(share if threshold is None else threshold) if guarded else 0.0,
+        hit_share_min=hit_share_min,
         predicted=TtftParts(
             queue_s=of.queue_s, fetch_s=of.fetch_s, prefill_s=of.prefill_s, front_end_and_bus_s=of.transit_s
         ),

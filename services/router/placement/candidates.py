@@ -17,6 +17,7 @@ WHY: Final = (
     "one worker is best for both legs",
     "one role is missing",
     "prefill and decode apart cost least",
+    "there is less than one block of KV to hand over",
 )
 """The reasons of ``specification``, for people."""
 
@@ -104,12 +105,12 @@ class Candidates:
         chosen = every[decode]
         if prefill >= 0:
             yield Part.PREFILL, having(s.PREFILL_ROLE), every[prefill]
-            yield Part.DECODE, having(s.DECODE_ROLE), chosen
+            yield Part.DECODE, having(s.RECEIVER_ROLE), chosen
             yield Part.WHOLE, having(s.ALONE_ROLE), None
             return
-        is_alone = why in (s.ALONE_ASKED_FOR, s.BEST_FOR_BOTH)
+        is_alone = why in (s.ALONE_ASKED_FOR, s.BEST_FOR_BOTH, s.NOTHING_TO_HAND_OVER)
         among = having(s.ALONE_ROLE) if is_alone else having(s.DECODE_ROLE) or having(s.ANSWER_ROLE)
         yield Part.WHOLE, among, chosen
         if has_pair:
             yield Part.PREFILL, having(s.PREFILL_ROLE), None
-            yield Part.DECODE, having(s.DECODE_ROLE), None
+            yield Part.DECODE, having(s.RECEIVER_ROLE), None

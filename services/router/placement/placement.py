@@ -99,8 +99,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The prefill worker, as the decode worker's source, if its connector can transfer KV by content."""
     streamed: bool = False
     """Both legs are dispatched together: the decode worker reads the KV while it is computed."""
-    hit_share_min: float = 0.0
-    """DECODE_FIRST: a worker that has a smaller share of the prompt refuses the leg, and the router disaggregates."""
+    hit_share_min: float | None = None
+    """A worker that has a smaller share of the prompt refuses the leg; after DECODE_FIRST the router disaggregates.
+    0.0: it computes what it lacks, since no other worker could hand over KV. None: the client's threshold counts, or
+    the worker's.
+    """
     predicted: TtftParts = NOTHING_PREDICTED
     predicted_itl_s: float = 0.0
     why: str = ""

@@ -72,17 +72,17 @@ class CostPlacer:
         if free <= 0:
             return reject(request, cluster, busy=free == 0)
         hashes = request.hashes
-        choice = self._form.choose(
-            self._question(request, now, free),
-            cluster.groups(request.model),
-            self._depths.by_slot(hashes) if hashes else None,
-            self._depths.slots() if hashes else None,
-            cluster.views,
-        )
-        if isinstance(choice, bool):
+        asked, groups = self._question(request, now, free), cluster.groups(request.model)
+        depths = self._depths.by_slot(hashes) if hashes else None
+        slots = self._depths.slots() if hashes else None
+        choice = self._form.choose(asked, groups, depths, slots, None, cluster.views)
+        if choice is None:
+            in_use = cluster.in_use(hashes, request.prompt_tokens + tokens_out_expected(request.tokens_out))
+            choice = self._form.choose(asked, groups, depths, slots, in_use, cluster.views)
+        if choice is None or isinstance(choice, bool):
             if not choice and len(request.revisions) > 1:
                 return self.place(msgspec.structs.replace(request, revisions=request.revisions[1:]), now)
-            return reject_pair(request, busy=choice)
+            return reject_pair(request, busy=bool(choice))
         candidates = Candidates(choice, free)
         prefilling, decoding = candidates.chosen()
         sources, further = self._sources(request, prefilling or decoding, candidates.holders)

@@ -73,8 +73,12 @@ ALONE_ROLE: Final = 4
 ANSWER_ROLE: Final = 8
 """Role of every worker but those that a client excludes by naming another one for its answer."""
 BOTH_ROLE: Final = 16
+RECEIVER_ROLE: Final = 256
+"""Role of a worker that may answer, and to which a prefill worker would hand over at least one block of KV. C uses the
+numbers between for other things.
+"""
 
-ASKED_FOR, ALONE_ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART = range(5)
+ASKED_FOR, ALONE_ASKED_FOR, BEST_FOR_BOTH, ROLE_MISSING, APART, NOTHING_TO_HAND_OVER = range(6)
 """Reasons of a choice."""
 
 
@@ -227,10 +231,13 @@ class Row(NamedTuple):
     """Blocks of the prompt, from its start, that it holds."""
     elsewhere: int
     """Blocks that another worker holds, at most, of whom this one can fetch."""
+    in_use: int
+    """The part of ``blocks`` that requests hold which run there: a shared block is in the KV cache once."""
 
 
 def estimate(row: Row, question: Question, price: float, itl_free_s: float) -> Estimate:
-    """All predictions for the request on a worker, but ``ALONE_ROLE``. ``price``: see ``eviction_price``;
+    """All predictions for the request on a worker, but ``ALONE_ROLE`` and ``RECEIVER_ROLE``. ``price``: see
+    ``eviction_price``;
     ``itl_free_s``: the longest decode step that costs nothing.
     """
     n, tokens, out = row.numbers, question.tokens, question.tokens_out
@@ -262,7 +269,9 @@ def estimate(row: Row, question: Question, price: float, itl_free_s: float) -> E
     exposed = min(tokens - held, n[t.STEP_TOKENS]) if question.options & STREAMS else tokens - held
     handoff_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_TOKEN_S] * exposed
     decode_s = out * itl_s
-    kv_wait_s = decode_s if n[t.FREE_TOKENS] < tokens + out else 0.0
+    # Cached blocks that no request uses count as free. Those of the prompt will not be free for its answer.
+    shared = min(row.in_use * block_size, held)
+    kv_wait_s = decode_s if n[t.FREE_TOKENS] < tokens - shared + out else 0.0
     within_s = decode_s - out * max(full_step_s - itl_free_s, 0.0)
     first_s = n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * TAIL_TOKENS + shared_step_s
     decode_others_s = out * more_s * disturbed
@@ -328,20 +337,30 @@ class Selection:
             return self._any_role(ASKED_FOR, has_pair=False)
         pair = self._cheapest_pair()
         has_pair = pair is not None
-        whole = None if mode == DISAGGREGATED else self._cheapest(Part.WHOLE, self._having(ALONE_ROLE))
+        alone = self._having(ALONE_ROLE)
+        if mode == DISAGGREGATED:
+            alone = [number for number in alone if not of[number].roles & RECEIVER_ROLE]
+        whole = self._cheapest(Part.WHOLE, alone)
         if mode == DECODE_FIRST and whole is not None:
             return -1, whole, ALONE_ASKED_FOR, has_pair
-        is_apart = pair is not None and not self._keep_on_one(pair, whole)
-        if pair is not None and is_apart and (whole is None or self._pair_s(pair) < of[whole].whole_cost_s):
-            return *pair, APART, True
+        if pair is not None and not self._keep_on_one(pair, whole):
+            named = bool(options & PREFILL_NAMED)
+            if whole is None or named or self._pair_s(pair) < of[whole].whole_cost_s:
+                return *pair, APART, True
         if whole is not None:
-            return -1, whole, BEST_FOR_BOTH, has_pair
+            return -1, whole, NOTHING_TO_HAND_OVER if self._lacks_no_block(whole) else BEST_FOR_BOTH, has_pair
         if mode == DISAGGREGATED or options & PREFILL_NAMED:
             return None
         return self._any_role(ROLE_MISSING, has_pair=has_pair)
 
     def _having(self, role: int) -> list[int]:
         return [number for number, one in enumerate(self._estimates) if one.roles & role]
+
+    def _lacks_no_block(self, whole: int) -> bool:
+        """Whether another worker could compute the prompt for this one, but would hand over nothing."""
+        of, group = self._estimates, self._estimates[whole].group
+        partners = [number for number in self._having(PREFILL_ROLE) if number != whole and of[number].group == group]
+        return bool(partners) and not of[whole].roles & RECEIVER_ROLE
 
     def _keep_on_one(self, pair: tuple[int, int], whole: int | None) -> bool:
         """Two workers of role BOTH would hold the prompt's KV twice, which no predicted time accounts for. Such a pair
@@ -374,9 +393,9 @@ class Selection:
         return self._estimates[pair[0]].prefill_cost_s + self._estimates[pair[1]].decode_cost_s
 
     def _cheapest_pair(self) -> tuple[int, int] | None:
-        """The cheapest two different workers that may exchange KV."""
+        """The cheapest two different workers that may exchange KV, and have some to exchange."""
         best, best_s = None, inf
-        prefills, decodes = self._having(PREFILL_ROLE), self._having(DECODE_ROLE)
+        prefills, decodes = self._having(PREFILL_ROLE), self._having(RECEIVER_ROLE)
         for group in sorted({self._estimates[number].group for number in prefills}):
             ones = [number for number in prefills if self._estimates[number].group == group]
             others = [number for number in decodes if self._estimates[number].group == group]
@@ -443,12 +462,15 @@ class PythonPlacement:
         groups: t.Ints,
         depths: Depths | None,
         slots: t.Ints | None,
+        in_use: Depths | None,
         views: list[WorkerView | None],
         /,
-    ) -> Choice | bool:
+    ) -> Choice | bool | None:
         """Chooses among the rows of the last ``fit``; else says whether a worker that could serve it is full.
         ``groups``: of each row (see ``ClusterView.groups``). ``depths``: how many of the prompt's blocks, from its
         start, each slot of the index holds, and ``slots`` the slot of each row; None: nothing is known of them.
+        ``in_use``: how many of each row requests hold that run there. Returns None if that must be known, because a
+        worker that holds a part of the prompt has too little free KV for all of it.
         """
         question = Question(*asked)
         free = [row for row, roles in enumerate(self._roles) if roles >= 0]
@@ -459,12 +481,16 @@ class PythonPlacement:
         if not itl_free_s < inf:
             itl_free_s = uncrowded_itl_s(decoding, question)
         blocks = self._blocks(depths, slots)
+        room = question.tokens + question.tokens_out
+        if in_use is None and any(blocks[row] > 0 and numbers[row][t.FREE_TOKENS] < room for row in free):
+            return None
         ranked = self._ranked(question, groups, blocks)
 
         def row_of(row: int) -> Row:
             group = int(groups[row])
             reachable = ranked[group][0][0] if group in ranked and self._flags[t.EXCHANGES_KV, row] else 0
-            return Row(numbers[row], self._roles[row], group, blocks[row], reachable)
+            used = 0 if in_use is None else int(in_use[row])
+            return Row(numbers[row], self._roles[row], group, blocks[row], reachable, used)
 
         rows = [row for row in free if self._roles[row] & (PREFILL_ROLE | ANSWER_ROLE)]
         estimates = [estimate(row_of(row), question, price, itl_free_s) for row in rows]
@@ -472,7 +498,7 @@ class PythonPlacement:
             listed = shortlist(estimates, question)
             rows, estimates = [rows[number] for number in listed], [estimates[number] for number in listed]
         estimates = [
-            one._replace(roles=one.roles | ALONE_ROLE) if self._may_serve_alone(one, row, question) else one
+            one._replace(roles=one.roles | self._more_roles(one, row, question))
             for row, one in zip(rows, estimates, strict=True)
         ]
         chosen = Selection(estimates, question).result()
@@ -483,11 +509,26 @@ class PythonPlacement:
         packed = b"".join(PACKED.pack(*one) for one in estimates)
         return *chosen, sources, packed, tuple(view for row in rows if (view := views[row]) is not None)
 
+    def _more_roles(self, one: Estimate, row: int, question: Question) -> int:
+        if not one.roles & DECODE_ROLE:
+            return 0
+        if not self._is_receiver(one, row, question):
+            return ALONE_ROLE
+        return RECEIVER_ROLE + ALONE_ROLE * self._may_serve_alone(one, row, question)
+
+    def _is_receiver(self, one: Estimate, row: int, question: Question) -> bool:
+        """Whether at least one block of KV could be handed over to the worker. Baton's connector moves full blocks
+        only, others move all. After a refusal, what the index says of a cache does not count.
+        """
+        held = one.cached if question.options & MAY_DECODE_FIRST else 0
+        lacks_block = question.tokens - held >= self._numbers[t.BLOCK_SIZE, row]
+        return bool(lacks_block or not self._flags[t.EXCHANGES_KV, row])
+
     def _may_serve_alone(self, one: Estimate, row: int, question: Question) -> bool:
         """Workers of role BOTH may serve the request without a prefill worker, and so may decode workers that have most
         of the prompt.
         """
-        if not one.roles & DECODE_ROLE or question.options & PREFILL_NAMED:
+        if question.options & PREFILL_NAMED:
             return False
         if self._flags[t.ATTACHED, row]:
             return question.mode != DECODE_FIRST

@@ -87,7 +87,9 @@ class RunningLeg(LegReader):
         self.start = start
         self.begun_at = services.now()
         self.over = False
-        self.load = LegLoad(services.loads, start, attempt.placement.context_tokens)
+        request = self.context.request
+        hashes = request.hashes if request is not None else ()
+        self.load = LegLoad(services.loads, start, attempt.placement.context_tokens, hashes)
         self.frames: list[Frame] = []
         """Frames that were read and are still needed."""
         self._leg: Leg | None = None

@@ -6,7 +6,7 @@ router's own legs add to their workers, until the workers' load reports include 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -94,7 +94,7 @@ class LegStarter:
         """The share of the prompt below which the worker refuses: placement's or the client's. The client's no longer
         counts when its stream has begun.
         """
-        if placement.mode is DECODE_FIRST:
+        if placement.hit_share_min is not None:
             return placement.hit_share_min
         if self.guards(context, placement):
             return HANDOFF_SHARE_MIN
@@ -126,13 +126,14 @@ class LegLoads:
 class LegLoad:
     """One leg's load, from its start to ``ended``: its context while it runs, and its prompt until that is computed."""
 
-    def __init__(self, loads: LegLoads, start: StartLeg, context_tokens: int) -> None:
+    def __init__(self, loads: LegLoads, start: StartLeg, context_tokens: int, hashes: Sequence[int]) -> None:
+        """``hashes``: of the prompt's blocks. Those that running legs hold on the worker take no further space."""
         self._loads = loads
         self._start = start
         self._prompt_tokens = max(0, start.expected_tokens)
-        self._context_tokens = context_tokens
+        self._context_tokens = max(0, context_tokens - loads.cluster.shared_tokens(start.worker_id, hashes))
         self._legs = start.sequences
-        self._sent = Sent(loads.now(), self._prompt_tokens, context_tokens, self._legs)
+        self._sent = Sent(loads.now(), self._prompt_tokens, self._context_tokens, self._legs, hashes)
         loads.cluster.leg_started(start.worker_id, self._sent)
 
     def sent(self) -> None:

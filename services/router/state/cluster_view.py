@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from services.router.state import fleet_table as t
+from services.router.state.block_table import Depths
 from services.router.state.revision_names import ANY, means
 from services.router.state.worker_speed import WorkerSpeed
 from services.router.state.worker_view import Sent, WorkerView, can_exchange_kv
@@ -17,6 +18,10 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import WorkerLoad
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
+SHORT_MAX: Final = 64
+"""Workers with too little free KV for a request of which the running prompts are compared with its own."""
+NOTED_FROM: Final = 0.5
+"""The share of a worker's KV in use from which the prompts of its legs are noted."""
 LOADING: Final = (WorkerPhase.STARTING, WorkerPhase.PROBING, WorkerPhase.ASLEEP)
 """Phases in which a worker that was restarted, or sleeps, has not loaded its adapters yet."""
 
@@ -298,6 +303,24 @@ class ClusterView:
             self._adapter_groups[model] = groups
         return groups
 
+    def in_use(self, hashes: Sequence[int], room: int) -> Depths:
+        """For each row whose free KV is less than ``room`` tokens, how many of these blocks, from the first, noted
+        legs hold there. Of many such rows, only those with most free KV are looked at.
+        """
+        free = self.table.numbers[t.FREE_TOKENS, : self.table.count]
+        short = np.flatnonzero(free < room)
+        found: Depths = np.zeros(self.table.count, dtype=np.int32)
+        for row in short[np.argsort(-free[short], kind="stable")][:SHORT_MAX].tolist():
+            view = self.views[row]
+            if view is not None:
+                found[row] = view.own.prompts.shared(hashes)
+        return found
+
+    def shared_tokens(self, worker_id: WorkerId, hashes: Sequence[int]) -> int:
+        """Tokens of a prompt with these block hashes that noted legs hold on that worker."""
+        view = self.workers.get(worker_id)
+        return 0 if view is None else view.own.prompts.shared(hashes) * view.record.hashing.block_size
+
     def picked(self, *views: WorkerView) -> None:
         """Note that these workers were chosen, so that equal workers take turns."""
         self._choices_made += 1
@@ -305,10 +328,12 @@ class ClusterView:
             self.table.set(view.row, t.LAST_CHOSEN, self._choices_made)
 
     def leg_started(self, worker_id: WorkerId, sent: Sent) -> None:
-        """The router itself sent a leg."""
+        """The router itself sent a leg. Its prompt is noted where KV may become short."""
         view = self.workers.get(worker_id)
         if view is not None:
             sent.epoch = view.record.epoch
+            if view.kv_used < NOTED_FROM:
+                sent.hashes = ()
             view.own.started(sent)
             view.write_load(self.table)
 

@@ -135,7 +135,11 @@ def outcomes(members, writes, requests, policy, *, compiled):
             result = placer.place(request, NOW)
             yield plain(result)
             if isinstance(result, Placement):
+                row = result.decode.row
+                free = cluster.table.numbers[t.FREE_TOKENS, row]
                 cluster.leg_started(result.decode.record.worker_id, Sent(NOW, 7, 9))
+                cluster.table.numbers[t.FREE_TOKENS, row] = free  # As written: those of the next requests are shared.
+                result.decode.own.prompts.add(request.hashes)
     yield cluster.table.numbers.tobytes()
 
 
@@ -158,6 +162,7 @@ def outcomes(members, writes, requests, policy, *, compiled):
     PlacementPolicy(fetch_tokens_min=0),
 )
 @example([Member(held=1), Member(held=4)], ([(0, t.PREFILL_TOKEN_S, 1.0)], []), [PROMPT] * 3, PlacementPolicy())
+@example([Member(held=4)] * 2, ([(row, t.FREE_TOKENS, 300.0) for row in range(2)], []), [PROMPT] * 3, PlacementPolicy())
 def test_both_say_the_same(members, writes, requests, policy):
     written = [*writes[0], *writes[1]]
     native = list(outcomes(members, written, requests, policy, compiled=True))

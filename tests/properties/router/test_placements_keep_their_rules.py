@@ -141,13 +141,26 @@ def test_every_placement_keeps_the_rules(members, request):
         assert result.prefill.pairs_with == result.decode.pairs_with
         assert result.prefill.record.role is not Role.DECODE
         assert result.decode.record.role is not Role.PREFILL
+        assert may_receive(result.decode, request, index)
     else:
-        assert request.unsplittable or request.mode is not Mode.DISAGGREGATED
+        forced_apart = request.mode is Mode.DISAGGREGATED or bool(request.forced and request.forced.prefill_worker)
+        kept = request.unsplittable or request.mode is Mode.AGGREGATED or not may_receive(result.decode, request, index)
+        assert kept or not forced_apart
     assert 0 <= result.cached_tokens < max(1, request.prompt_tokens)
     assert result.cached_tokens + result.fetched_tokens + result.uncached_tokens == request.prompt_tokens
     assert result.uncached_tokens > 0
     check_sources(result, request, cluster, index)
     check_revisions(result, request, cluster)
+
+
+def may_receive(view, request, index):
+    """Whether another worker could hand over a block of KV to it: one that it does not have, unless a refusal has shown
+    that the index is wrong. Connectors of others move partial blocks too.
+    """
+    size = view.record.hashing.block_size
+    held = min(index.match(request.hashes).get(view.record.worker_id, 0), max(0, request.prompt_tokens - 1) // size)
+    lacking = request.prompt_tokens - (held * size if request.may_decode_first else 0)
+    return lacking >= size or not can_exchange_kv(view.record)
 
 
 def check_revisions(placement, request, cluster):
@@ -218,21 +231,37 @@ def test_a_request_is_served_if_a_worker_can(members, request):
         assert isinstance(result, Placement) == bool(able)
 
 
-@given(FLEETS)
-def test_a_possible_pair_is_placed_when_requested(members):
+@given(FLEETS, st.booleans())
+def test_a_pair_is_placed_on_request_if_it_has_kv_to_hand_over(members, long):
+    """Without a whole block to hand over, a worker that answers serves the request alone."""
     cluster, index = build(members)
     able = [
         view
         for view in cluster.offering("m")
         if view.fit(NOW, POLICY.silent_s_max) and view.legs < view.record.legs_max
     ]
-    possible = any(
-        prefill is not decode
+    pairs = [
+        (prefill, decode)
+        for prefill in able
+        for decode in able
+        if prefill is not decode
         and prefill.pairs_with == decode.pairs_with
         and prefill.record.role is not Role.DECODE
         and decode.record.role is not Role.PREFILL
-        for prefill in able
-        for decode in able
-    )
-    request = PlacementRequest(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
-    assert isinstance(CostPlacer(cluster, index, POLICY).place(request, NOW), Placement) == possible
+    ]
+    request = PlacementRequest(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=40 if long else 10)
+    receiving = [pair for pair in pairs if may_receive(pair[1], request, index)]
+    alone = [one for one in able if one.record.role is not Role.PREFILL and not may_receive(one, request, index)]
+
+    result = CostPlacer(cluster, index, POLICY).place(request, NOW)
+
+    assert isinstance(result, Placement) == bool(receiving or alone)
+    if not isinstance(result, Placement):
+        return
+    if result.prefill is not None:
+        assert (result.prefill, result.decode) in receiving
+    else:
+        assert result.decode in alone
+        assert result.mode is Mode.AGGREGATED
+        partners = [prefill for prefill, decode in pairs if decode is result.decode]
+        assert ("hand over" in result.why) == bool(partners)

@@ -16,7 +16,7 @@ from shared.contracts.workers import Role
 from tests.support.examples import examples
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
-from tests.unit.router.world import World, open_world, parse, prompt, settle
+from tests.unit.router.world import World, long_prompt, open_world, parse, settle
 
 SETTINGS = Settings(
     stream_tokens_min=0, first_frame_s_max=5.0, frame_gap_s_max=10.0, request_s_max=60.0, log_requests=False
@@ -60,7 +60,7 @@ def playing(legs):
 
 
 async def serve_one(world: World, leaves_s: float | None):
-    connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
+    connection, answering = world.begin(msgspec.json.encode(long_prompt(stream=True)))
     if leaves_s is not None:
         await asyncio.wait([answering], timeout=leaves_s)
         if not answering.done():

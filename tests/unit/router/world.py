@@ -209,6 +209,11 @@ def prompt(**fields: Any) -> dict[str, Any]:
     return {"model": "m", "prompt": "hello", **fields}
 
 
+def long_prompt(**fields: Any) -> dict[str, Any]:
+    """One with some blocks of KV, which a prefill worker can hand over."""
+    return prompt(prompt="hello " * 64, **fields)
+
+
 def give_legs(world: World, worker_id: str, legs: int) -> None:
     """Load a worker with legs, so that the router tries equal workers first."""
     cluster = world.router.fleet.cluster

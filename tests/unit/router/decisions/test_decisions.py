@@ -26,7 +26,7 @@ from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, wants_stream
-from tests.unit.router.world import World, in_world, parse, prompt, run_in_world, settle
+from tests.unit.router.world import World, in_world, long_prompt, parse, prompt, run_in_world, settle
 
 OURS = {"connector": "baton-1"}
 HEADER = "x-baton-decision"
@@ -105,7 +105,7 @@ def parts_of(record: DecisionRecord) -> dict[str, float]:
 async def test_an_aggregated_decision_has_the_measured_times(world: World, stream: bool):
     await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
 
-    response = await world.ask(prompt(stream=stream), x_request_id="mine")
+    response = await world.ask(long_prompt(stream=stream), x_request_id="mine")
 
     record = await decision(world, response.headers[HEADER])
     assert (record.request_id, record.mode, record.decode_worker, record.outcome) == ("mine", "aggregated", "w1", "ok")
@@ -118,7 +118,7 @@ async def test_an_aggregated_decision_has_the_measured_times(world: World, strea
 async def test_a_disaggregated_decision_has_the_measured_times(world: World):
     await world.pair(timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=0.125, fetch_s=0.0625, prefill_s=0.03), **OURS)
 
-    response = await world.ask(prompt(stream=True))
+    response = await world.ask(long_prompt(stream=True))
 
     record = await decision(world, response.headers[HEADER])
     assert (record.mode, record.prefill_worker, record.decode_worker) == ("disaggregated", "p1", "d1")
@@ -137,7 +137,7 @@ async def test_streamed_handoff_time_beside_the_prefill_is_counted_once(world: W
         timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=1.3, fetch_s=1.3, prefill_s=0.03, follows=True), **OURS
     )
 
-    response = await world.ask(prompt(stream=True))
+    response = await world.ask(long_prompt(stream=True))
 
     assert parts_of(await decision(world, response.headers[HEADER])) == {
         "queue_s": 0.25,
@@ -151,7 +151,7 @@ async def test_streamed_handoff_time_beside_the_prefill_is_counted_once(world: W
 @in_world()
 async def test_a_decision_asked_for_before_its_last_report_is_complete(world: World, stream: bool):
     await world.pair(timed(prefill_s=2.4), timed(), **OURS)
-    connection, answering = world.begin(msgspec.json.encode(prompt(stream=stream)))
+    connection, answering = world.begin(msgspec.json.encode(long_prompt(stream=stream)))
     await asyncio.sleep(2)
     assert connection.http_request is not None
     assert (connection.http_request.ended, answering.done()) == (True, False)
@@ -168,7 +168,7 @@ async def test_a_decision_asked_for_before_its_last_report_is_complete(world: Wo
 @in_world()
 async def test_a_failed_attempt_is_a_decision_and_counts_in_the_next(world: World):
     await world.worker("w1", script=slowly_failing(2.0))
-    connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
+    connection, answering = world.begin(msgspec.json.encode(long_prompt(stream=True)))
     await settle()
     await world.worker("w2", script=timed(prefill_s=0.5))
     await answering

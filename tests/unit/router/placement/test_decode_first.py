@@ -11,7 +11,7 @@ from services.router.request.facts import Mode
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, serve_leg, wants_stream
-from tests.unit.router.world import World, in_world, prompt
+from tests.unit.router.world import World, in_world, long_prompt
 
 
 def who_has_nothing(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
@@ -31,7 +31,7 @@ async def test_after_a_decode_first_refusal_a_prefill_worker_computes_the_prompt
     placer = world.router.fleet.placer
     world.router.fleet.placer = AsIfCached(placer)
 
-    response = await world.ask(prompt(stream=stream))
+    response = await world.ask(long_prompt(stream=stream))
 
     assert (response.status, response.headers["x-baton-mode"]) == (200, "disaggregated")
     assert b"cache_threshold" not in response.body

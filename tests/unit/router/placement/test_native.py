@@ -182,7 +182,14 @@ def test_a_table_of_another_shape_is_refused(arrays):
 
 MASK = np.ones(4, np.bool_)
 QUESTION = Question(100, 10, 1, 0.0, 1.0, 1.0, 0.0, 0, 0)
-ASKED = {"question": QUESTION, "groups": np.zeros(4, np.int64), "depths": None, "slots": None, "views": [None] * 4}
+ASKED = {
+    "question": QUESTION,
+    "groups": np.zeros(4, np.int64),
+    "depths": None,
+    "slots": None,
+    "in_use": None,
+    "views": [None] * 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -209,6 +216,8 @@ def test_fit_refuses_rows_that_there_are_not(arguments):
         {"groups": np.zeros(4)},
         {"depths": np.zeros(4, np.int64), "slots": np.zeros(4, np.int64)},
         {"depths": np.zeros(4, np.int32)},
+        {"in_use": np.zeros(3, np.int32)},
+        {"in_use": np.zeros(4, np.int64)},
         {"views": [None] * 3},
         {"views": ()},
     ],
@@ -232,6 +241,7 @@ def test_hostile_sizes_are_bounded():
         "question": QUESTION._replace(tokens=2**53, tokens_out=-(2**53), fetch_tokens_min=-(2**53)),
         "depths": np.ones(4, np.int32),
         "slots": slots,
+        "in_use": np.array([-1, 2**31 - 1, 1, -(2**31)], np.int32),
     }
 
     chosen = placing.choose(*{**ASKED, **hostile}.values())

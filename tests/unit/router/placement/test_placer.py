@@ -81,6 +81,119 @@ def test_a_clients_own_threshold_is_respected():
     assert fleet.place(cache_hit_threshold=0.3, mode=Mode.DECODE_FIRST).hit_share_min == 0.3
 
 
+ALONE = "there is less than one block of KV to hand over"
+
+
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.DISAGGREGATED, Mode.DECODE_FIRST])
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1])
+def test_a_prompt_below_a_block_is_computed_where_it_is_answered(mode, tokens):
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE, waiting_tokens=5_000)
+
+    placement = fleet.place(prompt_tokens=tokens, hashes=(), mode=mode)
+
+    assert (placement.mode, who(placement), placement.uncached_tokens) == (Mode.AGGREGATED, ("", "d1"), tokens)
+    assert placement.why == (ALONE if mode is not Mode.DECODE_FIRST else "asked for")
+    # The worker's own threshold would refuse it, and no other worker could hand anything over.
+    assert placement.hit_share_min == 0.0
+    assert fleet.place(prompt_tokens=BLOCK, hashes=(), mode=mode).mode is Mode.DISAGGREGATED
+
+
+def test_a_named_prefill_worker_is_passed_over_where_it_has_nothing_to_hand_over():
+    fleet = Fleet()
+    for name, role in (("p1", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
+        fleet.add(name, role, held=20 * (name == "d1"))
+    named = ForcedWorkers(prefill_worker=WorkerId("p1"))
+
+    assert who(fleet.place(forced=named, prompt_tokens=5, hashes=()))[0] == ""
+    assert who(fleet.place(forced=named)) == ("p1", "d2")  # d1 has all blocks.
+    both = ForcedWorkers(prefill_worker=WorkerId("p1"), decode_worker=WorkerId("d1"))
+    assert who(fleet.place(forced=both)) == ("", "d1")
+
+
+def test_what_a_decode_worker_lacks_of_a_cached_prompt_may_be_too_little_to_hand_over():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE, held=20, waiting_tokens=5_000)
+
+    for mode in (Mode.AUTO, Mode.DISAGGREGATED):
+        alone = fleet.place(mode=mode)
+        assert (alone.mode, who(alone), alone.uncached_tokens) == (Mode.DECODE_FIRST, ("", "d1"), 7)
+        # The worker has refused: it lacks more than the index says.
+        assert who(fleet.place(mode=mode, may_decode_first=False)) == ("p1", "d1")
+    assert who(fleet.place(mode=Mode.DISAGGREGATED, prompt_tokens=21 * BLOCK)) == ("p1", "d1")
+
+
+def test_a_clients_threshold_counts_where_nothing_is_handed_over():
+    fleet = a_pair_of_which_decode_has_most()
+    short = {"prompt_tokens": 5, "hashes": (), "cache_hit_threshold": 0.5}
+
+    assert fleet.place(**short, mode=Mode.DISAGGREGATED).hit_share_min is None
+    # It has been tried where it could be cached, and no prefill worker can help.
+    assert fleet.place(**short, mode=Mode.DECODE_FIRST).hit_share_min == 0.0
+
+
+def test_connectors_that_move_partial_blocks_get_short_prompts_too():
+    fleet = Fleet()
+    for name, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+        fleet.cluster.record(record(name, role=role, connector="NixlConnector"), NOW)
+
+    assert who(fleet.place(prompt_tokens=5, hashes=())) == ("p1", "d1")
+
+
+def test_one_worker_of_both_roles_needs_no_other_reason():
+    fleet = Fleet()
+    fleet.add("b1")
+
+    assert fleet.place(prompt_tokens=5, hashes=()).why == "one worker is best for both legs"
+
+
+KV_BLOCKS = 100
+
+
+def two_decode_workers_of_which_one_is_full(in_use: int) -> Fleet:
+    """All but 10 blocks of d1 are used. It holds 20 of the prompt, of which a running request has ``in_use``."""
+    fleet = Fleet()
+    fleet.add("b1", held=20, kv_blocks_used=KV_BLOCKS - 10, kv_blocks_total=KV_BLOCKS)
+    fleet.add("b2", kv_blocks_total=KV_BLOCKS, prefill_token_s=0.002)
+    fleet.cluster.leg_started(WorkerId("b1"), Sent(NOW, 0, 0, 0, PROMPT.hashes[:in_use]))
+    return fleet
+
+
+@pytest.mark.parametrize(("in_use", "chosen"), [(20, "b1"), (16, "b1"), (11, "b2"), (0, "b2")])
+def test_blocks_that_running_requests_share_need_no_room(in_use, chosen):
+    """The prompt has 20 blocks and a part, and its answer 4: with 16 shared, it needs 8 and a part. Cached blocks that
+    no request uses count as free, and are not free for the answer when the prompt uses them.
+    """
+    fleet = two_decode_workers_of_which_one_is_full(in_use)
+    placement = fleet.place(tokens_out=4 * BLOCK, fetch_tokens_min=100_000)
+
+    assert placement.decode.record.worker_id == chosen
+
+
+def test_what_has_ended_is_not_shared_any_more():
+    fleet = two_decode_workers_of_which_one_is_full(in_use=0)
+    legs = [Sent(NOW, 0, 0, 0, PROMPT.hashes) for _ in range(2)]
+    chosen = []
+    for leg in legs:
+        fleet.cluster.leg_started(WorkerId("b1"), leg)
+    for leg in legs:
+        chosen.append(fleet.place(tokens_out=4 * BLOCK, fetch_tokens_min=100_000).decode.record.worker_id)
+        fleet.cluster.leg_ended(WorkerId("b1"), leg, 0, 0)
+    chosen.append(fleet.place(tokens_out=4 * BLOCK, fetch_tokens_min=100_000).decode.record.worker_id)
+
+    assert chosen == ["b1", "b1", "b2"]
+
+
+def test_other_prompts_share_nothing():
+    fleet = two_decode_workers_of_which_one_is_full(in_use=0)
+    fleet.cluster.leg_started(WorkerId("b1"), Sent(NOW, 0, 0, 0, (1, 2, 3, *range(104, 121))))
+
+    assert fleet.place(tokens_out=4 * BLOCK, fetch_tokens_min=100_000).decode.record.worker_id == "b2"
+    assert fleet.cluster.shared_tokens(WorkerId("b1"), PROMPT.hashes) == 3 * BLOCK
+
+
 def test_a_busy_batch_keeps_prefill_off_a_decode_worker():
     fleet = a_pair_of_which_decode_has_most(running=100)
     fleet.add("d2", Role.DECODE)

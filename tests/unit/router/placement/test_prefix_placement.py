@@ -96,7 +96,7 @@ async def test_the_prefill_worker_reads_a_conversation_from_the_decode_worker(wo
     fingerprint = world.workers["p1"].record().fingerprint.key()
     while not world.router.prompts.followed(fingerprint):
         await asyncio.to_thread(lambda: None)
-    blocks = blocks_of(tokenizer_json, TEXT)
+    blocks = blocks_of(tokenizer_json, TEXT)[:-1]
     await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks, worker_id="d1"))
     await settle()
 

@@ -7,15 +7,17 @@ import asyncio
 import msgspec
 import pytest
 
+from services.router.relay.start_leg import LegLoad, LegLoads
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import FRAMES
 from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import LegId, RequestId, RouterId
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import KvOffer, KvRead, KvSource, KvTransferReport
 from shared.contracts.workers import Role
 from tests.support.pulled_legs import PulledLeg
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg, wants_stream
-from tests.unit.router.world import World, give_legs, in_world, parse, prompt, settle
+from tests.unit.router.world import World, give_legs, in_world, long_prompt, parse, prompt, settle
 
 OURS = {"connector": "baton-1"}
 OFFER = KvOffer(worker_id="p1", epoch=1, lease_id="lease-1", block_ids=b"\x01\0\0\0", last_hash=b"h" * 32, until_s=9.0)
@@ -52,7 +54,7 @@ def refusing(status: int):
 
 
 def ask(world: World, *, stream: bool = True):
-    return world.begin(msgspec.json.encode(prompt(stream=stream)))
+    return world.begin(msgspec.json.encode(long_prompt(stream=stream)))
 
 
 def frames_of(worker: FakeWorker) -> LegFrames:
@@ -76,7 +78,7 @@ async def test_the_decode_leg_receives_the_prefill_legs_offer(world: World):
 
     p1, d1 = await world.pair(offering, **OURS)
 
-    response = await world.ask(prompt())
+    response = await world.ask(long_prompt())
 
     (prefill,), (decode,) = p1.started, d1.started
     assert response.headers["x-baton-handoff"] == "offered"
@@ -90,9 +92,46 @@ async def test_the_decode_leg_receives_the_prefill_legs_offer(world: World):
 async def test_an_aggregated_response_reports_no_handoff(world: World):
     await world.pair(**OURS)
 
-    response = await world.ask(prompt(), x_baton_mode="aggregated")
+    response = await world.ask(long_prompt(), x_baton_mode="aggregated")
 
     assert "x-baton-handoff" not in response.headers
+
+
+@pytest.mark.parametrize("mode", ["auto", "disaggregated"])
+@in_world()
+async def test_a_prompt_without_a_block_to_hand_over_goes_to_one_worker(world: World, mode):
+    p1, d1 = await world.pair(**OURS)
+
+    response = await world.ask(prompt(), x_baton_mode=mode)
+
+    assert (response.status, response.headers["x-baton-mode"]) == (200, "aggregated")
+    assert not {"x-baton-handoff", "x-baton-prefill-worker"} & set(response.headers)
+    assert p1.started == []
+    assert [(leg.kind, leg.cache_hit_threshold) for leg in d1.started] == [(LegKind.AGGREGATED, 0.0)]
+    (decision,) = world.router.decisions.log.newest_first()
+    assert decision.record(RouterId("r")).reason == "there is less than one block of KV to hand over"
+
+
+@in_world()
+async def test_legs_reserve_what_running_legs_do_not_share(world: World):
+    """Two legs of one prompt hold its blocks once; each has its own answer."""
+    _p1, d1 = await world.pair(silent, silent, **OURS)
+    hashes = (1, 2)
+    cluster = world.router.fleet.cluster
+    cluster.workers[d1.worker_id].kv_used = 0.6
+    loads = LegLoads(cluster, world.router.reservations, lambda: None, lambda: 0.0)
+    start = StartLeg(
+        worker_id=d1.worker_id, router_id=RouterId("r"), request_id=RequestId("q"), leg_id=LegId("l"),
+        kind=LegKind.DECODE, path="/v1/completions", body=b"", deadline_s=1.0,
+    )  # fmt: skip
+
+    first, second = (LegLoad(loads, start, 100, hashes) for _ in range(2))
+
+    own = cluster.workers[d1.worker_id].own
+    assert own.context_tokens == own.sent_context_tokens == 100 + (100 - 64)
+    second.ended()
+    first.ended()
+    assert (own.context_tokens, own.sent_context_tokens, own.prompts.shared(hashes)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("word_count", "handoff"), [(100, "offered"), (4000, "streamed")])
@@ -132,7 +171,7 @@ async def test_with_both_legs_running_the_prompt_counts_for_prefill_only(world: 
     await settle()
 
     views = world.router.fleet.cluster.workers
-    assert [(views[name].own.legs, views[name].own.tokens) for name in ("p1", "d1")] == [(1, 2), (1, 0)]
+    assert [(views[name].own.legs, views[name].own.tokens) for name in ("p1", "d1")] == [(1, 97), (1, 0)]
 
     connection.leave()
     await answering
@@ -143,7 +182,7 @@ async def test_with_both_legs_running_the_prompt_counts_for_prefill_only(world: 
 async def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(world: World, stream):
     _p1, d1 = await world.pair(refusing(400), silent, **OURS)
 
-    response = await world.ask(prompt(stream=stream))
+    response = await world.ask(long_prompt(stream=stream))
     await settle()
 
     assert (response.status, response.error["message"]) == (400, "from the engine")
@@ -160,7 +199,7 @@ async def test_a_lost_prefill_worker_has_both_legs_placed_again(world: World, fa
     await world.worker("p2", Role.PREFILL, **OURS)
     give_legs(world, "p2", 5)  # The router tries p1 first.
 
-    response = await world.ask(prompt(stream=True))
+    response = await world.ask(long_prompt(stream=True))
     give_legs(world, "p2", 0)
     await asyncio.sleep(2)
 
@@ -178,7 +217,7 @@ async def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded(world: Wo
     give_legs(world, "d2", 5)
     began_at = asyncio.get_running_loop().time()
 
-    response = await world.ask(prompt(stream=True))
+    response = await world.ask(long_prompt(stream=True))
     took_s = asyncio.get_running_loop().time() - began_at
     give_legs(world, "d2", 0)
     await asyncio.sleep(2)
@@ -285,7 +324,7 @@ async def test_accounting_waits_for_a_late_prefill_leg_but_clients_do_not(world:
 async def test_an_endless_prefill_leg_is_cancelled_after_the_response(world: World):
     p1, _d1 = await world.pair(prefill=silent, **OURS)
 
-    response = await world.ask(prompt(stream=True))
+    response = await world.ask(long_prompt(stream=True))
     await settle()
 
     assert response.body.endswith(DONE)
@@ -300,7 +339,7 @@ async def test_if_both_legs_are_silent_the_prefill_worker_is_late(world: World):
     await world.worker("p2", Role.PREFILL, **OURS)
     give_legs(world, "p2", 5)
 
-    response = await world.ask(prompt(stream=True))
+    response = await world.ask(long_prompt(stream=True))
     await settle()
 
     assert response.headers["x-baton-prefill-worker"] == "p2"
@@ -313,7 +352,7 @@ async def test_after_the_prefill_a_silent_decode_worker_is_late(world: World):
     await world.worker("d2", Role.DECODE, **OURS)
     give_legs(world, "d2", 5)
 
-    response = await world.ask(prompt(stream=True))
+    response = await world.ask(long_prompt(stream=True))
     await settle()
 
     assert response.headers["x-baton-decode-worker"] == "d2"
@@ -397,7 +436,7 @@ async def test_a_cache_threshold_refusal_reaches_the_client_unchanged(world: Wor
 
     _p1, d1 = await world.pair(decode=refuse, **OURS)
 
-    response = await world.ask(prompt(cache_hit_threshold=1))
+    response = await world.ask(long_prompt(cache_hit_threshold=1))
 
     assert (response.status, response.body) == (200, refusal)
     assert d1.started[0].cache_hit_threshold == 1.0
@@ -429,7 +468,7 @@ async def test_the_request_report_names_its_kv_sources(world: World):
     await settle()
     prefilled(frames_of(p1))
     await answering
-    await world.ask(prompt(stream=False))  # Its prefill leg sends no report.
+    await world.ask(long_prompt(stream=False))  # Its prefill leg sends no report.
     await asyncio.sleep(1)
 
     both, alone = reports
