@@ -59,6 +59,8 @@ class Leg:
     sent: Sent
     uncached_tokens: int = 0
     """Uncached prompt tokens that placement predicted."""
+    context_tokens: int = 0
+    """Tokens that it takes of the free KV: those that running legs hold already do not count."""
     sources: tuple[KvSource, ...] = ()
     reads_from: Leg | None = None
     """The prefill leg whose KV this one reads."""

@@ -159,14 +159,18 @@ class World:
         prefill, request = kind is LegKind.PREFILL, replayed.request
         view = placement.prefill if prefill and placement.prefill is not None else placement.decode
         uncached = 0 if kind is LegKind.DECODE else placement.uncached_tokens
+        hashes = replayed.chain[: len(request.blocks)]
+        tokens = request.input_tokens if prefill else placement.context_tokens
+        context = max(0, tokens - self.fleet.cluster.shared_tokens(view.record.worker_id, hashes))
         job = Job(next(self._numbers), replayed.chain, request.input_tokens, 1 if prefill else request.output_tokens)
         leg = Leg(
             kind,
             replayed,
             self.workers[view.record.worker_id],
             job,
-            Sent(now, uncached, request.input_tokens if prefill else placement.context_tokens),
+            Sent(now, uncached, context, hashes=hashes),
             uncached,
+            context,
             () if kind is LegKind.DECODE else placement.sources,
         )
         job.owner, job.fetches = leg, bool(leg.sources)
@@ -254,8 +258,7 @@ class World:
 
     def _ended(self, now: float, leg: Leg) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
-        context = leg.replayed.request.input_tokens if leg.kind is LegKind.PREFILL else self._context(leg)
-        self.fleet.cluster.leg_ended(leg.worker.worker_id, leg.sent, context)
+        self.fleet.cluster.leg_ended(leg.worker.worker_id, leg.sent, leg.context_tokens)
         placement = leg.replayed.placement
         if leg.kind is not LegKind.PREFILL:
             self._next_turn(leg.replayed, now)
@@ -269,6 +272,3 @@ class World:
         if self._admission is not None:
             self._admission.schedule_pass(now)
 
-    def _context(self, leg: Leg) -> int:
-        assert leg.replayed.placement is not None
-        return leg.replayed.placement.context_tokens
