@@ -13,14 +13,15 @@ from shared.contracts.channels import FRAMES
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId, RequestId, RouterId
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegKind, LegReport, StartLeg
-from shared.contracts.kv_exchange import KvOffer, KvRead, KvSource, KvTransferReport
+from shared.contracts.kv_exchange import GroupBlocks, KvOffer, KvRead, KvSource, KvTransferReport
 from shared.contracts.workers import Role
 from tests.support.pulled_legs import PulledLeg
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg, wants_stream
 from tests.unit.router.world import World, give_legs, in_world, long_prompt, parse, prompt, settle
 
 OURS = {"connector": "baton-1"}
-OFFER = KvOffer(worker_id="p1", epoch=1, lease_id="lease-1", block_ids=b"\x01\0\0\0", last_hash=b"h" * 32, until_s=9.0)
+BLOCKS = [GroupBlocks(first=0, block_ids=b"\x01\0\0\0")]
+OFFER = KvOffer(worker_id="p1", epoch=1, lease_id="lease-1", groups=BLOCKS, last_hash=b"h" * 32, until_s=9.0)
 PREFILL_TRANSFER = KvTransferReport(prompt_tokens=9, local_tokens=4, fetched_tokens=3, recomputed_tokens=2)
 PREFILLED = LegReport(prompt_tokens=9, cached_tokens=4, kv=PREFILL_TRANSFER)
 
