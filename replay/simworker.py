@@ -17,7 +17,7 @@ from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
 from shared.contracts.load import LOAD_HZ_MAX, LoadReport
 from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
-from shared.engine_speed.learner import SpeedLearner
+from shared.engine_speed.learner import SAMPLE_S_MIN, SpeedLearner
 
 MODEL = "replayed"
 LEGS_MAX = 1_000_000
@@ -41,6 +41,8 @@ class SimWorker:
         self._tick_offset_s = offset_s
         self._totals = Totals()
         self._learner = SpeedLearner()
+        self._observed_s = 0.0
+        """Seconds of the engine's steps that the learner has seen."""
         self.learns = True
         self._past: Callable[[], LoadReport] | None = None
         """``_state`` as of the newest tick before the last change."""
@@ -103,7 +105,8 @@ class SimWorker:
         """
         engine, totals, pool, record = self.engine, self._totals, self.engine.pool, self.record
         speeds = engine.speeds
-        if self.learns and self._learner.wants(speeds.busy_s):
+        if self.learns and speeds.busy_s - self._observed_s >= SAMPLE_S_MIN:
+            self._observed_s = speeds.busy_s
             self._learner.observe(speeds.totals())
         return partial(
             LoadReport,

@@ -271,4 +271,3 @@ class World:
     def _schedule_pass(self, now: float) -> None:
         if self._admission is not None:
             self._admission.schedule_pass(now)
-

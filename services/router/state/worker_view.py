@@ -164,7 +164,7 @@ class Sent:
     def __init__(self, at: float, tokens: int, context_tokens: int, legs: int = 1, hashes: Sequence[int] = ()) -> None:
         self.at = at
         self.hashes = hashes
-        """Of its prompt's blocks, as far as they are known."""
+        """Hashes of the blocks of its prompt, as far as they are known."""
         self.epoch = Epoch(0)
         """Epoch of its worker."""
         self.legs = legs
