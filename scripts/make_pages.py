@@ -41,7 +41,7 @@ one, and those of the old one stay as they are. `sum by (worker_id)` is the whol
 SETTINGS_HEAD = """# Configuration
 
 Settings are environment variables, read once at start. A misspelled or wrong variable stops the process, which names
-it. An empty variable counts as not set. Containers use the shorter names of
+it. An empty variable counts as not set. In compose, some have a shorter name in
 [compose/env.example](../compose/env.example). Variables that earlier versions had are in
 [upgrading.md](upgrading.md#settings-that-are-gone).
 

@@ -71,8 +71,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     setting has.
     """
     cpu_cores: str = ""
-    """CPU cores of the engine, such as ``0`` or ``0,2-3``; empty: all that the process may use. Change it when several
-    CPU engines share a machine: engines that share a core are many times slower.
+    """CPU cores of the engine, such as ``0`` or ``0,2-3``, or a part of those that the process may use: ``1/2`` and
+    ``2/2`` are their halves. Empty: all of them. Change it when several CPU engines share a machine: engines that share
+    a core are many times slower.
     """
     tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Ranks of a vLLM engine: GPUs, or on a CPU equal parts of ``cpu_cores``, with a core each at least. Change it when

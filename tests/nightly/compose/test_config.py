@@ -34,9 +34,56 @@ def services(profiles: str, *files: str, **settings: str) -> dict[str, dict[str,
     return yaml.safe_load(done.stdout)["services"]
 
 
-def test_the_engines_profile_adds_real_engines():
-    assert set(services("")) == LIGHT
+def test_engines_start_without_a_profile_or_with_theirs_and_with_no_other_one():
+    assert set(services("")) == LIGHT | {"prefill", "decode"}
     assert set(services("engines")) == LIGHT | {"prefill", "decode"}
+    for other in ("observability", "tools"):
+        assert not set(services(other)) & {"prefill", "decode"}
+    assert set(services("attached")) == LIGHT | {"attached"}
+
+
+def test_profiles_of_the_command_line_replace_the_engines_too():
+    command = ["docker", "compose", "--env-file", os.devnull, "--profile", "simulated", "config", "--services"]
+    environment = {name: value for name, value in CLIENT.items() if name != "COMPOSE_PROFILES"}
+
+    named = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    none = subprocess.run(
+        [part for part in command if part not in {"--profile", "simulated"}],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert set(named.stdout.split()) == LIGHT | {"sim-prefill", "sim-decode"}
+    assert set(none.stdout.split()) == LIGHT | {"prefill", "decode"}
+
+
+def test_settings_and_files_of_an_operator_reach_their_services(tmp_path: Path):
+    libraries = tmp_path / "libraries.env"
+    libraries.write_text("UCX_TLS=rc,cuda\n")
+    system = services(
+        "",
+        ROUTER_SLOS='{"default": {"ttft_s": 2}}',
+        ORCHESTRATOR_PLANNER="act",
+        ENGINE_ENV_FILE=str(libraries),
+        MODELS_FOLDER=str(tmp_path),
+        LORA_FOLDER=str(tmp_path),
+        RDMA_DEVICES="/dev/infiniband",
+        ENGINE_MEMLOCK="-1",
+    )
+
+    assert system["router"]["environment"]["ROUTER_SLOS"] == '{"default": {"ttft_s": 2}}'
+    assert system["orchestrator"]["environment"]["ORCHESTRATOR_PLANNER"] == "act"
+    for engine in (system["prefill"], system["decode"]):
+        assert engine["environment"]["UCX_TLS"] == "rc,cuda"
+        assert engine["environment"]["WORKER_LORA_DIR"] == "/adapters"
+        mounted = {each["target"]: each for each in engine["volumes"] if each["type"] == "bind"}
+        assert {(each["source"], each["read_only"]) for each in mounted.values()} == {(str(tmp_path), True)}
+        assert set(mounted) == {"/models", "/adapters"}
+        assert [device["source"] for device in engine["devices"]] == ["/dev/infiniband"]
+        assert engine["ulimits"]["memlock"] == -1
 
 
 def test_the_simulated_profile_needs_only_the_light_image():
@@ -68,8 +115,9 @@ def test_the_observability_profile_adds_its_four_services():
     assert added == {"otel-collector", "tempo", "prometheus", "grafana"}
 
 
-def test_the_cuda_file_gives_each_worker_a_gpu_of_its_own_and_shows_it_all():
-    system = services("engines", "compose.yaml", "compose/cuda.yaml")
+@pytest.mark.parametrize("profiles", ["", "engines"])
+def test_the_cuda_file_gives_each_worker_a_gpu_of_its_own_and_shows_it_all(profiles: str):
+    system = services(profiles, "compose.yaml", "compose/cuda.yaml")
     engines = [system[name] for name in ("prefill", "decode")]
 
     assert set(system) == LIGHT | {"prefill", "decode", "namespaces"}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 import yaml
 
 from services.collector.access import check as check_collector
 from services.collector.settings import Settings as CollectorSettings
+from services.orchestrator.settings import Settings as OrchestratorSettings
 from services.router.service import check
 from services.router.settings import Settings as RouterSettings
 from services.worker.settings import Settings
 from shared.contracts.workers import Role
-from shared.runtime.settings import SettingsError, load, load_common
+from shared.runtime.settings import CommonSettings, SettingsError, load, load_common
 from tests.support.processes import ROOT
 
 WORKERS = ["prefill", "decode", "store", "sim-prefill", "sim-decode", "sim-store"]
@@ -30,7 +32,83 @@ def environment(service: str, **given: str) -> dict[str, str]:
         name, when, text = found.groups()
         return given.get(name, text) if when == "-" else text if given.get(name) else ""
 
-    return {name: VARIABLE.sub(value, told) for name, told in SERVICES[service]["environment"].items()}
+    told = SERVICES[service]["environment"].items()
+    passed = {name: given[name] for name, text in told if text is None and name in given}
+    return passed | {name: VARIABLE.sub(value, text) for name, text in told if text is not None}
+
+
+FIXED = {
+    "BATON_NATS_URL": "the NATS of the file",
+    "BATON_NATS_NKEY_FILE": "made by init",
+    "BATON_NATS_CA_FILE": "made by init",
+    "BATON_STATE_DIR": "a volume",
+    "BATON_CACHE_DIR": "a volume or memory",
+    "ROUTER_HOST": "a container listens everywhere; BIND says where its port is published",
+    "ROUTER_PORT": "PORT is the published one",
+    "ROUTER_SHARED_PORT": "for processes of one machine: containers have an address each",
+    "ROUTER_INSTANCE": "must differ between the containers of --scale",
+    "COLLECTOR_HOST": "a container listens everywhere; CONSOLE_BIND says where its port is published",
+    "COLLECTOR_PORT": "the published one",
+    "ORCHESTRATOR_INSTANCE": "must differ between the containers of --scale",
+    "WORKER_WORKER_ID": "that of the container's key",
+    "WORKER_ROLE": "of the service",
+    "WORKER_ENGINE": "of the service",
+    "WORKER_STAY_DRAINED": "of the restart policy",
+    "WORKER_KV_HOST": "must differ between containers; the default is right in their network",
+}
+"""Settings that an operator cannot set in compose, under their own or a shorter name, and why."""
+ATTACHED = {f"WORKER_ATTACH_{name}" for name in ("URL", "MODEL", "KEY_FILE", "SILENT_S_MAX")}
+OF_ENGINES = {f"WORKER_{name}" for name in ("MODEL", "ENGINE_ARGS", "CPU_CORES", "TENSOR_PARALLEL_SIZE", "CONNECTOR")}
+OF_ADAPTERS = {"WORKER_LORA_DIR", "WORKER_LORA_ADAPTERS"}
+OF_STORES = {"WORKER_STORE_MEMORY_BYTES", "WORKER_STORE_FILES_BYTES"}
+OF_KV = {f"WORKER_{name}" for name in ("KV_CACHE_BYTES", "CACHE_HIT_THRESHOLD", "KV_FETCH_MIN_TOKENS", "KV_LEASE_S")}
+OF_KV |= {"WORKER_KV_COPY_USES_MIN", "WORKER_BLOCK_SIZE"}
+WITHOUT_ENGINE = {"WORKER_CPU_CORES", "WORKER_ASLEEP", *OF_ADAPTERS}
+NOT_OF = {
+    "prefill": ATTACHED | OF_STORES | {"WORKER_SIMULATED"},
+    "decode": ATTACHED | OF_STORES | {"WORKER_SIMULATED"},
+    "store": ATTACHED | WITHOUT_ENGINE | {"WORKER_SIMULATED"},
+    "sim-prefill": ATTACHED | OF_STORES | OF_ENGINES | OF_ADAPTERS,
+    "sim-decode": ATTACHED | OF_STORES | OF_ENGINES | OF_ADAPTERS,
+    "sim-store": ATTACHED | OF_ENGINES | WITHOUT_ENGINE,
+    "attached": OF_STORES | OF_ENGINES | WITHOUT_ENGINE | OF_KV | {"WORKER_SIMULATED"},
+}
+"""Settings that mean nothing to a service."""
+SETTINGS: dict[str, tuple[str, type[msgspec.Struct]]] = {
+    "router": ("ROUTER_", RouterSettings),
+    "collector": ("COLLECTOR_", CollectorSettings),
+    "orchestrator": ("ORCHESTRATOR_", OrchestratorSettings),
+    **dict.fromkeys(NOT_OF, ("WORKER_", Settings)),
+}
+
+
+def variables(prefix: str, settings: type[msgspec.Struct]) -> set[str]:
+    return {f"{prefix}{one.name.upper()}" for one in msgspec.structs.fields(settings)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_operator_can_set_every_setting_without_another_compose_file(name: str):
+    """A new setting is passed through in compose.yaml, or has its reason above."""
+    known = variables(*SETTINGS[name]) | variables("BATON_", CommonSettings)
+    told = SERVICES[name]["environment"]
+    settable = {variable for variable in told if told[variable] is None or "${" in told[variable]}
+
+    assert settable & known == known - FIXED.keys() - NOT_OF.get(name, set())
+    assert not {variable for variable in told if variable.startswith(("BATON_", SETTINGS[name][0]))} - known
+    assert not told.keys() & NOT_OF.get(name, set())
+
+
+def test_the_reasons_are_of_settings_that_there_are():
+    known = set().union(*(variables(*each) for each in SETTINGS.values()), variables("BATON_", CommonSettings))
+
+    assert FIXED.keys() <= known
+    assert set().union(*NOT_OF.values()) <= known
+
+
+def test_a_setting_without_a_value_passes_through():
+    told = environment("router", ROUTER_SLOS='{"default": {"ttft_s": 2}}')
+
+    assert load(RouterSettings, "ROUTER_", told).slos == '{"default": {"ttft_s": 2}}'
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -45,7 +123,7 @@ def test_the_compose_file_sets_only_known_worker_settings(name: str):
 @pytest.mark.parametrize("name", ["store", "sim-store"])
 def test_a_store_finds_its_files_again_in_another_container(name: str):
     service = SERVICES[name]
-    (volume,) = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+    (volume,) = [each for each in service["volumes"] if isinstance(each, str) and not each.endswith(":ro")]
     image = service["image"].partition(":")[0].removeprefix("baton-")
     source, folder = volume.split(":")
 
@@ -88,7 +166,7 @@ def test_a_published_router_requires_keys_or_an_explicit_opt_out():
         check(router(BIND="0.0.0.0"))
     check(router(BIND="0.0.0.0", INSECURE="true"))
     with_keys = router(BIND="0.0.0.0", KEYS_FILE="./keys.toml")
-    (mounted,) = [one for one in SERVICES["router"]["volumes"] if isinstance(one, dict)]
+    mounted = next(one for one in SERVICES["router"]["volumes"] if isinstance(one, dict))
     # In the short form a name without a slash would be a volume, and a wrong path a new folder.
     assert mounted == {
         "type": "bind",
@@ -123,6 +201,53 @@ def test_one_service_builds_the_image_of_all_others():
 def test_a_drained_worker_is_not_started_again_by_the_restart_policy(name: str):
     assert SERVICES[name]["restart"] == "unless-stopped"
     assert load(Settings, "WORKER_", {"WORKER_STAY_DRAINED": environment(name)["WORKER_STAY_DRAINED"]}).stay_drained
+
+
+def test_engines_start_without_a_profile_and_not_with_another_one():
+    """Compose takes "no profile" for the profile of the empty name: the nightly tests ask it."""
+    for name in ("prefill", "decode"):
+        assert SERVICES[name]["profiles"] == ["", "engines", "store"]
+    assert [name for name, service in SERVICES.items() if "" in service.get("profiles", [])] == ["prefill", "decode"]
+    assert {"router", "orchestrator", "collector", "nats", "init"} == {
+        name for name, service in SERVICES.items() if "profiles" not in service
+    }
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "folder"),
+    [("MODELS_FOLDER", "", "/models"), ("LORA_FOLDER", "WORKER_LORA_DIR", "/adapters")],
+)
+def test_folders_of_models_and_adapters_are_seen_read_only_by_engines(variable: str, setting: str, folder: str):
+    for name in ("prefill", "decode"):
+        (mount,) = [one for one in SERVICES[name]["volumes"] if isinstance(one, dict) and one["target"] == folder]
+        assert mount == {
+            "type": "bind",
+            "source": f"${{{variable}:-/dev/null}}",
+            "target": folder,
+            "read_only": True,
+            "bind": {"create_host_path": False},
+        }
+        if setting:
+            assert environment(name)[setting] == ""
+            assert environment(name, **{variable: "./some"})[setting] == folder
+
+
+def test_rdma_is_what_an_operator_gives():
+    """UCX registers memory with the adapter, which locks it."""
+    for name in ("prefill", "decode", "store"):
+        assert SERVICES[name]["devices"] == ["${RDMA_DEVICES:-/dev/null}"]
+        assert SERVICES[name]["ulimits"] == {"memlock": "${ENGINE_MEMLOCK:-65536}"}
+        assert SERVICES[name]["env_file"] == ["${ENGINE_ENV_FILE:-/dev/null}"]
+
+
+def test_every_variable_of_the_file_is_in_its_example():
+    """Settings under their own names are on the page of settings."""
+    text = (ROOT / "compose.yaml").read_text() + (ROOT / "compose/cuda.yaml").read_text()
+    own = set().union(*(variables(*each) for each in SETTINGS.values()))
+    used = {name for name, *_rest in VARIABLE.findall(text)} - own
+
+    named = set(re.findall(r"^#? ?([A-Z_]+)=", (ROOT / "compose/env.example").read_text(), re.MULTILINE))
+    assert used - named == {"BATON_TAG", "BASE_IMAGE"}
 
 
 def test_a_profile_with_a_store_has_its_engines():

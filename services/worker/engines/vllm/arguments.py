@@ -253,9 +253,18 @@ def free_port(host: str) -> int:
 
 
 def parse_cores(text: str) -> list[int]:
-    """``0,2-3`` as [0, 2, 3]; empty text is every core this process may use. Raises ValueError."""
+    """``0,2-3`` as [0, 2, 3]; ``2/3`` as the second third of the cores that this process may use, one at least; empty
+    text as all of these. Raises ValueError.
+    """
+    usable = sorted(os.sched_getaffinity(0))
     if not text.strip():
-        return sorted(os.sched_getaffinity(0))
+        return usable
+    if "/" in text:
+        number, of = map(int, text.split("/"))
+        if not 1 <= number <= of:
+            raise ValueError(f"WORKER_CPU_CORES={text!r}: there is no such part; write 1/{max(of, 1)}")
+        start, end = (number - 1) * len(usable) // of, number * len(usable) // of
+        return usable[start : max(end, start + 1)]
     cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -243,6 +243,24 @@ def test_cores_are_numbers_and_ranges():
         parse_cores("first")
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 64])
+def test_parts_of_the_cores_are_disjoint_unless_there_are_fewer_cores(parts: int):
+    usable = sorted(os.sched_getaffinity(0))
+
+    found = [parse_cores(f"{part}/{parts}") for part in range(1, parts + 1)]
+
+    assert all(found)
+    assert sorted({core for cores in found for core in cores}) == usable
+    if parts <= len(usable):
+        assert [core for cores in found for core in cores] == usable
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1/0", "1/2/3", "/2"])
+def test_a_part_that_does_not_exist_is_refused(text: str):
+    with pytest.raises(ValueError):
+        parse_cores(text)
+
+
 def test_the_engines_threads_are_set_up_for_its_process_only():
     before = dict(os.environ)
 
