@@ -1,8 +1,10 @@
-"""A system of containers with simulated engines; skipped, with the reason, where docker cannot run it."""
+"""Systems of containers; skipped, with the reason, where docker cannot run them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ UP_S_MAX = 1800
 READY_S_MAX = 120.0
 POLL_S = 0.2
 DECODERS = 2
-NATS_IMAGE = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["nats"]["image"]
+SERVICES = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
 BASE_IMAGE = "python:3.11-slim-bookworm"
 
 
@@ -92,10 +94,12 @@ def compose_client(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def docker(compose_client: dict[str, str]) -> Iterator[dict[str, str]]:
     """The environment in which a daemon answers that has the images that are not ours, or can pull them."""
-    images = {"python": os.environ.get("BASE_IMAGE", BASE_IMAGE), "nats": NATS_IMAGE}
+    images = {"python": os.environ.get("BASE_IMAGE", BASE_IMAGE), "nats": SERVICES["nats"]["image"]}
     try:
         run(["docker", "version"], compose_client)
     except CannotRun:
+        if shutil.which("prometheus"):
+            images["prometheus"] = SERVICES["prometheus"]["image"]
         try:
             with own_docker(compose_client, images) as environment:
                 yield environment
@@ -103,25 +107,27 @@ def docker(compose_client: dict[str, str]) -> Iterator[dict[str, str]]:
             pytest.skip(str(reason))
         return
     for image in images.values():
-        try:
-            run(
-                ["sh", "-c", 'docker image inspect "$0" || docker pull --quiet "$0"', image],
-                compose_client,
-                BUILD_S_MAX,
-            )
-        except CannotRun as reason:
-            pytest.skip(f"the image {image} is not here and cannot be pulled: {reason}")
+        if why := why_missing(image, compose_client):
+            pytest.skip(why)
     yield compose_client
 
 
-@pytest.fixture(scope="module")
-def system(docker: dict[str, str]) -> Iterator[Compose]:
-    """NATS, the light services, one prefill and two decode workers with simulated engines."""
+def why_missing(image: str, environment: dict[str, str]) -> str:
+    """Empty if the image is here afterwards."""
+    try:
+        run(["sh", "-c", 'docker image inspect "$0" || docker pull --quiet "$0"', image], environment, BUILD_S_MAX)
+    except CannotRun as reason:
+        return f"the image {image} is not here and cannot be pulled: {reason}"
+    return ""
+
+
+@contextlib.contextmanager
+def running(docker: dict[str, str], profiles: str, **more: str) -> Iterator[Compose]:
+    """A project of its own, which nothing of is left, nor of its images."""
     ports = {"PORT": str(free_port()), "COLLECTOR_PORT": str(free_port())}
-    settings = {"COMPOSE_PROFILES": "simulated", "BATON_TAG": "test"}
+    settings = {"COMPOSE_PROFILES": profiles, "BATON_TAG": "test", **more}
     compose = Compose(f"baton-test-{os.getpid()}", {**docker, **ports, **settings})
     try:
-        compose.up("--build")
         yield compose
     except BaseException:
         print(compose.run("logs", "--no-color", "--tail", "40"))
@@ -129,10 +135,17 @@ def system(docker: dict[str, str]) -> Iterator[Compose]:
     finally:
         compose.run("--profile", "*", "down", "--volumes", "--timeout", "20", COMPOSE_PROFILES="")
         left = compose.containers()
-        subprocess.run(
-            ["docker", "image", "rm", "baton-light:test"], env=compose.environment, capture_output=True, check=False
-        )
+        images = [f"baton-{name}:test" for name in ("light", "engine-cpu")]
+        subprocess.run(["docker", "image", "rm", *images], env=compose.environment, capture_output=True, check=False)
     assert not left, "down with all profiles left containers"
+
+
+@pytest.fixture(scope="module")
+def system(docker: dict[str, str]) -> Iterator[Compose]:
+    """NATS, the light services, one prefill and two decode workers with simulated engines."""
+    with running(docker, "simulated") as compose:
+        compose.up("--build")
+        yield compose
 
 
 def wait_until_ready(compose: Compose) -> None:

@@ -28,6 +28,8 @@ AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 PROGRAMS = ("dockerd", "docker", "iptables", "debootstrap", "setpriv", "unshare")
 PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,libpython3-dev,busybox"
 """With the header files that the image of Python has, too, and the busybox of NATS's image."""
+WHEELS_FOLDER = "/usr/share/wheels"
+"""In the stand-in of the image of Python."""
 INSTALL_S_MAX = 900
 BUILD_S_MAX = 3000
 """debootstrap and the stand-ins: two minutes, or many on a busy machine with slow disks."""
@@ -109,12 +111,15 @@ def add_compose(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def own_docker(environment: Mapping[str, str], images: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """A daemon with stand-ins for ``images``, by "python" and "nats"; gives its environment. Raises CannotRun."""
+    """A daemon with stand-ins for ``images``, by "python", "nats" and "prometheus"; gives its environment. Raises
+    CannotRun.
+    """
     install()
     with tempfile.TemporaryDirectory(prefix="baton-docker-") as name, daemon(Path(name), environment) as ours:
         make_stand_ins(Path(name), ours, images)
         build_network = Path(name, "build-network.yaml")
-        build_network.write_text(json.dumps({"services": {"init": {"build": {"network": "host"}}}}))
+        builders = {name: {"build": {"network": "host"}} for name in ("init", "prefill")}
+        build_network.write_text(json.dumps({"services": builders}))
         yield {**ours, "COMPOSE_FILE": f"{ROOT / 'compose.yaml'}:{build_network}"}
 
 
@@ -188,7 +193,12 @@ def make_stand_ins(folder: Path, environment: Mapping[str, str], images: Mapping
     shutil.rmtree(root)
     shutil.copy(find_nats_server(), context / "nats-server")
     shutil.copy(AUTHORITIES, context / AUTHORITIES.name)
+    if prometheus := shutil.which("prometheus"):
+        shutil.copy(prometheus, context / "prometheus")
     (context / "pip.conf").write_text(pip_settings())
+    (context / "wheels").mkdir()
+    for wheel in local_wheels():
+        shutil.copy(wheel, context / "wheels")
     file = Path(__file__).with_name("stand_ins.Dockerfile")
     for target, image in images.items():
         build = ["docker", "build", "--network=host", "--target", target, "--tag", image, "--file", str(file)]
@@ -196,11 +206,22 @@ def make_stand_ins(folder: Path, environment: Mapping[str, str], images: Mapping
 
 
 def pip_settings() -> str:
-    """This machine's package indexes, as far as containers reach them."""
-    settings: dict[str, str] = {}
+    """This machine's package indexes, as far as containers reach them, and the folder with its wheels."""
+    settings = {"find-links": WHEELS_FOLDER}
+    for name, value in pip_configuration():
+        if name == "trusted-host" or (name in {"index-url", "extra-index-url"} and value.startswith("http")):
+            settings.setdefault(name, value)
+    return "\n".join(["[global]", *(f"{name} = {value}" for name, value in settings.items())]) + "\n"
+
+
+def local_wheels() -> list[Path]:
+    """Wheels of PyTorch in folders where pip looks for packages: its CPU build is on no index but PyTorch's own."""
+    folders = [folder for name, value in pip_configuration() if name == "find-links" for folder in value.split()]
+    return [wheel for folder in dict.fromkeys(folders) for wheel in Path(folder).glob("torch-*+cpu-*.whl")]
+
+
+def pip_configuration() -> Iterator[tuple[str, str]]:
+    """Names and values; those of variables come before those of files."""
     for line in run([sys.executable, "-m", "pip", "config", "list"]).splitlines():
         name, _, value = line.partition("=")
-        name, value = name.rpartition(".")[2], value.strip("'\"")
-        if name == "trusted-host" or (name in {"index-url", "extra-index-url"} and value.startswith("http")):
-            settings.setdefault(name, value)  # Variables come before files.
-    return "\n".join(["[global]", *(f"{name} = {value}" for name, value in settings.items())]) + "\n"
+        yield name.rpartition(".")[2], value.strip("'\"")
