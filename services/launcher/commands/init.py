@@ -55,6 +55,9 @@ def init(  # one parameter per option is how the command line is declared
     renew: Annotated[bool, typer.Option("--renew", help="Create a new certificate for NATS.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace everything: keys in use stop working.")] = False,
     no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Create no API key file for the routers.")] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Keep the files as Secrets of this pod's namespace.")
+    ] = False,
 ) -> None:
     """Create keys, permissions and TLS certificates for NATS."""
     named = folder.expanduser().absolute() if folder else Path(keys_folder(None))
@@ -63,7 +66,30 @@ def init(  # one parameter per option is how the command line is declared
     request = InitRequest(
         hosts=tuple(host or ()), workers=tuple(worker or ()), api_key=not no_api_key, renew=renew, force=force
     )
-    show_result(Console(highlight=False, soft_wrap=True), named, request, created(named, request))
+    console = Console(highlight=False, soft_wrap=True)
+    if kubernetes:
+        keep_as_secrets(console, named, request)
+    else:
+        show_result(console, named, request, created(named, request))
+
+
+def keep_as_secrets(console: Console, folder: Path, request: InitRequest) -> None:
+    """Take up the Secrets that are there, create what is missing, and write what has changed."""
+    from services.launcher.cluster.kubernetes import ADMIN_SECRET, Secrets
+
+    try:
+        secrets = Secrets()
+        secrets.restore(folder)
+        made = created(folder, request)
+        changed = secrets.store(folder, made.api_key)
+    except CannotCreate as error:
+        fail(str(error))
+    console.print("Written: " + (", ".join(changed) or "nothing; all Secrets are there") + ".")
+    if made.api_key:
+        console.print(
+            "The first API key, with all permissions: "
+            f"kubectl get secret {ADMIN_SECRET} -o jsonpath='{{.data.key}}' | base64 -d"
+        )
 
 
 def created(folder: Path, request: InitRequest) -> InitResult:
