@@ -57,7 +57,7 @@ def start(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comm
     url, profile_id = find_nats(nats_url, state_dir), time.strftime("profile-%Y%m%d-%H%M%S", time.gmtime())
     console = Console()
     with console.status("starting the profilers"):
-        begun = reply_of(profiles.start(url, chosen(workers, role, model), profile_id, seconds, steps), url)
+        begun = reply_of(profiles.start(url, chosen(workers, role, model), profile_id, seconds, steps), url, state_dir)
     if json:
         print_json(begun)
     else:
@@ -86,7 +86,7 @@ def stop(
 
     url, console = find_nats(nats_url, state_dir), Console()
     with console.status("the engines write their traces"):
-        collected = reply_of(profiles.stop(url, chosen(workers, role, model), to), url)
+        collected = reply_of(profiles.stop(url, chosen(workers, role, model), to), url, state_dir)
     if json:
         print_json(collected)
         return

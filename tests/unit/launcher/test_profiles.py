@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from services.launcher.bus_client import CommandFailed
+from services.launcher.cli import app
 from services.launcher.profiles import _checked, _collect, timeline
 from shared.contracts.channels import READ_TRACE
 from shared.contracts.ids import Epoch, RequestId, WorkerId
@@ -101,3 +103,19 @@ def test_the_timeline_has_an_arrow_from_the_first_token_to_the_decode_leg():
     (ends,) = [event for event in events if event["ph"] == "f"]
     assert (begins["pid"], begins["ts"], ends["pid"], ends["ts"]) == (2, 3.0, 1, 4.0)
     assert {event["args"]["name"].split()[0] for event in events if event["name"] == "process_name"} == {"p1", "d1"}
+
+
+@pytest.mark.parametrize("command", [["start"], ["stop", "p1", "--json"]])
+def test_the_command_says_that_no_system_runs(tmp_path, command):
+    state = str(tmp_path)
+    done = CliRunner().invoke(app, ["profile", *command, "--nats-url", "nats://127.0.0.1:1", "--state-dir", state])
+
+    assert done.exit_code == 1
+    assert "NATS at nats://127.0.0.1:1 does not respond" in done.output
+
+
+def test_only_worker_ids_are_taken():
+    done = CliRunner().invoke(app, ["profile", "start", "p 1.>"])
+
+    assert done.exit_code == 1
+    assert "is not a worker id" in done.output
