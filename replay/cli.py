@@ -388,8 +388,8 @@ def running_speeds(nats_url: str, state_dir: Path | None, model: str) -> EngineS
     from services.launcher.bus_client import read_fleet, read_loads
 
     url = find_nats(nats_url, state_dir)
-    fleet = reply_of(read_fleet(url), url)
-    loads = reply_of(read_loads(url, fleet), url)
+    fleet = reply_of(read_fleet(url), url, state_dir)
+    loads = reply_of(read_loads(url, fleet), url, state_dir)
     try:
         return speeds_of([worker.record for worker in fleet.state.workers], loads, model)
     except SpeedsError as error:
