@@ -38,6 +38,7 @@ class TokenCounts:
     admitted: bool = False
     """The current admission is past fetching: its tokens are counted."""
     refused: bool = False
+    hit_share: float = 0.0
     prefill_cached_tokens: int = -1
     first_token_received: bool = False
     """The engine has the answer's first token as the last one of its prompt."""
@@ -91,6 +92,7 @@ class TokenCounts:
             reprefilled_tokens=self.reprefilled,
             preemptions=self.preemptions,
             refused=self.refused,
+            hit_share=self.hit_share,
             prefill_cached_tokens=self.prefill_cached_tokens,
             first_token_received=self.first_token_received,
             recompute_slowed_s=self.slowed_s,
@@ -201,9 +203,9 @@ class Reader:
         counts.local = local_tokens
         counts.fetched = 0
         tokens = (blocks or 0) * self._block_tokens
-        threshold = state.order.cache_hit_threshold
-        if threshold and request.num_tokens and (local_tokens + tokens) / request.num_tokens < threshold:
-            counts.refused = True
+        hit_share = (local_tokens + tokens) / max(1, request.num_tokens)
+        if request.num_tokens and hit_share < state.order.cache_hit_threshold:
+            counts.refused, counts.hit_share = True, hit_share
             self._drop(state)
             self.refused.append(request.request_id)
             return None

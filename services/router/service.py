@@ -271,7 +271,12 @@ class Router:
             attempts_max=self.failures.attempts_max,
             now=now,
             inbox=self.inbox,
-            starter=LegStarter(self.router_id, now, guards_handoffs=self.failures.guards_handoffs),
+            starter=LegStarter(
+                self.router_id,
+                now,
+                guards_handoffs=self.failures.guards_handoffs,
+                attempts_max=self.failures.attempts_max,
+            ),
             loads=LegLoads(self.fleet.cluster, self.reservations, self.queue.reschedule, now),
             speeds=self.speeds,
             tracing=tracing,

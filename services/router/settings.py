@@ -9,6 +9,7 @@ import msgspec
 from shared.loopback import is_loopback
 
 Forcing = Literal["auto", "anyone", "nobody"]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 LEAVE_S = 3.0
 """Load balancers ask for readiness every second or two."""
 
@@ -217,6 +218,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Fewer prompt tokens are computed rather than fetched from another worker. A body's ``kv_fetch_min_tokens``
     overrides it. Change it when the network between workers is much faster or slower than usual: `make bench-kv`
     measures it.
+    """
+    decode_first_share_min: Share = 0.5
+    """A decode worker may be asked to serve a request alone (decode first) if it is expected to have, or to fetch, this
+    share of the prompt. Change it when prompts computed on decode workers delay their streams (higher), or prefill
+    workers are full while decode workers have time (lower).
+    """
+    decode_first_found_min: Share = 0.8
+    """A decode worker that is asked to serve a request alone refuses if it finds less than this fraction of the
+    expected share, because blocks were evicted meanwhile; then a prefill worker computes the prompt. A body's
+    ``cache_hit_threshold`` overrides it. Change it when too many such requests are refused (lower; 0: none is), or
+    compute too much on decode workers (higher).
     """
 
     # Responses, files and batches

@@ -374,4 +374,5 @@ def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
         pid=os.getpid(),
         wire_version=WIRE_VERSION,
         ranks=settings.tensor_parallel_size,
+        cache_hit_threshold=settings.cache_hit_threshold,
     )

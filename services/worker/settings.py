@@ -129,8 +129,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exchange of KV over TCP is confined to this host. Change it when other hosts reach this one at another address.
     """
     cache_hit_threshold: Share = 0.0
-    """Default for requests: refuse one if less than this share of its prompt is cached or can be fetched; 0: never.
-    Change it when a worker is to serve only what it has cached.
+    """Default for requests that this worker serves alone: refuse one if less than this share of its prompt is cached or
+    can be fetched; 0: never. The router then places the request again, on another worker if one can serve it. Change it
+    when a worker is to serve what it has cached, and others are there for the rest.
     """
     kv_fetch_min_tokens: int = 64
     """Default for requests: compute fewer tokens than this instead of fetching their KV. Change it when the network
@@ -166,6 +167,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("WORKER_ASLEEP: a store has no engine to start later; unset it")
         if self.engine == "attached" and self.role is not Role.BOTH:
             raise ValueError("WORKER_ROLE: a worker with WORKER_ENGINE=attached serves whole requests; set it to both")
+        lacks_exchange = self.engine == "attached" or (self.engine == "vllm" and self.connector != "baton")
+        if self.cache_hit_threshold and lacks_exchange:
+            raise ValueError(
+                "WORKER_CACHE_HIT_THRESHOLD: a worker with WORKER_ENGINE=attached or WORKER_CONNECTOR=upstream cannot "
+                "refuse requests by what is cached; unset it"
+            )
         try:
             self.profile  # noqa: B018  # It is read here, so that a mistake stops the process at once.
         except ValueError as error:

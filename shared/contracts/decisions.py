@@ -124,6 +124,12 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     cached_tokens: int = -1
     recompute_slowed_s: float = -1.0
     """See ``RequestFinished``."""
+    cache_hit_threshold: float = -1.0
+    """The share of the prompt below which the answering worker refuses; -1: none."""
+    threshold_from: str = ""
+    """Who set it: ``request``, ``worker_default``, ``decode_first`` or ``failure_policy``; empty: nobody."""
+    hit_share: float = -1.0
+    """The share of the prompt that was cached or fetched, or could have been; -1: unknown, or there is no threshold."""
     regret_s: float = -1.0
     """Excess of the measured time to the first token over the best prediction for another candidate."""
     outcome: str = ""

@@ -61,7 +61,10 @@ class StartLeg(Message, frozen=True, kw_only=True):
     expected_tokens: int = -1
     """Prompt tokens that placement expects this worker to compute; -1: unknown. The worker reports them as waiting."""
     cache_hit_threshold: float | None = None
-    """Threshold that the client chose; None: the worker's default. Ignored for prefill legs."""
+    """The worker refuses the leg if a smaller share of its prompt is cached or can be fetched. None: its default counts
+    (``WorkerRecord.cache_hit_threshold``), and the router places a request that is refused by that again. Ignored for
+    prefill legs.
+    """
     kv_fetch_min_tokens: int | None = None
     """Minimum that the client chose; None: the worker's default."""
     itl_target_s: float = 0.0

@@ -293,6 +293,8 @@ class KvTransferReport(Message, frozen=True, kw_only=True):
     preemptions: int = 0
     refused: bool = False
     """The cache hit threshold was not met."""
+    hit_share: float = 0.0
+    """The share of the tokens that was cached or could be fetched, if the request is ``refused``."""
     prefill_cached_tokens: int = -1
     """DECODE of a followed prompt: tokens that the prefill worker had cached; -1 when unknown."""
     first_token_received: bool = False

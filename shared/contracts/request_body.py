@@ -233,6 +233,14 @@ def first_reserved(variables: Any) -> str:
     return next(filter(_is_reserved, variables), "") if isinstance(variables, dict) else ""
 
 
+def no_threshold_message(who: str) -> str:
+    """Why a request with ``cache_hit_threshold`` is not served by ``who``."""
+    return (
+        f"{who} cannot refuse a request by what is cached: only workers with Baton's KV exchange can "
+        "(WORKER_CONNECTOR=baton). Leave `cache_hit_threshold` out."
+    )
+
+
 def reserved_message(name: str) -> str:
     """What to tell the client that has set it."""
     return f"`chat_template_kwargs` must not set `{name[:64]}`, which belongs to the model or to the template engine."

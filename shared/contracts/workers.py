@@ -154,6 +154,8 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     """Whether it has no engine of its own and passes requests on to a server outside of Baton, of which neither tokens
     nor KV are known: it serves whole requests, is placed by load, and its streams cannot be continued elsewhere.
     """
+    cache_hit_threshold: float = 0.0
+    """The worker's default: it refuses a leg without a threshold if it has, or can fetch, less of the prompt."""
     ranks: int = 1
     """Tensor parallel ranks of its engine: GPUs, where it has some."""
     listens: list[str] | None = None

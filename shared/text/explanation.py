@@ -176,6 +176,26 @@ def cached_text(decision: DecisionRecord) -> str:
     return f"{whole}, {predicted} predicted to be cached, {actual} were cached"
 
 
+THRESHOLDS_OF = {
+    "request": "set by the request",
+    "worker_default": "the worker's default",
+    "decode_first": "set by the router for decode first",
+    "failure_policy": "set by the router's failure policy",
+}
+"""Who set a cache hit threshold, by ``DecisionRecord.threshold_from``."""
+
+
+def threshold_text(decision: DecisionRecord) -> str:
+    """The cache hit threshold, who set it, and what was found; empty without one."""
+    threshold, found = decision.cache_hit_threshold, decision.hit_share
+    if threshold < 0:
+        return ""
+    text = f"{threshold:.0%} must be cached or fetched ({THRESHOLDS_OF.get(decision.threshold_from, 'set by nobody')})"
+    if found < 0:
+        return text
+    return f"{text}; {found:.1%} was: {'refused' if found < threshold else 'served'}"
+
+
 def _length(decision: DecisionRecord) -> str:
     if decision.counted_prompt_tokens < 0:
         return f"about {counted(decision.prompt_tokens)} tokens"

@@ -243,7 +243,10 @@ def test_a_joined_worker_takes_traffic_and_leaves_without_a_trace(system: System
         second_terminal.wait_said("joined tls", START_S_MAX)
         assert set(system.fleet()) >= {"prefill-1", "decode-1", "decode-2"}
         until(lambda: served_by(system, "decode-2") == "decode-2", "the new worker serves")
-        assert [ended(system, worker) for worker in ("decode-1", "decode-2")] == ["length", "cache_threshold"]
+        assert [ended(system, worker) for worker in ("decode-1", "decode-2")] == ["length", "length"]
+        code, out, err = baton("explain", refused_before(system), "--state-dir", str(system.folder))
+        assert code == 0, err
+        assert "80% must be cached or fetched (the worker's default); 0.0% was: refused" in " ".join(out.split())
         second_terminal.end()
 
     assert served_by(system) == "decode-1"
@@ -258,7 +261,13 @@ def served_by(system: System, asked: str = "") -> str:
     if asked and answer.status_code != 200:  # the router has not heard of it yet
         return ""
     assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
     return answer.headers["x-baton-decode-worker"]
+
+
+def refused_before(system: System) -> str:
+    """The decision of the attempt before the newest one."""
+    return str(system.http.get("/baton/decisions", params={"limit": 1}).json()["decisions"][0]["earlier"])
 
 
 def ended(system: System, worker: str) -> str:

@@ -82,8 +82,10 @@ class Driver:
         self.reader_id = WorkerId(f"reader-{uuid.uuid4().hex[:8]}")
 
     async def leg(self, worker: str, kind: LegKind, prompt: Sequence[int], **options: Any) -> Answer:
-        """Run one leg to its end. ``fields`` are body fields; other options are fields of StartLeg."""
-        fields = options.pop("fields", {})
+        """Run one leg to its end. ``fields`` are body fields; other options are fields of StartLeg. As routers do, it leaves
+        the worker no threshold of its own unless it is told to.
+        """
+        fields, options = options.pop("fields", {}), {"cache_hit_threshold": 0.0, **options}
         async with asyncio.timeout(ANSWER_S_MAX):
             return await self.router.leg(worker_ref(worker), kind, body(prompt, **fields), **options)
 

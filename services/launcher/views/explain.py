@@ -194,6 +194,8 @@ def _facts(decision: DecisionRecord) -> Table:
     if decision.mode:
         table.add_row("mode", f"{decision.mode}: {decision.reason}")
         table.add_row("prompt", explanation.cached_text(decision))
+    if threshold := explanation.threshold_text(decision):
+        table.add_row("threshold", threshold)
     for source in decision.sources:
         table.add_row("KV from", f"{source.worker_id}, {_blocks(source.first, source.end)}")
     if decision.attempt > 1:

@@ -19,6 +19,7 @@ from services.router.decisions.decision_filter import DecisionFilter
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import DecisionId, RequestId, RouterId
+from shared.contracts.inference import LegReport
 
 BASE_BYTES: Final = 2500
 """The memory, about, of one decision apart from its candidates."""
@@ -42,6 +43,10 @@ class Decision:
     counted_prompt_tokens = -1
     cached_tokens = -1
     recompute_slowed_s = -1.0
+    threshold = -1.0
+    """The share of the prompt below which the worker refuses; -1: none. ``threshold_from``: see ``DecisionRecord``."""
+    threshold_from = ""
+    hit_share = -1.0
     answered = False
     """The client has its response; the report of another leg may be missing."""
     on_end: tuple[Callable[[], None], ...] = ()
@@ -96,6 +101,16 @@ class Decision:
         waiting, self.on_end = self.on_end, ()
         for call in waiting:
             call()
+
+    def note_hit_share(self, report: LegReport | None) -> None:
+        """What the leg that has a threshold reports of its prompt."""
+        if self.threshold < 0 or report is None:
+            return
+        if report.kv is not None and report.kv.refused:
+            self.hit_share = min(1.0, max(0.0, report.kv.hit_share))
+        elif report.prompt_tokens > 0:
+            found = report.cached_tokens + report.received_tokens
+            self.hit_share = min(1.0, max(0.0, found / report.prompt_tokens))
 
     @property
     def bytes(self) -> int:
@@ -162,6 +177,9 @@ class Decision:
             predicted_cached_tokens=placement.cached_tokens if placement is not None and self.exact else -1,
             cached_tokens=self.cached_tokens,
             recompute_slowed_s=self.recompute_slowed_s,
+            cache_hit_threshold=self.threshold,
+            threshold_from=self.threshold_from,
+            hit_share=self.hit_share,
             regret_s=regret_s(predicted, self.measured, candidates),
             outcome=self.outcome,
         )

@@ -88,6 +88,7 @@ class DecisionService:
 
     def finished(self, context: RequestContext, finished: RequestFinished) -> None:
         if context.decision is not None:
+            context.decision.note_hit_share(context.report)
             context.decision.end(
                 finished.reason or OK,
                 measured=finished.ttft_parts,

@@ -17,7 +17,6 @@ enum { TAIL_TOKENS = 16, SHORTLISTED = 4, RANKED_MAX = 8 };
 #define BUSY_MAX 0.9
 #define UNCROWDED 5.0
 #define LEG_TRANSIT_SHARE 0.5
-#define HIT_SHARE_OF_DECODE_FIRST 0.5
 #define NEVER_S 1e9
 
 INLINED double least(double one, double other)
@@ -398,7 +397,7 @@ static bool may_serve_alone(const struct candidate *candidate, const struct flee
             return false;
     }
     double hit = (double)(candidate->of.cached + candidate->of.fetched);
-    bool has_most = hit >= HIT_SHARE_OF_DECODE_FIRST * (double)question->tokens;
+    bool has_most = hit >= question->decode_first_share_min * (double)question->tokens;
     return options & MAY_DECODE_FIRST && has_most && FLAG(EXCHANGES_KV) && (double)candidate->of.computed <= N(STEP_TOKENS);
 }
 

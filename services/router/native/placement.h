@@ -37,6 +37,7 @@ struct masks {
 struct question {
     int64_t tokens, tokens_out, fetch_tokens_min;
     double now, ttft_target_s, itl_target_s, tie_s; /* targets are infinite where there is none */
+    double decode_first_share_min;
     int mode, options;
 };
 

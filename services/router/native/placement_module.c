@@ -138,9 +138,9 @@ static PyObject *choose_among(Placing *self, PyObject *args)
     PyObject *groups, *depths, *slots, *in_use, *views;
     Py_buffer of_model = {0}, used = {0};
     long long tokens, tokens_out, fetch_tokens_min;
-    if (!PyArg_ParseTuple(args, "(LLLddddii)OOOOO!", &tokens, &tokens_out, &fetch_tokens_min, &asked.now,
-                          &asked.ttft_target_s, &asked.itl_target_s, &asked.tie_s, &asked.mode, &asked.options, &groups,
-                          &depths, &slots, &in_use, &PyList_Type, &views))
+    if (!PyArg_ParseTuple(args, "(LLLdddddii)OOOOO!", &tokens, &tokens_out, &fetch_tokens_min, &asked.now,
+                          &asked.ttft_target_s, &asked.itl_target_s, &asked.tie_s, &asked.decode_first_share_min,
+                          &asked.mode, &asked.options, &groups, &depths, &slots, &in_use, &PyList_Type, &views))
         return NULL;
     asked.tokens = tokens;
     asked.tokens_out = tokens_out;

@@ -28,10 +28,6 @@ DECODE: Final = Role.DECODE
 
 HAS_MOST: Final = "it has most of the prompt"
 BY_LOAD: Final = "placed by load: its server is outside of Baton, and what that has cached is not known"
-HIT_SHARE_SLACK: Final = 0.8
-"""A decode worker that was asked to serve alone refuses the leg below this fraction of the expected share: some blocks
-may have been evicted meanwhile.
-"""
 
 
 def on_one(
@@ -40,6 +36,7 @@ def on_one(
     chosen: Candidate,
     sources: list[KvSource],
     further: list[KvSource],
+    policy: PlacementPolicy,
 ) -> Placement:
     """One worker serves the request. ``further``: sources of the blocks after those of ``sources``."""
     of, record = chosen.estimate, chosen.view.record
@@ -51,7 +48,7 @@ def on_one(
     )
     hit_share_min: float | None = None
     if guarded:
-        hit_share_min = HIT_SHARE_SLACK * share if own is None else own
+        hit_share_min = policy.decode_first_found_min * share if own is None else own
     elif (candidates.why == NOTHING_TO_HAND_OVER and own is None) or (asked and not of.roles & RECEIVER_ROLE):
         hit_share_min = 0.0
     more = _more_tokens(further, chosen)

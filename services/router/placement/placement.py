@@ -42,10 +42,21 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The most free workers that all become candidates; of more, only a shortlist does."""
     fetch_tokens_min: int = 256
     """Fewer tokens than this are computed, not fetched from another worker; a request may override it."""
+    decode_first_share_min: float = 0.5
+    """A decode worker may be asked to serve a request alone if it is expected to have this share of the prompt."""
+    decode_first_found_min: float = 0.8
+    """A decode worker that is asked to serve alone refuses below this fraction of the expected share, as some blocks
+    may have been evicted meanwhile.
+    """
 
     @classmethod
     def from_settings(cls, settings: Settings) -> PlacementPolicy:
-        return cls(stream_tokens_min=settings.stream_tokens_min, fetch_tokens_min=settings.fetch_tokens_min)
+        return cls(
+            stream_tokens_min=settings.stream_tokens_min,
+            fetch_tokens_min=settings.fetch_tokens_min,
+            decode_first_share_min=settings.decode_first_share_min,
+            decode_first_found_min=settings.decode_first_found_min,
+        )
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,7 +88,7 @@ class CostPlacer:
         sources, further = self._sources(request, prefilling or decoding, candidates.holders)
         if prefilling is None:
             cluster.picked(decoding.view)
-            return on_one(request, candidates, decoding, sources, further)
+            return on_one(request, candidates, decoding, sources, further, self._policy)
         cluster.picked(prefilling.view, decoding.view)
         return on_two(request, candidates, prefilling, decoding, sources, further, self._policy)
 
@@ -147,6 +147,7 @@ class CostPlacer:
             request.targets.ttft_s,
             request.targets.itl_s,
             policy.tie_s,
+            policy.decode_first_share_min,
             MODES[request.mode],
             options,
         )

@@ -40,8 +40,6 @@ the engine's decode step in the same way, with the same factor.
 """
 NEVER_S: Final = 1e9
 """The highest cost, and what is added to the cost of a worker that misses a target."""
-HIT_SHARE_OF_DECODE_FIRST: Final = 0.5
-"""A decode worker is asked to serve a request alone if the router expects it to have this share of the prompt."""
 LEG_TRANSIT_SHARE: Final = 0.5
 """The part of each leg's transit that delays the first token when both legs run side by side: the request passes in at
 the prefill worker, and the token out at the decode worker.
@@ -95,11 +93,13 @@ class Question(NamedTuple):
     itl_target_s: float
     tie_s: float
     """Costs that differ by less count as equal."""
+    decode_first_share_min: float
+    """A decode worker is asked to serve a request alone if the router expects it to have this share of the prompt."""
     mode: int
     options: int
 
 
-Asked = tuple[int, int, int, float, float, float, float, int, int]
+Asked = tuple[int, int, int, float, float, float, float, float, int, int]
 """The numbers of a ``Question``. As a plain tuple it is made in a fifth of the time."""
 
 
@@ -537,7 +537,7 @@ class PythonPlacement:
                 return True
             if question.options & HIT_THRESHOLD:
                 return False
-        most = one.cached + one.fetched >= HIT_SHARE_OF_DECODE_FIRST * question.tokens
+        most = one.cached + one.fetched >= question.decode_first_share_min * question.tokens
         may = bool(question.options & MAY_DECODE_FIRST and self._flags[t.EXCHANGES_KV, row])
         return may and most and bool(one.computed <= self._numbers[t.STEP_TOKENS, row])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from services.router.relay.running_leg import DATA, END, NO_HEAD, OK, LegServices, NotAnswered, RunningLeg, is_head
-from services.router.relay.start_leg import is_refusal
+from services.router.relay.start_leg import asked_threshold, is_refusal, threshold_from
 from services.router.relay.stream_answer import StreamAnswer
 from services.router.relay.whole_answer import WholeAnswer
 from services.router.request.errors import EVENT_STREAM
@@ -39,6 +39,11 @@ class AnswerLeg(RunningLeg):
         placement = attempt.placement
         self._refusal = self._refusal_of(services, placement)
         """What a refusal of the worker, to compute the prompt, means here; None: its response tells the client."""
+        self._refused = False
+        """The worker has refused; its report is still to come."""
+        decision = self.context.decision
+        if decision is not None:
+            decision.threshold, decision.threshold_from = threshold_from(self.context, placement, start)
         self._stream: StreamAnswer | None = None
         self._whole: WholeAnswer | None = None
         self._waiting = False
@@ -70,10 +75,12 @@ class AnswerLeg(RunningLeg):
             self.leg_crashed(bug)
 
     def read(self, frames: list[Frame]) -> None:
-        refused = False
-        if self._refusal is not None:
+        last = frames[-1]
+        if self._refused:
+            frames = []
+        elif self._refusal is not None:
             good = next((number for number, frame in enumerate(frames) if is_refusal(frame)), len(frames))
-            refused = good < len(frames)
+            self._refused = good < len(frames)
             frames = frames[:good]
         if frames and self._stream is not None:
             self._relay(self._stream, frames)
@@ -82,14 +89,21 @@ class AnswerLeg(RunningLeg):
             self._collect(self._whole, frames[-1])
         elif frames:
             self._decide(frames)
-        if refused and self._refusal is not None and not self.over:
-            self.broke(LegFailed(self._refusal, self.start.worker_id))
+        if self._refused and last.kind is END and not self.over:
+            if self.context.decision is not None:
+                self.context.decision.note_hit_share(last.report)
+            self._give_up_refused()
+
+    def _give_up_refused(self) -> None:
+        assert self._refusal is not None
+        self.fail(LegFailed(self._refusal, self.start.worker_id))
 
     def _refusal_of(self, services: LegServices, placement: Placement) -> Failure | None:
         context = self.context
-        if placement.mode is DECODE_FIRST or services.starter.guards(context, placement):
+        is_default = self.start.cache_hit_threshold is None
+        if is_default or placement.mode is DECODE_FIRST or services.starter.guards(context, placement):
             return MISSED
-        return BELOW_THRESHOLD if context.facts.cache_hit_threshold and context.facts.path in SILENT_PATHS else None
+        return BELOW_THRESHOLD if asked_threshold(context) and context.facts.path in SILENT_PATHS else None
 
     def _decide(self, more: list[Frame]) -> None:
         """Find out what the response is, when the worker can no longer refuse: a refusal comes after the head, and
@@ -141,7 +155,9 @@ class AnswerLeg(RunningLeg):
             self.attempt.answered()
 
     def broke(self, error: LegFailed) -> None:
-        if self._stream is not None and self._stream.is_complete():
+        if self._refused:
+            self._give_up_refused()
+        elif self._stream is not None and self._stream.is_complete():
             self.context.report = None
             self._end_stream(self._stream, b"")
         else:

@@ -33,7 +33,9 @@ class FailureKind(StrEnum):
     WORKER_BUSY = "worker_busy"
     """The worker, or its engine, takes no more requests."""
     CACHE_MISSED = "cache_missed"
-    """A decode worker that was to answer alone has too little of the prompt in its cache."""
+    """A decode worker that was to answer alone has too little of the prompt in its cache, or a worker refused by its
+    own ``WORKER_CACHE_HIT_THRESHOLD``. Such a worker is avoided where another one can serve the request.
+    """
     BUS_DOWN = "bus_down"
     """The router's connection to NATS broke."""
 

@@ -63,6 +63,7 @@ from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.engine_paths import PLACED
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
+from shared.contracts.request_body import no_threshold_message
 from shared.http.errors import HttpError
 from shared.telemetry.span_names import SpanName
 
@@ -177,6 +178,9 @@ class Relay:
         if has_gaps and (unserved := self._path_fault(context)) is not None:
             self._refuse(context, unserved)
             return
+        if facts.cache_hit_threshold and (unable := self._threshold_fault(context)) is not None:
+            self._refuse(context, unable)
+            return
         if (refused := self._suspects.refusal(context)) is not None:
             self._fail(context, refused)
             return
@@ -226,6 +230,16 @@ class Relay:
         if lacking is None:
             return path_not_served(facts.path, facts.model)
         context.not_serving = lacking
+        return None
+
+    def _threshold_fault(self, context: RequestContext) -> HttpError | None:
+        """400 when no worker of the model can refuse a request by what is cached; else notes which cannot."""
+        model = context.facts.model
+        lacking = self._cluster.without_threshold(model)
+        if lacking is None:
+            who = f"No worker of the model `{model}`" if model else "No worker"
+            return bad_request(no_threshold_message(who), "cache_hit_threshold")
+        context.not_serving |= lacking
         return None
 
     def _try(self, context: RequestContext, placement: Placement | Rejection, lost: LegFailed | None) -> None:

@@ -132,13 +132,15 @@ class Retry:
         without = excluded(context.failed_workers, self._cluster.workers, context.like)
         without |= context.busy_workers | context.not_serving
         rejected: NextAttempt | None = None
-        for action in recovery.actions:
-            for wanted in requests_for(request, action, without):
-                placement = self._placing.again(context, wanted)
-                if isinstance(placement, Rejection):
-                    rejected = rejected or (wanted, placement)
-                elif suits(action, placement):
-                    return wanted, placement
+        declined = context.declined_by
+        for avoided in (without | declined, without) if declined else (without,):
+            for action in recovery.actions:
+                for wanted in requests_for(request, action, avoided):
+                    placement = self._placing.again(context, wanted)
+                    if isinstance(placement, Rejection):
+                        rejected = rejected or (wanted, placement)
+                    elif suits(action, placement):
+                        return wanted, placement
         return rejected or (request, NO_SUBSTITUTE)
 
     def _note(self, context: RequestContext, lost: LegFailed, kind: FailureKind) -> None:
@@ -154,6 +156,9 @@ class Retry:
         if lost.by_bus:
             if view is not None and lost.failure.reason is Reason.WORKER_LOST:
                 self._cluster.unheard(lost.worker_id, view.record.epoch)
+            return
+        if kind is FailureKind.CACHE_MISSED and placement.mode is not Mode.DECODE_FIRST:
+            context.declined_by = frozenset((lost.worker_id,))
             return
         if kind in MAY_FREE_SOON:
             context.busy_workers.add(lost.worker_id)
@@ -202,8 +207,9 @@ def requests_for(
     if action is RecoveryAction.BOUNCE_TO_PREFILL:
         if not request.may_decode_first:  # It was bounced once: a second bounce would end the same way.
             return ()
-        mode = Mode.AUTO if request.mode is Mode.DECODE_FIRST else request.mode
-        return (replace(request, mode=mode, may_decode_first=False, excluded=without),)
+        if request.mode is Mode.DECODE_FIRST:  # The client's threshold has had its effect.
+            request = replace(request, mode=Mode.AUTO, cache_hit_threshold=None)
+        return (replace(request, may_decode_first=False, excluded=without),)
     again = replace(request, excluded=without)
     if action is RecoveryAction.PREFILL_ON_DECODE:
         if request.mode is Mode.DISAGGREGATED:  # The client has ruled out one worker for both.

@@ -25,10 +25,16 @@ from shared.runtime.random_ids import RandomIds
 
 PREFILL: Final = LegKind.PREFILL
 DECODE: Final = LegKind.DECODE
+AGGREGATED: Final = LegKind.AGGREGATED
 DECODE_FIRST: Final = Mode.DECODE_FIRST
+DISAGGREGATED: Final = Mode.DISAGGREGATED
 
 pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED: Final = 0.0
+BY_REQUEST: Final = "request"
+WORKER_DEFAULT: Final = "worker_default"
+BY_DECODE_FIRST: Final = "decode_first"
+BY_FAILURE_POLICY: Final = "failure_policy"
 ID_BYTES: Final = 16
 REFUSED: Final = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
 """What a refusing event contains. Generated text cannot imitate it: JSON escapes the quotes inside of text."""
@@ -37,10 +43,13 @@ REFUSED: Final = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
 class LegStarter:
     """Makes the legs of one router, each with a random id: a worker cannot guess the legs of another."""
 
-    def __init__(self, router_id: RouterId, now: Callable[[], float], *, guards_handoffs: bool) -> None:
+    def __init__(
+        self, router_id: RouterId, now: Callable[[], float], *, guards_handoffs: bool, attempts_max: int
+    ) -> None:
         self._router_id = router_id
         self._now = now
         self._guards_handoffs = guards_handoffs
+        self._attempts_max = attempts_max
         self._leg_ids = RandomIds(ID_BYTES)
 
     def make(
@@ -71,7 +80,7 @@ class LegStarter:
             kv_offer=not placement.streamed,
             kv_sources=sources,
             expected_tokens=placement.uncached_tokens if kind is not DECODE else 0,
-            cache_hit_threshold=self._threshold(context, placement) if kind is not PREFILL else None,
+            cache_hit_threshold=self._threshold(context, placement, kind),
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
             itl_target_s=max(0.0, context.decision.itl_target_s) if context.decision is not None else 0.0,
             resume=pack_tokens(context.relayed) if resumes else None,
@@ -88,17 +97,48 @@ class LegStarter:
         """Whether the decode worker must refuse a handoff that fails, instead of computing the prompt itself. A client
         that has set ``cache_hit_threshold`` has decided this itself.
         """
-        return self._guards_handoffs and placement.prefill is not None and context.facts.cache_hit_threshold is None
+        return self._guards_handoffs and placement.prefill is not None and asked_threshold(context) is None
 
-    def _threshold(self, context: RequestContext, placement: Placement) -> float | None:
-        """The share of the prompt below which the worker refuses: placement's or the client's. The client's no longer
-        counts when its stream has begun.
+    def _threshold(self, context: RequestContext, placement: Placement, kind: LegKind) -> float | None:
+        """The share of the prompt below which the worker refuses: placement's, the failure policy's, or the client's,
+        which no longer counts when its stream has begun. The worker's own, None, counts only where its refusal can be
+        mended: KV that is handed over is no reason to refuse, and the last attempt answers the client.
         """
+        if kind is PREFILL:
+            return NEVER_REFUSED
         if placement.hit_share_min is not None:
             return placement.hit_share_min
         if self.guards(context, placement):
             return HANDOFF_SHARE_MIN
-        return NEVER_REFUSED if context.http_request.begun else context.facts.cache_hit_threshold
+        if context.http_request.begun:
+            return NEVER_REFUSED
+        asked = asked_threshold(context)
+        if asked is not None or not placement.decode.record.cache_hit_threshold:
+            return asked or NEVER_REFUSED
+        is_mended = kind is AGGREGATED and context.attempts == 1 and context.may_retry(self._attempts_max)
+        return None if is_mended and not rules_out_one_worker(context) else NEVER_REFUSED
+
+
+def asked_threshold(context: RequestContext) -> float | None:
+    """The client's threshold; None where it set none, or a worker has refused the request by it."""
+    return context.request.cache_hit_threshold if context.request is not None else None
+
+
+def rules_out_one_worker(context: RequestContext) -> bool:
+    """Whether the client wants two workers, so that after a refusal no worker may serve the request alone."""
+    return context.request is not None and context.request.mode is DISAGGREGATED
+
+
+def threshold_from(context: RequestContext, placement: Placement, start: StartLeg) -> tuple[float, str]:
+    """The share of the prompt below which the worker refuses the leg, and who set it; -1.0 and nobody without one."""
+    share = start.cache_hit_threshold
+    if share is None:
+        return placement.decode.record.cache_hit_threshold, WORKER_DEFAULT
+    if not share:
+        return -1.0, ""
+    if asked_threshold(context) == share:
+        return share, BY_REQUEST
+    return share, BY_DECODE_FIRST if placement.mode is DECODE_FIRST else BY_FAILURE_POLICY
 
 
 def kv_transfer_of(prefill: LegReport) -> bytes:

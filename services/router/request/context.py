@@ -161,6 +161,9 @@ class RequestContext:
         """Workers that were lost before they had answered this request, and when they were last heard."""
         self.not_serving = NO_WORKERS
         """Workers whose engines do not serve the request's path."""
+        self.declined_by = NO_WORKERS
+        """The worker whose default of the cache hit threshold refused the request, avoided while another can serve it.
+        """
         self.busy_workers: set[WorkerId] = set()
         """Workers that were full when this request was last tried."""
         self.relayed = array("I")

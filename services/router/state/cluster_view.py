@@ -250,6 +250,18 @@ class ClusterView:
         lacking = {view.record.worker_id for view in views if view.record.paths and path not in view.record.paths}
         return None if views and len(lacking) == len(views) else frozenset(lacking)
 
+    def without_threshold(self, model: str) -> frozenset[WorkerId] | None:
+        """The workers of a model that cannot refuse a request by what is cached; None when that is so of all. A worker
+        that starts may turn out to be able.
+        """
+        views = [view for view in self.offering(model) if view.serves]
+        lacking = {
+            view.record.worker_id
+            for view in views
+            if view.record.fingerprint.connector and not can_exchange_kv(view.record)
+        }
+        return None if views and len(lacking) == len(views) else frozenset(lacking)
+
     def model_of(self, name: str) -> str:
         """The model that a request means by the name of a model or of an adapter; empty when it is unknown."""
         return name if name in self.models_known else self._adapter_holders.model_of(name)

@@ -27,9 +27,11 @@ def record_fault(record: WorkerRecord) -> str:
         "legs_max": record.legs_max,
         "adapters_at_once_max": record.adapters_at_once_max,
         "pid": record.pid,
+        "cache_hit_threshold": record.cache_hit_threshold,
     }
+    most_of = {"epoch": COUNT_MAX << 10, "cache_hit_threshold": 1}
     for name, count in counts.items():
-        if not 0 <= count <= (COUNT_MAX if name != "epoch" else COUNT_MAX << 10):
+        if not 0 <= count <= most_of.get(name, COUNT_MAX):
             return f"its {name} is {count}"
     for name, count, most in (
         ("step_tokens_max", record.step_tokens_max, COUNT_MAX),

@@ -170,8 +170,8 @@ class KvPolicy:
     fetch_min_tokens: int = 0
 
     def order(self, start: StartLeg, *, is_plain: bool, can_refuse: bool) -> LegOrder:
-        """``is_plain``: KV may be moved for the leg. ``can_refuse``: a response on its path can report that the cache
-        hit threshold was not met; on others the router reports that its own was not. A resumed stream cannot report it.
+        """``is_plain``: KV may be moved for the leg. ``can_refuse``: the router understands a refusal on its path. A
+        resumed stream is never refused.
         """
         threshold = self.cache_hit_threshold if start.cache_hit_threshold is None else start.cache_hit_threshold
         least = self.fetch_min_tokens if start.kv_fetch_min_tokens is None else start.kv_fetch_min_tokens

@@ -18,7 +18,14 @@ from shared.contracts.engine_paths import GENERATE
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch
 from shared.contracts.inference import StartLeg
-from shared.contracts.request_body import WITHHELD, body_fault, reserved_in, reserved_message, withheld_message
+from shared.contracts.request_body import (
+    WITHHELD,
+    body_fault,
+    no_threshold_message,
+    reserved_in,
+    reserved_message,
+    withheld_message,
+)
 from shared.contracts.workers import WorkerPhase
 
 HINTS = (b"chat_template_kwargs", b"\\u")
@@ -68,6 +75,11 @@ def not_served(facts: EngineFacts, path: str) -> bytes:
     message = f"The engine of {facts.models[0]} does not serve {path}; it serves {', '.join(sorted(facts.paths))}."
     error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
     return msgspec.json.encode({"error": error})
+
+
+def no_threshold(facts: EngineFacts) -> bytes:
+    """The body of the 400 response of an engine without the KV exchange to a request with a threshold."""
+    return _error(no_threshold_message(f"This worker of {facts.models[0]}"), "cache_hit_threshold")
 
 
 def _error(message: str, param: str | None) -> bytes:

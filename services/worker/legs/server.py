@@ -16,8 +16,8 @@ from opentelemetry.util.types import AttributeValue
 from services.worker.engines.port import CURRENT_LEG, Engine, Leg, LegFailed, LegInput, LegResult
 from services.worker.kv_exchange.worker_exchange import UnreadOffers
 from services.worker.legs.asgi_call import JSON, AsgiCall
-from services.worker.legs.body import COMPLETION_PATHS, HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
-from services.worker.legs.guard import LEG_S_MAX, Capacity, not_served, refusal, serves
+from services.worker.legs.body import HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
+from services.worker.legs.guard import LEG_S_MAX, Capacity, no_threshold, not_served, refusal, serves
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from shared.bus.frame_sender import FrameSender, LegFrames, LegGone
 from shared.bus.port import Envelope
@@ -261,6 +261,9 @@ class LegServer:
         if start.path not in FORMS and (refused := await refusal(start.body, start.path)):
             _refuse(frames, BAD_REQUEST, refused)
             return
+        if self._engine.exchange is None and start.kind is LegKind.AGGREGATED and start.cache_hit_threshold:
+            _refuse(frames, BAD_REQUEST, no_threshold(self._engine.facts))
+            return
         body, order, resume = self._orders(start)
         if body is None:
             frames.head(OK, JSON)
@@ -277,6 +280,8 @@ class LegServer:
             await self._explain(result)
         check_resumed(start.kind, result, call.status)
         call.finish()
+        if order is not None and result.transfer_report is not None and result.transfer_report.refused:
+            log_refusal(start, order.cache_hit_threshold, result.transfer_report.hit_share)
         cost = report(result, arrived, self._service.clock.now())
         show_leg(self._service.tracer, span, cost, arrived, self._service.clock)
         if self._served is not None:
@@ -303,9 +308,7 @@ class LegServer:
         resume = resumed_tokens(start, is_plain=own.is_plain)
         if self._engine.exchange is None:
             return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
-        is_asked = start.path in HANDOFF_PATHS and start.cache_hit_threshold is not None
-        can_refuse = is_asked or start.path in COMPLETION_PATHS
-        order = self._policy.order(start, is_plain=own.is_plain, can_refuse=can_refuse)
+        order = self._policy.order(start, is_plain=own.is_plain, can_refuse=start.path in HANDOFF_PATHS)
         return own.body, order, resume
 
     def _orders_of_form(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
@@ -352,6 +355,19 @@ def _refuse(frames: LegFrames, status: int, body: bytes) -> None:
     frames.head(status, JSON)
     frames.data(body)
     frames.end(LegReport())
+
+
+def log_refusal(start: StartLeg, threshold: float, hit_share: float) -> None:
+    """One line for each leg that the engine refuses by its cache hit threshold."""
+    is_default = start.cache_hit_threshold is None
+    log.info(
+        "leg %s of request %s is refused: %.3g of its prompt is cached or can be fetched, below %.3g of %s",
+        start.leg_id,
+        start.request_id,
+        hit_share,
+        threshold,
+        "this worker's default, WORKER_CACHE_HIT_THRESHOLD" if is_default else "the request",
+    )
 
 
 def check_resumed(kind: LegKind, result: LegResult, status: int) -> None:

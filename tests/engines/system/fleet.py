@@ -1,6 +1,7 @@
 """A system with a prefill and a decode engine, as ``baton up`` starts it, on the test's own NATS, whose messages are small.
 
-It has a router that streams each handoff, one that streams none, and a store.
+It has a router that streams each handoff; one that streams none, and asks no decode worker to serve a request alone of
+which it lacks anything; and a store.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ SERVICE_UNAVAILABLE = 503
 AGAIN_S = 0.2
 STREAM_ALL, STREAM_NONE = "0", "-1"
 """ROUTER_STREAM_TOKENS_MIN of the two endpoints."""
+THRESHOLD = 0.8
+"""WORKER_CACHE_HIT_THRESHOLD of all workers, where a test wants one."""
 
 
 @dataclass
@@ -85,6 +88,7 @@ def running_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
                 BATON_NATS_URL=nats.url,
                 ROUTER_PORT=str(offered),
                 ROUTER_STREAM_TOKENS_MIN=STREAM_NONE,
+                ROUTER_DECODE_FIRST_SHARE_MIN="1",
             ),
         ):
             endpoints = {"streamed": system.endpoint, "offered": f"http://127.0.0.1:{offered}"}

@@ -18,7 +18,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import NoGrant, blocks_in
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
-from tests.engines.system.fleet import AGAIN_S, DECODE, PREFILL, STORE, Client, Fleet, client_of
+from tests.engines.system.fleet import AGAIN_S, DECODE, PREFILL, STORE, THRESHOLD, Client, Fleet, HttpReply, client_of
 from tests.support.kv_driver import BLOCK, transfer_report_of
 from tests.support.processes import quietest_cpu
 from tests.support.prompts import prompts_with_shared_prefixes, random_prompt
@@ -171,7 +171,7 @@ async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: C
 
 
 async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(client: Client):
-    """The requests of vLLM PR #24520."""
+    """The requests of vLLM PR #24520, with a threshold of 0.8 for all workers; the last one has no field."""
     base = random_prompt(81, 1000)
 
     async def served(seed: int, shared: int, **fields: float) -> bool:
@@ -196,7 +196,68 @@ async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(cli
     assert len(warm.token_ids) == 16
     assert not await served(83, 280, cache_hit_threshold=0.33)
     assert await served(84, 400, cache_hit_threshold=0.33)
-    assert not await served(85, 410, cache_hit_threshold=0.8)
+    prompt = base[:410] + random_prompt(85, 590)
+    refused = await client.driver.leg(DECODE, LegKind.AGGREGATED, prompt, cache_hit_threshold=None)
+    assert (refused.report.finish_reason, refused.token_ids) == ("cache_threshold", [])
+    assert refused.report.kv.hit_share == whole_blocks(410) / 1000
+
+    mended = await client.ask(prompt, **ON_DECODE)
+
+    assert mended.token_ids == await client.alone(prompt), "the router answers the client, not the worker's default"
+    first, second = await decisions(client, mended)
+    assert (first["outcome"], first["threshold_from"]) == ("cache_missed", "worker_default")
+    assert (first["cache_hit_threshold"], first["hit_share"]) == (THRESHOLD, whole_blocks(410) / 1000)
+    assert (second["outcome"], second["mode"], second["cache_hit_threshold"]) == ("ok", "aggregated", -1.0)
+
+
+async def decisions(client: Client, said: HttpReply, endpoint: str = "streamed") -> list[dict[str, Any]]:
+    """The decisions about the request's attempts, the first one first."""
+    url = f"{client.fleet.endpoints[endpoint]}/baton/decisions"
+    reply = await client.http.get(url, params={"request_id": said.request_id})
+    return reply.json()["decisions"][::-1]
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK + 9])
+async def test_the_workers_threshold_refuses_no_short_prompt(client: Client, length: int):
+    """Of a prompt below a block nothing can be cached or fetched; of a short one too little is handed over."""
+    prompt = random_prompt(89 + length, length)
+
+    for handoff in ("streamed", "offered"):
+        said = await client.ask(prompt, "disaggregated", endpoint=handoff, cache_salt=handoff)
+
+        assert said.token_ids == await client.alone(prompt)
+        (decision,) = await decisions(client, said, handoff)
+        assert (decision["mode"], decision["outcome"]) == ("aggregated" if length < BLOCK else "disaggregated", "ok")
+
+
+async def test_decode_first_is_served_by_the_worker_that_has_most_and_else_computed_by_a_prefill_worker(client: Client):
+    first = random_prompt(97, 20 * BLOCK)
+    said = await client.ask(first, "disaggregated", max_tokens=5 * BLOCK)
+    await asyncio.sleep(CACHED_SOON_S)
+    turn = [*first, *said.token_ids, *random_prompt(98, 40)]
+    alone = await client.alone(turn)
+
+    async def ask(endpoint: str, **fields: Any) -> list[dict[str, Any]]:
+        """The decisions about a turn that is new to all but the decode worker's cache of the history."""
+        reply = await client.ask(turn, "decode_first", endpoint=endpoint, **fields)
+        assert reply.token_ids == alone
+        return await decisions(client, reply, endpoint)
+
+    at_share_of_1 = await ask("offered")
+    refused, after = await ask("streamed", cache_hit_threshold=1.0)
+    (served,) = await ask("streamed")
+
+    assert [one["mode"] for one in at_share_of_1] == ["disaggregated"]
+    assert (refused["mode"], refused["outcome"]) == ("decode_first", "cache_missed")
+    assert (refused["threshold_from"], refused["cache_hit_threshold"]) == ("request", 1.0)
+    assert 0.8 < refused["hit_share"] < 1.0
+    assert (after["mode"], after["prefill_worker"], after["decode_worker"]) == ("disaggregated", PREFILL, DECODE)
+    assert (served["mode"], served["decode_worker"], served["threshold_from"]) == (
+        "decode_first",
+        DECODE,
+        "decode_first",
+    )
+    assert served["hit_share"] > 0.8
 
 
 async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):

@@ -67,6 +67,14 @@ async def test_upstreams_connector_ignores_exchange_orders(upstream, router):
     assert upstream[0].record.fingerprint.connector.startswith("nixl-")
     body = completion(prompt_of(60, seed=505), kv_transfer_params={"baton": "x"})
 
-    answer = await router.leg(upstream[1], LegKind.AGGREGATED, body, cache_hit_threshold=0.9)
+    answer = await router.leg(upstream[1], LegKind.AGGREGATED, body)
 
     assert answer.report.finish_reason == "length"
+
+
+async def test_upstreams_connector_refuses_a_threshold_by_name(upstream, router):
+    body = completion(prompt_of(60, seed=506))
+
+    answer = await router.leg(upstream[1], LegKind.AGGREGATED, body, cache_hit_threshold=0.9)
+
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "cache_hit_threshold")

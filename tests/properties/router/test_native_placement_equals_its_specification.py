@@ -67,6 +67,8 @@ POLICIES = st.builds(
     stream_s_max=st.sampled_from([0.001, 20.0]),
     weighed_max=st.sampled_from([12, 2]),
     fetch_tokens_min=st.sampled_from([0, 40, 2**70]),
+    decode_first_share_min=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    decode_first_found_min=st.sampled_from([0.0, 0.8, 1.0]),
 )
 
 

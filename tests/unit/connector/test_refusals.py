@@ -72,7 +72,8 @@ def test_a_refused_request_ends_with_its_report(scheduler):
     (output,) = step(scheduler)
 
     assert (output.request_id, output.stop_reason) == ("r1", CACHE_THRESHOLD)
-    assert msgspec.msgpack.decode(output.kv_transfer_params[params_name()], type=KvTransferReport).refused
+    report = msgspec.msgpack.decode(output.kv_transfer_params[params_name()], type=KvTransferReport)
+    assert (report.refused, report.hit_share) == (True, 0.0)
     assert not mentions(scheduler.connector, "r1")
 
 

@@ -259,3 +259,28 @@ def test_a_terminal_gets_colour_and_the_same_text():
 
     assert "\x1b[" in coloured
     assert "was chosen because" in coloured
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"cache_hit_threshold": 0.8}, "80% must be cached or fetched (set by nobody)"),
+        (
+            {"cache_hit_threshold": 0.8, "threshold_from": "worker_default", "hit_share": 0.412},
+            "80% must be cached or fetched (the worker's default); 41.2% was: refused",
+        ),
+        (
+            {"cache_hit_threshold": 0.33, "threshold_from": "request", "hit_share": 0.4},
+            "33% must be cached or fetched (set by the request); 40.0% was: served",
+        ),
+    ],
+)
+def test_a_threshold_is_explained_with_its_origin_and_what_was_found(fields, text):
+    one, out = decision(**fields), io.StringIO()
+
+    draw(one, Console(file=out, width=200))
+
+    assert explanation.threshold_text(one) == text
+    assert ("threshold" in out.getvalue()) == bool(text)
+    assert text in out.getvalue()

@@ -78,7 +78,9 @@ class FakeWorker:
         adapters: tuple[LoraAdapter, ...] = (),
         ranks: int = 1,
         attached: bool = False,
+        threshold: float = 0.0,
     ) -> None:
+        """``threshold``: its default of the cache hit threshold, as its record has it."""
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
         self.role = role
@@ -92,6 +94,7 @@ class FakeWorker:
         self.adapters = adapters
         self.ranks = ranks
         self.attached = attached
+        self.threshold = threshold
         self.rendered: list[RenderPrompt] = []
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
@@ -115,6 +118,7 @@ class FakeWorker:
             made = msgspec.structs.replace(
                 made, attached=True, prefix_caching=False, fingerprint=self._fingerprint(made)
             )
+        made = msgspec.structs.replace(made, cache_hit_threshold=self.threshold)
         return msgspec.structs.replace(made, renders=self.render is not None, paths=list(self.paths), ranks=self.ranks)
 
     def _fingerprint(self, made: WorkerRecord) -> Fingerprint:

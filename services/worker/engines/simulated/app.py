@@ -240,7 +240,8 @@ def _sum_of(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
         name: getattr(one, name) + getattr(other, name)
         for name in ("prompt_tokens", "local_tokens", "fetched_tokens", "recomputed_tokens", "preemptions", "reads")
     }
-    return msgspec.structs.replace(one, refused=one.refused or other.refused, **sums)
+    sums |= {"refused": one.refused or other.refused, "hit_share": (one if one.refused else other).hit_share}
+    return msgspec.structs.replace(one, **sums)
 
 
 def _note_first_token(result: LegResult, choice: Choice) -> None:

@@ -50,7 +50,8 @@ def take_transfer_report(result: LegResult, request_id: str, output: Any) -> Non
 
 def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
     sums: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in SUMMED}
-    return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
+    sums |= {"refused": one.refused or other.refused, "hit_share": (one if one.refused else other).hit_share}
+    return msgspec.structs.replace(one, **sums, reads=one.reads + other.reads)
 
 
 SMOOTHING = 0.2

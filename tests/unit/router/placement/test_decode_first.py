@@ -37,7 +37,7 @@ async def test_after_a_decode_first_refusal_a_prefill_worker_computes_the_prompt
     assert b"cache_threshold" not in response.body
     assert [(leg.kind, leg.cache_hit_threshold) for leg in d1.started] == [
         (LegKind.AGGREGATED, 0.6),
-        (LegKind.DECODE, None),
+        (LegKind.DECODE, 0.0),
     ]
 
 
@@ -51,6 +51,7 @@ class AsIfCached:
         placement = self.placer.place(request, now)
         if isinstance(placement, Rejection) or not request.may_decode_first:
             return placement
+        share = 0.6 if request.cache_hit_threshold is None else request.cache_hit_threshold
         return msgspec.structs.replace(
-            placement, mode=Mode.DECODE_FIRST, prefill=None, handoff=(), streamed=False, hit_share_min=0.6
+            placement, mode=Mode.DECODE_FIRST, prefill=None, handoff=(), streamed=False, hit_share_min=share
         )

@@ -181,7 +181,7 @@ def test_a_table_of_another_shape_is_refused(arrays):
 
 
 MASK = np.ones(4, np.bool_)
-QUESTION = Question(100, 10, 1, 0.0, 1.0, 1.0, 0.0, 0, 0)
+QUESTION = Question(100, 10, 1, 0.0, 1.0, 1.0, 0.0, 0.5, 0, 0)
 ASKED = {
     "question": QUESTION,
     "groups": np.zeros(4, np.int64),

@@ -10,6 +10,7 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.placement.placer import CostPlacer
 from services.router.placement.slo import Targets
 from services.router.request.facts import ForcedWorkers, Mode
+from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_speed import WorkerSpeed
@@ -54,8 +55,8 @@ def candidates(placement: Placement) -> list[CandidateRecord]:
     return log.add(RequestId("q"), PROMPT, placement, at_unix_s=0.0).record(RouterId("r")).candidates
 
 
-def a_pair_of_which_decode_has_most(**of_decode: float) -> Fleet:
-    fleet = Fleet()
+def a_pair_of_which_decode_has_most(policy: PlacementPolicy | None = None, **of_decode: float) -> Fleet:
+    fleet = Fleet(policy)
     fleet.add("p1", Role.PREFILL)
     fleet.add("d1", Role.DECODE, held=18, **of_decode)
     return fleet
@@ -66,6 +67,17 @@ def test_a_decode_worker_with_most_of_the_prompt_serves_alone():
 
     assert (placement.mode, who(placement)) == (Mode.DECODE_FIRST, ("", "d1"))
     assert 0.5 < placement.hit_share_min < 18 / 20
+
+
+def test_the_operator_sets_the_share_of_decode_first_and_the_part_of_it_that_may_be_gone():
+    settings = Settings(decode_first_share_min=0.95, decode_first_found_min=0.5)
+    choosy, lenient = PlacementPolicy.from_settings(settings), PlacementPolicy(decode_first_found_min=0.5)
+    fleets = [a_pair_of_which_decode_has_most(policy=policy) for policy in (choosy, lenient)]
+
+    modes = [fleet.place().mode for fleet in fleets]
+
+    assert modes == [Mode.DISAGGREGATED, Mode.DECODE_FIRST]
+    assert fleets[1].place().hit_share_min == pytest.approx(0.5 * 18 * 32 / PROMPT.prompt_tokens)
 
 
 def test_decode_first_is_not_repeated_after_a_refusal():

@@ -8,16 +8,19 @@ import msgspec
 import pytest
 
 from shared.bus.frame_sender import LegFrames
-from shared.contracts.engine_paths import CHAT, COMPLETIONS, MESSAGES, PLACED, RESPONSES
+from shared.contracts.engine_paths import CHAT, COMPLETIONS, GENERATE, MESSAGES, PLACED, RESPONSES
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, serve_leg
 from tests.unit.router.world import HttpResponse, World, in_world
 
+TEXT = "hello " * 64
+"""It has some blocks of KV, which a prefill worker can hand over."""
 BODIES: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"model": "m", "prompt": "x"},
-    CHAT: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
-    MESSAGES: {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
-    RESPONSES: {"model": "m", "input": "x"},
+    COMPLETIONS: {"model": "m", "prompt": TEXT},
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": TEXT}]},
+    MESSAGES: {"model": "m", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 9},
+    RESPONSES: {"model": "m", "input": TEXT},
+    GENERATE: {"model": "m", "token_ids": [7] * 128, "sampling_params": {}},
 }
 SILENT = {
     MESSAGES: b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"}}\n\n',
@@ -33,7 +36,7 @@ async def ask(world: World, path: str, **fields: Any) -> HttpResponse:
 @pytest.mark.parametrize("path", PLACED)
 @in_world()
 async def test_each_path_follows_the_fields(world: World, path: str):
-    prefill, decode = await world.pair()
+    prefill, decode = await world.pair(connector="baton-1")
     one = await ask(world, path, kv_fetch_min_tokens=7, cache_hit_threshold=0)
     two = await ask(world, path, baton={"mode": "aggregated", "decode_worker": "d1"})
     three = await ask(world, path, cache_hit_threshold=0.25, kv_fetch_min_tokens=None)
@@ -42,7 +45,7 @@ async def test_each_path_follows_the_fields(world: World, path: str):
     first, second, third = decode.started
     assert [first.kind, second.kind] == [LegKind.DECODE, LegKind.AGGREGATED]
     assert [leg.kv_fetch_min_tokens for leg in (first, second, third)] == [7, None, None]
-    assert [leg.cache_hit_threshold for leg in (first, second)] == [0.0, None]
+    assert [leg.cache_hit_threshold for leg in (first, second)] == [0.0, 0.0]
     assert third.cache_hit_threshold == 0.25
 
 
@@ -94,7 +97,7 @@ def refusing(path: str):
 @pytest.mark.parametrize("path", SILENT)
 @in_world()
 async def test_paths_without_a_finish_reason_get_a_status(world: World, path: str, stream: bool):
-    worker = await world.worker("w1", script=refusing(path))
+    worker = await world.worker("w1", script=refusing(path), connector="baton-1")
     response = await ask(world, path, cache_hit_threshold=0.5, stream=stream)
     assert response.status == 412
     assert response.error["code"] == "below_threshold"
@@ -106,7 +109,7 @@ async def test_paths_without_a_finish_reason_get_a_status(world: World, path: st
 
 @in_world()
 async def test_the_error_of_a_message_has_anthropics_form(world: World):
-    await world.worker("w1", script=refusing(MESSAGES))
+    await world.worker("w1", script=refusing(MESSAGES), connector="baton-1")
     response = await ask(world, MESSAGES, cache_hit_threshold=0.5)
     body = msgspec.json.decode(response.body)
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")

@@ -26,10 +26,10 @@ def error_of(body: bytes) -> dict[str, Any]:
     return msgspec.json.decode(last.removeprefix(b"data: "))["error"]
 
 
-async def both(world: World, first: Any, second: Any = None) -> tuple[FakeWorker, FakeWorker]:
+async def both(world: World, first: Any, second: Any = None, **kw: Any) -> tuple[FakeWorker, FakeWorker]:
     """Two workers; the router tries the first one first."""
-    one = await world.worker("w1", script=first)
-    other = await world.worker("w2", script=second or streams())
+    one = await world.worker("w1", script=first, **kw)
+    other = await world.worker("w2", script=second or streams(), **kw)
     give_legs(world, "w2", 5)
     return one, other
 
@@ -280,7 +280,7 @@ async def test_losing_a_forced_worker_does_not_end_the_stream(world: World):
 
 @in_world()
 async def test_the_cache_threshold_does_not_apply_to_resumed_streams(world: World):
-    _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
+    _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)), connector="baton-1")
 
     await world.ask(prompt(stream=True, cache_hit_threshold=0.9))
 

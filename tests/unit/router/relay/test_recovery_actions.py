@@ -17,7 +17,7 @@ from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import DONE, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
 from tests.unit.router.relay.test_migration import error_of
 from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, fails, streams
-from tests.unit.router.world import World, give_legs, in_world, prompt, run_in_world
+from tests.unit.router.world import World, give_legs, in_world, long_prompt, prompt, run_in_world
 
 REFUSAL = b'{"choices":[{"text":"","finish_reason":"cache_threshold"}]}'
 
@@ -150,7 +150,7 @@ async def test_by_default_decode_workers_compute_missing_kv(world: World):
     response = await world.ask(prompt())
 
     assert response.status == 200
-    assert [leg.cache_hit_threshold for leg in d1.started] == [None]
+    assert [leg.cache_hit_threshold for leg in d1.started] == [0.0]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -220,9 +220,9 @@ def test_the_operator_can_have_preempted_streams_migrated(tmp_path):
 
 def test_a_clients_cache_threshold_overrides_bounce_to_prefill(tmp_path):
     async def scenario(world: World) -> None:
-        _p1, d1 = await world.pair(decode=refusing())
+        _p1, d1 = await world.pair(decode=refusing(), connector="baton-1")
 
-        response = await world.ask(prompt(cache_hit_threshold=0.5), x_baton_mode="disaggregated")
+        response = await world.ask(long_prompt(cache_hit_threshold=0.5), x_baton_mode="disaggregated")
 
         assert response.body == REFUSAL
         assert [leg.cache_hit_threshold for leg in d1.started] == [0.5]

@@ -13,7 +13,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role, WorkerLost
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
-from tests.unit.router.world import CHAT, World, give_legs, in_world, parse, prompt, settle
+from tests.unit.router.world import CHAT, World, give_legs, in_world, long_prompt, parse, prompt, settle
 
 
 def failing(reason: Reason):
@@ -575,13 +575,13 @@ async def test_an_invalid_baton_field_gets_400_and_starts_no_leg(world: World, f
 
 @in_world()
 async def test_a_requests_cache_options_reach_its_workers(world: World):
-    p1, d1 = await world.pair()
+    p1, d1 = await world.pair(connector="baton-1")
 
-    await world.ask(prompt(cache_hit_threshold=0.5, kv_fetch_min_tokens=100), x_baton_mode="disaggregated")
-    await world.ask(prompt())
+    await world.ask(long_prompt(cache_hit_threshold=0.5, kv_fetch_min_tokens=100), x_baton_mode="disaggregated")
+    await world.ask(long_prompt())
 
     limits = [(leg.cache_hit_threshold, leg.kv_fetch_min_tokens) for leg in (*p1.started, *d1.started)]
-    assert limits == [(None, 100), (None, None), (0.5, 100), (None, None)]
+    assert limits == [(0.0, 100), (0.0, None), (0.5, 100), (0.0, None)]
 
 
 @in_world()
@@ -597,8 +597,8 @@ async def test_a_requests_target_for_the_time_between_tokens_reaches_its_workers
 @pytest.mark.parametrize(("threshold", "mode"), [(0.5, "aggregated"), (0, "disaggregated"), (None, "disaggregated")])
 @in_world()
 async def test_a_cache_threshold_prevents_prefill_legs(world: World, threshold, mode):
-    await world.pair()
+    await world.pair(connector="baton-1")
 
-    response = await world.ask(prompt(cache_hit_threshold=threshold))
+    response = await world.ask(long_prompt(cache_hit_threshold=threshold))
 
     assert response.headers["x-baton-mode"] == mode

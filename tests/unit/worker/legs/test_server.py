@@ -13,6 +13,7 @@ from services.worker.service import IN_FLIGHT_LISTS_S
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RouterId
 from shared.contracts.inference import FrameKind, LegKind
+from shared.contracts.kv_exchange import KvTransferReport
 from shared.runtime.service import live
 from tests.support.memory_bus import MemoryHub
 from tests.support.virtual_time import run_in_virtual_time
@@ -422,3 +423,43 @@ async def test_the_tokenizers_description_is_asked_with_get():
         await worker.read(await worker.leg(body=b"", path="/tokenizer_info"))
 
         assert reads.asked[0] == "GET"
+
+
+@pytest.mark.parametrize(
+    ("asked", "origin"), [(None, "of this worker's default, WORKER_CACHE_HIT_THRESHOLD"), (0.9, "of the request")]
+)
+async def test_a_refusal_is_one_log_line_with_its_rate_its_threshold_and_who_set_that(caplog, asked, origin):
+    async with running_worker(FakeExchange("w1"), cache_hit_threshold=0.8) as worker:
+        worker.engine.transfer_report = KvTransferReport(refused=True, hit_share=0.41)
+        with caplog.at_level("INFO", logger="baton.worker"):
+            await worker.read(await worker.leg(cache_hit_threshold=asked))
+        worker.engine.transfer_report = KvTransferReport()
+        await worker.read(await worker.leg(cache_hit_threshold=asked))
+
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    threshold = "0.8" if asked is None else "0.9"
+    assert lines == [
+        f"leg l1 of request q1 is refused: 0.41 of its prompt is cached or can be fetched, below {threshold} {origin}"
+    ]
+    assert worker.engine.orders[0].cache_hit_threshold == float(threshold)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_workers_default_counts_on_every_path_that_routers_place(path):
+    async with running_worker(FakeExchange("w1"), cache_hit_threshold=0.8) as worker:
+        await worker.read(await worker.leg(path=path))
+        await worker.read(await worker.leg(path=path, cache_hit_threshold=0.0))
+
+        assert [order.cache_hit_threshold for order in worker.engine.orders] == [0.8, 0.0]
+
+
+async def test_an_engine_that_cannot_refuse_refuses_a_threshold_by_name():
+    async with running_worker() as worker:
+        frames, _failure = await worker.read(await worker.leg(cache_hit_threshold=0.5))
+        error = json.loads(b"".join(frame.data for frame in frames))["error"]
+
+        assert (frames[0].status, error["param"]) == (400, "cache_hit_threshold")
+        assert "WORKER_CONNECTOR=baton" in error["message"]
+        assert worker.engine.bodies == []
+        frames, _failure = await worker.read(await worker.leg(cache_hit_threshold=0.0))
+        assert frames[0].status == 200

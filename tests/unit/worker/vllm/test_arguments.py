@@ -222,6 +222,16 @@ def test_a_threshold_above_1_stops_the_start():
         load(Settings, "WORKER_", {"WORKER_CACHE_HIT_THRESHOLD": "1.5"})
 
 
+@pytest.mark.parametrize("other", [{"WORKER_CONNECTOR": "upstream"}, {"WORKER_ENGINE": "attached"}], ids=str)
+def test_a_threshold_that_the_engine_cannot_keep_stops_the_start(other):
+    threshold = {"WORKER_CACHE_HIT_THRESHOLD": "0.8"}
+
+    with pytest.raises(SettingsError, match=r"WORKER_CACHE_HIT_THRESHOLD: .* unset it"):
+        load(Settings, "WORKER_", {**other, **threshold})
+    for fine in ({**threshold, "WORKER_ENGINE": "simulated", "WORKER_CONNECTOR": "upstream"}, other, threshold):
+        load(Settings, "WORKER_", fine)
+
+
 def test_a_gpu_keeps_vllms_own_choices():
     typed = line(Settings(), on_cpu=False)
 
