@@ -42,7 +42,7 @@ def fleet(size: int, roles: tuple[Role, ...]) -> tuple[ClusterView, PrefixIndex]
     for number in range(size):
         worker_id, role = f"w{number}", roles[number % len(roles)]
         cluster.record(record(worker_id, role=role, connector="baton-1"), 0.0)
-        busy = {"waiting_tokens": chance.randrange(5000), "running": chance.randrange(16), "kv_blocks_total": 10_000}
+        busy = {"waiting_tokens": chance.randrange(5000), "running": chance.randrange(16), "kv_tokens_total": 320_000}
         cluster.report(load(worker_id, role=role, **busy), 0.0)
         index.join(WorkerId(worker_id), 1)
         held = chance.choice((0, 0, 0, chance.randrange(BLOCKS)))

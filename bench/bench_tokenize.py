@@ -156,7 +156,7 @@ class Router:
         fleet = Fleet(PlacementPolicy())
         for number in range(WORKERS):
             fleet.cluster.record(record(f"w{number}"), 0.0)
-            fleet.cluster.report(load(f"w{number}", kv_blocks_total=10_000), 0.0)
+            fleet.cluster.report(load(f"w{number}", kv_tokens_total=320_000), 0.0)
             fleet.index.join(WorkerId(f"w{number}"), 1)
         return cls(PromptTokenizer(asset, scheme, cache_bytes_max=1 << 26), fleet, PromptWork(threads, threads), loop)
 

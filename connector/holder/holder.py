@@ -106,14 +106,17 @@ class Holder:
         self._first_tokens = Bounded[LegId, FirstToken](ENDED_LEGS_NOTED_MAX)
         self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
+        self.blocks = 0
+        """Blocks of the pool."""
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0)
 
     def bind(self, pool: Pool) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
         self._pool = pool
-        self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(len(pool.blocks) * self._settings.lease_share_max)))
-        self._pending_writes = PendingWrites(len(pool.blocks))
+        self.blocks = len(pool.blocks)
+        self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(self.blocks * self._settings.lease_share_max)))
+        self._pending_writes = PendingWrites(self.blocks)
 
     @property
     def has_leases(self) -> bool:

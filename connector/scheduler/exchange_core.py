@@ -92,6 +92,7 @@ class ExchangeStats:
         self._reported = KvExchangeState(
             leases=counts.leases,
             pinned_blocks=counts.pinned_blocks,
+            blocks=holder.blocks,
             next_expiry_s=counts.next_expiry_s,
             reads=reads,
             leases_granted_total=counts.granted_total,

@@ -124,7 +124,7 @@ def speeds_of(records: Sequence[WorkerRecord], loads: Sequence[LoadReport], mode
         decode_step_s=learned.decode_step_s,
         decode_request_s=learned.decode_request_s,
         decode_context_token_s=learned.decode_context_token_s,
-        kv_tokens=min(record.kv_blocks * record.fingerprint.block_size for record in of_model),
+        kv_tokens=min(record.kv_tokens for record in of_model),
         step_tokens_max=min(record.step_tokens_max for record in of_model),
         requests_max=min(record.legs_max for record in of_model),
         kv_bytes_per_token=round(received_bytes / received_tokens) if received_tokens else None,

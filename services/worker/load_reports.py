@@ -80,14 +80,16 @@ class LoadPublisher:
             numbers["received_bytes_total"] = exchange.read_bytes_total
             numbers["received_seconds_total"] = exchange.read_seconds_total
             if not (load.running or load.waiting or self.role is Role.STORE):
-                numbers["kv_blocks_used"] = exchange.pinned_blocks  # An idle engine takes no step to count leases.
+                # An idle engine takes no step to count leases.
+                pinned = exchange.pinned_blocks / exchange.blocks if exchange.blocks else 0.0
+                numbers["kv_tokens_used"] = round(pinned * self._engine.facts.kv_tokens)
         report = LoadReport(
             worker_id=self._worker_id,
             epoch=self._epoch,
             role=self.role,
             phase=phase,
             legs=legs,
-            kv_blocks_total=self._engine.facts.kv_blocks,
+            kv_tokens_total=self._engine.facts.kv_tokens,
             digest=self._held.digest(),
             exchange=exchange,
             speed=self._learner.speed,

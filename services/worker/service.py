@@ -368,7 +368,7 @@ def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
         max_model_len=settings.max_model_len,
         fingerprint=fingerprint,
         hashing=HashScheme(block_size=settings.block_tokens),
-        kv_blocks=0,
+        kv_tokens=0,
         legs_max=settings.legs_max,
         host=socket.gethostname(),
         pid=os.getpid(),

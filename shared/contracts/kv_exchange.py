@@ -348,6 +348,8 @@ class KvExchangeState(Message, frozen=True, kw_only=True):
 
     leases: int = 0
     pinned_blocks: int = 0
+    blocks: int = 0
+    """Blocks of the engine's pool."""
     next_expiry_s: float = 0.0
     """When the next lease expires, on the engine's clock; 0.0: no lease."""
     reads: int = 0

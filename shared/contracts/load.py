@@ -69,9 +69,11 @@ class StoreState(Message, frozen=True, kw_only=True):
     block_bytes: int = 0
     """Size of one whole block."""
     host_blocks: int = 0
+    host_blocks_max: int = 0
+    """Capacity of its memory."""
     disk_blocks: int = 0
     disk_blocks_max: int = 0
-    """Capacity of its files; that of memory is the report's ``kv_blocks_total``."""
+    """Capacity of its files."""
     disk_free_bytes: int = -1
     """Free space of the file system with the store's files; -1 without files."""
     loads_waiting: int = 0
@@ -114,8 +116,9 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     """Prompt tokens accepted and not yet computed."""
     legs: int = 0
     """Legs being served; a leg counts once for each of its sequences."""
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
+    kv_tokens_used: int = 0
+    """Tokens in the engine's KV cache; where groups of layers need different memory, its used share of the total."""
+    kv_tokens_total: int = 0
     digest: KvDigest | None = None
     computed_tokens_total: int = 0
     """Prompt tokens that this engine computed itself."""
@@ -146,8 +149,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
 
     @property
     def kv_used(self) -> float:
-        """Share of the engine's KV blocks in use, 0.0 to 1.0."""
-        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+        """Share of the engine's KV cache in use, 0.0 to 1.0."""
+        return self.kv_tokens_used / self.kv_tokens_total if self.kv_tokens_total else 0.0
 
 
 class LoadReport(WorkerLoad, frozen=True, kw_only=True):

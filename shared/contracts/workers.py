@@ -128,7 +128,8 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     max_model_len: int
     fingerprint: Fingerprint
     hashing: HashScheme
-    kv_blocks: int
+    kv_tokens: int
+    """Capacity of its engine's KV cache."""
     legs_max: int
     host: str
     pid: int

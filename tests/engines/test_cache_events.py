@@ -112,7 +112,7 @@ async def test_load_reports_count_prompt_tokens_by_source(pair, router):
     assert load.decode_s_per_token > 0
     computed = first.report.prompt_tokens - first.report.cached_tokens
     load = await router.load_where(
-        prefill, lambda load: load.kv_blocks_used == 0 and load.computed_tokens_total >= computed
+        prefill, lambda load: load.kv_tokens_used == 0 and load.computed_tokens_total >= computed
     )
     assert load.prefill_tokens_per_s > 0
 

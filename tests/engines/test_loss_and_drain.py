@@ -34,7 +34,7 @@ async def first_data(leg) -> None:
 @pytest.mark.parametrize("leased", [False, True], ids=["nothing leased", "leased"])
 async def test_idle_engines_cost_almost_no_cpu(pair, router, leased):
     for worker in pair:
-        await router.load_where(worker, lambda load: load.running == 0 and load.kv_blocks_used == 0)
+        await router.load_where(worker, lambda load: load.running == 0 and load.kv_tokens_used == 0)
     if leased:
         await router.leg(pair[0], LegKind.PREFILL, completion(prompt_of(300, seed=30)))
         await router.load_where(pair[0], lambda load: load.running == 0 and load.exchange.pinned_blocks > 0)
@@ -51,7 +51,7 @@ async def test_a_cancelled_leg_frees_its_blocks(pair, router):
 
     leg.cancel()
 
-    load = await router.load_where(decode, lambda load: load.legs == 0 and load.kv_blocks_used == 0)
+    load = await router.load_where(decode, lambda load: load.legs == 0 and load.kv_tokens_used == 0)
     assert load.running == 0
 
 
@@ -62,7 +62,7 @@ async def test_a_leg_past_its_deadline_fails_and_is_aborted(pair, router):
     answer = await router.leg(decode, LegKind.AGGREGATED, body, deadline_s=0.5)
 
     assert answer.failure.reason is Reason.DEADLINE
-    await router.load_where(decode, lambda load: load.kv_blocks_used == 0)
+    await router.load_where(decode, lambda load: load.kv_tokens_used == 0)
 
 
 async def test_an_unread_offer_does_not_block_its_engine(pair, router):

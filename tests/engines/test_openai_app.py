@@ -53,7 +53,7 @@ def test_an_engines_load_is_the_last_steps_queues_and_the_sums_of_all_steps():
     from services.worker.engines.vllm.stats import EngineMeter
 
     meter, changes = EngineMeter(), list[int]()
-    meter.kv_blocks = 10
+    meter.kv_tokens = 320
     meter.on_changed(lambda: changes.append(1))
     prompt = PrefillStats()
     prompt.set(100, 32, 64)
@@ -79,7 +79,7 @@ def test_an_engines_load_is_the_last_steps_queues_and_the_sums_of_all_steps():
     load = meter.load()
 
     assert len(changes) == 3
-    assert (load.running, load.waiting, load.kv_blocks_used, load.adapters_running) == (2, 2, 5, ["sql"])
+    assert (load.running, load.waiting, load.kv_tokens_used, load.adapters_running) == (2, 2, 160, ["sql"])
     assert (load.prompt_tokens_total, load.computed_tokens_total) == (100, 4)
     assert (load.cached_tokens_total, load.received_tokens_total) == (32, 64)
     assert (load.received_bytes_total, load.received_seconds_total) == (11, 0.5)

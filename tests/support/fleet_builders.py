@@ -36,7 +36,7 @@ def record(
         max_model_len=4096,
         fingerprint=msgspec.structs.replace(FINGERPRINT, connector=connector, revision=revision),
         hashing=HashScheme(block_size=32),
-        kv_blocks=100,
+        kv_tokens=3200,
         legs_max=16,
         host="h",
         pid=1,

@@ -236,7 +236,7 @@ class PlannerWorld:
         made = []
         for worker in self.workers:
             written = msgspec.structs.replace(
-                record(worker.name, worker.phase, 1, worker.role), kv_blocks=20_000, legs_max=256
+                record(worker.name, worker.phase, 1, worker.role), kv_tokens=640_000, legs_max=256
             )
             made.append(
                 FleetWorker(

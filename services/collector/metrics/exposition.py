@@ -24,7 +24,7 @@ from shared.contracts.control import ServiceStatus
 from shared.contracts.fleet_orders import NAME_CHARS_MAX
 from shared.contracts.kv_events import KvTier
 from shared.contracts.kv_exchange import KvExchangeState
-from shared.contracts.load import LoadReport, StoreState
+from shared.contracts.load import StoreState
 from shared.contracts.usage import UsageCounts
 from shared.contracts.workers import ADAPTERS_MAX, FleetWorker, Role, WorkerRecord
 from shared.telemetry import names
@@ -72,14 +72,14 @@ USAGE_KINDS: Mapping[str, Callable[[UsageCounts], int]] = {
 }
 LEASE_OUTCOMES = ("granted", "refused", "released", "expired")
 HOST, DISK = KvTier.HOST.value, KvTier.DISK.value
-STORE_NUMBERS: Mapping[Metric, Callable[[LoadReport, StoreState], Mapping[str, int]]] = {
-    names.STORE_BLOCKS: lambda _load, store: {HOST: store.host_blocks, DISK: store.disk_blocks},
-    names.STORE_BLOCKS_MAX: lambda load, store: {HOST: load.kv_blocks_total, DISK: store.disk_blocks_max},
-    names.STORE_BYTES: lambda _load, store: {
+STORE_NUMBERS: Mapping[Metric, Callable[[StoreState], Mapping[str, int]]] = {
+    names.STORE_BLOCKS: lambda store: {HOST: store.host_blocks, DISK: store.disk_blocks},
+    names.STORE_BLOCKS_MAX: lambda store: {HOST: store.host_blocks_max, DISK: store.disk_blocks_max},
+    names.STORE_BYTES: lambda store: {
         HOST: store.host_blocks * store.block_bytes,
         DISK: store.disk_blocks * store.block_bytes,
     },
-    names.STORE_WAITING: lambda _load, store: {"load": store.loads_waiting, "save": store.saves_waiting},
+    names.STORE_WAITING: lambda store: {"load": store.loads_waiting, "save": store.saves_waiting},
 }
 """A store's present state, by tier or by kind of copy."""
 STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
@@ -212,7 +212,7 @@ def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
 
 def _stores(metrics: FleetMetrics, now: float) -> Iterator[Family]:
     stores = [
-        (worker_id, view.load, view.load.store, view.totals.values)
+        (worker_id, view.load.store, view.totals.values)
         for worker_id, view in metrics.live_workers(now).items()
         if view.load.store is not None
     ]
@@ -221,11 +221,11 @@ def _stores(metrics: FleetMetrics, now: float) -> Iterator[Family]:
             metric,
             [
                 Sample((worker_id, label), float(number))
-                for worker_id, load, store, _totals in stores
-                for label, number in read(load, store).items()
+                for worker_id, store, _totals in stores
+                for label, number in read(store).items()
             ],
         )
-    free = [(worker_id, store.disk_free_bytes) for worker_id, _load, store, _totals in stores]
+    free = [(worker_id, store.disk_free_bytes) for worker_id, store, _totals in stores]
     yield Family(
         names.STORE_DISK_FREE, [Sample((each,), float(free_bytes)) for each, free_bytes in free if free_bytes >= 0]
     )
@@ -234,7 +234,7 @@ def _stores(metrics: FleetMetrics, now: float) -> Iterator[Family]:
             metric,
             [
                 Sample((worker_id, *labels), totals[total])
-                for worker_id, _load, _store, totals in stores
+                for worker_id, _store, totals in stores
                 for labels, total in outcomes.items()
             ],
         )
@@ -391,8 +391,8 @@ def _labels(record: WorkerRecord, view: WorkerView) -> tuple[str, ...]:
 
 
 def _cache_labels(record: WorkerRecord, view: WorkerView) -> tuple[str, ...]:
-    block_size, blocks = record.hashing.block_size, record.kv_blocks
-    sizes = (str(block_size), str(blocks), str(block_size * blocks), str(record.prefix_caching))
+    block_size, tokens = record.hashing.block_size, record.kv_tokens
+    sizes = (str(block_size), str(tokens // block_size), str(tokens), str(record.prefix_caching))
     return (*_labels(record, view), *sizes)
 
 

@@ -29,7 +29,7 @@ STARTING_S_MAX = 600.0
 PROBING_S_MAX = 60.0
 SILENT_S_MAX = 3.0
 KV_FULL = 0.95
-"""Used share of KV blocks above which requests wait or are preempted."""
+"""Used share of the KV cache above which requests wait or are preempted."""
 PREFILLS = frozenset({Role.PREFILL, Role.BOTH})
 DECODES = frozenset({Role.DECODE, Role.BOTH})
 MEANINGS = {
@@ -263,7 +263,7 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
         what += f"files, {counted(store.unsaved_blocks_total)} not saved."
         todo = "Check its disk. BATON_STATE_DIR of the store sets another folder."
         yield _finding(Level.WARNING, what, "Lost blocks are computed again.", todo)
-    capacity = store.disk_blocks_max or load.kv_blocks_total
+    capacity = store.disk_blocks_max or store.host_blocks_max
     stored = store.disk_blocks if store.disk_blocks_max else store.host_blocks
     if capacity and stored >= capacity:
         what = f"{load.worker_id} is full: it stores {counted(stored)} blocks and evicts the oldest for new ones."

@@ -237,7 +237,7 @@ class Family:
         observed = self.requests.observed(now)
         records = [each.record for each in workers.ready]
         engines = Engines(
-            kv_tokens=min(one.kv_blocks * one.hashing.block_size for one in records),
+            kv_tokens=min(one.kv_tokens for one in records),
             requests_max=min(one.legs_max for one in records),
             prefill=len(workers.of(Role.PREFILL, Role.BOTH)),
             decode=len(workers.of(Role.DECODE, Role.BOTH)),

@@ -23,7 +23,7 @@ def record_fault(record: WorkerRecord) -> str:
     counts = {
         "epoch": record.epoch,
         "max_model_len": record.max_model_len,
-        "kv_blocks": record.kv_blocks,
+        "kv_tokens": record.kv_tokens,
         "legs_max": record.legs_max,
         "adapters_at_once_max": record.adapters_at_once_max,
         "pid": record.pid,

@@ -44,7 +44,7 @@ class WorkerView:
     reported_waiting = 0
     """Requests in its engine's queue."""
     kv_used = 0.0
-    """Share of its KV blocks in use; 0.0 where that is not known."""
+    """Share of its KV cache in use; 0.0 where that is not known."""
     _reported_legs = 0
     _reported_requests = 0
     _reported_waiting_tokens = 0
@@ -67,8 +67,7 @@ class WorkerView:
 
     def report(self, load: WorkerLoad) -> None:
         """A load report has come."""
-        block_size = self.record.hashing.block_size
-        used, total, waiting = load.kv_blocks_used, load.kv_blocks_total, load.waiting
+        used, total, waiting = load.kv_tokens_used, load.kv_tokens_total, load.waiting
         self.has_reported = True
         self.reported_ready = load.can_serve
         self.reported_waiting = waiting
@@ -76,8 +75,8 @@ class WorkerView:
         self._reported_legs = load.legs
         self._reported_requests = load.running + waiting
         self._reported_waiting_tokens = load.waiting_tokens
-        self._kv_used_tokens = used * block_size
-        self._kv_free_tokens = float((total - used) * block_size) if total else math.inf
+        self._kv_used_tokens = used
+        self._kv_free_tokens = float(total - used) if total else math.inf
 
     def renew(self, record: WorkerRecord) -> None:
         """A record of this epoch. A starting worker does not know its fingerprint yet."""

@@ -206,7 +206,8 @@ class EngineFacts:
     max_model_len: int
     fingerprint: Fingerprint
     hashing: HashScheme
-    kv_blocks: int
+    kv_tokens: int
+    """Capacity of the KV cache."""
     legs_max: int
     step_tokens_max: int = 2048
     """Tokens computed in one step."""
@@ -228,7 +229,7 @@ class EngineLoad(msgspec.Struct, kw_only=True):
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
-    kv_blocks_used: int = 0
+    kv_tokens_used: int = 0
     prompt_tokens_total: int = 0
     computed_tokens_total: int = 0
     cached_tokens_total: int = 0

@@ -109,7 +109,7 @@ def copy_targets(me: WorkerRecord, records: Iterable[WorkerRecord]) -> list[Copy
     """READY workers that can read this worker's KV: engines of the same role first, stores last."""
     key = me.fingerprint.key()
     return [
-        CopyTarget(record.worker_id, _rank(me.role, record.role), record.kv_blocks)
+        CopyTarget(record.worker_id, _rank(me.role, record.role), record.kv_tokens // record.hashing.block_size)
         for record in records
         if record.worker_id != me.worker_id
         and record.phase is WorkerPhase.READY

@@ -210,7 +210,7 @@ class Drain:
     async def _blocks_free(self) -> None:
         changed = asyncio.Event()
         self._engine.on_load_changed(changed.set)
-        while self._engine.load().kv_blocks_used:
+        while self._engine.load().kv_tokens_used:
             changed.clear()
             await changed.wait()
 

@@ -82,7 +82,7 @@ async def test_the_same_metrics_are_pushed_as_otlp(nats_server, tmp_path, bus):
     port = free_port()
     with OtlpReceiver() as receiver, collector(nats_server, tmp_path, port, BATON_OTLP_ENDPOINT=receiver.endpoint):
         await until_scraped(port, names.FLEET_WORKERS_LOST.name)
-        await bus.publish(LOAD, load("w1", running=2, kv_blocks_used=1, kv_blocks_total=4))
+        await bus.publish(LOAD, load("w1", running=2, kv_tokens_used=1, kv_tokens_total=4))
         await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id="r1", requests=[finished(ttft_s=0.02)]))
         await asyncio.to_thread(receiver.wait_for, lambda: names.WORKER_TTFT.name in receiver.metrics)
 

@@ -73,7 +73,7 @@ class CachingEngine:
     def __init__(self, seed: str, chains: list[list[bytes]]) -> None:
         self.copies: dict[KvTier, Counter[bytes]] = {tier: Counter() for tier in KvTier}
         self.told: asyncio.Queue[list[KvEvent]] = asyncio.Queue()
-        self.facts = type("Facts", (), {"kv_blocks": 1000})
+        self.facts = type("Facts", (), {"kv_tokens": 32_000})
         self._chance = random.Random(seed)
         self._chains = chains
         self._translation = EventTranslation()

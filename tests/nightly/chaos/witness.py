@@ -26,7 +26,7 @@ CHECK_S = 0.2
 ASK_S_MAX = 15.0
 FIXED = frozenset({OTHER, STORE})
 """Groups of workers whose roles nobody changes."""
-IDLE = ("legs", "running", "waiting", "waiting_tokens", "kv_blocks_used")
+IDLE = ("legs", "running", "waiting", "waiting_tokens", "kv_tokens_used")
 """Of a load report: all zero where nothing is asked for."""
 ALSO_IDLE = ("leases", "pinned_blocks", "reads")
 """Of the exchange's part of it."""
@@ -127,7 +127,7 @@ class Witness:
         load = self._loads.get(worker_id)
         if load is None:
             return [f"{worker_id} was never heard"]
-        of_copies = {"kv_blocks_used"} if self._fleet.size.roles[worker_id] == STORE else set()
+        of_copies = {"kv_tokens_used"} if self._fleet.size.roles[worker_id] == STORE else set()
         idle = [name for name in IDLE if name not in of_copies]
         found = [f"{worker_id}: {name} is {value}" for name in idle if (value := getattr(load, name))]
         if load.exchange is not None:

@@ -98,7 +98,7 @@ def test_llm_ds_scores_are_weighed(of, ids):
     holds(of, ids[0], [11, 12])
     reports = [(4, 80), (0, 40), (2, 0)]  # waiting, blocks used of 100
     for worker_id, (waiting, used) in zip(ids, reports, strict=True):
-        of.fleet.cluster.report(load(worker_id, waiting=waiting, kv_blocks_used=used, kv_blocks_total=100), 0.5)
+        of.fleet.cluster.report(load(worker_id, waiting=waiting, kv_tokens_used=used, kv_tokens_total=100), 0.5)
 
     assert chosen(LlmDScorer(context(of))) == ids[1]  # 3*.5+2*0+2*.2 = 1.9; 0+2*1+2*.6 = 3.2; 0+2*.5+2*1 = 3.0
     assert chosen(LlmDScorer(context(of), prefix=10.0)) == ids[0]

@@ -100,7 +100,7 @@ def test_llm_ds_gate_closes_when_the_mean_worker_is_saturated():
 
     def reports(*each):
         for worker_id, (waiting, used) in zip(of.workers, each, strict=True):
-            of.fleet.cluster.report(load(worker_id, waiting=waiting, kv_blocks_used=used, kv_blocks_total=100), 0.5)
+            of.fleet.cluster.report(load(worker_id, waiting=waiting, kv_tokens_used=used, kv_tokens_total=100), 0.5)
         return SaturationGate(around).excluded()
 
     assert reports((9, 0), (0, 0)) == NOBODY  # 1.8 and 0

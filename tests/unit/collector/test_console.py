@@ -200,13 +200,13 @@ def test_tenants_beyond_the_maximum_are_counted_together(shown):
 
 def test_a_worker_card_has_load_rates_and_cache_hits(shown):
     shown.fleet(P1)
-    shown.load("p1", role=Role.PREFILL, kv_blocks_used=25, kv_blocks_total=100, waiting=3)
+    shown.load("p1", role=Role.PREFILL, kv_tokens_used=25, kv_tokens_total=100, waiting=3)
     shown.now = 5.0
     shown.load(
         "p1",
         role=Role.PREFILL,
-        kv_blocks_used=50,
-        kv_blocks_total=100,
+        kv_tokens_used=50,
+        kv_tokens_total=100,
         prompt_tokens_total=1000,
         cached_tokens_total=250,
     )

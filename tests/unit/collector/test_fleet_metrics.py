@@ -85,7 +85,7 @@ def test_a_load_report_is_shown_per_worker_and_role():
     one = metrics()
     one.load_reported(
         load(
-            "p1", role=Role.PREFILL, running=2, waiting=3, kv_blocks_used=30, kv_blocks_total=40, cached_tokens_total=7
+            "p1", role=Role.PREFILL, running=2, waiting=3, kv_tokens_used=30, kv_tokens_total=40, cached_tokens_total=7
         ),
         1.0,
     )

@@ -11,7 +11,7 @@ BOTH_TIERS = ("host", "disk")
 
 
 def told(epoch: int = 1, **numbers: int):
-    return load("s1", epoch=epoch, role=Role.STORE, kv_blocks_total=64, store=StoreState(block_bytes=1000, **numbers))
+    return load("s1", epoch=epoch, role=Role.STORE, store=StoreState(block_bytes=1000, host_blocks_max=64, **numbers))
 
 
 def test_blocks_bytes_and_capacity_are_shown_for_memory_and_files():

@@ -37,7 +37,7 @@ def shown(metrics: FleetMetrics, now: float = 1.0, unix_s: float = 1e9) -> dict[
 
 def test_load_and_cache_have_vllms_names_and_labels():
     metrics = metrics_of(record())
-    metrics.load_reported(load(running=2, waiting=3, kv_blocks_used=30, kv_blocks_total=40), 1.0)
+    metrics.load_reported(load(running=2, waiting=3, kv_tokens_used=30, kv_tokens_total=40), 1.0)
 
     page = shown(metrics)
 

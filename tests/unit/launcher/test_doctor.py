@@ -258,7 +258,7 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         changed_record(hashing=HashScheme(block_size=16)), Level.WARNING, "Workers of m hash their KV blocks differently",
     ),
     "full": (
-        reports(HeardLoad(report=load("p1", kv_blocks_used=99, kv_blocks_total=100, waiting=2))),
+        reports(HeardLoad(report=load("p1", kv_tokens_used=99, kv_tokens_total=100, waiting=2))),
         Level.WARNING, "The KV cache of p1 is full (99%) and 2 requests wait",
     ),
     "engine silent": (

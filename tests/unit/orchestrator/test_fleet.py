@@ -178,7 +178,7 @@ def test_each_published_change_raises_the_revision():
 
 def test_load_and_silence_are_described():
     fleet = hearing_fleet(record())
-    fleet.heard(load(running=2, waiting=1, kv_blocks_used=25, kv_blocks_total=100), 1.0)
+    fleet.heard(load(running=2, waiting=1, kv_tokens_used=25, kv_tokens_total=100), 1.0)
 
     (worker,) = fleet.described(1.5)
 

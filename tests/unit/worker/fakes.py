@@ -55,7 +55,7 @@ class FakeEngine:
             max_model_len=100,
             fingerprint=FINGERPRINT,
             hashing=HashScheme(block_size=32),
-            kv_blocks=10,
+            kv_tokens=320,
             legs_max=2,
         )
         self.bodies: list[dict | bytes] = []

@@ -179,12 +179,12 @@ async def test_kv_events_are_numbered_from_one_and_the_snapshot_follows():
 async def test_the_load_report_carries_the_engines_numbers_and_the_digest():
     async with running_worker() as worker:
         worker.engine.events.put_nowait([stored(5, 9)])
-        worker.engine.now = EngineLoad(running=3, kv_blocks_used=4, received_bytes_total=12)
+        worker.engine.now = EngineLoad(running=3, kv_tokens_used=4, received_bytes_total=12)
 
         reports = await collected(worker, LOAD, lambda reports: reports[-1].running == 3)
 
         report = reports[-1]
-        assert (report.kv_blocks_used, report.kv_blocks_total, report.received_bytes_total) == (4, 10, 12)
+        assert (report.kv_tokens_used, report.kv_tokens_total, report.received_bytes_total) == (4, 320, 12)
         assert (report.digest.count, report.digest.xor) == (2, 5 ^ 9)
         assert report.phase is WorkerPhase.READY
 
@@ -239,13 +239,13 @@ async def test_an_idle_engine_reports_pinned_blocks_as_used():
     reports: asyncio.Queue = asyncio.Queue()
     await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
 
-    exchange.state = KvExchangeState(pinned_blocks=9)
+    exchange.state = KvExchangeState(pinned_blocks=9, blocks=100)
     for running in (1, 0):
-        engine.now = EngineLoad(running=running, kv_blocks_used=20)
+        engine.now = EngineLoad(running=running, kv_tokens_used=100)
         await load.report(WorkerPhase.READY, 0)
 
     async with asyncio.timeout(WAIT_S_MAX):
-        assert [(await reports.get()).kv_blocks_used for _running in (1, 0)] == [20, 9]
+        assert [(await reports.get()).kv_tokens_used for _running in (1, 0)] == [100, 29]
     await bus.close()
 
 
@@ -257,7 +257,7 @@ async def test_the_record_has_the_engines_facts_and_is_removed_at_the_end():
         worker.service.stopping.set()
         await worker.exit
 
-        assert (found.phase, found.engine, found.models, found.kv_blocks) == (WorkerPhase.READY, "fake", ["m"], 10)
+        assert (found.phase, found.engine, found.models, found.kv_tokens) == (WorkerPhase.READY, "fake", ["m"], 320)
         gone = await records.get(WORKER)
         assert gone is None or gone.value is None
 

@@ -181,7 +181,7 @@ def facts_of(found: Found, settings: Settings, identity: Identity, root: str) ->
             engine_version=found.model.server or "unknown",
         ),
         hashing=HashScheme(block_size=settings.block_tokens),
-        kv_blocks=0,
+        kv_tokens=0,
         legs_max=settings.legs_max,
         prefix_caching=False,
         attached=True,

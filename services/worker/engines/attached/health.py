@@ -132,8 +132,8 @@ class Meter:
         """The server gets a request with ``tokens`` to compute (-1: not known)."""
         return MeteredRequest(self, min(tokens if tokens >= 0 else body_bytes // BYTES_PER_TOKEN, PROMPT_TOKENS_MAX))
 
-    def load(self, kv_blocks: int = 0) -> EngineLoad:
-        """``kv_blocks``: of the server; 0: it has not said."""
+    def load(self, kv_tokens: int = 0) -> EngineLoad:
+        """``kv_tokens``: capacity of the server; 0: it has not said."""
         gauges = self.gauges or Gauges(0, 0, 0.0)
         # The server's numbers are up to a second old, and include the requests of others.
         running = max(self._running - gauges.waiting, gauges.running)
@@ -141,7 +141,7 @@ class Meter:
             running=running,
             waiting=gauges.waiting,
             waiting_tokens=self._waiting_tokens,
-            kv_blocks_used=round(gauges.kv_used * kv_blocks),
+            kv_tokens_used=round(gauges.kv_used * kv_tokens),
             prompt_tokens_total=self._usage.prompt,
             computed_tokens_total=self._usage.prompt - self._usage.cached,
             cached_tokens_total=self._usage.cached,

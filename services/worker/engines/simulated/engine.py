@@ -119,7 +119,7 @@ class SimulatedEngine(Engine):
             running=len(batch.running),
             waiting=batch.queued,
             waiting_tokens=self._core.waiting_tokens(),
-            kv_blocks_used=cache.blocks - cache.free,
+            kv_tokens_used=(cache.blocks - cache.free) * self._core.settings.block_size,
             prompt_tokens_total=measures.prompt_tokens,
             computed_tokens_total=measures.computed_tokens,
             cached_tokens_total=measures.cached_tokens,

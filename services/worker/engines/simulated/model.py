@@ -62,7 +62,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         max_model_len=settings.max_model_len,
         fingerprint=fingerprint,
         hashing=HashScheme(block_size=settings.block_size),
-        kv_blocks=settings.kv_blocks,
+        kv_tokens=settings.kv_blocks * settings.block_size,
         legs_max=legs_max,
         step_tokens_max=settings.max_num_batched_tokens,
         prefix_caching=settings.prefix_caching,

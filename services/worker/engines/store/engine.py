@@ -197,9 +197,9 @@ class StoreEngine(Engine, EngineExchange):
         self._listeners.append(listener)
 
     def load(self) -> EngineLoad:
-        """``kv_blocks_used`` counts the blocks of memory that hold named content."""
+        """``kv_tokens_used`` counts the tokens in the blocks of memory that hold named content."""
         state = self._core.state(self._shape.block_bytes, self._jobs.disk_free_bytes())
-        return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=state)
+        return EngineLoad(kv_tokens_used=state.host_blocks * self._shape.block_size, store=state)
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
         self._load_listeners.append(listener)
@@ -296,7 +296,7 @@ def facts_of(options: StoreOptions, blocks: int, note: str) -> EngineFacts:
         max_model_len=record.max_model_len,
         fingerprint=record.fingerprint,
         hashing=record.hashing,
-        kv_blocks=blocks,
+        kv_tokens=blocks * options.partner.shape.block_size,
         legs_max=0,
         step_tokens_max=record.step_tokens_max,
         note=note,

@@ -106,6 +106,7 @@ class StoreExchange:
         return StoreState(
             block_bytes=block_bytes,
             host_blocks=tiers.memory.named,
+            host_blocks_max=tiers.memory.blocks,
             disk_blocks=len(tiers.files),
             disk_blocks_max=tiers.files.slots,
             disk_free_bytes=disk_free_bytes,

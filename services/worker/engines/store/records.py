@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from connector.layout.tensors import PROTOCOL_VERSION, Content, contents_of, why_malformed
-from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGroup, KvHandshake, KvLayer, KvPlane
+from shared.contracts.kv_exchange import FULL_HASH_BYTES, GROUP, KvGroup, KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
 """A block counts as at least this much of a store's memory. Simulated blocks are a few bytes long; without a minimum,
@@ -30,6 +30,11 @@ class BlockShape:
     groups: tuple[KvGroup, ...]
     layers: tuple[tuple[str, Content], ...]
     """The name of each layer and its content."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.groups[GROUP].block_size
 
     @property
     def block_bytes(self) -> int:

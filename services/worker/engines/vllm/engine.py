@@ -359,8 +359,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     if llm.grammars is not None:
         await llm.grammars.connect()
     cache = llm.vllm_config.cache_config
-    meter.kv_blocks = cache.num_gpu_blocks or 0
-    meter.steps.tokens_per_use = meter.kv_blocks * cache.block_size
+    meter.kv_tokens = meter.steps.tokens_per_use = cache.kv_cache_size_tokens or 0
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
@@ -479,7 +478,7 @@ def _facts(
         max_model_len=config.model_config.max_model_len,
         fingerprint=fingerprint,
         hashing=hash_scheme(config.cache_config),
-        kv_blocks=config.cache_config.num_gpu_blocks or 0,
+        kv_tokens=config.cache_config.kv_cache_size_tokens or 0,
         legs_max=legs_max,
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,
         prefix_caching=bool(config.cache_config.enable_prefix_caching),

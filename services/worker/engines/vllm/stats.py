@@ -160,7 +160,8 @@ class EngineMeter(StatLoggerBase):
         self.steps = StepMeter()
         self.sources = SourceTap(self.steps)
         self.waiting_tokens = 0
-        self.kv_blocks = 0
+        self.kv_tokens = 0
+        """Capacity of the KV cache."""
         self._queues: Any = None
         """The scheduler's statistics of the last step that had any."""
         self._load = EngineLoad()
@@ -198,7 +199,7 @@ class EngineMeter(StatLoggerBase):
             listener()
 
     def load(self) -> EngineLoad:
-        queues = {} if self._queues is None else _queues(self._queues, self.kv_blocks)
+        queues = {} if self._queues is None else _queues(self._queues, self.kv_tokens)
         counter = self.steps.counter
         return msgspec.structs.replace(
             self._load,
@@ -228,11 +229,11 @@ class EngineMeter(StatLoggerBase):
             load.decode_s_per_token = smooth(load.decode_s_per_token, sum(gaps) / len(gaps))
 
 
-def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:
+def _queues(stats: Any, kv_tokens: int) -> dict[str, Any]:
     return {
         "running": stats.num_running_reqs,
         "waiting": stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-        "kv_blocks_used": round(stats.kv_cache_usage * kv_blocks),
+        "kv_tokens_used": round(stats.kv_cache_usage * kv_tokens),
         "adapters_running": _with_requests(stats.running_lora_adapters),
         "adapters_waiting": _with_requests(stats.waiting_lora_adapters),
     }

@@ -161,14 +161,14 @@ def test_one_worker_of_both_roles_needs_no_other_reason():
     assert fleet.place(prompt_tokens=5, hashes=()).why == "one worker is best for both legs"
 
 
-KV_BLOCKS = 100
+KV_TOKENS = 100 * 32
 
 
 def two_decode_workers_of_which_one_is_full(in_use: int) -> Fleet:
     """All but 10 blocks of d1 are used. It holds 20 of the prompt, of which a running request has ``in_use``."""
     fleet = Fleet()
-    fleet.add("b1", held=20, kv_blocks_used=KV_BLOCKS - 10, kv_blocks_total=KV_BLOCKS)
-    fleet.add("b2", kv_blocks_total=KV_BLOCKS, prefill_token_s=0.002)
+    fleet.add("b1", held=20, kv_tokens_used=KV_TOKENS - 10 * 32, kv_tokens_total=KV_TOKENS)
+    fleet.add("b2", kv_tokens_total=KV_TOKENS, prefill_token_s=0.002)
     fleet.cluster.leg_started(WorkerId("b1"), Sent(NOW, 0, 0, 0, PROMPT.hashes[:in_use]))
     return fleet
 

@@ -253,7 +253,7 @@ async def test_a_failed_tokenizer_is_fetched_again_when_its_worker_restarts(worl
         {"models": ["m" * 600]},
         {"max_model_len": -1},
         {"legs_max": 1 << 63},
-        {"kv_blocks": -5},
+        {"kv_tokens": -5},
         {"ranks": 0},
         {"step_tokens_max": 0},
         {"hashing": HashScheme(block_size=0)},

@@ -46,7 +46,7 @@ async def test_a_worker_that_sleeps_says_which_names_wake_it_and_has_no_engine(w
 
     record = workers.records[ID]
     assert record.models[1:] == ["chat"]
-    assert record.kv_blocks == 0
+    assert record.kv_tokens == 0
     assert workers.made == []
 
 

@@ -198,7 +198,7 @@ async def test_stop_strings_end_the_answer_before_them(engine, streamed):
     assert "".join(choice["text"] for choice in choices) == " ".join(words[:5])
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", " " + words[5])
     assert leg.result.finish_reason == "stop"
-    assert engine.load().kv_blocks_used == 0
+    assert engine.load().kv_tokens_used == 0
 
 
 async def test_a_stop_token_is_counted_and_not_shown(engine):
@@ -293,7 +293,7 @@ async def test_bad_input_gets_vllms_errors(engine, path, body, status, param):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["code"], error["param"]) == (status, param)
-    assert engine.load().kv_blocks_used == 0
+    assert engine.load().kv_tokens_used == 0
 
 
 async def test_models_health_and_unknown_paths(engine):
@@ -478,7 +478,7 @@ async def test_a_cancelled_call_frees_its_blocks(directory):
         answer = await other
 
         assert answer.json()["usage"]["completion_tokens"] == 20
-        assert (engine.load().running, engine.load().kv_blocks_used) == (0, 0)
+        assert (engine.load().running, engine.load().kv_tokens_used) == (0, 0)
 
 
 async def test_closing_the_engine_fails_running_and_new_requests(directory):
@@ -550,7 +550,7 @@ async def test_a_worker_starts_the_engine_from_its_settings(tmp_path):
     )
     try:
         facts = engine.facts
-        assert (facts.kv_blocks, facts.max_model_len, facts.legs_max) == (100, 3200, 7)
+        assert (facts.kv_tokens, facts.max_model_len, facts.legs_max) == (3200, 3200, 7)
         assert (facts.engine, facts.models, facts.hashing.block_size) == ("simulated", ["baton-tiny"], 32)
         assert facts.fingerprint.revision
         assert said == ["loading the tokenizer"]

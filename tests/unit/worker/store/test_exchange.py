@@ -189,6 +189,7 @@ def test_the_store_state_counts_blocks_kept_and_granted(store):
     assert store.exchange.state(1000) == StoreState(
         block_bytes=1000,
         host_blocks=4,
+        host_blocks_max=8,
         disk_blocks=5,
         disk_blocks_max=SLOTS,
         loads_waiting=4,  # as many as there is room for beside what is leased
