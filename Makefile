@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet bench-scale outside catalogue dist lock clean
+.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale outside catalogue dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ bench-replay: setup-dev ## The placement study in virtual time, an hour and a ha
 bench-planner: setup-dev ## The planner on a trace in virtual time, against fixed fleets; TRACE=FILE, ARGS="--load 2 --hours 2 --swing 0.7"
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
 	@$(PYTHON) -m bench.bench_planner "$(TRACE)" $(ARGS)
+
+bench-role-shift: setup-dev ## Goodput of four simulated workers while the load turns, with a planner and without; eight minutes; ARGS=--quick
+	@$(PYTHON) -m bench.bench_role_shift $(ARGS)
 
 bench-telemetry: setup-dev ## What metrics and traces cost a router
 	@$(PYTHON) -m bench.bench_telemetry $(ARGS)

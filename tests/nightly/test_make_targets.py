@@ -29,6 +29,7 @@ TARGETS = {
     "bench-placement": {"ARGS": "--entries 200000 --python-entries 50000 --repeat 1"},
     "bench-replay": {"ARGS": "--quick --only targets --runs {out}/runs"},
     "bench-planner": {"TRACE": "{trace}", "ARGS": "--hours 0.1"},
+    "bench-role-shift": {"ARGS": "--quick"},
     "bench-telemetry": {"ARGS": "--rounds 4 --out {out}/telemetry.md"},
     "bench-fleet": {"ARGS": "--times 1 --no-page"},
     "bench-scale": {"ARGS": "--quick --out {out}/scale.md"},
