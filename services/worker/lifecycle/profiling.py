@@ -210,15 +210,17 @@ class ProfileHandler:
         return round((clock.wall_s() - clock.now() + at) * 1e9)
 
     async def _read(self, ask: ReadTrace, _envelope: Envelope) -> TracePart:
-        record, written = self._status.record, self._written
+        record, written, data, refusal = self._status.record, self._written, b"", ""
         if written is None or written.stopped.profile_id != ask.profile_id:
-            return TracePart(
-                worker_id=record.worker_id, epoch=record.epoch, refusal=f"it no longer has {ask.profile_id}"
-            )
-        if not 0 <= ask.trace < len(written.traces) or ask.offset < 0:
-            return TracePart(worker_id=record.worker_id, epoch=record.epoch, refusal="it has no such trace")
-        data = await asyncio.to_thread(part_of, written.traces[ask.trace], ask.offset)
-        return TracePart(worker_id=record.worker_id, epoch=record.epoch, data=data)
+            refusal = f"it no longer has {ask.profile_id}"
+        elif not 0 <= ask.trace < len(written.traces) or not 0 <= ask.offset <= written.stopped.traces[ask.trace]:
+            refusal = "it has no such trace, or no such part of it"
+        else:
+            try:
+                data = await asyncio.to_thread(part_of, written.traces[ask.trace], ask.offset)
+            except OSError as error:
+                refusal = f"the trace cannot be read: {error}"
+        return TracePart(worker_id=record.worker_id, epoch=record.epoch, data=data, refusal=refusal)
 
 
 def part_of(trace: Path, offset: int) -> bytes:

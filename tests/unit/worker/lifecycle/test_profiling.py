@@ -172,6 +172,10 @@ async def test_parts_of_traces_are_bounded_and_checked(tmp_path):
         assert len(data) == size
         assert (await read(worker, "one", trace=1)).refusal
         assert (await read(worker, "one", offset=-1)).refusal
+        assert (await read(worker, "one", offset=2**63)).refusal
+        for trace in tmp_path.iterdir():
+            trace.unlink()
+        assert "cannot be read" in (await read(worker, "one")).refusal
 
 
 def test_legs_are_on_the_clock_of_the_trace_and_in_lanes_of_their_own(tmp_path):
