@@ -95,7 +95,7 @@ def test_prometheus_finds_and_reads_the_collector_and_every_router(system: Compo
 def test_every_query_of_dashboards_and_alerts_is_valid_with_the_names_of_this_fleet(system: Compose):
     for promql in expressions():
         prometheus(system, "query", query=promql)
-    assert prometheus(system, "query", query='sum(baton_fleet_workers{phase="ready"}) == 2')["result"]
+    until(lambda: prometheus(system, "query", query='sum(baton_fleet_workers{phase="ready"}) == 2')["result"])
 
 
 def grafana(system: Compose, path: str, **parameters: str) -> httpx.Response:
