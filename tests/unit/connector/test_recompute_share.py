@@ -7,7 +7,7 @@ from math import inf, nan
 
 import pytest
 
-from connector.scheduler.recompute_share import GROWTH, GROWTH_MIN, SLOWED_S_MAX, STEPS_MAX, TOKENS_MIN, RecomputeShare
+from connector.scheduler.recompute_share import GROWTH_MIN, SLOWED_S_MAX, STEPS_MAX, TOKENS_MIN, RecomputeShare
 
 DECODE_S, TOKEN_S = 0.010, 0.000_05
 NEEDED = 10_000
@@ -41,7 +41,7 @@ def test_a_step_with_recomputes_ends_within_the_shortest_target(learned):
 
 
 def test_without_a_target_a_step_is_a_fifth_longer_at_most(learned):
-    assert step_s(learned, inf) == pytest.approx(GROWTH * DECODE_S, abs=2 * TOKEN_S)
+    assert step_s(learned, inf) == pytest.approx(1.2 * DECODE_S, abs=2 * TOKEN_S)
 
 
 def test_a_target_that_a_decode_step_misses_leaves_a_share(learned):
@@ -92,7 +92,7 @@ def test_a_step_in_which_the_process_did_not_run_hardly_counts(learned):
     before = learned.tokens(0.030)
     run(learned, 200.0, 0, decode_s=5.0)
 
-    assert learned.tokens(0.030) > 0.6 * before
+    assert 0.6 * before < learned.tokens(0.030) < before
 
 
 def test_a_step_that_is_made_while_another_is_computed_is_timed_from_the_end_of_that():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 import pytest
 
@@ -145,9 +147,11 @@ def test_a_prompt_that_was_computed_nowhere_is_not_bounded(scheduler):
 
 def test_the_last_partial_block_of_a_ready_request_is_no_recompute(scheduler):
     with_ready(scheduler)
-    add(scheduler, "next", LOST, tokens=BLOCK_TOKENS + 1)
+    add(scheduler, "lost", LOST)
+    step(scheduler)
+    add(scheduler, "soon", LOST, tokens=BLOCK_TOKENS + 1)
 
-    assert step(scheduler)["next"] == BLOCK_TOKENS + 1
+    assert step(scheduler) == {"ready": 1, "lost": SHARE, "soon": BLOCK_TOKENS + 1}
 
 
 def test_the_shortest_target_of_the_ready_requests_counts(scheduler, share):
@@ -159,6 +163,15 @@ def test_the_shortest_target_of_the_ready_requests_counts(scheduler, share):
     until_computed(scheduler, "lost")
 
     assert set(share.targets) == {0.04}
+
+
+def test_a_ready_request_without_a_target_asks_for_none(scheduler, share):
+    with_ready(scheduler)
+    add(scheduler, "lost", LegOrder(recomputes=True, itl_target_s=0.01))
+
+    until_computed(scheduler, "lost")
+
+    assert set(share.targets) == {inf}
 
 
 def test_the_report_says_for_how_long_a_recompute_was_slowed(scheduler):
