@@ -71,7 +71,7 @@ QUICK = Size(
     turns=3,
     seconds=8.0,
     leases=40,
-    batches=2,
+    batches=3,
 )
 
 

@@ -53,14 +53,14 @@ Found = dict[tuple[str, int], list[Batch]]
 
 
 async def measure(fleet: BenchFleet, ways: Sequence[str], times: int) -> Found:
-    """So many batches of each kind; which of a batch's requests lose KV is drawn."""
+    """So many batches of each kind, in turn; which of a batch's requests lose KV is drawn."""
     prompts, draw, found = Prompts(2), random.Random(2), Found()
     for _time in range(WARM_UPS):
         await lose_some(fleet, ways[0], set(), prompts)
-    for lost in LOST:
-        for _time in range(times):
+    for _time in range(times):
+        for lost in LOST:
+            losing = set(draw.sample(range(BATCH), lost))
             for how in ways:
-                losing = set(draw.sample(range(BATCH), lost))
                 found.setdefault((how, lost), []).append(await lose_some(fleet, how, losing, prompts))
     return found
 
@@ -128,16 +128,17 @@ def group(answered: Sequence[Answered], begun_at: float) -> Group | None:
 def lines(found: Found) -> list[str]:
     """The part of the page."""
     rows = [row(found, how, lost) for lost in LOST for how in (*OURS, *THEIRS)]
+    times = len(found[BOUND, 0])
     return [
         f"## Lost KV in a batch: {BATCH} requests of {BATCH_TOKENS} tokens at once",
         "",
         f"Requests with {TOKENS_OUT} tokens of output each; those that lose KV are drawn. Times from the first request of the batch on:",
-        "medians of a batch's requests, and then of the batches. Baton: the second half of the blocks does not arrive, and is computed;",
+        f"medians of a batch's requests, and then of {times} batches. Baton: the second half of the blocks does not arrive, and is computed;",
         "beside ready requests without a target for the time between tokens a step computes so much of it that it takes a",
         "fifth longer than a decode step. Not bounded: the same with a target that no step reaches. Upstream: vLLM's",
         "connector keeps no block of a transfer that fails, so the whole prompt is computed; the lost requests come without a",
-        "transfer here, so that what the failure itself costs is not counted. With all 8 lost, every prompt is computed: what",
-        "a decode engine did for each batch with a loss before it computed only what is missing.",
+        "transfer here, so that what the failure itself costs is not counted. Upstream's row with all 8 lost is what an engine",
+        "does that computes all prompts of a batch again for one loss.",
         "",
         *table(
             "lost | method | ready: TTFT ms | second token ms | times no loss | between tokens ms | lost: TTFT ms | second token ms | between tokens ms | tokens computed",
