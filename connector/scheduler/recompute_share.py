@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
+TARGET_SHARE = 0.9
+"""A step with recomputes may take this part of a target: steps vary, and tokens still have their way to the client."""
 GROWTH = 1.2
 """A step with recomputes may take so many times as long as a decode step, if no ready request has a target."""
 GROWTH_MIN = 1.1
@@ -62,7 +64,7 @@ class RecomputeShare:
         if not self._decode_s or not self._token_s:
             return TOKENS_MIN
         has_target = target_s < inf
-        step_s = max(target_s, GROWTH_MIN * self._decode_s) if has_target else GROWTH * self._decode_s
+        step_s = max(TARGET_SHARE * target_s, GROWTH_MIN * self._decode_s) if has_target else GROWTH * self._decode_s
         return max(TOKENS_MIN, (step_s - self._decode_s) / self._token_s)
 
     def allow(self, request_id: str, tokens: int, now: float) -> int:

@@ -37,7 +37,7 @@ def step_s(share: RecomputeShare, target_s: float) -> float:
 
 
 def test_a_step_with_recomputes_ends_within_the_shortest_target(learned):
-    assert step_s(learned, 0.030) == pytest.approx(0.030, abs=2 * TOKEN_S)
+    assert 0.025 < step_s(learned, 0.030) < 0.030
 
 
 def test_without_a_target_a_step_is_a_fifth_longer_at_most(learned):
@@ -80,12 +80,12 @@ def test_all_recomputes_of_a_step_share_it_and_the_first_gets_what_it_needs(lear
 
 
 def test_the_share_follows_an_engine_that_gets_slower(learned):
-    before, at = learned.tokens(0.030), 200.0
+    at = 200.0
     for _time in range(100):
         at = run(learned, at, 0, decode_s=2 * DECODE_S)
         at = run(learned, at, 100, decode_s=2 * DECODE_S)
 
-    assert learned.tokens(0.030) == pytest.approx(before / 2, rel=0.05)
+    assert learned.tokens(0.030) == pytest.approx(0.007 / TOKEN_S, rel=0.05)
 
 
 def test_a_step_in_which_the_process_did_not_run_hardly_counts(learned):
@@ -104,7 +104,7 @@ def test_a_step_that_is_made_while_another_is_computed_is_timed_from_the_end_of_
         ended_at += DECODE_S + tokens * TOKEN_S
         share.ended(ended_at)
 
-    assert share.tokens(0.030) == pytest.approx(0.020 / TOKEN_S, rel=0.01)
+    assert share.tokens(0.030) == pytest.approx(0.017 / TOKEN_S, rel=0.01)
 
 
 def test_a_recompute_that_was_slowed_for_long_is_no_longer_bounded(learned):
