@@ -37,6 +37,7 @@ from connector.layout.engine_layout import (
 )
 from connector.layout.tensors import UnsupportedLayout
 from connector.messages import Orders, Results, read_settings
+from connector.scheduler.block_names import rename_blocks
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.scheduler.event_publisher import register_publisher
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
@@ -102,6 +103,7 @@ class BatonConnector(KVConnectorBase_V1):
             shape = EngineShape(self._hash_block_size, groups_of(kv_cache_config), ranks)
             self.connector_scheduler = ConnectorScheduler(settings, shape)
             EngineCore.kv_exchange = kv_exchange
+            EngineCore.rename_blocks = rename_blocks
             register_publisher()
         else:
             self._worker = ConnectorWorker(vllm_config, kv_cache_config, resolve_name(settings.agent))

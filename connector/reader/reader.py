@@ -253,6 +253,13 @@ class Reader:
         state = self._requests.get(request_id)
         return state.counts.transfer_report(None) if state is not None else KvTransferReport()
 
+    def restart(self, request_id: str) -> None:
+        """The request's blocks get other names: what was asked for under the old ones is not needed."""
+        state = self._requests.get(request_id)
+        if state is not None and not state.loading:
+            self._drop(state)
+            state.first_token = None
+
     def take_first_tokens(self) -> dict[str, FirstToken]:
         """``first_tokens``, once."""
         taken, self.first_tokens = self.first_tokens, {}

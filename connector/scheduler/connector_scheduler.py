@@ -117,6 +117,8 @@ class ConnectorScheduler:
         limits = FetchLimits(answer_s_max=settings.answer_s_max)
         self._results: Callable[[], Results] | None = None
         self._submit: Callable[[Orders], None] | None = None
+        self.renamed_at = 0.0
+        """When blocks got new names, on the wall clock; 0: never."""
         self._ended: set[str] = set()
         self._empty: set[int] = set()
         self._engine_core: Any = None

@@ -28,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.connector import BatonConnector, order_of, params_of
+from connector.scheduler.block_names import rename_if_late
 from connector.scheduler.connector_scheduler import StepReport
 from connector.scheduler.first_token import BEFORE_STEP, basis_of, begin, may_begin, output_of
 
@@ -78,6 +79,8 @@ class BatonScheduling:
         side = self.connector.connector_scheduler
         side.idle_wait.note_change()
         with side.calls.lock:
+            if side.renamed_at:
+                rename_if_late(request, side.renamed_at)
             super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:

@@ -23,11 +23,13 @@ from shared.contracts.channels import (
     CHANGE_ROLE,
     DESCRIBE_ADAPTERS,
     DESCRIBE_FLEET,
+    DESCRIBE_WEIGHTS,
     DRAIN,
     DRAINED,
     LOAD,
     ORDER_ADAPTER,
     ORDER_MODEL,
+    ORDER_WEIGHTS,
     SERVICE_STATUS,
     WORKER_RECORDS,
     AskChannel,
@@ -38,12 +40,16 @@ from shared.contracts.fleet_orders import (
     AdapterOrdered,
     Adapters,
     AskAdapters,
+    AskWeights,
     ChangeRole,
     DrainWorker,
     ModelOrdered,
     OrderAdapter,
     OrderModel,
+    OrderWeights,
     RoleChanged,
+    Weights,
+    WeightsOrdered,
     WorkerDrained,
 )
 from shared.contracts.load import LoadReport
@@ -63,7 +69,9 @@ ROLE_S_MAX = 60.0
 """Longest wait until a worker has verified another role: longer than all of its attempts."""
 ADAPTER_S_MAX = 600.0
 """Longest wait until all workers have loaded an adapter, of which several do it at the same time."""
-NO_ORCHESTRATOR = "No orchestrator responds: it carries out and logs orders about adapters. Start one (`baton up`)."
+WEIGHTS_S_MAX = 3600.0
+"""Longest wait until all workers have loaded a checkpoint, or their requests have ended."""
+NO_ORCHESTRATOR = "No orchestrator responds: it carries out and logs orders. Start one (`baton up`)."
 LOADS_S_MAX = 3.0
 """Longest wait until all workers have reported their load, which they do at least once a second."""
 SILENCE_S_MAX = 10.0
@@ -255,6 +263,16 @@ async def read_adapters(nats_url: str) -> AdapterView:
             return AdapterView(fleet, await bus.ask(DESCRIBE_ADAPTERS, AskAdapters(), timeout_s=ASK_S_MAX))
         except (NoResponders, AskTimedOut):
             return AdapterView(fleet, Adapters())
+
+
+async def order_weights(nats_url: str, order: OrderWeights) -> WeightsOrdered:
+    """Returns when the workers have carried it out, or failed to. Raises CommandFailed, BusError."""
+    return await ask_service(nats_url, ORDER_WEIGHTS, order, s_max=WEIGHTS_S_MAX, missing=NO_ORCHESTRATOR)
+
+
+async def read_weights(nats_url: str) -> Weights:
+    """Raises CommandFailed, BusError."""
+    return await ask_service(nats_url, DESCRIBE_WEIGHTS, AskWeights(), s_max=ASK_S_MAX, missing=NO_ORCHESTRATOR)
 
 
 async def order_model(nats_url: str, order: OrderModel) -> ModelOrdered:

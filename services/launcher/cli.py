@@ -24,6 +24,7 @@ from services.launcher.commands import service as service_commands
 from services.launcher.commands import tokens as token_commands
 from services.launcher.commands import up as up_command
 from services.launcher.commands import views as view_commands
+from services.launcher.commands import weights as weight_commands
 from services.launcher.commands.options import StateDir, fail, state_folder
 from services.launcher.system import state_file
 
@@ -70,6 +71,7 @@ view_commands.add_to(app)
 order_commands.add_to(app)
 lora_commands.add_to(app)
 profile_commands.add_to(app)
+weight_commands.add_to(app)
 doctor_command.add_to(app)
 init_command.add_to(app)
 key_commands.add_to(app)

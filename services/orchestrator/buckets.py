@@ -19,6 +19,7 @@ from shared.contracts.channels import (
     RESPONSES,
     USAGE,
     WANTED_ADAPTERS,
+    WANTED_WEIGHTS,
     WORKER_RECORDS,
 )
 from shared.contracts.routers import RESPONSES_BYTES_MAX, RESPONSES_S
@@ -58,6 +59,7 @@ async def make_buckets(bus: Bus, lease_s: float, kept: KeptFor = KeptFor()) -> N
     await bus.make_bucket(LEADERSHIP, ttl_s=lease_s)
     await bus.make_bucket(DEFAULT_MODE, ttl_s=None)
     await bus.make_bucket(WANTED_ADAPTERS, ttl_s=None)
+    await bus.make_bucket(WANTED_WEIGHTS, ttl_s=None)
     try:  # A disk may be too small for the next ones: requests are served without them.
         await _make_buckets_on_disk(bus, kept)
     except BusError as error:

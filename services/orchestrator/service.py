@@ -14,6 +14,7 @@ from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
 from services.orchestrator.sleeping import Sleeping, SleepPolicy
+from services.orchestrator.weights import WeightOrders
 from shared.bus.outage import Outage
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, StoredValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
@@ -66,6 +67,7 @@ class Orchestrator:
         rules = rules or Rules.from_settings(settings)
         self._planning = Planning(bus, clock, settings, rules, leading=lambda: self.leading)
         self._adapters = AdapterOrders(bus, clock, self._workers, leading=lambda: self.leading)
+        self._weights = WeightOrders(bus, clock, self._workers, leading=lambda: self.leading)
         sleep_policy = SleepPolicy.from_settings(settings)
         self._sleeping = Sleeping(bus, clock, sleep_policy, leading=lambda: self.leading, fleet=self._workers)
         self._unpublished: list[WorkerLost] = []
@@ -108,6 +110,7 @@ class Orchestrator:
                 tasks.create_task(self._publish(), name="publish"),
                 tasks.create_task(self._planning.run(self._workers), name="plan"),
                 tasks.create_task(self._adapters.run(), name="order-adapters"),
+                tasks.create_task(self._weights.run(), name="order-weights"),
                 tasks.create_task(self._sleeping.run(), name="sleep"),
             ]
             on_ready()

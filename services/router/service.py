@@ -34,6 +34,7 @@ from services.router.feeds.reservations import ReservationFeed
 from services.router.http.adapter_routes import OrderAdapters
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
+from services.router.http.weight_routes import OrderAboutWeights
 from services.router.placement.fleet import Fleet
 from services.router.placement.placement import PlacementPolicy
 from services.router.placement.policy import RequestPolicy
@@ -208,6 +209,7 @@ class Router:
             responses=self.responses,
             batches=self.batches,
             order_adapters=OrderAdapters(self.bus, self.fleet.cluster, is_local=self.settings.is_local),
+            order_weights=OrderAboutWeights(self.bus, is_local=self.settings.is_local),
         )
         return Edge(self.settings, self.clock, self.relay, self.responses, self.request_log, self.authenticator, app)
 

@@ -30,6 +30,7 @@ from services.worker.lifecycle.profiling import ProfileHandler
 from services.worker.lifecycle.registration import Registration, SavedRole, WorkerStatus, follow_health, new_epoch
 from services.worker.lifecycle.self_test import ReadSpeeds, SelfTestHandler
 from services.worker.lifecycle.sleeping import Sleep
+from services.worker.lifecycle.weights import WeightsHandler
 from services.worker.load_reports import LoadPublisher
 from services.worker.prompt_handlers import RenderHandler, TokenizerHandler
 from services.worker.settings import Settings
@@ -199,6 +200,18 @@ class Worker:
         profiles = ProfileHandler(service, engine, self._server, self._status)
         self._opens.append(profiles.open)
         self._follows.append(profiles.follow)
+        self._weights = WeightsHandler(
+            service.bus,
+            service.clock,
+            self._status,
+            engine.weights,
+            settings.weights_dir,
+            on_named=exchange.peers.set_weights if exchange is not None else lambda _weights: None,
+        )
+        self._opens.append(self._weights.open)
+        self._keeps_weights = engine.facts.engine == "vllm"  # of the model that the worker names
+        if self._keeps_weights:
+            self._follows.append(self._weights.follow)
         self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
         self._drain = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
@@ -253,10 +266,13 @@ class Worker:
         note = "; ".join(filter(None, (self._engine.facts.note, remark, self._suspects.note)))
         if drain_wanted.done():
             return
-        if self._engine.health is None:
-            await self._status.ready(note)
-        else:
+        if self._keeps_weights:
+            await self._weights.settle()
+            await _unless_first(drain_wanted, follow_health(self._weights, self._status, note))
+        elif self._engine.health is not None:
             await _unless_first(drain_wanted, follow_health(self._engine.health, self._status, note))
+        else:
+            await self._status.ready(note)
 
     async def _probe_until(self, drain_wanted: asyncio.Task[DrainPlan], prober: Prober) -> str:
         """Run the KV self-test until it has passed or the worker is to drain; returns what operators should know."""
@@ -330,7 +346,10 @@ def make_exchange(service: Service, engine: Engine, identity: Identity) -> Worke
     """None for an engine without a KV exchange."""
     if engine.exchange is None:
         return None
-    return WorkerExchange(service.bus, service.clock, identity, engine.exchange, engine.facts.fingerprint.key())
+    own = engine.facts.fingerprint
+    exchange = WorkerExchange(service.bus, service.clock, identity, engine.exchange, own.base_key())
+    exchange.peers.set_weights(own.weights)
+    return exchange
 
 
 async def _unless_stopped(starting: Awaitable[Engine], stopping: asyncio.Event) -> Engine | None:

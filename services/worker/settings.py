@@ -61,6 +61,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Change it when the model is served with adapters.
     """
 
+    weights_dir: str = ""
+    """Folder with checkpoints of the model; the operator may load those in it in place. Empty: none. Change it when
+    weights change without a restart, as in RL.
+    """
+
     # Engine
     engine: Literal["vllm", "simulated", "attached"] = "vllm"
     """vllm, simulated, or attached: no engine of its own, requests are passed on to the server of ``attach_url``.

@@ -33,14 +33,17 @@ from shared.contracts.fleet_orders import (
     Adapters,
     AskAdapters,
     AskSelfTestPrompt,
+    AskWeights,
     ChangeAdapter,
     ChangeRole,
+    ChangeWeights,
     DrainWorker,
     ModelOrdered,
     ModelWaking,
     OrderAdapter,
     OrderModel,
     OrderTaken,
+    OrderWeights,
     RoleChanged,
     RunSelfTest,
     SelfTestPrompt,
@@ -49,6 +52,10 @@ from shared.contracts.fleet_orders import (
     WakeModel,
     WakeWorker,
     WantedAdapter,
+    WantedWeights,
+    Weights,
+    WeightsChanged,
+    WeightsOrdered,
     WorkerDrained,
 )
 from shared.contracts.inference import CancelLeg, FrameBatch, RenderedPrompt, RenderPrompt, RequestsFinished, StartLeg
@@ -285,6 +292,24 @@ DESCRIBE_ADAPTERS = AskChannel(
 )
 WANTED_ADAPTERS = Channel(
     "adapters.{key}", WantedAdapter, Delivery.KEY_VALUE, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR,)
+)
+# Only an orchestrator's key can make a worker change its weights.
+ORDER_WEIGHTS = AskChannel(
+    "fleet.order_weights",
+    OrderWeights,
+    Delivery.ASK,
+    (Party.LAUNCHER, *ROUTERS),
+    (Party.ORCHESTRATOR,),
+    answer=WeightsOrdered,
+)
+CHANGE_WEIGHTS = AskChannel(
+    "worker.{worker_id}.weights", ChangeWeights, Delivery.ASK, (Party.ORCHESTRATOR,), WORKERS, answer=WeightsChanged
+)
+DESCRIBE_WEIGHTS = AskChannel(
+    "fleet.weights", AskWeights, Delivery.ASK, (Party.LAUNCHER, *ROUTERS), (Party.ORCHESTRATOR,), answer=Weights
+)
+WANTED_WEIGHTS = Channel(
+    "weights.{key}", WantedWeights, Delivery.KEY_VALUE, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, *WORKERS)
 )
 WAKE_MODEL = AskChannel("fleet.wake", WakeModel, Delivery.ASK, ROUTERS, (Party.ORCHESTRATOR,), answer=ModelWaking)
 ORDER_MODEL = AskChannel(

@@ -1,4 +1,5 @@
-"""Orders to workers and models: drain, change the role, run the KV self-test, sleep, wake, load LoRA adapters.
+"""Orders to workers and models: drain, change the role, run the KV self-test, sleep, wake, load LoRA adapters, change
+weights.
 
 The workers of a model that sleeps run no engine until a request or an operator wakes them. The orchestrator keeps the
 adapters loaded that operators ordered.
@@ -6,6 +7,7 @@ adapters loaded that operators ordered.
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 
 import msgspec
@@ -264,3 +266,134 @@ class Adapters(Message, frozen=True, kw_only=True):
     wanted: list[WantedAdapter] = msgspec.field(default_factory=list)
     orders: list[AdapterOrdered] = msgspec.field(default_factory=list)
     """Orders of this orchestrator, the newest first."""
+
+
+WEIGHTS_BYTES_MAX = 16 << 20
+"""Size of what a trainer tells engines about one part of its weights, as JSON."""
+
+
+class WeightsAction(StrEnum):
+    """What an order about a model's weights does, on all its workers. vLLM's calls of these names."""
+
+    PAUSE = "pause"
+    """Schedule nothing. ``mode`` says what happens to requests that run."""
+    RESUME = "resume"
+    LOAD = "load"
+    """Load the weights of a folder, in place."""
+    INIT = "init"
+    """Connect the engine to a trainer."""
+    SHUTDOWN = "shutdown"
+    START = "start"
+    """Begin an update from the trainer."""
+    UPDATE = "update"
+    """Receive a part of it."""
+    FINISH = "finish"
+
+
+class PauseMode(StrEnum):
+    """What happens to requests that run."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    """Requests that run end first; those that the engine has not begun wait."""
+    KEEP = "keep"
+    """Requests that run stop, and go on later from the KV that they have."""
+
+
+class OrderWeights(Message, frozen=True, kw_only=True):
+    """Operator -> orchestrator: an order about a model's weights."""
+
+    action: WeightsAction
+    model: str = ""
+    """May be left out while the fleet has one model."""
+    mode: PauseMode = PauseMode.ABORT
+    clear_cache: bool = True
+    path: str = ""
+    """LOAD: a folder, relative to each worker's WORKER_WEIGHTS_DIR."""
+    version: str = ""
+    """LOAD, FINISH: the weights' name for people, and vLLM's ``weight_version``."""
+    payload: bytes = b""
+    """INIT, UPDATE: JSON for the engine's weight transfer."""
+    by: str = ""
+    """Who gives the order, as the operator's program states it."""
+
+
+class ChangeWeights(Message, frozen=True, kw_only=True):
+    """Orchestrator -> worker: carry this out."""
+
+    worker_id: WorkerId
+    action: WeightsAction
+    mode: PauseMode = PauseMode.ABORT
+    clear_cache: bool = True
+    path: str = ""
+    version: str = ""
+    payload: bytes = b""
+    weights: str = ""
+    """LOAD, FINISH: what the fingerprint names the new weights."""
+
+
+class WeightsChanged(Message, frozen=True, kw_only=True):
+    """Worker -> orchestrator, once the registry shows the change."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    weights: str = ""
+    """What its fingerprint names its weights now."""
+    seconds: float = 0.0
+    failure: str = ""
+    """Why it was not carried out, for people."""
+    broken: bool = False
+    """The worker has neither the old weights nor the new ones, and serves nothing until it has others."""
+
+
+class WeightsOrdered(Message, frozen=True, kw_only=True):
+    """Orchestrator -> operator: the result on each worker."""
+
+    model: str = ""
+    weights: str = ""
+    """What fingerprints name the model's weights now; empty: those of the workers' start."""
+    changes: list[WeightsChanged] = msgspec.field(default_factory=list)
+    refusal: str = ""
+    """Why no worker got the order, for people."""
+
+
+class WantedWeights(Message, frozen=True, kw_only=True):
+    """Orchestrator -> orchestrators and workers: which weights all workers of a model have."""
+
+    key: str
+    """Key of the key-value store: made of the model (see ``weights_key``)."""
+    model: str
+    weights: str = ""
+    """What ``Fingerprint.weights`` must be: a worker with others does not serve."""
+    version: str = ""
+    path: str = ""
+    """The folder that they are from; empty: a trainer sent them, and a worker that starts later cannot get them."""
+    paused: bool = False
+    """Workers that start later begin paused, too."""
+    by: str = ""
+    at_ms: int = 0
+
+
+class AskWeights(Message, frozen=True, kw_only=True):
+    """Operator -> orchestrator: which weights models have."""
+
+
+class ModelWeights(Message, frozen=True, kw_only=True):
+    """One model's weights and workers."""
+
+    wanted: WantedWeights
+    workers: list[WorkerId]
+    """Workers that an order would reach."""
+    ranks: int = 0
+    """Tensor parallel ranks of all of them."""
+
+
+class Weights(Message, frozen=True, kw_only=True):
+    """Orchestrator -> operator."""
+
+    models: list[ModelWeights] = msgspec.field(default_factory=list)
+
+
+def weights_key(model: str) -> str:
+    """One subject token for each model."""
+    return hashlib.sha256(model.encode()).hexdigest()[:32]

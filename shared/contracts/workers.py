@@ -66,10 +66,16 @@ class Fingerprint(Message, frozen=True, kw_only=True):
     engine_version: str
     options: str = ""
     """Further options that change KV or tokens, as ``name=value`` or ``name=digest``, separated by spaces."""
+    weights: str = ""
+    """Which update gave the engine its weights, in place; empty: they are those of its start."""
 
     def key(self) -> str:
         """The fingerprint as one string."""
-        return "|".join(str(value) for value in msgspec.structs.astuple(self))
+        return f"{self.base_key()}|{self.weights}" if self.weights else self.base_key()
+
+    def base_key(self) -> str:
+        """As ``key``, whatever the weights: engines of one base key have the same memory, and may stay connected."""
+        return "|".join(str(value) for value in msgspec.structs.astuple(self)[:-1])
 
 
 ADAPTERS_MAX = 64

@@ -307,15 +307,15 @@ class BodyRefused(Exception):
         self.status = status
 
 
-async def small_body(request: Request) -> bytes:
-    """The whole body, up to ``BODY_BYTES_MAX`` and within ``BODY_S_MAX``. Raises BodyRefused."""
+async def small_body(request: Request, bytes_max: int = BODY_BYTES_MAX) -> bytes:
+    """The whole body, up to ``bytes_max`` and within ``BODY_S_MAX``. Raises BodyRefused."""
     body = b""
     try:
         async with asyncio.timeout(BODY_S_MAX):
             async for piece in request.stream():
                 body += piece
-                if len(body) > BODY_BYTES_MAX:
-                    raise BodyRefused(413, f"An order has at most {BODY_BYTES_MAX} bytes.")
+                if len(body) > bytes_max:
+                    raise BodyRefused(413, f"An order has at most {bytes_max} bytes.")
     except (TimeoutError, ClientDisconnect):  # The client has left: it cannot read the refusal.
         raise BodyRefused(408, "The order did not arrive in time.") from None
     return body

@@ -77,6 +77,13 @@ UNLOAD_SCHEMA = _schema("lora_name")
 AnyBody = TypeVar("AnyBody", LoadBody, UnloadBody)
 
 
+def order_refusal(client: ApiClient, *, is_local: bool) -> str:
+    """Why this client may give no orders; empty when it may. ``is_local``: see ``OrderAdapters``."""
+    if client is ANYONE:
+        return "" if is_local else NO_KEYS
+    return "" if client.key.may(Permission.ADMIN) else NOT_TO_ORDER
+
+
 class OrderRefused(Exception):
     """The order was not carried out; the message is for the client."""
 
@@ -96,9 +103,7 @@ class OrderAdapters:
 
     def refusal(self, client: ApiClient) -> str:
         """Why this client may give no orders; empty when it may."""
-        if client is ANYONE:
-            return "" if self._is_local else NO_KEYS
-        return "" if client.key.may(Permission.ADMIN) else NOT_TO_ORDER
+        return order_refusal(client, is_local=self._is_local)
 
     async def load(self, body: LoadBody, by: str) -> str:
         """A sentence about the order that was carried out. Raises OrderRefused."""

@@ -22,6 +22,7 @@ from services.router.http.adapter_routes import OrderAdapters, add_lora
 from services.router.http.decision_routes import add_decisions
 from services.router.http.file_routes import add_files
 from services.router.http.response_routes import add_responses
+from services.router.http.weight_routes import OrderAboutWeights, add_weights
 from services.router.placement.fleet import Fleet
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.revisions import Shares
@@ -263,6 +264,7 @@ def make_app(  # noqa: PLR0913  # wiring
     responses: Responses,
     batches: Batches,
     order_adapters: OrderAdapters,
+    order_weights: OrderAboutWeights,
 ) -> FastAPI:
     """The FastAPI app for everything but the relayed paths."""
     # FastAPI's pages of documentation load scripts from another host.
@@ -280,6 +282,7 @@ def make_app(  # noqa: PLR0913  # wiring
     add_responses(app, responses, clock.now)
     add_files(app, batches, clock.now)
     add_lora(app, order_adapters, clock.now)
+    add_weights(app, order_weights, clock.now)
     _add_errors(app)
 
     @app.get("/metrics", response_class=Response, tags=["state"])

@@ -50,7 +50,7 @@ from shared.contracts.engine_paths import (
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.request_body import prompt_chars_max
-from shared.contracts.workers import WITHOUT_ENGINE, WorkerRecord
+from shared.contracts.workers import WITHOUT_ENGINE, Fingerprint, WorkerRecord
 from shared.fair_slots import NoTurn
 from shared.runtime.clock import Clock
 
@@ -392,8 +392,19 @@ class Prompts:
         if why:
             log.warning("%s is placed by load alone: %s", record.models[:1], why)
         self._sources[key] = record.worker_id, asset.epoch
+        self._forget_other_weights(record.fingerprint)
         self.parity.tokenizer_changed(key)
         return True
+
+    def _forget_other_weights(self, fingerprint: Fingerprint) -> None:
+        """Weights may change every minute, and each tokenizer has a cache."""
+        base = fingerprint.base_key()
+        alive = {view.pairs_with for view in self._fleet.cluster.workers.values()}
+        alive.add(fingerprint.key())
+        for known in [key for key in self._tokenizers if key == base or key.startswith(f"{base}|")]:
+            if known not in alive:
+                self._forget(known)
+                self._sources.pop(known, None)
 
     async def _made(self, asset: TokenizerAsset, record: WorkerRecord) -> tuple[PromptTokenizer | None, str]:
         """A tokenizer that a child process has tried, and why it is none, or has no chat template."""

@@ -71,7 +71,10 @@ class Trials:
     async def verdict(self, asset: TokenizerAsset, scheme: HashScheme, chars_max: int) -> Verdict:
         """Whether a router may use what the asset contains."""
         anonymous = msgspec.structs.replace(asset, worker_id=WorkerId(""), epoch=Epoch(0), note="")
-        encoded = msgspec.msgpack.encode(Candidate(asset=anonymous, scheme=scheme, chars_max=chars_max))
+        seedless = HashScheme(
+            block_size=scheme.block_size, algorithm=scheme.algorithm
+        )  # The seed changes with weights.
+        encoded = msgspec.msgpack.encode(Candidate(asset=anonymous, scheme=seedless, chars_max=chars_max))
         key = hashlib.sha256(encoded).digest()
         async with self._turn:
             verdict = self._verdicts.get(key)

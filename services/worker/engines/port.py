@@ -22,6 +22,7 @@ import msgspec
 from connector.messages import EngineCall, EngineNotification
 from services.worker.settings import Settings
 from shared.contracts.failures import Failure
+from shared.contracts.fleet_orders import PauseMode, WeightsAction
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
@@ -329,6 +330,42 @@ class EngineAdapters(Protocol):
         """Requests that run may end. Raises AdapterRefused, EngineDead."""
 
 
+class WeightsRefused(Exception):
+    """A call about weights failed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWeights:
+    """What an engine's registry entry says after a change of its weights."""
+
+    fingerprint: Fingerprint
+    hashing: HashScheme
+
+
+class EngineWeights(Protocol):
+    """Weights that can be changed in place. All calls raise WeightsRefused, EngineDead."""
+
+    paused: bool
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Schedule nothing from now on. Returns when no request is being computed."""
+
+    async def resume(self) -> None:
+        """Go on, also where nothing is paused."""
+
+    async def begin(self) -> None:
+        """Weights will be written: no KV from now on is found by any request, until ``name``."""
+
+    async def load(self, folder: Path) -> None:
+        """Load a checkpoint of the model. After a failure the weights may be neither the old nor the new ones."""
+
+    async def transfer(self, action: WeightsAction, payload: dict[str, Any]) -> None:
+        """A call of the engine's weight transfer."""
+
+    async def name(self, weights: str, version: str) -> NamedWeights:
+        """The weights are complete: see ``Fingerprint.weights``. ``version``: as clients see it."""
+
+
 class EngineHealth(Protocol):
     """State of an engine that may be away for a while and come back."""
 
@@ -354,6 +391,8 @@ class Engine(Protocol):
     """None if the engine cannot render prompts without computing them."""
     profiler: EngineProfiler | None = None
     """None if the engine has none that a worker could start."""
+    weights: EngineWeights | None = None
+    """None if its weights cannot be changed while it runs."""
     health: EngineHealth | None = None
     """None for an engine that serves as long as it lives."""
 

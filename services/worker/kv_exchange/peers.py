@@ -63,8 +63,10 @@ class PeerTable:
     """Pure: records and handshakes in, engine calls out. Times are on this machine's clock."""
 
     def __init__(self, worker_id: WorkerId, fingerprint: str) -> None:
+        """``fingerprint``: ``Fingerprint.base_key``. Engines stay connected while their weights change."""
         self._worker_id = worker_id
         self._fingerprint = fingerprint
+        self._weights = ""
         self._known: dict[WorkerId, Known] = {}
         self.revision = 0
         """Incremented whenever ``records`` change."""
@@ -74,7 +76,16 @@ class PeerTable:
     @property
     def records(self) -> list[WorkerRecord]:
         """Records of the workers with the same fingerprint that exchange KV, without refused ones."""
-        return [record for record in self._records.values() if record.worker_id not in self._refused_until]
+        return [
+            record
+            for record in self._records.values()
+            if record.worker_id not in self._refused_until and record.fingerprint.weights == self._weights
+        ]
+
+    def set_weights(self, weights: str) -> None:
+        """Set the worker's own (see ``Fingerprint.weights``)."""
+        self._weights = weights
+        self.revision += 1
 
     @property
     def connected(self) -> int:
@@ -84,7 +95,7 @@ class PeerTable:
     def record(self, record: WorkerRecord, now: float) -> list[PeerGone]:
         if record.worker_id == self._worker_id:
             return []
-        fits = record.phase in EXCHANGING and record.fingerprint.key() == self._fingerprint
+        fits = record.phase in EXCHANGING and record.fingerprint.base_key() == self._fingerprint
         known = self._known.get(record.worker_id)
         if known is not None and record.epoch < known.epoch:
             return []
@@ -269,6 +280,11 @@ class PeerWatch:
     def on_records(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` when a worker has joined, changed or left."""
         self._listeners.append(listener)
+
+    def set_weights(self, weights: str) -> None:
+        """The engine has other weights: no worker has its KV until it has the same ones."""
+        self._table.set_weights(weights)
+        self._notify_listeners()
 
     async def all_read(self) -> None:
         """Wait until every registered worker is known."""

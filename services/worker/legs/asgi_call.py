@@ -198,9 +198,10 @@ class AsgiCall(_Call):
             self._response.data(data, *self.result.take_tokens(), self.result.take_cached())
             await self._response.drain()
 
-    def tell_of_tokens(self) -> None:
+    def tell_of_tokens(self, *, paused: bool = False) -> None:
         """Called about once a second: if tokens of a stream have come since the last call, and the server has said
-        nothing of any, the router gets an empty frame. It would take the engine for silent.
+        nothing of any, the router gets an empty frame. It would take the engine for silent. So it does for a stream
+        that has begun while the engine is ``paused``.
         """
         result = self.result
         tokens = result.completion_tokens
@@ -208,7 +209,9 @@ class AsgiCall(_Call):
         before, told_before = self._tokens_before, self._told_before
         self._tokens_before, self._told_before = tokens, told
         is_open = self._is_stream and not result.is_over and result.is_new_to_client
-        if is_open and tokens > before and told == told_before and not self._disconnected.is_set():
+        is_kept = paused and not self._awaits_stream
+        is_unseen = tokens > before and told == told_before
+        if is_open and (is_unseen or is_kept) and not self._disconnected.is_set():
             if self._awaits_stream:
                 self._stream_begins()
             self._response.data(b"")

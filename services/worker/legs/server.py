@@ -246,9 +246,10 @@ class LegServer:
 
     def tell_of_tokens(self) -> None:
         """Keep streams alive that have nothing to show (see ``AsgiCall.tell_of_tokens``)."""
+        paused = self._engine.weights is not None and self._engine.weights.paused
         for leg in self._legs.values():
             if leg.call is not None:
-                leg.call.tell_of_tokens()
+                leg.call.tell_of_tokens(paused=paused)
 
     async def _serve(self, start: StartLeg, frames: LegFrames, span: Span, timer: asyncio.Timeout) -> None:
         """``timer``: the leg's deadline. It holds for a stream's first token: then the router watches the stream, and

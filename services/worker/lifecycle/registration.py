@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import msgspec
 
-from services.worker.engines.port import EngineAdapters, EngineFacts, EngineHealth
+from services.worker.engines.port import EngineAdapters, EngineFacts, EngineHealth, NamedWeights
 from services.worker.legs.server import LegServer
 from services.worker.load_reports import LoadPublisher
 from shared.bus.outage import Outage
@@ -207,6 +207,12 @@ class WorkerStatus:
         self._load.role = role
         self._load.changed()
         await self._registration.update(msgspec.structs.replace(self.record, role=role, note=note))
+
+    async def weights_changed(self, named: NamedWeights) -> None:
+        """The engine has other weights: routers pair it anew, and compute other block hashes."""
+        self._facts = replace(self._facts, fingerprint=named.fingerprint, hashing=named.hashing)
+        record = msgspec.structs.replace(self.record, fingerprint=named.fingerprint, hashing=named.hashing)
+        await self._registration.update(record)
 
     async def adapters_changed(self, leaving: str = "") -> None:
         """Adapters were loaded or unloaded: routers must know. ``leaving``: one that will be unloaded."""

@@ -20,18 +20,20 @@ from services.worker.engines.port import (
     EngineProfiler,
     EngineRenderer,
     EngineTokens,
+    EngineWeights,
     TokenizerFiles,
 )
 from services.worker.service import run_worker
 from services.worker.settings import Settings
 from services.worker.tiny_model import CL100K
 from shared.bus.leg_inbox import LegFailed, LegInbox
+from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, StartLeg
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
-from shared.contracts.workers import HashScheme
+from shared.contracts.workers import HashScheme, WorkerPhase
 from shared.runtime.clock import SystemClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
@@ -75,6 +77,7 @@ class FakeEngine:
         self.renderer: EngineRenderer | None = None
         self.profiler: EngineProfiler | None = None
         self.health: EngineHealth | None = None
+        self.weights: EngineWeights | None = None
         self.orders: list[LegOrder | None] = []
         self.salts: list[tuple[str, str]] = []
         self.transfer_report: KvTransferReport | None = None
@@ -235,21 +238,26 @@ async def running_worker(
     exchange: FakeExchange | None = None,
     adapters: EngineAdapters | None = None,
     paths: frozenset[str] = frozenset(),
+    weights: EngineWeights | None = None,
+    hub: MemoryHub | None = None,
+    phase: WorkerPhase = WorkerPhase.READY,
     **settings,
 ) -> AsyncIterator[RunningWorker]:
-    """A worker that is ready, its engine with or without an exchange; it is stopped at the end if it still runs."""
-    from shared.contracts.channels import WORKER_RECORDS
-    from shared.contracts.workers import WorkerPhase
-
-    worker = RunningWorker(MemoryHub(), FakeEngine(), **settings)
+    """A worker that is ready, or in another ``phase``, its engine with or without an exchange; it is stopped at the end
+    if it still runs.
+    """
+    worker = RunningWorker(hub or MemoryHub(), FakeEngine(), **settings)
     worker.engine.exchange, worker.engine.adapters = exchange, adapters
     worker.engine.facts = replace(worker.engine.facts, paths=paths)
+    if weights is not None:
+        worker.engine.weights = weights
+        worker.engine.facts = replace(worker.engine.facts, engine="vllm")
     await worker.inbox.open()
     worker.exit = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
     records = await worker.bus.key_value_store(WORKER_RECORDS)
     async with asyncio.timeout(WAIT_S_MAX):
         async for change in records.watch():
-            if change and change.value and change.value.phase is WorkerPhase.READY:
+            if change and change.value and change.value.phase is phase:
                 break
     try:
         yield worker

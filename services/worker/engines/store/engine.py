@@ -75,7 +75,7 @@ async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
             ask = AskKvHandshake(worker_id=record.worker_id, reader_id=me)
             try:
                 handshake = await bus.ask(KV_HANDSHAKE, ask, timeout_s=HANDSHAKE_S_MAX)
-                if handshake.fingerprint == record.fingerprint.key():
+                if handshake.fingerprint == record.fingerprint.base_key():
                     return Partner(record, shape_of(handshake))
             except (BusError, ValueError) as error:
                 log.info("%s sent no usable handshake: %s", record.worker_id, error)

@@ -408,6 +408,7 @@ class VllmEngine(Engine):
         facts: EngineFacts,
     ) -> None:
         from services.worker.engines.vllm.tokenizer import VllmRenderer
+        from services.worker.engines.vllm.weights import VllmWeights
 
         self._chat_template = chat_template
         self._llm = llm
@@ -419,6 +420,7 @@ class VllmEngine(Engine):
         self.profiler = VllmProfiler(llm, trace_dir)
         self._run_dir = run_dir
         self.facts = facts
+        self.weights = VllmWeights(llm, facts.fingerprint, facts.hashing) if exchange is not None else None
 
     def load(self) -> EngineLoad:
         return self._llm.meter.load()

@@ -159,6 +159,17 @@ async def test_an_unused_tokenizer_is_evicted_for_a_needed_one(world: World, ass
     assert len(known) == 1
 
 
+@in_world()
+async def test_a_tokenizer_for_weights_that_no_worker_has_is_dropped(world: World, asset):
+    worker = await world.worker("w1")
+    known = world.router.prompts._tokenizers
+    key, base = worker.record().fingerprint.key(), worker.record().fingerprint.base_key()
+    known.update({f"{base}|step-{number}": None for number in range(5)} | {"another model|x": None})
+    await fetch_tokenizer(world, asset)
+
+    assert known.keys() == {key, "another model|x"}
+
+
 @in_world(tokenize="always", revision_shares='{"m": {"v2": 1}}')
 async def test_a_prompt_is_tokenized_for_the_revision_that_serves_it(world: World, asset):
     await world.worker("w1", revision="v1")
