@@ -294,7 +294,7 @@ class PromptTokenizer:
                 return self._ids.hashed_at_once(facts, read, keys, more)
         except NOT_EXACT:
             return None
-        return Unfinished(facts, read, keys, more)
+        return Unfinished(facts, None, keys, more)
 
     async def finish(self, begun: Unfinished, held: Held, work: Work) -> Prompt | None:
         """The rest of ``begin``, in a thread."""
