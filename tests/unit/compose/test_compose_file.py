@@ -19,7 +19,8 @@ from shared.runtime.settings import CommonSettings, SettingsError, load, load_co
 from tests.support.processes import ROOT
 
 WORKERS = ["prefill", "decode", "store", "sim-prefill", "sim-decode", "sim-store"]
-VARIABLE = re.compile(r"\$\{(\w+):([-+])([^}]*)\}")
+VARIABLE = re.compile(r"\$\{(\w+):([-+])([^${}]*)\}")
+"""One without another in it."""
 SERVICES = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
 BUILDERS = {"light": "init", "engine-cpu": "prefill"}
 """The service that builds the image of all others."""
@@ -32,9 +33,14 @@ def environment(service: str, **given: str) -> dict[str, str]:
         name, when, text = found.groups()
         return given.get(name, text) if when == "-" else text if given.get(name) else ""
 
+    def resolved(text: str) -> str:
+        while (inner := VARIABLE.sub(value, text)) != text:
+            text = inner
+        return text
+
     told = SERVICES[service]["environment"].items()
     passed = {name: given[name] for name, text in told if text is None and name in given}
-    return passed | {name: VARIABLE.sub(value, text) for name, text in told if text is not None}
+    return passed | {name: resolved(text) for name, text in told if text is not None}
 
 
 FIXED = {
@@ -57,6 +63,19 @@ FIXED = {
     "WORKER_KV_HOST": "must differ between containers; the default is right in their network",
 }
 """Settings that an operator cannot set in compose, under their own or a shorter name, and why."""
+NAMED_OTHERWISE = {
+    "ROUTER_PUBLISHED_HOST": "BIND",
+    "COLLECTOR_PUBLISHED_HOST": "CONSOLE_BIND",
+    "ROUTER_KEYS_FILE": "KEYS_FILE",
+    "COLLECTOR_ADMIN_KEY_FILE": "KEYS_FILE",
+    "ROUTER_SALT_FILE": "SALT_FILE",
+    "ROUTER_FAILURE_POLICY": "FAILURE_POLICY",
+    "WORKER_CPU_CORES": "PREFILL_CORES, DECODE_CORES",
+    "WORKER_LORA_DIR": "LORA_FOLDER",
+}
+"""Settings of files, addresses and single services, which have only another name in compose."""
+OF_THAT_SERVER = {"WORKER_ATTACH_KEY_FILE", "WORKER_SERVED_MODEL_NAME", "WORKER_LEGS_MAX"}
+"""Settings that have only another name for the service `attached`."""
 ATTACHED = {f"WORKER_ATTACH_{name}" for name in ("URL", "MODEL", "KEY_FILE", "SILENT_S_MAX")}
 OF_ENGINES = {f"WORKER_{name}" for name in ("MODEL", "ENGINE_ARGS", "CPU_CORES", "TENSOR_PARALLEL_SIZE", "CONNECTOR")}
 OF_ADAPTERS = {"WORKER_LORA_DIR", "WORKER_LORA_ADAPTERS"}
@@ -96,12 +115,15 @@ def test_an_operator_can_set_every_setting_without_another_compose_file(name: st
     assert settable & known == known - FIXED.keys() - NOT_OF.get(name, set())
     assert not {variable for variable in told if variable.startswith(("BATON_", SETTINGS[name][0]))} - known
     assert not told.keys() & NOT_OF.get(name, set())
+    otherwise = NAMED_OTHERWISE.keys() | (OF_THAT_SERVER if name == "attached" else set())
+    for variable in settable & known - otherwise:
+        assert environment(name, **{variable: "given"})[variable] == "given"
 
 
 def test_the_reasons_are_of_settings_that_there_are():
     known = set().union(*(variables(*each) for each in SETTINGS.values()), variables("BATON_", CommonSettings))
 
-    assert FIXED.keys() <= known
+    assert FIXED.keys() | NAMED_OTHERWISE.keys() <= known
     assert set().union(*NOT_OF.values()) <= known
 
 
@@ -243,8 +265,8 @@ def test_rdma_is_what_an_operator_gives():
 def test_every_variable_of_the_file_is_in_its_example():
     """Settings under their own names are on the page of settings."""
     text = (ROOT / "compose.yaml").read_text() + (ROOT / "compose/cuda.yaml").read_text()
-    own = set().union(*(variables(*each) for each in SETTINGS.values()))
-    used = {name for name, *_rest in VARIABLE.findall(text)} - own
+    own = set().union(*(variables(*each) for each in SETTINGS.values()), variables("BATON_", CommonSettings))
+    used = {*re.findall(r"(?<!\$)\$\{(\w+)", text)} - own
 
     named = set(re.findall(r"^#? ?([A-Z_]+)=", (ROOT / "compose/env.example").read_text(), re.MULTILINE))
     assert used - named == {"BATON_TAG", "BASE_IMAGE"}
