@@ -187,7 +187,7 @@ def measure_simulated(*, quick: bool) -> list[str]:
 # ---- vLLM on CPUs
 
 CPU_LOAD = Load(name="prefill-heavy", prompt_tokens=512, answer_tokens=8, groups=12, clients=16, asked=12)
-CPU_KV_BYTES = 2**28
+CPU_KV_BYTES = 2**27
 CPU_WORKERS = ("w1", "w2")
 IN_TURNS, BATON = "in turns", "Baton"
 NEVER = 1 << 30
@@ -259,7 +259,7 @@ async def measure_cpu(*, quick: bool) -> list[str]:
         model = str(make_wide_model(Path(folder), Path(load_common().cache_dir)))
         settings = {
             "role": "both", "model": model, "served_model_name": "baton-tiny",
-            "kv_cache_bytes": str(CPU_KV_BYTES), "max_model_len": "2048",
+            "kv_cache_bytes": str(CPU_KV_BYTES), "max_model_len": "1024",
         }  # fmt: skip
         async with bench_fleet(dict.fromkeys(CPU_WORKERS, settings), router={}) as fleet:
             fleet.http.timeout = httpx.Timeout(600.0)
