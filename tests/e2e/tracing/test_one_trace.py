@@ -153,7 +153,7 @@ def test_the_ttft_spans_add_up(system, receiver, mode: str, prompt: str, handoff
     if handoff is not None:
         assert only(spans, SpanName.SERVE_LEG, "d1").attributes[Attribute.FIRST_TOKEN_RECEIVED]
         assert length(only(spans, SpanName.ENGINE_PREFILL, "d1")) == pytest.approx(
-            parts.get(SpanName.TTFT_FIRST_TOKEN, 0.0), abs=ADD_UP * ttft_s
+            parts.get(SpanName.TTFT_DECODE_PREFILL, 0.0), abs=ADD_UP * ttft_s
         )
 
 
