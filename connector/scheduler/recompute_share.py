@@ -14,11 +14,11 @@ from math import inf
 
 TARGET_SHARE = 0.9
 """A step with recomputes may take this part of a target: steps vary, and tokens still have their way to the client."""
-GROWTH = 1.2
+GROWTH = 1.15
 """A step with recomputes may take so many times as long as a decode step, if no ready request has a target."""
 GROWTH_MIN = 1.1
 """A step with recomputes may take so many times as long as a decode step, whatever the targets: recomputes proceed."""
-TOKENS_MIN = 16
+TOKENS_MIN = 8
 """The smallest share of a step, also before anything is learned. Steps with fewer tokens of prompts count as decode
 steps."""
 SLOWED_S_MAX = 10.0

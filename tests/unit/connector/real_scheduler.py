@@ -52,7 +52,9 @@ CONNECTOR = {
 }
 
 
-def make_scheduler(folder: Path, *, asynchronous: bool, with_connector: bool = False):
+def make_scheduler(
+    folder: Path, *, asynchronous: bool, with_connector: bool = False, tokens_a_step: int = TOKENS_A_STEP
+):
     """A scheduler as EngineCore builds it, for a model that has a configuration and no weights.
 
     ``with_connector``: Baton's, with Baton's connector, instead of vLLM's own.
@@ -68,7 +70,7 @@ def make_scheduler(folder: Path, *, asynchronous: bool, with_connector: bool = F
     model = config.ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048)
     limits = config.SchedulerConfig(
         max_num_seqs=8,
-        max_num_batched_tokens=TOKENS_A_STEP,
+        max_num_batched_tokens=tokens_a_step,
         max_model_len=2048,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,

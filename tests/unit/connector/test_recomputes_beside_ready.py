@@ -200,3 +200,65 @@ def test_an_aborted_recompute_is_forgotten(scheduler, share):
     scheduler.finish_requests(["lost"], RequestStatus.FINISHED_ABORTED)
 
     assert not share.slowed
+
+
+DECODE_S, TOKEN_S = 0.010, 0.000_1
+"""What a step takes, and each token of a prompt in it."""
+BATCH, APART_S = 8, 0.004
+LOST_PROMPT, TOKENS_MAX = 120, 512
+
+
+class TimedShare(RecomputeShare):
+    """The rule on the test's clock."""
+
+    clock_s = 100.0
+
+    def allow(self, request_id: str, tokens: int, now: float) -> int:
+        return super().allow(request_id, tokens, self.clock_s)
+
+    def made(self, prompt_tokens: int, now: float) -> None:
+        super().made(prompt_tokens, self.clock_s)
+        self.clock_s += DECODE_S + prompt_tokens * TOKEN_S
+
+    def ended(self, now: float) -> None:
+        super().ended(self.clock_s)
+
+
+def second_tokens_s(scheduler, lost: int, itl_target_s: float) -> list[float]:
+    """Times from the first request of a batch to the second tokens of those that are ready. The lost ones come first."""
+    share = scheduler.connector.connector_scheduler.share = TimedShare()
+    add(scheduler, "learn", READY, answer=5)
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+    begun_s, second_s, made, at = share.clock_s, dict[str, float](), dict[str, int](), 0
+    while at < BATCH or scheduler.has_unfinished_requests():
+        while at < BATCH and begun_s + at * APART_S <= share.clock_s:
+            order = LegOrder(recomputes=True, itl_target_s=itl_target_s)
+            add(scheduler, f"{lost}-{at}", order, LOST_PROMPT if at < lost else 2, answer=10)
+            at += 1
+        scheduled = scheduler.schedule()
+        if not scheduled.num_scheduled_tokens:
+            share.clock_s = max(share.clock_s, begun_s + at * APART_S)
+        for each in process(scheduler, scheduled).values():
+            for output in each.outputs:
+                made[output.request_id] = made.get(output.request_id, 0) + len(output.new_token_ids)
+                if made[output.request_id] >= 2:
+                    second_s.setdefault(output.request_id, share.clock_s - begun_s)
+    return [second_s[f"{lost}-{one}"] for one in range(lost, BATCH)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("lost", [1, 2, 4])
+def test_second_tokens_of_ready_requests_are_at_most_a_fifth_later(tmp_path, asynchronous, lost):
+    without, bound, free = (
+        second_tokens_s(
+            make_scheduler(tmp_path, asynchronous=asynchronous, with_connector=True, tokens_a_step=TOKENS_MAX),
+            count,
+            itl_target_s,
+        )
+        for count, itl_target_s in ((0, 0.0), (lost, 0.0), (lost, 60.0))
+    )
+    without = without[lost:]
+
+    assert all(late <= 1.2 * early for late, early in zip(bound, without, strict=True)), (bound, without)
+    assert max(late / early for late, early in zip(free, without, strict=True)) > 1.3
