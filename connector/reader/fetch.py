@@ -74,7 +74,7 @@ class FetchPlan:
     take: KvOffer | None = None
     follow_s: float = 30.0
     """Maximum wait for the next blocks of a followed source."""
-    block_tokens: int
+    hash_block_size: int
     limits: FetchLimits
     outbox: Outbox
     clock_ahead: Callable[[PeerKey], float | None]
@@ -265,7 +265,7 @@ class Fetch:
             self._progress.mark(begin, part.count, MISSING)
             self._spent.update((request.peer, index) for index in range(begin, begin + part.count))
         else:
-            request.totals.tokens += part.count * self.plan.block_tokens
+            request.totals.tokens += part.count * self.plan.hash_block_size
             request.totals.moved(part.started_s, part.ended_s, part.bytes)
             self._progress.mark(begin, part.count, ARRIVED)
         self._go_on(now)

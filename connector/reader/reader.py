@@ -145,7 +145,7 @@ class Reader:
     def __init__(
         self,
         reader: PeerKey,
-        block_tokens: int,
+        hash_block_size: int,
         peers: Peers,
         limits: FetchLimits,
         now: Callable[[], float],
@@ -164,7 +164,7 @@ class Reader:
         """Sources that are not connected."""
         self.numbers = count(1)
         self._key = reader
-        self._block_tokens = block_tokens
+        self._hash_block_size = hash_block_size
         self._peers = peers
         self._limits = limits
         self._reply_to = reply_to
@@ -190,7 +190,7 @@ class Reader:
         if request.num_preemptions != counts.preemptions:
             counts.preempted(request.num_preemptions)
             state.fetches = 0
-        start = local_tokens // self._block_tokens
+        start = local_tokens // self._hash_block_size
         if self._is_coming(state, request.block_hashes, start):
             return None
         fetch = self._fetch(state, request, start)
@@ -202,7 +202,7 @@ class Reader:
                 return None
         counts.local = local_tokens
         counts.fetched = 0
-        tokens = (blocks or 0) * self._block_tokens
+        tokens = (blocks or 0) * self._hash_block_size
         hit_share = (local_tokens + tokens) / max(1, request.num_tokens)
         if request.num_tokens and hit_share < state.order.cache_hit_threshold:
             counts.refused, counts.hit_share = True, hit_share
@@ -226,7 +226,7 @@ class Reader:
                 self.admitted.add(request.request_id)
         elif state.fetch is not None:
             start = state.fetch.plan.start
-            local_blocks = list(block_ids[start : start + fetched_tokens // self._block_tokens])
+            local_blocks = list(block_ids[start : start + fetched_tokens // self._hash_block_size])
             state.loading = True
             state.counts.fetched = fetched_tokens
             state.fetch.begin(local_blocks, self._now())
@@ -293,7 +293,7 @@ class Reader:
                 del self._requests[state.request_id]
                 continue
             empty.update(fetch.missing())
-            state.counts.fetched = fetch.arrived * self._block_tokens
+            state.counts.fetched = fetch.arrived * self._hash_block_size
             state.loading = False
             self._drop(state)
         if self.unfinished:
@@ -311,7 +311,7 @@ class Reader:
         (state,) = self.fetching.values()
         if not state.loading or state.aborted or state.fetch is None or not state.fetch.arrived:
             return None
-        return state.request_id, (state.fetch.plan.start + state.fetch.arrived) * self._block_tokens
+        return state.request_id, (state.fetch.plan.start + state.fetch.arrived) * self._hash_block_size
 
     def on_time(self) -> None:
         """Called in every step."""
@@ -327,7 +327,7 @@ class Reader:
                 if grant.final and any(source.follow for source in state.order.sources):
                     # What was granted before its prompt was computed was cached, and so was what precedes it.
                     end = state.fetch.granted_end(grant.ask_id) if grant.prefill_cached_tokens < 0 else 0
-                    state.counts.prefill_cached_tokens = max(grant.prefill_cached_tokens, end * self._block_tokens)
+                    state.counts.prefill_cached_tokens = max(grant.prefill_cached_tokens, end * self._hash_block_size)
                     state.first_token = grant.first_token
                     self._show_first_token(state)
                 return
@@ -374,7 +374,7 @@ class Reader:
             goal=len(hashes),
             sources=sources,
             follow_s=order.wait_s_max,
-            block_tokens=self._block_tokens,
+            hash_block_size=self._hash_block_size,
             limits=self._limits,
             outbox=self.outbox,
             clock_ahead=self._peers.clock_ahead_s,
@@ -404,7 +404,7 @@ class Reader:
         if state.fetches >= FETCHES_MAX or start >= len(hashes) or not (sources or take):
             return None
         handed_over = take is not None or (first and any(source.follow for source in sources))
-        if not handed_over and (len(hashes) - start) * self._block_tokens < order.fetch_min_tokens:
+        if not handed_over and (len(hashes) - start) * self._hash_block_size < order.fetch_min_tokens:
             return None
         state.fetches += 1
         plan = self.plan(list(hashes), start, sources, order)

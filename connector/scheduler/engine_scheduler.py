@@ -204,17 +204,15 @@ class BatonScheduling:
         order = order_of(request)
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS or order is None or order.cache_hit_threshold:
             return False
-        config = self.vllm_config  # type: ignore[attr-defined]
-        block_tokens = config.cache_config.block_size
-        if basis_of(request, block_tokens) != first.basis or not may_begin(
-            request, first.token_id, config.model_config
-        ):
+        model = self.vllm_config.model_config  # type: ignore[attr-defined]
+        basis = basis_of(request, self.hash_block_size)  # type: ignore[attr-defined]
+        if basis != first.basis or not may_begin(request, first.token_id, model):
             return False
         # vLLM has set no memory aside for the token of a prompt of whole blocks. If several requests that wait for KV
         # needed the last free block, none would run and free one.
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()  # type: ignore[attr-defined]
         spare = free - self._inflight_prefill_reserved_blocks()  # type: ignore[attr-defined]
-        return bool(request.num_tokens % block_tokens) or spare > 0
+        return bool(request.num_tokens % self.block_size) or spare > 0  # type: ignore[attr-defined]
 
     def _cache_arrived(self, reader: Reader) -> None:
         """Put blocks of a prompt that is still computed elsewhere into the prefix cache. vLLM does it for all of them

@@ -73,7 +73,7 @@ class ExchangeStats:
             self._read_bytes += part.bytes
             self._read_seconds += max(0.0, part.ended_s - part.started_s)
 
-    def request(self, transfer_report: KvTransferReport, block_tokens: int, *, handed_over: bool) -> None:
+    def request(self, transfer_report: KvTransferReport, hash_block_size: int, *, handed_over: bool) -> None:
         """Count an ended request. Tokens that a decode leg computes, beyond a tail of less than a block, were computed
         twice.
         """
@@ -81,7 +81,7 @@ class ExchangeStats:
         self._first_tokens += transfer_report.first_token_received
         self._slowed_s += transfer_report.recompute_slowed_s
         if handed_over:
-            tail = transfer_report.prompt_tokens % block_tokens or 1
+            tail = transfer_report.prompt_tokens % hash_block_size or 1
             self._recomputed_tokens += (
                 max(0, transfer_report.recomputed_tokens - tail) + transfer_report.reprefilled_tokens
             )
@@ -181,7 +181,7 @@ class ExchangeCore:
     def __init__(
         self,
         settings: HolderSettings,
-        block_tokens: int,
+        hash_block_size: int,
         limits: FetchLimits,
         now: Callable[[], float],
         grant_ways: GrantWays | None = None,
@@ -192,14 +192,14 @@ class ExchangeCore:
         """Orders for the mover of bytes: peers to connect and to forget."""
         self.connecting: set[PeerKey] = set()
         self._now = now
-        self._block_tokens = block_tokens
+        self._hash_block_size = hash_block_size
         self._peers = Peers()
         self._stats = ExchangeStats()
         self._replies = PendingReplies()
         self._grant_ways = grant_ways or GrantWays()
         self.holder = Holder(settings, now)
         me = settings.worker_id, settings.epoch
-        self.reader = Reader(me, block_tokens, self._peers, limits, now, self._grant_ways.reply_to)
+        self.reader = Reader(me, hash_block_size, self._peers, limits, now, self._grant_ways.reply_to)
         self.prefetcher = Prefetcher(self.reader, now)
         self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
         self._digests = LeaseDigests(self.holder, now)
@@ -297,12 +297,12 @@ class ExchangeCore:
         transfer_report = self.reader.finished(request_id, offer, order)
         handed_over = order.take is not None or any(source.follow for source in order.sources)
         if transfer_report is not None:
-            self._stats.request(transfer_report, self._block_tokens, handed_over=handed_over)
+            self._stats.request(transfer_report, self._hash_block_size, handed_over=handed_over)
         return transfer_report
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """Note the full blocks of an ended request, prompt and completion, as a recently used chain."""
-        self._hot.note(list(hashes[: computed_tokens // self._block_tokens]), self._now())
+        self._hot.note(list(hashes[: computed_tokens // self._hash_block_size]), self._now())
 
     @property
     def reads(self) -> int:

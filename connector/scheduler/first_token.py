@@ -45,17 +45,17 @@ ORDER_KEY = "kv_transfer_params"
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def first_token_of(request: Request, token: int, block_tokens: int) -> FirstToken | None:
+def first_token_of(request: Request, token: int, hash_block_size: int) -> FirstToken | None:
     """For readers of a prefill leg that sampled this token; None if they cannot know that their prompt is the same."""
-    basis = basis_of(request, block_tokens)
+    basis = basis_of(request, hash_block_size)
     return None if basis is None or token < 0 else FirstToken(token_id=token, basis=basis)
 
 
-def basis_of(request: Request, block_tokens: int) -> bytes | None:
+def basis_of(request: Request, hash_block_size: int) -> bytes | None:
     """Digest of prompt and ``SAMPLING``; None without a full block, or if media are in the tail, which has no hash."""
     params, tokens = request.sampling_params, request.prompt_token_ids
-    full = request.num_prompt_tokens // block_tokens
-    tail = full * block_tokens
+    full = request.num_prompt_tokens // hash_block_size
+    tail = full * hash_block_size
     if params is None or tokens is None or request.prompt_embeds is not None or not full:
         return None
     if any(media.mm_position.offset + media.mm_position.length > tail for media in request.mm_features):

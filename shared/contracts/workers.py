@@ -49,6 +49,7 @@ class HashScheme(Message, frozen=True, kw_only=True):
     seed: str = "vllm-none-hash"
     """The string whose hash is the parent of the first block."""
     block_size: int
+    """Tokens of each block hash. A block of the engine's KV cache has as many, or a multiple."""
 
 
 class Fingerprint(Message, frozen=True, kw_only=True):

@@ -21,9 +21,12 @@ from services.worker.settings import Settings
 from services.worker.tiny_model import _config, ensure_tiny_tokenizer
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import LegOrder
+from shared.contracts.workers import HashScheme
 from tests.support.builders import start_leg
 
 MODEL = "m"
+BLOCK = 32
+"""Tokens of a block on CPUs."""
 CHAT = "/v1/chat/completions"
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
 """Words of one token in the vocabularies of models that think and call tools."""
@@ -78,8 +81,11 @@ def model_with_images(folder: Path) -> Path:
 class Core:
     """In the place of the engine: says ``answer``, whatever was asked."""
 
-    def __init__(self, engine: Any, answer: list[int], tasks: tuple[str, ...] = ("generate",)) -> None:
+    def __init__(
+        self, engine: Any, answer: list[int], tasks: tuple[str, ...] = ("generate",), hash_block_size: int = BLOCK
+    ) -> None:
         self.tasks = tasks
+        self.hash_block_size = hash_block_size
         self.resources = SimpleNamespace(engine_dead=False)
         self.answer = answer
         self.asked: list[Any] = []
@@ -95,6 +101,10 @@ class Core:
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return self.tasks
+
+    async def call_utility_async(self, method: str) -> int:
+        assert method == "hash_block_size"
+        return self.hash_block_size
 
     async def reset_mm_cache_async(self) -> None:
         return
@@ -166,10 +176,10 @@ class Pieces:
 class Front:
     """A worker's front end and shell, with ``core`` behind them."""
 
-    def __init__(self, app: AsgiApp, core: Core, cache_config: Any) -> None:
+    def __init__(self, app: AsgiApp, core: Core, scheme: HashScheme) -> None:
         self.app = app
         self.core = core
-        self.cache_config = cache_config
+        self.scheme = scheme
 
     async def serve(
         self,
@@ -226,6 +236,7 @@ async def front(
     media_hosts: frozenset[str] = frozenset(),
     max_model_len: int = 4096,
     tasks: tuple[str, ...] = ("generate",),
+    hash_block_size: int = BLOCK,
 ) -> AsyncIterator[Front]:
     """vLLM's own server with these arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -233,16 +244,17 @@ async def front(
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from services.worker.engines.vllm.arguments import arguments
-    from services.worker.engines.vllm.engine import _openai_app
+    from services.worker.engines.vllm.engine import _openai_app, hash_scheme
     from services.worker.engines.vllm.stats import EngineMeter
 
     settings = Settings(model=str(model), served_model_name=MODEL, max_model_len=max_model_len, engine_args=engine_args)
     line = arguments(settings, settings.model, on_cpu=True, events=("", ""), otlp_endpoint="", media_hosts=media_hosts)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     engine = _bare_engine(AsyncEngineArgs.from_cli_args(args).create_engine_config())
-    engine.engine_core = core = Core(engine, answer, tasks)
+    engine.engine_core = core = Core(engine, answer, tasks, hash_block_size)
     try:
-        yield Front(await _openai_app(engine, args, EngineMeter()), core, engine.vllm_config.cache_config)
+        app = await _openai_app(engine, args, EngineMeter())
+        yield Front(app, core, hash_scheme(engine.vllm_config.cache_config, engine.hash_block_size))
     finally:
         engine.output_handler = None
         engine.shutdown()

@@ -24,7 +24,8 @@ from shared.bus.port import Envelope
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RENDERED_BODY_BYTES_MAX, RenderedPrompt, RenderPrompt
 from shared.contracts.kv_events import unpack_hashes
-from tests.engines.front import CHAT, MODEL, Front, front, model_with_images
+from shared.contracts.workers import HashScheme
+from tests.engines.front import BLOCK, CHAT, MODEL, Front, front, model_with_images
 from tests.engines.test_media import BLUE, RED, workers_environment
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
@@ -63,7 +64,7 @@ def handler(server: Front) -> RenderHandler:
     """Patient with a machine that has other work."""
     from services.worker.engines.vllm.tokenizer import VllmRenderer
 
-    renderer = VllmRenderer(server.app, server.cache_config)
+    renderer = VllmRenderer(server.app, server.scheme)
     return RenderHandler(renderer, WorkerId("w1"), Epoch(1), MemoryBus(MemoryHub()), s_max=120.0)
 
 
@@ -84,6 +85,14 @@ async def computed(server: Front, body: bytes, *, path: str = CHAT, salt: str = 
     return request
 
 
+async def test_a_prompt_is_hashed_by_the_engines_hash_blocks(model):
+    async with front(model, TOOLS, ANSWER, hash_block_size=BLOCK // 2) as server:
+        found = await rendered(server, chat(LONG))
+
+    assert found.refusal == ""
+    assert len(unpack_hashes(found.hashes)) == found.tokens // (BLOCK // 2) >= 2
+
+
 async def test_a_rendered_prompt_has_the_blocks_of_the_engines(server):
     from services.worker.engines.vllm.tokenizer import hashes_of
 
@@ -95,8 +104,8 @@ async def test_a_rendered_prompt_has_the_blocks_of_the_engines(server):
 
         assert found.refusal == ""
         assert found.tokens == len(request.prompt_token_ids)
-        assert [*unpack_hashes(found.hashes)] == hashes_of(request, server.cache_config)
-        assert len(unpack_hashes(found.hashes)) == found.tokens // server.cache_config.block_size >= 2
+        assert [*unpack_hashes(found.hashes)] == hashes_of(request, server.scheme)
+        assert len(unpack_hashes(found.hashes)) == found.tokens // server.scheme.block_size >= 2
         assert found.media_end == IMAGE_TOKENS
 
 
@@ -150,7 +159,7 @@ async def test_every_conversation_is_rendered_as_the_engine_gets_them(server):
 
         assert found.refusal == ""
         assert found.tokens == len(request.prompt_token_ids)
-        assert [*unpack_hashes(found.hashes)] == hashes_of(request, server.cache_config)
+        assert [*unpack_hashes(found.hashes)] == hashes_of(request, server.scheme)
         assert len(unpack_hashes(found.hashes)) >= 2
         assert request.cache_salt == (salt or None)
 
@@ -197,7 +206,6 @@ async def test_workers_with_the_model_in_different_folders_name_media_alike(serv
 
 async def test_text_before_a_medium_shares_its_prefix():
     """Of any model whose media stand where the client put them, which BLIP-2's do not."""
-    from types import SimpleNamespace
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
@@ -221,7 +229,7 @@ async def test_text_before_a_medium_shares_its_prefix():
             cache_salt=None,
             data_parallel_rank=None,
         )
-        return prompt_of(request, SimpleNamespace(prefix_caching_hash_algo="sha256_cbor", block_size=16))
+        return prompt_of(request, HashScheme(block_size=16))
 
     text, red, blue, both = prompt(), prompt("red"), prompt("blue"), prompt("red", "blue")
 

@@ -39,7 +39,7 @@ class Bench:
             goal=goal,
             sources=list(sources),
             take=take,
-            block_tokens=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
             limits=FetchLimits(),
             outbox=self.outbox,
             clock_ahead=self.ahead.get,

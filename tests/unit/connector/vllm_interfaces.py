@@ -48,7 +48,7 @@ INTERFACES = {
     "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks KVCacheManager.cache_blocks",
     "vllm/v1/core/kv_cache_utils.py": (
         "BlockHash make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
-        "hash_block_tokens generate_block_hash_extra_keys _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys"
+        "resolve_kv_cache_block_sizes hash_block_tokens generate_block_hash_extra_keys _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys"
     ),
     "vllm/v1/core/sched/scheduler.py": (
         "Scheduler.__init__ Scheduler.schedule Scheduler.update_from_output Scheduler.add_request "

@@ -47,7 +47,7 @@ def give_order(params: SamplingParams, order: LegOrder) -> None:
     params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
 
 
-def correct_output(leg: LegInput, report: KvTransferReport | None, output: RequestOutput, block_size: int) -> None:
+def correct_output(leg: LegInput, report: KvTransferReport | None, output: RequestOutput, hash_block_size: int) -> None:
     """What the client sees: the finish reason of a refused request, and what the prefill worker read from its cache and
     wrote to it.
     """
@@ -64,23 +64,23 @@ def correct_output(leg: LegInput, report: KvTransferReport | None, output: Reque
     else:
         return
     output.num_cached_tokens = cached
-    output.num_cache_creation_tokens = max(0, in_full_blocks(output, block_size) - cached)
+    output.num_cache_creation_tokens = max(0, in_full_blocks(output, hash_block_size) - cached)
 
 
-def without_resumed(leg: LegInput, output: RequestOutput, block_size: int) -> None:
+def without_resumed(leg: LegInput, output: RequestOutput, hash_block_size: int) -> None:
     """Count as cached what the first engine had cached, if that is known; and limit cached and written tokens to the
     client's prompt: resumed tokens are prompt to the engine only.
     """
     found = output.num_cached_tokens or 0 if leg.resume_cached_tokens is None else leg.resume_cached_tokens
     cached = output.num_cached_tokens = min(found, len(output.prompt_token_ids or ()))
-    left = max(0, in_full_blocks(output, block_size) - cached)
+    left = max(0, in_full_blocks(output, hash_block_size) - cached)
     output.num_cache_creation_tokens = min(output.num_cache_creation_tokens or 0, left)
 
 
-def in_full_blocks(output: RequestOutput, block_size: int) -> int:
+def in_full_blocks(output: RequestOutput, hash_block_size: int) -> int:
     """Tokens of the client's prompt that fill blocks, which is what caches keep."""
     prompt_tokens = len(output.prompt_token_ids or ())
-    return prompt_tokens - prompt_tokens % block_size
+    return prompt_tokens - prompt_tokens % hash_block_size
 
 
 PRIVATE_ARGUMENTS = ("ec_transfer_params", "kv_cache_report_mode")
@@ -98,7 +98,10 @@ class LegEngine(AsyncLLM):
 
     meter: EngineMeter
     died: asyncio.Future[str]
-    block_bytes: int = 0
+    token_bytes: int = 0
+    """``fingerprint.token_bytes`` of the engine."""
+    hash_block_size: int
+    """Tokens of each block hash."""
     numbers: count[int]
     traced: bool = False
     thought_end: Sequence[int] = ()
@@ -112,10 +115,11 @@ class LegEngine(AsyncLLM):
     catching_up: dict[str, CatchUp | None]
     """Tokens to replay by the engine's request id; None for requests that resume nothing."""
 
-    def attach(self, meter: EngineMeter, block_bytes: int) -> None:
+    def attach(self, meter: EngineMeter, token_bytes: int, hash_block_size: int) -> None:
         """Bind to the running event loop. Call once, before the first request."""
         self.meter = meter
-        self.block_bytes = block_bytes
+        self.token_bytes = token_bytes
+        self.hash_block_size = hash_block_size
         self.numbers = count()
         self.catching_up = {}
         self.traced = self.vllm_config.observability_config.otlp_traces_endpoint is not None
@@ -230,11 +234,10 @@ class LegEngine(AsyncLLM):
             await self.engine_core.add_request_async(request)
 
     def _correct(self, leg: Leg, output: RequestOutput) -> None:
-        block_size = self.vllm_config.cache_config.block_size
         if self.has_exchange:
-            correct_output(leg.input, leg.result.transfer_report, output, block_size)
+            correct_output(leg.input, leg.result.transfer_report, output, self.hash_block_size)
         if leg.input.resume is not None:
-            without_resumed(leg.input, output, block_size)
+            without_resumed(leg.input, output, self.hash_block_size)
 
     def _note_prompt(self, result: LegResult, request_id: str, output: RequestOutput) -> None:
         sources = self.meter.sources.take(request_id)
@@ -242,8 +245,8 @@ class LegEngine(AsyncLLM):
         if request_id not in result.transfer_reports:  # A report says the same.
             result.cached_tokens += sources.cached
             result.received_tokens += sources.received
-            blocks = -(-sources.received // self.vllm_config.cache_config.block_size)
-            result.received_bytes += blocks * self.block_bytes
+            in_blocks = -(-sources.received // self.hash_block_size) * self.hash_block_size
+            result.received_bytes += in_blocks * self.token_bytes
         times = output.metrics
         if times is None or not times.first_token_ts:
             return

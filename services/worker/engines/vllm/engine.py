@@ -201,7 +201,13 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
             exchange.close()
         _kill_children()
         raise
-    facts = _facts(llm.vllm_config, args.served_model_name, fingerprinted, launch.settings.legs_max, app.paths & SERVED)
+    facts = _facts(
+        llm.vllm_config,
+        args.served_model_name,
+        msgspec.structs.replace(fingerprinted, block_size=llm.hash_block_size),
+        launch.settings.legs_max,
+        app.paths & SERVED,
+    )
     if facts.note:
         log.warning("%s", facts.note)
     return VllmEngine(
@@ -268,8 +274,7 @@ def _construct(
     if trials is not None:
         llm.grammars = GrammarTrials(trials, llm.note_death, cpu_s_max(len(os.sched_getaffinity(0))))
     without_prometheus(llm.logger_manager)
-    # vLLM has chosen the block size while the engine started, unless it was given.
-    return args, llm, msgspec.structs.replace(fingerprinted, block_size=llm.vllm_config.cache_config.block_size)
+    return args, llm, fingerprinted
 
 
 def refusal_of(error: Exception) -> str:
@@ -334,7 +339,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     from vllm.renderers.chat_utils import load_chat_template
     from vllm.utils.gc_utils import freeze_gc_heap
 
-    from services.worker.engines.vllm.fingerprint import block_bytes, model_revision
+    from services.worker.engines.vllm.fingerprint import model_revision, token_bytes
     from services.worker.engines.vllm.known_texts import reuse_tokens
     from services.worker.engines.vllm.media import (
         name_by_content,
@@ -355,7 +360,8 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> VllmServ
     separate_tenants(llm.renderer)
     name_by_content(llm.renderer, model_revision(llm.model_config))
     reuse_tokens(llm.renderer, load_chat_template(args.chat_template) or "")
-    llm.attach(meter, block_bytes(llm.vllm_config))
+    hash_block_size = await llm.engine_core.call_utility_async("hash_block_size")
+    llm.attach(meter, token_bytes(llm.vllm_config), hash_block_size)
     if llm.grammars is not None:
         await llm.grammars.connect()
     cache = llm.vllm_config.cache_config
@@ -416,7 +422,7 @@ class VllmEngine(Engine):
         self._source = source
         self.exchange: VllmExchange | None = exchange
         self.adapters = adapters
-        self.renderer = VllmRenderer(app, llm.vllm_config.cache_config) if facts.renders else None
+        self.renderer = VllmRenderer(app, facts.hashing) if facts.renders else None
         self.profiler = VllmProfiler(llm, trace_dir)
         self._run_dir = run_dir
         self.facts = facts
@@ -442,9 +448,7 @@ class VllmEngine(Engine):
         """From vLLM's own server and hashing."""
         from services.worker.engines.vllm.tokenizer import engine_tokens
 
-        return await engine_tokens(
-            self.app, self._llm.vllm_config.cache_config, path, body, self.app.models.lora_requests
-        )
+        return await engine_tokens(self.app, self.facts.hashing, path, body, self.app.models.lora_requests)
 
     async def dead(self) -> str:
         """Returns when EngineCore has ended or reported a fatal error."""
@@ -464,9 +468,9 @@ class VllmEngine(Engine):
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
-def hash_scheme(cache: Any) -> HashScheme:
+def hash_scheme(cache: Any, hash_block_size: int) -> HashScheme:
     """How vLLM names blocks, in this environment."""
-    scheme = HashScheme(block_size=cache.block_size, algorithm=cache.prefix_caching_hash_algo)
+    scheme = HashScheme(block_size=hash_block_size, algorithm=cache.prefix_caching_hash_algo)
     seed = os.environ.get("PYTHONHASHSEED")
     return scheme if seed is None else msgspec.structs.replace(scheme, seed=seed)
 
@@ -479,7 +483,7 @@ def _facts(
         models=list(names),
         max_model_len=config.model_config.max_model_len,
         fingerprint=fingerprint,
-        hashing=hash_scheme(config.cache_config),
+        hashing=hash_scheme(config.cache_config, fingerprint.block_size),
         kv_tokens=config.cache_config.kv_cache_size_tokens or 0,
         legs_max=legs_max,
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,

@@ -1,5 +1,5 @@
-"""Runs in vLLM's EngineCore process: Baton's connector as vLLM loads it, the CPU executor, and a watch that ends the
-process with its parent.
+"""Runs in vLLM's EngineCore process: Baton's connector as vLLM loads it, the CPU executor, what the front end asks, and
+a watch that ends the process with its parent.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from connector import connector
@@ -44,6 +45,20 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def hash_block_size(core: Any) -> int:
+    """Utility method added to ``EngineCore``: tokens of each block hash. The front end's configuration has the size of
+    blocks only, which another number of tokens may fill.
+    """
+    size: int = core.scheduler.hash_block_size
+    return size
+
+
+def prepare_engine_core() -> None:
+    """Call where a connector's scheduler role begins: in EngineCore, on every device."""
+    end_with_parent()
+    EngineCore.hash_block_size = hash_block_size
 
 
 class CpuExecutor(UniProcExecutor):
@@ -80,5 +95,5 @@ class BatonConnector(connector.BatonConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if role is KVConnectorRole.SCHEDULER:
-            end_with_parent()
+            prepare_engine_core()
         super().__init__(vllm_config, role, kv_cache_config)

@@ -30,12 +30,12 @@ def fingerprint(config: Any) -> Fingerprint:
     """From vLLM's resolved configuration, which has the operator's arguments applied. LoRA adapters do not belong here:
     the hashes of their blocks name their files.
     """
-    model, cache = config.model_config, config.cache_config
+    model = config.model_config
     return Fingerprint(
         model=model.served_model_name if isinstance(model.served_model_name, str) else model.served_model_name[0],
         revision=model_revision(model),
         dtype=str(model.dtype).removeprefix("torch."),
-        block_size=cache.block_size,
+        block_size=0,  # The engine chooses it, and the tokens of a block hash, while it starts.
         kv_layout=kv_layout(config),
         connector=connector(config),
         engine_version=f"vllm-{vllm.__version__}",
@@ -169,11 +169,11 @@ def _samples(file: Path) -> bytes:
     return b"".join(taken)
 
 
-def block_bytes(config: Any) -> int:
-    """Bytes of KV in one block over all layers and ranks; 0 when the model's KV is not plain keys and values."""
+def token_bytes(config: Any) -> int:
+    """Bytes of a token's KV over all layers and ranks; 0 when the model's KV is not plain keys and values."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if model.use_mla:
         return 0
     element = 1 if "fp8" in str(cache.cache_dtype) else model.dtype.itemsize
     per_token = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * element
-    return int(per_token * model.get_num_layers(parallel) * cache.block_size * parallel.tensor_parallel_size)
+    return int(per_token * model.get_num_layers(parallel) * parallel.tensor_parallel_size)

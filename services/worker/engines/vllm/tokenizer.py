@@ -27,6 +27,7 @@ from services.worker.engines.port import CURRENT_LEG, AsgiApp, EnginePrompt, Eng
 from services.worker.legs.asgi_call import ask_app
 from shared.contracts.kv_events import block_hash64
 from shared.contracts.request_body import joined, prompt_chars_max
+from shared.contracts.workers import HashScheme
 
 
 def tokenizer_files(tokenizer: Any, chat_template: str) -> TokenizerFiles:
@@ -77,7 +78,7 @@ REFUSAL_CHARS_MAX = 500
 
 
 async def engine_tokens(
-    app: AsgiApp, cache_config: Any, path: str, body: bytes, adapters: Mapping[str, LoRARequest]
+    app: AsgiApp, scheme: HashScheme, path: str, body: bytes, adapters: Mapping[str, LoRARequest]
 ) -> EngineTokens:
     """Renders and tokenizes exactly like a completion; the engine computes nothing. ``adapters``: by name."""
     try:
@@ -88,36 +89,36 @@ async def engine_tokens(
     status, answer = await ask_app(app, TOKENIZE, msgspec.json.encode(asked))
     if status != OK:
         return EngineTokens(refusal=answer.decode(errors="replace")[:REFUSAL_CHARS_MAX])
-    if cache_config.prefix_caching_hash_algo not in FIRST_HASH_KNOWN:
-        return EngineTokens(refusal=f"hashes of {cache_config.prefix_caching_hash_algo} depend on a random first hash")
+    if scheme.algorithm not in FIRST_HASH_KNOWN:
+        return EngineTokens(refusal=f"hashes of {scheme.algorithm} depend on a random first hash")
     tokens = msgspec.json.decode(answer)["tokens"]
     adapter = adapters.get(str(given.get("model")))
-    return EngineTokens(tokens=tokens, hashes=block_hashes(tokens, given.get("cache_salt"), cache_config, adapter))
+    return EngineTokens(tokens=tokens, hashes=block_hashes(tokens, given.get("cache_salt"), scheme, adapter))
 
 
 def block_hashes(
-    tokens: list[int], salt: str | None, cache_config: Any, adapter: LoRARequest | None = None
+    tokens: list[int], salt: str | None, scheme: HashScheme, adapter: LoRARequest | None = None
 ) -> list[int]:
     """The hashes that the scheduler gives the full blocks of a request with this prompt."""
     if not tokens:
         return []
-    hasher = _hasher(cache_config)
+    hasher = _hasher(scheme)
     request = Request(
         "", tokens, SamplingParams(max_tokens=1), None, cache_salt=salt, lora_request=adapter, block_hasher=hasher
     )
     return [block_hash64(bytes(full)) for full in request.block_hashes]
 
 
-def hashes_of(request: EngineCoreRequest, cache_config: Any) -> list[int]:
+def hashes_of(request: EngineCoreRequest, scheme: HashScheme) -> list[int]:
     """The hashes that the scheduler gives the full blocks of this request's prompt."""
-    scheduled = Request.from_engine_core_request(request, _hasher(cache_config))
+    scheduled = Request.from_engine_core_request(request, _hasher(scheme))
     return [block_hash64(bytes(full)) for full in scheduled.block_hashes]
 
 
-def _hasher(cache_config: Any) -> Callable[[Request], list[Any]]:
-    named_by = get_hash_fn_by_name(cache_config.prefix_caching_hash_algo)
+def _hasher(scheme: HashScheme) -> Callable[[Request], list[Any]]:
+    named_by = get_hash_fn_by_name(scheme.algorithm)
     init_none_hash(named_by)
-    hasher: Callable[[Request], list[Any]] = get_request_block_hasher(cache_config.block_size, named_by)
+    hasher: Callable[[Request], list[Any]] = get_request_block_hasher(scheme.block_size, named_by)
     return hasher
 
 
@@ -137,9 +138,9 @@ def bound_rendering(max_model_len: int) -> None:
 class VllmRenderer:
     """See ``engines.port.EngineRenderer``. Media are read and processed in vLLM's threads, like those of legs."""
 
-    def __init__(self, app: AsgiApp, cache_config: Any) -> None:
+    def __init__(self, app: AsgiApp, scheme: HashScheme) -> None:
         self._app = app
-        self._cache_config = cache_config
+        self._scheme = scheme
 
     async def render(self, path: str, body: bytes, *, cache_salt: str, media_salt: str) -> EnginePrompt:
         """See the port. The server is called as for a leg, up to the point where it would ask its engine."""
@@ -155,22 +156,22 @@ class VllmRenderer:
             if not request.done():
                 status, answer = answering.result()
                 return EnginePrompt(refusal=f"{status}: {answer[:REFUSAL_CHARS_MAX].decode(errors='replace')}")
-            return await asyncio.to_thread(prompt_of, request.result(), self._cache_config)
+            return await asyncio.to_thread(prompt_of, request.result(), self._scheme)
         finally:
             request.cancel()
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 
 
-def prompt_of(request: Any, cache_config: Any) -> EnginePrompt:
+def prompt_of(request: Any, scheme: HashScheme) -> EnginePrompt:
     """``request``: an EngineCoreRequest."""
-    if cache_config.prefix_caching_hash_algo not in FIRST_HASH_KNOWN:
-        return EnginePrompt(refusal=f"hashes of {cache_config.prefix_caching_hash_algo} depend on a random first hash")
+    if scheme.algorithm not in FIRST_HASH_KNOWN:
+        return EnginePrompt(refusal=f"hashes of {scheme.algorithm} depend on a random first hash")
     if request.prompt_token_ids is None:
         return EnginePrompt(refusal="the prompt is not made of tokens")
     positions = [feature.mm_position for feature in request.mm_features or ()]
     return EnginePrompt(
         tokens=len(request.prompt_token_ids),
-        hashes=hashes_of(request, cache_config),
+        hashes=hashes_of(request, scheme),
         media_end=max((one.offset + one.length for one in positions), default=0),
     )

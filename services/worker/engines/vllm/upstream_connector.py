@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from vllm.platforms import current_platform
 
 from connector.transfer.agent import set_ucx_defaults
-from services.worker.engines.vllm.engine_process import end_with_parent
+from services.worker.engines.vllm.engine_process import prepare_engine_core
 
 PROGRESS_DELAY_US = 10_000
 """Longest sleep. Measured between two engines on one machine: handoffs as fast as with 2,000, and two thirds of its
@@ -44,7 +44,7 @@ class NixlConnector(NixlPullConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if role is KVConnectorRole.SCHEDULER:
-            end_with_parent()
+            prepare_engine_core()
         set_ucx_defaults({current_platform.device_type})
         _let_progress_threads_sleep()
         cores = os.sched_getaffinity(0)
