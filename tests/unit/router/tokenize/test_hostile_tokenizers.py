@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from functools import partial
@@ -256,6 +257,8 @@ async def test_a_failed_tokenizer_is_fetched_again_when_its_worker_restarts(worl
         {"kv_tokens": -5},
         {"ranks": 0},
         {"step_tokens_max": 0},
+        {"cache_hit_threshold": 1.5},
+        {"cache_hit_threshold": math.nan},
         {"hashing": HashScheme(block_size=0)},
         {"hashing": HashScheme(block_size=-32)},
         {"note": "n" * 5000},
