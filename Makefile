@@ -21,7 +21,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale outside catalogue dist lock clean
+.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds outside catalogue dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before
 
 bench-scale: setup-dev ## Routers among 1,000 played workers with 10 million blocks: placement, memory, reports and events, four routers; nine minutes
 	@$(PYTHON) -m bench.bench_scale $(ARGS)
+
+bench-seeds: setup-dev ## What the threads behind Baton claim, measured here, on real engines; half an hour, fetches vLLM's multi-turn script; GPU=1: on NVIDIA GPUs
+	@$(PYTHON) -m bench.seeds $(if $(GPU),--gpu) $(ARGS)
 
 outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
 	@$(PYTHON) -m tests.outside $(ARGS)

@@ -11,6 +11,7 @@ from replay.traces import BLOCK_TOKENS
 from services.worker.engines.simulated.core.settings import PROFILES as SIMULATED
 from services.worker.engines.simulated.core.settings import StepTiming
 from shared.contracts.load import StepTotals
+from shared.engine_speed.steps import StepTotalsCounter
 
 if TYPE_CHECKING:
     from replay.engine import Step
@@ -70,7 +71,6 @@ PROFILES = {"8b": profile_like("8b", 800), "70b": profile_like("70b", 700)}
 
 MEMORY = 0.9
 """Weight of the old value in a moving average."""
-PREFILL_SAMPLE_TOKENS_MIN = 32
 ITL_GROWTH = 1.01
 """Each bucket of times between tokens is wider than the one before by this factor."""
 
@@ -79,12 +79,13 @@ LOG_ITL_GROWTH = math.log(ITL_GROWTH)
 
 
 class Speeds:
-    """What an engine measures, like the worker's ``Measures``: two moving averages, totals of all steps, and a
+    """What an engine measures, like the worker's ``Measures``: moving averages, totals of all steps, and a
     histogram of the times between tokens.
     """
 
     def __init__(self) -> None:
-        self.prefill_tokens_per_s = 0.0
+        self.prompts = StepTotalsCounter()
+        """Steps that compute prompts."""
         self.decode_s_per_token = 0.0
         self.busy_s = 0.0
         self.prefill_steps = 0
@@ -105,8 +106,17 @@ class Speeds:
             self.prefill_steps += 1
             self.prefill_tokens += step.prefill_tokens
             self.prefill_pairs += step.prefill_pairs
-            if step.prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and took_s:
-                self.prefill_tokens_per_s = blend(self.prefill_tokens_per_s, step.prefill_tokens / took_s, 1)
+            self.prompts.add(
+                StepTotals(
+                    seconds=took_s,
+                    prefill_steps=1,
+                    prefill_tokens=step.prefill_tokens,
+                    prefill_pairs=step.prefill_pairs,
+                    decode_steps=int(decoding > 0),
+                    decode_requests=decoding,
+                    decode_context_tokens=step.context_tokens if decoding else 0,
+                )
+            )
         if decoding:
             self.decode_steps += count
             self.decode_requests += count * decoding

@@ -107,7 +107,7 @@ class SimWorker:
         speeds = engine.speeds
         if self.learns and speeds.busy_s - self._observed_s >= SAMPLE_S_MIN:
             self._observed_s = speeds.busy_s
-            self._learner.observe(speeds.totals())
+            self._learner.observe(speeds.totals(), speeds.prompts.prompt_totals())
         return partial(
             LoadReport,
             worker_id=record.worker_id,
@@ -126,7 +126,7 @@ class SimWorker:
             received_tokens_total=totals.received,
             received_bytes_total=totals.received * engine.profile.kv_bytes_per_token,
             received_seconds_total=totals.received_s,
-            prefill_tokens_per_s=speeds.prefill_tokens_per_s,
+            prefill_tokens_per_s=speeds.prompts.prefill_tokens_per_s,
             decode_s_per_token=speeds.decode_s_per_token,
             speed=self._learner.speed,
         )

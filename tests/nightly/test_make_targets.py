@@ -33,6 +33,7 @@ TARGETS = {
     "bench-telemetry": {"ARGS": "--rounds 4 --out {out}/telemetry.md"},
     "bench-fleet": {"ARGS": "--times 1 --no-page"},
     "bench-scale": {"ARGS": "--quick --out {out}/scale.md"},
+    "bench-seeds": {"ARGS": "--quick --out {out}/seeds.md"},
     "outside": {"ARGS": "--only vllm-pd,vllm-bench --scratch {out}/outside --page {out}/outside.md"},
 }
 HERE = {"up", "doctor", "down", "audit"}

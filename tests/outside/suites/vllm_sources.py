@@ -1,4 +1,4 @@
-"""vLLM's tests, of the version that is installed here: they are only in its source distribution."""
+"""vLLM's tests and benchmarks, of the version that is installed here: they are only in its source distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.outside.suite import CannotRun, Target, command, environment
 
 DOWNLOAD_S_MAX = 900.0
-KEPT = ("tests", "examples", "pyproject.toml")
+KEPT = ("tests", "examples", "benchmarks", "pyproject.toml")
 """Not ``vllm``: the installed one is to be imported."""
 MODEL_NAME = re.compile(r'"([A-Za-z0-9][\w-]*/[\w.-]+|claude-[\w.-]+)"')
 
@@ -28,9 +28,10 @@ def vllm_version() -> str:
 
 
 def sources(folder: Path) -> Path:
-    """The unpacked tests. Raises CannotRun."""
+    """The unpacked tests and benchmarks. Raises CannotRun."""
     found = folder / f"vllm-{vllm_version()}"
-    if not found.is_dir():
+    if not all((found / name).exists() for name in KEPT):
+        shutil.rmtree(found, ignore_errors=True)
         unpacked = _download(folder, vllm_version())
         partial = found.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""Engines for the figures of the threads: on this machine's CPUs, one core each, or on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import bench_kv_gpu
+from bench.kv_bench_fleet import BenchFleet, bench_fleet
+from bench.wide_model import make_wide_model
+from services.launcher.system.machine import gpus
+from services.worker.tiny_model import TINY_MODEL
+
+CACHE = Path.home() / ".cache" / "baton"
+CPU_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines that differ in their roles only."""
+
+    settings: Mapping[str, str]
+    model_dir: Path
+    gpus: tuple[str, ...]
+    """Empty: each engine has a core of its own."""
+    said: str
+    """What they are, for the page."""
+
+    @asynccontextmanager
+    async def fleet(
+        self, roles: Mapping[str, str], *, engine_args: Mapping[str, str], **router: str
+    ) -> AsyncIterator[BenchFleet]:
+        """Workers by their ids, with a router of these settings. ``engine_args``: more of single ones."""
+        workers = {}
+        for name, role in roles.items():
+            args = f"{self.settings.get('engine_args', '')} {engine_args.get(name, '')}".strip()
+            workers[name] = {**self.settings, "role": role, "engine_args": args}
+        devices = (
+            {name: {"CUDA_VISIBLE_DEVICES": self.gpus[number % len(self.gpus)]} for number, name in enumerate(roles)}
+            if self.gpus
+            else None
+        )
+        async with bench_fleet(workers, router=router, devices=devices) as fleet:
+            yield fleet
+
+
+@contextmanager
+def engines(*, on_gpus: bool) -> Iterator[Engines]:
+    """Their model exists until the block ends."""
+    common = {"served_model_name": TINY_MODEL, "max_model_len": "16384"}
+    with tempfile.TemporaryDirectory() as folder:
+        if not on_gpus:
+            model_dir = make_wide_model(Path(folder), CACHE)
+            settings = {**common, "model": str(model_dir), "kv_cache_bytes": str(CPU_KV_BYTES)}
+            yield Engines(
+                settings, model_dir, (), "vLLM's CPU engines, one core each; 32 KB of KV per token, random weights"
+            )
+            return
+        found = tuple(gpus())
+        if not found:
+            raise SystemExit("nvidia-smi lists no GPU; without GPU=1 this measures CPU engines.")
+        model_dir = bench_kv_gpu.make_model(Path(folder))
+        settings = {
+            **common,
+            "model": str(model_dir),
+            "kv_cache_bytes": str(bench_kv_gpu.KV_BYTES),
+            "engine_args": bench_kv_gpu.ENGINE_ARGS,
+        }
+        yield Engines(
+            settings, model_dir, found, f"{len(found)} GPU(s); a Llama of three billion parameters, random weights"
+        )
