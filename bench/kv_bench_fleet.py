@@ -122,7 +122,10 @@ async def router_ready(http: httpx.AsyncClient, workers: int) -> None:
     """Until the router knows the blocks of all workers."""
     deadline = time.monotonic() + ROUTER_READY_S_MAX
     while time.monotonic() < deadline:
-        text = (await http.get("/metrics")).text
+        try:
+            text = (await http.get("/metrics")).text
+        except httpx.ConnectError:  # It is starting.
+            text = ""
         if sum('state="exact"' in line and line.endswith(" 1.0") for line in text.splitlines()) == workers:
             return
         await asyncio.sleep(0.2)

@@ -23,7 +23,7 @@ APART_QUICK = apart.Size(prompt_tokens=512, requests=12)
 TURNS = {"cpu": turns.Size(conversations=8, messages=10), "gpu": turns.Size(conversations=24, messages=16)}
 SHARING = Path("docs/benchmarks/sharing.md")
 SHARING_S_MAX = 900.0
-TURNS_QUICK = turns.Size(conversations=2, messages=6)
+TURNS_QUICK = turns.Size(conversations=4, messages=6)
 
 
 async def measure_apart(on: Engines, *, quick: bool) -> list[str]:

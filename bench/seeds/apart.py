@@ -66,8 +66,8 @@ async def measure(engines: Engines, size: Size) -> list[str]:
         ):
             rows.append(await row(fleet, engines, size, name=name, load=load, one_s=one_s, options=options, seed=seed))
     async with engines.fleet({"p1": "prefill", "d1": "decode"}, engine_args={}) as fleet:
-        options: Options = {"mode": "disaggregated"}
-        rows.append(await row(fleet, engines, size, name="1P1D", load=2, one_s=one_s, options=options, seed=9))
+        apart: Options = {"mode": "disaggregated"}
+        rows.append(await row(fleet, engines, size, name="1P1D", load=2, one_s=one_s, options=apart, seed=9))
     return lines(rows, size, one_s)
 
 

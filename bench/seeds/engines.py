@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from bench import bench_kv_gpu
 from bench.kv_bench_fleet import BenchFleet, bench_fleet
@@ -16,6 +21,11 @@ from services.worker.tiny_model import TINY_MODEL
 
 CACHE = Path.home() / ".cache" / "baton"
 CPU_KV_BYTES = 1 << 30
+GREEDY = """--override-generation-config '{"temperature": 0}'"""
+"""For requests that name no temperature."""
+WORD = re.compile("\u0120[a-z]{3,}")
+"""Of a byte-level tokenizer: a space, and letters."""
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,18 @@ class Engines:
             yield fleet
 
 
+def say_words(model_dir: Path) -> None:
+    """Let a model with random weights say whole words only: they become the same tokens again when the text returns in the
+    next turn, and none ends an answer.
+    """
+    vocabulary: dict[str, int] = json.loads((model_dir / "tokenizer.json").read_text())["model"]["vocab"]
+    words = [number for token, number in vocabulary.items() if WORD.fullmatch(token)]
+    weights = load_file(model_dir / "model.safetensors")
+    head = np.zeros_like(weights[HEAD])
+    head[words] = weights[HEAD][words]
+    save_file({**weights, HEAD: head}, model_dir / "model.safetensors", metadata={"format": "pt"})
+
+
 @contextmanager
 def engines(*, on_gpus: bool) -> Iterator[Engines]:
     """Their model exists until the block ends."""
@@ -54,7 +76,8 @@ def engines(*, on_gpus: bool) -> Iterator[Engines]:
     with tempfile.TemporaryDirectory() as folder:
         if not on_gpus:
             model_dir = make_wide_model(Path(folder), CACHE)
-            settings = {**common, "model": str(model_dir), "kv_cache_bytes": str(CPU_KV_BYTES)}
+            say_words(model_dir)
+            settings = {**common, "model": str(model_dir), "kv_cache_bytes": str(CPU_KV_BYTES), "engine_args": GREEDY}
             yield Engines(
                 settings, model_dir, (), "vLLM's CPU engines, one core each; 32 KB of KV per token, random weights"
             )

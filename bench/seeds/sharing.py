@@ -267,11 +267,11 @@ async def measure_cpu(*, quick: bool) -> list[str]:
             for share in shares:
                 for placement in (IN_TURNS, BATON):
                     found[share, placement] = await serve(fleet, load, share, placement, prompts)
-            blocks = fleet.tap.loads[CPU_WORKERS[0]].kv_blocks_total
+            tokens = fleet.tap.loads[CPU_WORKERS[0]].kv_tokens_total
     return [
         "## vLLM on CPUs",
         "",
-        f"{len(CPU_WORKERS)} engines, each on a core of its own, with KV for {blocks * BLOCK:,} tokens each; a model with random",
+        f"{len(CPU_WORKERS)} engines, each on a core of its own, with KV for {tokens:,} tokens each; a model with random",
         "weights. Without Baton's placement the client names the workers in turns, and nothing is fetched.",
         "",
         *said_of(load),
