@@ -197,9 +197,9 @@ def request_of(arguments: argparse.Namespace, prompt: str) -> bytes:
 
 
 def make_requests(arguments: argparse.Namespace) -> list[bytes]:
-    """Distinct requests, used in turn."""
+    """Distinct requests, used in turn: more than a run sends, because a decode worker that has a prompt answers alone."""
     size, requests = arguments.prompt_bytes, []
-    for number in range(2048 if size < 4096 else 512):
+    for number in range(16_384 if size < 4096 else 2048):
         group = number % PREFIXES
         beginning = (f"Document {group}. " + SENTENCE * (size // len(SENTENCE) + 1))[: int(size * SHARED_PART)]
         ending = (f" Question {number} of {arguments.seed}. " + SENTENCE * (size // len(SENTENCE) + 1))[
