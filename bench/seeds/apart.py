@@ -53,7 +53,7 @@ class Row:
 async def measure(engines: Engines, size: Size) -> list[str]:
     """All rows, in the order of the table."""
     rows = []
-    async with engines.fleet({"b1": "both", "b2": "both"}, engine_args={}) as fleet:
+    async with engines.fleet({"b1": "both", "b2": "both"}) as fleet:
         fastest = await serve(fleet, engines, size, ALONE, seed=1, count=2 * AT_ONCE, per_s=0.0)
         one_s = LOAD_SHARE * fastest["request_throughput"]
         for seed, (name, load, options) in enumerate(
@@ -65,7 +65,7 @@ async def measure(engines: Engines, size: Size) -> list[str]:
             start=2,
         ):
             rows.append(await row(fleet, engines, size, name=name, load=load, one_s=one_s, options=options, seed=seed))
-    async with engines.fleet({"p1": "prefill", "d1": "decode"}, engine_args={}) as fleet:
+    async with engines.fleet({"p1": "prefill", "d1": "decode"}) as fleet:
         apart: Options = {"mode": "disaggregated"}
         rows.append(await row(fleet, engines, size, name="1P1D", load=2, one_s=one_s, options=apart, seed=9))
     return lines(rows, size, one_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -39,22 +40,27 @@ class Engines:
     said: str
     """What they are, for the page."""
 
+    def settings_of(self, role: str, more_args: str = "") -> dict[str, str]:
+        """A worker's. ``more_args``: of its engine."""
+        args = f"{self.settings.get('engine_args', '')} {more_args}".strip()
+        return {**self.settings, "role": role, "engine_args": args}
+
     @asynccontextmanager
-    async def fleet(
-        self, roles: Mapping[str, str], *, engine_args: Mapping[str, str], **router: str
-    ) -> AsyncIterator[BenchFleet]:
-        """Workers by their ids, with a router of these settings. ``engine_args``: more of single ones."""
-        workers = {}
-        for name, role in roles.items():
-            args = f"{self.settings.get('engine_args', '')} {engine_args.get(name, '')}".strip()
-            workers[name] = {**self.settings, "role": role, "engine_args": args}
-        devices = (
-            {name: {"CUDA_VISIBLE_DEVICES": self.gpus[number % len(self.gpus)]} for number, name in enumerate(roles)}
-            if self.gpus
-            else None
-        )
+    async def fleet(self, roles: Mapping[str, str], **router: str) -> AsyncIterator[BenchFleet]:
+        """Workers by their ids, with a router of these settings."""
+        workers = {name: self.settings_of(role) for name, role in roles.items()}
+        devices = None
+        if self.gpus:
+            devices = {
+                name: {"CUDA_VISIBLE_DEVICES": self.gpus[number % len(self.gpus)]} for number, name in enumerate(roles)
+            }
         async with bench_fleet(workers, router=router, devices=devices) as fleet:
             yield fleet
+
+    async def without_cache(self, fleet: BenchFleet, worker_id: str, successor: str, role: str) -> None:
+        """Replace the first worker of a fleet by one without a prefix cache."""
+        core = {} if self.gpus else {"cpu_cores": str(min(os.sched_getaffinity(0)))}
+        await fleet.replace(worker_id, successor, **self.settings_of(role, "--no-enable-prefix-caching"), **core)
 
 
 def say_words(model_dir: Path) -> None:

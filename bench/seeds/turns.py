@@ -67,29 +67,29 @@ async def measure(engines: Engines, size: Size) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     script = sources(folder) / SCRIPT
     python = environment(folder, "pandas", on_ours=True)
-    runs = []
-    for caching, args in (("on", ""), ("off", "--no-enable-prefix-caching")):
-        roles = {"p1": "prefill", "d1": "decode"}
-        async with engines.fleet(roles, engine_args={"p1": args}, fetch_tokens_min=str(BLOCK)) as fleet:
-            store = await fleet.tap.bus.key_value_store(DEFAULT_MODE)
-            await store.put(DefaultMode(mode="disaggregated"))
-            other = str(free_port())
-            with service_process(
-                "router", fleet.folder, BATON_NATS_URL=fleet.nats.url, ROUTER_PORT=other, ROUTER_FETCH_TOKENS_MIN=NEVER
-            ):
-                urls = {READ_BACK: str(fleet.http.base_url), RECOMPUTE: f"http://127.0.0.1:{other}"}
+    runs, other = [], str(free_port())
+    async with engines.fleet({"p1": "prefill", "d1": "decode"}, fetch_tokens_min=str(BLOCK)) as fleet:
+        store = await fleet.tap.bus.key_value_store(DEFAULT_MODE)
+        await store.put(DefaultMode(mode="disaggregated"))
+        with service_process(
+            "router", fleet.folder, BATON_NATS_URL=fleet.nats.url, ROUTER_PORT=other, ROUTER_FETCH_TOKENS_MIN=NEVER
+        ):
+            urls = {READ_BACK: str(fleet.http.base_url), RECOMPUTE: f"http://127.0.0.1:{other}"}
+            for caching, prefill in (("on", "p1"), ("off", "p2")):
+                if caching == "off":
+                    await engines.without_cache(fleet, "p1", prefill, "prefill")
                 for how, url in urls.items():
                     command_line = [python, script, "--url", url]
-                    runs.append(await converse(fleet, engines, size, command_line, caching, how))
+                    runs.append(await converse(fleet, engines, size, command_line, prefill, caching, how))
     return lines(runs, size)
 
 
 async def converse(
-    fleet: BenchFleet, engines: Engines, size: Size, command_line: list[Any], caching: str, how: str
+    fleet: BenchFleet, engines: Engines, size: Size, command_line: list[Any], prefill: str, caching: str, how: str
 ) -> Run:
-    """One run, whose conversations no engine has seen."""
+    """One run, whose conversations no engine has seen. ``prefill``: the id of the prefill worker."""
     reads, read_bytes = await moved(fleet)
-    fetched = fleet.tap.loads["p1"].received_tokens_total
+    fetched = fleet.tap.loads[prefill].received_tokens_total
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text, wanted, found = folder / "text.txt", folder / "conversations.json", folder / "found.json"
@@ -118,7 +118,7 @@ async def converse(
         turns=len(later),
         reads=after[0] - reads,
         bytes=after[1] - read_bytes,
-        fetched_tokens=fleet.tap.loads["p1"].received_tokens_total - fetched,
+        fetched_tokens=fleet.tap.loads[prefill].received_tokens_total - fetched,
     )
 
 
