@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from connector.messages import EngineCall, StartFetch
 from services.worker.engines.simulated.core.batch import ABORT, CACHE_THRESHOLD, RequestParams, Sequence
 from shared.contracts.ids import NO_LEG, LegId
-from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
+from shared.contracts.kv_exchange import FetchKv, GroupBlocks, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
 from tests.unit.worker.simulated.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
 from tests.unit.worker.simulated.fleet import LATENCY_S, Carry, Fleet, Member, Message
 
@@ -60,20 +60,22 @@ def lossy(rng: random.Random, *, lost=0.0, late=0.0, twice=0.0, corrupted=0.0, o
 
 def corrupt(rng: random.Random, grant: KvGrant) -> KvGrant:
     """A grant that no holder sends, or that belongs to another epoch or prompt."""
+    blocks = grant.groups[0] if grant.groups else GroupBlocks(first=0, block_ids=b"")
     changes: dict[str, object] = rng.choice(
         [
-            {"block_ids": grant.block_ids[:-4]},
-            {"block_ids": grant.block_ids[:-1]},
-            {"block_ids": grant.block_ids * 3},
+            {"groups": [replace(blocks, block_ids=blocks.block_ids[:-4])]},
+            {"groups": [replace(blocks, block_ids=blocks.block_ids[:-1])]},
+            {"groups": [replace(blocks, block_ids=blocks.block_ids * 3)]},
+            {"groups": [blocks, blocks]},
             {"last_hash": bytes(32)},
             {"epoch": grant.epoch - 1},
-            {"first": grant.first + 1},
+            {"groups": [replace(blocks, first=blocks.first + 1)]},
             {"until_s": grant.until_s - 1000.0},
             {"ask_id": "unknown-request"},
             {"final": True},
         ]
     )
-    return msgspec.structs.replace(grant, **changes)
+    return replace(grant, **changes)
 
 
 class Traffic:
