@@ -27,16 +27,17 @@ DRAWN_S_MAX = 60.0
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 
 
-def ask(system: System) -> None:
-    prompt = random.Random(77).choices(VOCABULARY, k=600)
+def ask(system: System, number: int) -> None:
+    """Disaggregated: a decode worker that has the prompt already would answer alone."""
+    prompt = random.Random(f"report {number}").choices(VOCABULARY, k=600)
     body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
     answer = system.http.post("/v1/completions", json=body, headers={"x-baton-mode": "disaggregated"})
     assert answer.status_code == 200, answer.text
 
 
 def test_the_report_covers_the_served_requests(simulated: System):
-    for _ in range(REQUESTS):
-        ask(simulated)
+    for number in range(REQUESTS):
+        ask(simulated, number)
 
     def reported() -> dict | None:
         code, out, err = baton("report", "--json", "--model", "baton-tiny", "--state-dir", str(simulated.folder))
