@@ -81,7 +81,7 @@ audit: setup-dev ## Known vulnerabilities of the locked packages; asks the advis
 fuzz: setup-dev ## 100,000 inputs of each kind, through the edges and on every channel of the bus; half an hour; ARGS="--only LOAD --seed 2"
 	@$(PYTHON) -m tests.nightly.fuzz $(ARGS)
 
-compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, drain, keys, down; brings a docker of its own to root on Debian
+compose-test: setup-dev ## Containers, with simulated and with real engines: up, requests, lose one, drain, keys, down; brings a docker of its own to root on Debian
 	@$(PYTHON) -m pytest -m compose -rs --timeout 3600 tests/nightly/compose $(ARGS)
 
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts; PEERS=1: beside sglang-router and vllm-router
