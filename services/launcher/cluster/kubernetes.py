@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from services.launcher.cluster.folder import API_KEYS, NKEY, TRUSTED, CannotCreate
+from shared.addresses import url_of
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes puts a pod's token, the CA of its API server and the pod's namespace."""
@@ -72,7 +73,7 @@ class Secrets:
         try:
             self._namespace = (account / "namespace").read_text().strip()
             token = (account / "token").read_text().strip()
-            host = server or f"https://{_address(os.environ)}"
+            host = server or _server(os.environ)
             self._http = httpx.Client(
                 base_url=f"{host}/api/v1/namespaces/{self._namespace}",
                 headers={"Authorization": f"Bearer {token}"},
@@ -140,9 +141,8 @@ class Secrets:
         return answer
 
 
-def _address(environ: Mapping[str, str]) -> str:
-    host, port = environ["KUBERNETES_SERVICE_HOST"], environ["KUBERNETES_SERVICE_PORT_HTTPS"]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _server(environ: Mapping[str, str]) -> str:
+    return url_of("https", environ["KUBERNETES_SERVICE_HOST"], int(environ["KUBERNETES_SERVICE_PORT_HTTPS"]))
 
 
 def _decoded(data: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:

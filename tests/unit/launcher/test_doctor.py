@@ -127,7 +127,7 @@ def disks(free: float) -> list[DiskSpace]:
 
 
 INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
-    "python": ({"python": (3, 12, 1)}, Level.ERROR, "Python 3.12.1"),
+    "python": ({"python": (3, 14, 1)}, Level.ERROR, "Python 3.14.1"),
     "missing package": (
         {"packages": Packages(lock="services", count=9, drift=[Package(name="rich", locked="14.0")])},
         Level.ERROR, "1 locked package missing: rich 14.0",
