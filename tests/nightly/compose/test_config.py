@@ -70,6 +70,7 @@ def test_settings_and_files_of_an_operator_reach_their_services(tmp_path: Path):
         ENGINE_ENV_FILE=str(libraries),
         MODELS_FOLDER=str(tmp_path),
         LORA_FOLDER=str(tmp_path),
+        WEIGHTS_FOLDER=str(tmp_path),
         RDMA_DEVICES="/dev/infiniband",
         ENGINE_MEMLOCK="-1",
     )
@@ -81,7 +82,7 @@ def test_settings_and_files_of_an_operator_reach_their_services(tmp_path: Path):
         assert engine["environment"]["WORKER_LORA_DIR"] == "/adapters"
         mounted = {each["target"]: each for each in engine["volumes"] if each["type"] == "bind"}
         assert {(each["source"], each["read_only"]) for each in mounted.values()} == {(str(tmp_path), True)}
-        assert set(mounted) == {"/models", "/adapters"}
+        assert set(mounted) == {"/models", "/adapters", "/weights"}
         assert [device["source"] for device in engine["devices"]] == ["/dev/infiniband"]
         assert engine["ulimits"]["memlock"] == -1
 

@@ -72,23 +72,24 @@ NAMED_OTHERWISE = {
     "ROUTER_FAILURE_POLICY": "FAILURE_POLICY",
     "WORKER_CPU_CORES": "PREFILL_CORES, DECODE_CORES",
     "WORKER_LORA_DIR": "LORA_FOLDER",
+    "WORKER_WEIGHTS_DIR": "WEIGHTS_FOLDER",
 }
 """Settings of files, addresses and single services, which have only another name in compose."""
 OF_THAT_SERVER = {"WORKER_ATTACH_KEY_FILE", "WORKER_SERVED_MODEL_NAME", "WORKER_LEGS_MAX"}
 """Settings that have only another name for the service `attached`."""
 ATTACHED = {f"WORKER_ATTACH_{name}" for name in ("URL", "MODEL", "KEY_FILE", "SILENT_S_MAX")}
 OF_ENGINES = {f"WORKER_{name}" for name in ("MODEL", "ENGINE_ARGS", "CPU_CORES", "TENSOR_PARALLEL_SIZE", "CONNECTOR")}
-OF_ADAPTERS = {"WORKER_LORA_DIR", "WORKER_LORA_ADAPTERS"}
+OF_WEIGHTS = {"WORKER_LORA_DIR", "WORKER_LORA_ADAPTERS", "WORKER_WEIGHTS_DIR"}
 OF_STORES = {"WORKER_STORE_MEMORY_BYTES", "WORKER_STORE_FILES_BYTES"}
 OF_KV = {f"WORKER_{name}" for name in ("KV_CACHE_BYTES", "CACHE_HIT_THRESHOLD", "KV_FETCH_MIN_TOKENS", "KV_LEASE_S")}
 OF_KV |= {"WORKER_KV_COPY_USES_MIN", "WORKER_BLOCK_SIZE"}
-WITHOUT_ENGINE = {"WORKER_CPU_CORES", "WORKER_ASLEEP", *OF_ADAPTERS}
+WITHOUT_ENGINE = {"WORKER_CPU_CORES", "WORKER_ASLEEP", *OF_WEIGHTS}
 NOT_OF = {
     "prefill": ATTACHED | OF_STORES | {"WORKER_SIMULATED"},
     "decode": ATTACHED | OF_STORES | {"WORKER_SIMULATED"},
     "store": ATTACHED | WITHOUT_ENGINE | {"WORKER_SIMULATED"},
-    "sim-prefill": ATTACHED | OF_STORES | OF_ENGINES | OF_ADAPTERS,
-    "sim-decode": ATTACHED | OF_STORES | OF_ENGINES | OF_ADAPTERS,
+    "sim-prefill": ATTACHED | OF_STORES | OF_ENGINES | OF_WEIGHTS,
+    "sim-decode": ATTACHED | OF_STORES | OF_ENGINES | OF_WEIGHTS,
     "sim-store": ATTACHED | OF_ENGINES | WITHOUT_ENGINE,
     "attached": OF_STORES | OF_ENGINES | WITHOUT_ENGINE | OF_KV | {"WORKER_SIMULATED"},
 }
@@ -237,9 +238,13 @@ def test_engines_start_without_a_profile_and_not_with_another_one():
 
 @pytest.mark.parametrize(
     ("variable", "setting", "folder"),
-    [("MODELS_FOLDER", "", "/models"), ("LORA_FOLDER", "WORKER_LORA_DIR", "/adapters")],
+    [
+        ("MODELS_FOLDER", "", "/models"),
+        ("LORA_FOLDER", "WORKER_LORA_DIR", "/adapters"),
+        ("WEIGHTS_FOLDER", "WORKER_WEIGHTS_DIR", "/weights"),
+    ],
 )
-def test_folders_of_models_and_adapters_are_seen_read_only_by_engines(variable: str, setting: str, folder: str):
+def test_folders_of_models_and_weights_are_seen_read_only_by_engines(variable: str, setting: str, folder: str):
     for name in ("prefill", "decode"):
         (mount,) = [one for one in SERVICES[name]["volumes"] if isinstance(one, dict) and one["target"] == folder]
         assert mount == {

@@ -113,7 +113,8 @@ def test_a_worker_can_write_its_caches_and_its_state(name: str):
     folders = {
         name: value for name, value in service["environment"].items() if name.endswith(("_DIR", "_PATH", "_ROOT"))
     }
-    folders.pop("WORKER_LORA_DIR", None)  # Read only.
+    for read_only in ("WORKER_LORA_DIR", "WORKER_WEIGHTS_DIR"):
+        folders.pop(read_only, None)
     assert all(folder.startswith("/home/baton/.cache/") for folder in folders.values()), folders
 
 
