@@ -344,9 +344,8 @@ def main() -> None:
     text = arguments.out.read_text() if arguments.out.exists() else ""
     for name, measure in parts(names, quick=arguments.quick):
         with measuring() as measured:
-            measured.said = (
-                f"{'Short form: not precise. ' if arguments.quick else ''}{measured.said} Commit {commit()}."
-            )
+            short = "Short form: not precise.\n" if arguments.quick else ""
+            measured.said = f"{short}{measured.said} Commit {commit()}."
             measured.lines = measure()
         done: dict[str, Measured] = {name: measured}
         text = page(HEAD, done, [SIMULATED, CPU], text)

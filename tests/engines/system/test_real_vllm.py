@@ -491,9 +491,10 @@ class Stream:
     def of_events(cls, path: str, number: int) -> Stream:
         """A message or a response."""
         turns = [{"role": "user", "content": f"{number} runners: {TEXTS[number % len(TEXTS)] * 30}"}]
+        where = {"baton": {"decode_worker": "decode-1"}}
         if path == MESSAGES:
-            return cls(path, {"messages": turns, "max_tokens": EVENTS_TOKENS})
-        return cls(path, {"input": turns, "max_output_tokens": EVENTS_TOKENS, "ignore_eos": True})
+            return cls(path, {"messages": turns, "max_tokens": EVENTS_TOKENS, **where})
+        return cls(path, {"input": turns, "max_output_tokens": EVENTS_TOKENS, "ignore_eos": True, **where})
 
     def again(self) -> Stream:
         """The same request."""
