@@ -95,7 +95,8 @@ COLUMNS_MAX, ROW_COLUMNS_MAX = 120, 240
 MADE_PAGES = {
     "docs/METRICS.md", "docs/OUTSIDE.md", "docs/catalogue.md", "docs/configuration.md",
     *(f"docs/benchmarks/{name}.md" for name in (
-        "connector-step", "fleet", "kv", "kv-gpu", "replay", "role-shift", "scale", "telemetry", "worker", "worker-gpu"
+        "connector-step", "fleet", "kv", "kv-gpu", "replay", "role-shift", "scale", "seeds", "seeds-gpu",
+        "telemetry", "worker", "worker-gpu"
     )),
 }  # fmt: skip
 """Documents that a program writes as a whole."""

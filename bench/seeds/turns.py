@@ -34,6 +34,7 @@ AT_ONCE = 4
 """Conversations that take turns, one request at a time."""
 RUN_S_MAX = 400.0
 LOG_SHOWN = 6000
+NONE_FAILED = "num_failures=0"
 NEVER = str(1 << 30)
 
 
@@ -102,12 +103,11 @@ async def converse(
             *("--stats-json-output", found),
         ]
         code = await asyncio.to_thread(command, arguments, folder / "log", s_max=RUN_S_MAX, cwd=folder, env=OFFLINE)
-        stats = json.loads(found.read_text()) if code == 0 and found.exists() else []
-        if len(stats) != size.conversations * size.messages // 2:
-            print((folder / "log").read_text(errors="replace")[-LOG_SHOWN:])
-            raise RuntimeError(
-                f"vLLM's multi-turn script ended with {code} after {len(stats)} requests; see its log above"
-            )
+        log = (folder / "log").read_text(errors="replace")
+        if code != 0 or NONE_FAILED not in log:
+            print(log[-LOG_SHOWN:])
+            raise RuntimeError(f"vLLM's multi-turn script ended with {code}, or requests failed; see its log above")
+        stats = json.loads(found.read_text())
     later = [one["ttft_ms"] for one in stats if one["input_num_turns"] > 1]
     after = await moved(fleet)
     _p25, p50, p75 = quantiles(later, n=4)
@@ -176,8 +176,9 @@ def lines(runs: list[Run], size: Size) -> list[str]:
         f"Our figure: TTFT p50 {change['on'] - 1:+.1%} with the prefill engine's prefix cache, {1 / change['off']:.2f} times as fast without.",
         "",
         f"vLLM {vllm_version()}'s `benchmarks/multi_turn/benchmark_serving_multi_turn.py`, {size.conversations} conversations of {size.messages} messages, {AT_ONCE} of them at a",
-        "time, one request at a time; turns after the first. All requests are handed over from the prefill to the decode engine,",
-        "so each has a read on the decode engine. Recompute: a router beside it that lets nothing be fetched.",
+        "time, one request at a time; it ends when no further one can take a turn. Turns after the first. All requests are handed",
+        "over from the prefill to the decode engine, so each has a read on the decode engine. Recompute: a router beside it that",
+        "lets nothing be fetched.",
         "",
         *table("prefix cache | way | turns | TTFT ms least | p50 | p75 | tokens read back | KV reads | KV MB", cells),
         "What differs: the example's lengths, but fewer and shorter conversations, of random words instead of a book; other",
