@@ -43,6 +43,7 @@ CHECK_S = 1.0
 TRIES_MAX = 3
 """Attempts to load a model's weights in one life of a worker that started after the order."""
 NONCE_BYTES = 4
+ENDED = "it ended meanwhile"
 BY_CHARS_MAX = 128
 REACHED = frozenset({WorkerPhase.READY, WorkerPhase.PROBING})
 NAMES = frozenset({WeightsAction.LOAD, WeightsAction.FINISH})
@@ -216,8 +217,12 @@ class WeightOrders:
         # The same version may come twice, with other weights.
         weights = f"{order.version or at_ms}#{secrets.token_hex(NONCE_BYTES)}" if order.action in NAMES else ""
         changes = await self._change(order, reached(self._fleet(), model), weights)
+        if order.action is WeightsAction.RESUME:
+            changes = [
+                change for change in changes if change.failure != ENDED
+            ]  # It is not paused when it starts again.
         wanted = after(order, before, weights, at_ms)
-        if wanted != before and any(not change.failure for change in changes):
+        if wanted != before and (not changes or any(not change.failure for change in changes)):
             await (await self._store()).put(wanted)
             self._wanted[wanted.key] = wanted
         return WeightsOrdered(model=model, weights=self._of(model).weights, changes=changes)
@@ -241,15 +246,25 @@ class WeightOrders:
             )
             ranks += record.ranks
         async with asyncio.TaskGroup() as changing:
-            tasks = [changing.create_task(self._ask(one), name=f"weights {one.worker_id}") for one in orders]
+            tasks = [
+                changing.create_task(self._ask(one, record.epoch), name=f"weights {one.worker_id}")
+                for one, record in zip(orders, records, strict=True)
+            ]
         return [task.result() for task in tasks]
 
-    async def _ask(self, change: ChangeWeights) -> WeightsChanged:
+    async def _ask(self, change: ChangeWeights, epoch: Epoch) -> WeightsChanged:
+        """The worker's reply; it need not come from a worker that has ended."""
+        asking = asyncio.ensure_future(self._bus.ask(CHANGE_WEIGHTS, change, timeout_s=CHANGE_S_MAX))
         try:
-            return await self._bus.ask(CHANGE_WEIGHTS, change, timeout_s=CHANGE_S_MAX)
+            while not (await asyncio.wait([asking], timeout=CHECK_S))[0]:
+                if (change.worker_id, epoch) not in {(one.worker_id, one.epoch) for one in reached(self._fleet())}:
+                    return WeightsChanged(worker_id=change.worker_id, epoch=Epoch(0), failure=ENDED)
+            return asking.result()
         except BusError as error:
             why = f"it does not reply: {error or type(error).__name__}"
             return WeightsChanged(worker_id=change.worker_id, epoch=Epoch(0), failure=why)
+        finally:
+            asking.cancel()
 
     async def _repeat(self) -> None:
         """Workers that have started since their model got its weights load them, too."""

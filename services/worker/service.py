@@ -211,7 +211,7 @@ class Worker:
         self._opens.append(self._weights.open)
         self._keeps_weights = engine.facts.engine == "vllm"  # of the model that the worker names
         if self._keeps_weights:
-            self._follows.append(self._weights.follow)
+            self._follows += [self._weights.follow, self._weights.end_when_ruined]
         self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
         self._drain = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record

@@ -65,6 +65,7 @@ class WeightsHandler:
         """An update from a trainer has begun, and is not finished."""
         self._broken = ""
         """Why the weights are neither the old nor the new ones."""
+        self._ruined = asyncio.Event()
         self._wanted: WantedWeights | None = None
         self._first_read = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
@@ -73,7 +74,7 @@ class WeightsHandler:
     def fault(self) -> str:
         """Why the worker does not serve; empty while it may."""
         if self._broken:
-            return f"its weights are incomplete ({self._broken}): load others, or restart it"
+            return f"its weights are incomplete ({self._broken}): it restarts"
         wanted, has = self._wanted, self._status.record.fingerprint.weights
         if wanted is None or wanted.weights == has:
             return ""
@@ -95,6 +96,13 @@ class WeightsHandler:
             elif entry.key == key:
                 self._wanted = entry.value
             self._notify()
+
+    async def end_when_ruined(self) -> None:
+        """Raises EngineDead when weights could not be written: vLLM keeps what it has read of them, and then fails to
+        load others, too. The restarted worker is told to load those that are wanted.
+        """
+        await self._ruined.wait()
+        raise EngineDead(f"its weights are incomplete: {self._broken}")
 
     async def settle(self) -> None:
         """Before the worker serves for the first time: what is wanted is known, and the engine is paused if its model
@@ -120,6 +128,8 @@ class WeightsHandler:
         self._notify()
         action = order.action.value
         log.info("ordered to %s the weights %s: %s", action, order.version or order.path, failure or "done")
+        if failure and self._broken:
+            self._ruined.set()
         record = self._status.record
         return WeightsChanged(
             worker_id=record.worker_id,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import pytest
 
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
@@ -53,6 +54,8 @@ class Trained:
         self.name, self.epoch, self.fails, self.model = name, epoch, fails, model
         self.orders: list[ChangeWeights] = []
         self.weights = ""
+        self.dies_at: WeightsAction | None = None
+        """It never replies to this order."""
         self._bus = MemoryBus(hub)
 
     async def live(self) -> None:
@@ -71,6 +74,8 @@ class Trained:
 
     async def _change(self, order: ChangeWeights, _envelope: object) -> WeightsChanged:
         self.orders.append(order)
+        if order.action is self.dies_at:
+            await asyncio.Future()
         if not self.fails and order.action in (WeightsAction.LOAD, WeightsAction.FINISH):
             self.weights = order.weights
         await self._register()
@@ -204,6 +209,24 @@ async def test_a_pause_is_kept_for_workers_that_start_later():
 
         await world.order("resume")
         assert not (await world.wanted()).paused
+
+
+@pytest.mark.parametrize("action", [WeightsAction.LOAD, WeightsAction.RESUME])
+@in_virtual_time
+async def test_a_worker_that_ends_before_its_reply_holds_no_order_up(action):
+    async with fleet("w1", "w2") as world:
+        await world.order("pause", mode=PauseMode.KEEP, clear_cache=False)
+        world.workers["w2"].dies_at = action
+        ordering = asyncio.create_task(world.order(action.value, path="step-1", version="step-1"))
+        await asyncio.sleep(5)
+        assert not ordering.done(), "it may still be at it"
+        world.start("w2", epoch=2)
+        async with asyncio.timeout(10):
+            done = await ordering
+
+        told = {one.worker_id: one.failure for one in done.changes}
+        assert told == {"w1": ""} | ({} if action is WeightsAction.RESUME else {"w2": "it ended meanwhile"})
+        assert (await world.wanted()).paused is (action is WeightsAction.LOAD)
 
 
 @in_virtual_time
