@@ -47,8 +47,9 @@ def check_trace(path: Path, leg: str) -> None:
     steps = [event for event in slices if event["name"].startswith("execute_context_")]
     within = [step for step in steps if overlaps(marked, step)]
     assert within, f"no step of the engine at the time of {leg}"
-    computed = [event for event in slices if event.get("cat") == "cpu_op" and overlaps(within[0], event)]
-    assert len(computed) > 20, "the step shows no operators"
+    operators = [event for event in slices if event.get("cat") == "cpu_op"]
+    most = max(sum(overlaps(step, operator) for operator in operators) for step in within)
+    assert most > 20, "no step shows the model's operators"
 
 
 def overlaps(one: dict, other: dict) -> bool:

@@ -70,7 +70,8 @@ class Front:
         for count, token in enumerate(tokens, start=already + 1):
             if "r-1" not in self.processor.request_states:
                 return
-            vllm_resume._process(self.processor, vllm_resume._output("r-1", token, count, self.params))
+            output = vllm_resume._output("r-1", token, count, self.params)
+            vllm_resume._process(self.processor, output, vllm_resume.FIRST_WEIGHT_VERSION)
             self.hear(self.queue.get_nowait())
 
 

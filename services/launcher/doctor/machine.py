@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import psutil
+from packaging.markers import Marker
 
 from services.launcher.cluster.certificates import NoCertificate, facts_of
 from services.launcher.cluster.folder import AUTHORITY, AUTHORITY_KEY, FOLDER, SERVER, SERVER_KEY
@@ -91,7 +92,8 @@ PROBE_S_MAX = 20.0
 ENGINE_S_MAX = 90.0
 """vLLM takes ten seconds to load, and several times as long from a cold disk."""
 UNITLESS = "--format=csv,noheader,nounits"
-LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
+LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)(?: ; (.*?))?(?: \\)?$", re.MULTILINE)
+"""Name, version and marker."""
 LOCAL_VERSION = re.compile(r"\+.*")
 SHM = Path("/dev/shm")  # noqa: S108  # Only its size is read.
 DEFAULT_HOST = "127.0.0.1"
@@ -190,7 +192,11 @@ def packages(folder: Path = ROOT / "requirements") -> Packages:
     path = folder / f"{lock}.txt"
     if not path.is_file():
         return Packages()
-    locked = {canonical(name): version for name, version in LOCKED.findall(path.read_text())}
+    locked = {
+        canonical(name): version
+        for name, version, marker in LOCKED.findall(path.read_text())
+        if not marker or Marker(marker).evaluate()
+    }
     drift = [
         Package(name=name, locked=version, installed=here.get(name, ""))
         for name, version in sorted(locked.items())

@@ -61,7 +61,8 @@ INTERFACES = {
     "vllm/v1/core/sched/async_scheduler.py": (
         "AsyncScheduler AsyncScheduler._update_after_schedule AsyncScheduler._update_request_with_output"
     ),
-    "vllm/v1/core/sched/output.py": "SchedulerOutput NewRequestData",
+    "vllm/v1/core/sched/output.py": "SchedulerOutput NewRequestData GrammarOutput",
+    "vllm/distributed/weight_transfer/base.py": "WeightTransferInitRequest WeightTransferUpdateRequest",
     "vllm/v1/engine/__init__.py": "EngineCoreEventType EngineCoreOutput EngineCoreOutputs EngineCoreRequest EngineCoreRequestType FinishReason",
     "vllm/v1/engine/async_llm.py": (
         "AsyncLLM.generate AsyncLLM.encode AsyncLLM._add_request AsyncLLM.from_vllm_config "
@@ -89,13 +90,16 @@ INTERFACES = {
     "vllm/v1/metrics/loggers.py": "StatLoggerBase PrometheusStatLogger StatLoggerManager.record",
     "vllm/inputs/engine.py": "TokensInput EncoderDecoderInput",
     "vllm/v1/metrics/stats.py": "SchedulerStats IterationStats PromptTokenStats PrefillStats",
-    "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput LogprobsLists",
+    "vllm/v1/outputs.py": "KVConnectorOutput ModelRunnerOutput AsyncModelRunnerOutput LogprobsLists",
     "vllm/v1/request.py": "Request Request.__init__ Request.from_engine_core_request Request.update_block_hashes RequestStatus",
     "vllm/v1/sample/thinking_budget_state.py": (
         "ThinkingBudgetStateHolder._init_state_entry ThinkingBudgetStateHolder._update_think_state"
     ),
     "vllm/v1/worker/gpu/sample/thinking_budget.py": "_thinking_budget_kernel",
     "vllm/v1/utils.py": "IterationDetails",
+    "vllm/v1/worker/cpu_worker.py": "CPUWorker",
+    "vllm/v1/worker/gpu_worker.py": "Worker.sample_tokens",
+    "vllm/v1/worker/gpu_model_runner.py": "GPUModelRunner.sample_tokens GPUModelRunner._bookkeeping_sync",
     "vllm/v1/worker/gpu/kv_connector.py": (
         "ActiveKVConnector.pre_forward ActiveKVConnector.post_forward ActiveKVConnector.no_forward"
     ),

@@ -175,10 +175,11 @@ async def test_without_a_server_only_the_reason_is_reported():
 
 
 def test_packages_that_differ_from_their_lock_are_found(tmp_path: Path):
+    others = "of_others==1.0 ; python_version < '3' \\\n    --hash=sha256:0\n"
     here = "typing_extensions==999.0 ; python_version > '3' \\\n    --hash=sha256:0\n"
     for lock in ("services", "engine-cpu", "engine-cuda"):
         (tmp_path / f"{lock}.txt").write_text(
-            f"# made by a tool\n{here}No.Such_Thing==1.0\nmsgspec=={msgspec.__version__}+local\n"
+            f"# made by a tool\n{here}{others}No.Such_Thing==1.0\nmsgspec=={msgspec.__version__}+local\n"
         )
 
     found = doctor_machine.packages(tmp_path)

@@ -87,6 +87,7 @@ def _chosen(
         "--tensor-parallel-size": str(ranks) if ranks > 1 else "",
         "--distributed-executor-backend": ("mp" if ranks > 1 else own_executor) if on_cpu else "",
         "--dtype": "float32" if on_cpu else "",
+        "--worker-cls": "services.worker.engines.vllm.cpu_worker.SeededCpuWorker" if on_cpu else "",
     }
 
 
