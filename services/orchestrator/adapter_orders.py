@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from shared.bus.outage import Outage
+from services.orchestrator.orders import TRIES_MAX, NoReply, OrderRefused, WorkerOrders
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, Subscription
 from shared.contracts.channels import ADAPTER_ORDERED, CHANGE_ADAPTER, DESCRIBE_ADAPTERS, ORDER_ADAPTER, WANTED_ADAPTERS
 from shared.contracts.fleet_orders import (
@@ -34,10 +34,6 @@ from shared.runtime.clock import Clock
 
 BY_CHARS_MAX = 128
 KEY_CHARS = 32
-
-
-class OrderRefused(Exception):
-    """The order cannot be carried out; the message says why and what to do."""
 
 
 def checked(order: OrderAdapter) -> OrderAdapter:
@@ -138,13 +134,10 @@ CHANGE_S_MAX = 120.0
 """For a worker to copy, check and load an adapter."""
 AT_ONCE_MAX = 16
 """Workers that change at the same time: they may read from one file server."""
-CHECK_S = 1.0
 LOG_MAX = 200
 """Orders that are kept to be shown; the process's log has all."""
 SETTLE_MS = 5000
 """After an order, until workers that do not have the adapter get it again: records arrive a little later."""
-TRIES_MAX = 3
-"""Attempts to load one adapter in one life of a worker that started after the order."""
 
 log = logging.getLogger(__name__)
 
@@ -152,50 +145,27 @@ Try = tuple[WorkerId, Epoch, str, int]
 """Worker, its epoch, the wanted adapter's key, and when it was ordered."""
 
 
-class AdapterOrders:
-    """Answers operators while this orchestrator leads."""
+class AdapterOrders(WorkerOrders):
+    """Orders about adapters, and the adapters that each model's workers shall have."""
+
+    about = "adapters"
 
     def __init__(
         self, bus: Bus, clock: Clock, fleet: Callable[[], list[FleetWorker]], *, leading: Callable[[], bool]
     ) -> None:
-        self._bus = bus
-        self._clock = clock
-        self._fleet = fleet
-        self._leading = leading
+        super().__init__(bus, clock, fleet, leading=leading)
         self._wanted: dict[str, WantedAdapter] = {}
         self._log: deque[AdapterOrdered] = deque(maxlen=LOG_MAX)
         self._tries: Counter[Try] = Counter()
-        self._changing = asyncio.Lock()
         self._slots = asyncio.Semaphore(AT_ONCE_MAX)
-        self._subscriptions: list[Subscription] = []
-        """Held while leading."""
 
-    async def run(self) -> None:
-        """Take orders while leading, and repeat them where they are missing; until cancelled."""
-        outage = Outage(log)
-        while True:
-            try:
-                await (self._lead() if self._leading() else self._stand_by())
-                outage.over()
-            except BusError as error:
-                outage.failed("cannot check the workers' adapters", error)
-            await asyncio.sleep(CHECK_S)
-
-    async def _lead(self) -> None:
-        if not self._subscriptions:
-            stored = await (await self._store()).all()
-            self._wanted = {one.key: one.value for one in stored if one.value is not None}
-            self._subscriptions = [
-                await self._bus.answer(ORDER_ADAPTER, self._ordered),
-                await self._bus.answer(DESCRIBE_ADAPTERS, self._describe),
-            ]
-        if not self._changing.locked():  # An order that is being carried out will be seen in the records.
-            await self._repeat()
-
-    async def _stand_by(self) -> None:
-        subscriptions, self._subscriptions = self._subscriptions, []
-        for one in subscriptions:
-            await one.close()
+    async def _begin(self) -> list[Subscription]:
+        stored = await (await self._store()).all()
+        self._wanted = {one.key: one.value for one in stored if one.value is not None}
+        return [
+            await self._bus.answer(ORDER_ADAPTER, self._ordered),
+            await self._bus.answer(DESCRIBE_ADAPTERS, self._describe),
+        ]
 
     async def _store(self) -> KeyValueStore[WantedAdapter]:
         return await self._bus.key_value_store(WANTED_ADAPTERS)
@@ -250,11 +220,11 @@ class AdapterOrders:
     async def _ask(self, order: OrderAdapter, worker_id: WorkerId) -> AdapterChanged:
         change = ChangeAdapter(worker_id=worker_id, action=order.action, name=order.name, path=order.path)
         async with self._slots:
+            asked = self._bus.ask(CHANGE_ADAPTER, change, timeout_s=CHANGE_S_MAX)
             try:
-                return await self._bus.ask(CHANGE_ADAPTER, change, timeout_s=CHANGE_S_MAX)
-            except BusError as error:
-                why = f"it does not reply: {error or type(error).__name__}"
-                return AdapterChanged(worker_id=worker_id, epoch=Epoch(0), failure=why)
+                return await self._reply(asked, worker_id)
+            except NoReply as why:
+                return AdapterChanged(worker_id=worker_id, epoch=Epoch(0), failure=str(why))
 
     async def _repeat(self) -> None:
         """Workers that have started since an order, or failed it, get it again."""

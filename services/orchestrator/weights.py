@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from shared.bus.outage import Outage
+from services.orchestrator.orders import ENDED, TRIES_MAX, NoReply, OrderRefused, WorkerOrders
 from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, Subscription
 from shared.contracts.channels import CHANGE_WEIGHTS, DESCRIBE_WEIGHTS, ORDER_WEIGHTS, WANTED_WEIGHTS
 from shared.contracts.fleet_orders import (
@@ -39,11 +39,7 @@ from shared.runtime.clock import Clock
 
 CHANGE_S_MAX = 3600.0
 """For a worker to load a checkpoint, or to drain before it pauses."""
-CHECK_S = 1.0
-TRIES_MAX = 3
-"""Attempts to load a model's weights in one life of a worker that started after the order."""
 NONCE_BYTES = 4
-ENDED = "it ended meanwhile"
 BY_CHARS_MAX = 128
 REACHED = frozenset({WorkerPhase.READY, WorkerPhase.PROBING})
 NAMES = frozenset({WeightsAction.LOAD, WeightsAction.FINISH})
@@ -54,10 +50,6 @@ _object = msgspec.json.Decoder(dict[str, Any])
 
 Try = tuple[WorkerId, Epoch, str]
 """Worker, its epoch, and the weights that it lacks."""
-
-
-class OrderRefused(Exception):
-    """The order cannot be carried out; the message says why and what to do."""
 
 
 def checked(order: OrderWeights) -> OrderWeights:
@@ -132,48 +124,25 @@ def lacking(wanted: Iterable[WantedWeights], fleet: Sequence[FleetWorker]) -> li
     ]
 
 
-class WeightOrders:
-    """Answers operators and trainers while this orchestrator leads."""
+class WeightOrders(WorkerOrders):
+    """Orders about weights, and the weights that each model's workers shall have."""
+
+    about = "weights"
 
     def __init__(
         self, bus: Bus, clock: Clock, fleet: Callable[[], list[FleetWorker]], *, leading: Callable[[], bool]
     ) -> None:
-        self._bus = bus
-        self._clock = clock
-        self._fleet = fleet
-        self._leading = leading
+        super().__init__(bus, clock, fleet, leading=leading)
         self._wanted: dict[str, WantedWeights] = {}
         self._tries: Counter[Try] = Counter()
-        self._changing = asyncio.Lock()
-        self._subscriptions: list[Subscription] = []
-        """Held while leading."""
 
-    async def run(self) -> None:
-        """Take orders while leading, and have workers load what they lack; until cancelled."""
-        outage = Outage(log)
-        while True:
-            try:
-                await (self._lead() if self._leading() else self._stand_by())
-                outage.over()
-            except BusError as error:
-                outage.failed("cannot check the workers' weights", error)
-            await asyncio.sleep(CHECK_S)
-
-    async def _lead(self) -> None:
-        if not self._subscriptions:
-            stored = await (await self._store()).all()
-            self._wanted = {one.key: one.value for one in stored if one.value is not None}
-            self._subscriptions = [
-                await self._bus.answer(ORDER_WEIGHTS, self._ordered),
-                await self._bus.answer(DESCRIBE_WEIGHTS, self._describe),
-            ]
-        if not self._changing.locked():
-            await self._repeat()
-
-    async def _stand_by(self) -> None:
-        subscriptions, self._subscriptions = self._subscriptions, []
-        for one in subscriptions:
-            await one.close()
+    async def _begin(self) -> list[Subscription]:
+        stored = await (await self._store()).all()
+        self._wanted = {one.key: one.value for one in stored if one.value is not None}
+        return [
+            await self._bus.answer(ORDER_WEIGHTS, self._ordered),
+            await self._bus.answer(DESCRIBE_WEIGHTS, self._describe),
+        ]
 
     async def _store(self) -> KeyValueStore[WantedWeights]:
         return await self._bus.key_value_store(WANTED_WEIGHTS)
@@ -246,25 +215,15 @@ class WeightOrders:
             )
             ranks += record.ranks
         async with asyncio.TaskGroup() as changing:
-            tasks = [
-                changing.create_task(self._ask(one, record.epoch), name=f"weights {one.worker_id}")
-                for one, record in zip(orders, records, strict=True)
-            ]
+            tasks = [changing.create_task(self._ask(one), name=f"weights {one.worker_id}") for one in orders]
         return [task.result() for task in tasks]
 
-    async def _ask(self, change: ChangeWeights, epoch: Epoch) -> WeightsChanged:
-        """The worker's reply; it need not come from a worker that has ended."""
-        asking = asyncio.ensure_future(self._bus.ask(CHANGE_WEIGHTS, change, timeout_s=CHANGE_S_MAX))
+    async def _ask(self, change: ChangeWeights) -> WeightsChanged:
+        asked = self._bus.ask(CHANGE_WEIGHTS, change, timeout_s=CHANGE_S_MAX)
         try:
-            while not (await asyncio.wait([asking], timeout=CHECK_S))[0]:
-                if (change.worker_id, epoch) not in {(one.worker_id, one.epoch) for one in reached(self._fleet())}:
-                    return WeightsChanged(worker_id=change.worker_id, epoch=Epoch(0), failure=ENDED)
-            return asking.result()
-        except BusError as error:
-            why = f"it does not reply: {error or type(error).__name__}"
-            return WeightsChanged(worker_id=change.worker_id, epoch=Epoch(0), failure=why)
-        finally:
-            asking.cancel()
+            return await self._reply(asked, change.worker_id)
+        except NoReply as why:
+            return WeightsChanged(worker_id=change.worker_id, epoch=Epoch(0), failure=str(why))
 
     async def _repeat(self) -> None:
         """Workers that have started since their model got its weights load them, too."""

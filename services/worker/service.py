@@ -195,11 +195,6 @@ class Worker:
         self._status = WorkerStatus(
             service, registration, self._load, self._server, engine.facts, saved_role, engine.adapters
         )
-        adapter_orders = AdapterHandler(service.bus, service.clock, self._status, engine.adapters, settings.lora_dir)
-        self._opens.append(adapter_orders.open)
-        profiles = ProfileHandler(service, engine, self._server, self._status)
-        self._opens.append(profiles.open)
-        self._follows.append(profiles.follow)
         self._weights = WeightsHandler(
             service.bus,
             service.clock,
@@ -208,14 +203,22 @@ class Worker:
             settings.weights_dir,
             on_named=exchange.peers.set_weights if exchange is not None else lambda _weights: None,
         )
-        self._opens.append(self._weights.open)
         self._keeps_weights = engine.facts.engine == "vllm"  # of the model that the worker names
-        if self._keeps_weights:
-            self._follows += [self._weights.follow, self._weights.end_when_ruined]
+        self._take_orders_about_the_engine(settings.lora_dir)
         self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
         self._drain = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
         )
+
+    def _take_orders_about_the_engine(self, lora_dir: str) -> None:
+        """Adapters, profiles and weights."""
+        service, engine, status = self._service, self._engine, self._status
+        adapters = AdapterHandler(service.bus, service.clock, status, engine.adapters, lora_dir)
+        profiles = ProfileHandler(service, engine, self._server, status)
+        self._opens += [adapters.open, profiles.open, self._weights.open]
+        self._follows.append(profiles.follow)
+        if self._keeps_weights:
+            self._follows += [self._weights.follow, self._weights.end_when_ruined]
 
     async def run(self) -> DrainPlan:
         """Serve until an order or SIGTERM, then drain. Raises EngineDead."""

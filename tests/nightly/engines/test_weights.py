@@ -167,7 +167,7 @@ ROLLOUTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "a chat with its token ids, as agents on verl ask": (
+    "a chat with its token ids, as agents ask": (
         "/v1/chat/completions",
         {
             "messages": [{"role": "user", "content": "Run with the baton. " * 40}],

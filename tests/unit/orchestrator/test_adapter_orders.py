@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.orchestrator.adapter_orders import TRIES_MAX
+from services.orchestrator.orders import TRIES_MAX
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
 from shared.bus.port import BusError
@@ -47,6 +47,7 @@ class LoraWorker:
     def __init__(self, hub: MemoryHub, name: str, epoch: int = 1, fails: str = "") -> None:
         self.name, self.epoch, self.fails = name, epoch, fails
         self.orders: list[ChangeAdapter] = []
+        self.hangs = False
         self.loaded: dict[str, LoraAdapter] = {}
         self._bus = MemoryBus(hub)
 
@@ -64,6 +65,8 @@ class LoraWorker:
 
     async def _change(self, order: ChangeAdapter, _envelope) -> AdapterChanged:
         self.orders.append(order)
+        if self.hangs:
+            await asyncio.Future()
         if not self.fails and order.action is AdapterAction.LOAD:
             self.loaded[order.name] = adapter(order.name, order.path)
         elif not self.fails:
@@ -134,6 +137,20 @@ def test_an_order_reaches_all_workers_and_is_told_and_logged(caplog):
     (line,) = [one.getMessage() for one in caplog.records if "adapter order" in one.getMessage()]
     assert "'ada@host'" in line
     assert "load 'sql' from 'sql-v1': w1: sql-v1, w2: sql-v1" in line
+
+
+@in_virtual_time
+async def test_a_worker_that_ends_before_its_reply_holds_no_order_up():
+    async with fleet("w1", "w2") as world:
+        world.workers["w2"].hangs = True
+        ordering = asyncio.create_task(world.order("load"))
+        await asyncio.sleep(5)
+        assert not ordering.done(), "it may still be loading"
+        world.start("w2", epoch=2)
+        async with asyncio.timeout(10):
+            done = await ordering
+
+        assert {one.worker_id: one.failure for one in done.changes} == {"w1": "", "w2": "it ended meanwhile"}
 
 
 @in_virtual_time

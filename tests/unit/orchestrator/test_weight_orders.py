@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.orchestrator.orders import TRIES_MAX
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
-from services.orchestrator.weights import TRIES_MAX
 from shared.bus.port import BusError
 from shared.contracts.channels import (
     CHANGE_WEIGHTS,
