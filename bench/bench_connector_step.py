@@ -175,6 +175,7 @@ def make_scheduler(folder: Path, *, events: bool, transfer: dict[str, Any] | Non
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             hash_block_size=BLOCK_TOKENS,
+            cache_hit_alignment_tokens=BLOCK_TOKENS,
         ),
         structured_output_manager=StructuredOutputManager(whole),
         block_size=BLOCK_TOKENS,

@@ -112,7 +112,8 @@ def half_lost(offer: KvOffer, prompt: Sequence[int]) -> KvOffer:
     ids = unpack_block_ids(offer.groups[GROUP].block_ids)
     kept = len(ids) // 2
     groups = [GroupBlocks(first=0, block_ids=pack_block_ids(ids[:kept]))]
-    return msgspec.structs.replace(offer, groups=groups, last_hash=full_hashes(prompt)[kept - 1])
+    boundary = offer.boundary * kept // len(ids)
+    return msgspec.structs.replace(offer, groups=groups, boundary=boundary, last_hash=full_hashes(prompt)[kept - 1])
 
 
 def group(answered: Sequence[Answered], begun_at: float) -> Group | None:

@@ -98,9 +98,11 @@ class BatonConnector(KVConnectorBase_V1):
         self._worker: ConnectorWorker
         if role is KVConnectorRole.SCHEDULER:
             assert kv_cache_config.hash_block_size is not None
+            assert kv_cache_config.cache_hit_alignment_tokens is not None
             self._hash_block_size = kv_cache_config.hash_block_size
+            alignment = kv_cache_config.cache_hit_alignment_tokens
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            shape = EngineShape(self._hash_block_size, groups_of(kv_cache_config), ranks)
+            shape = EngineShape(self._hash_block_size, alignment, groups_of(kv_cache_config), ranks)
             self.connector_scheduler = ConnectorScheduler(settings, shape)
             EngineCore.kv_exchange = kv_exchange
             EngineCore.rename_blocks = rename_blocks

@@ -106,14 +106,16 @@ class Holder:
         self._first_tokens = Bounded[LegId, FirstToken](ENDED_LEGS_NOTED_MAX)
         self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
+        self._block_tokens = 1
         self.blocks = 0
         """Blocks of the pool."""
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0)
 
-    def bind(self, pool: Pool) -> None:
+    def bind(self, pool: Pool, block_tokens: int) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
         self._pool = pool
+        self._block_tokens = block_tokens
         self.blocks = len(pool.blocks)
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(self.blocks * self._settings.lease_share_max)))
         self._pending_writes = PendingWrites(self.blocks)
@@ -199,6 +201,7 @@ class Holder:
             epoch=settings.epoch,
             lease_id=lease_id,
             groups=[GroupBlocks(first=0, block_ids=pack_block_ids(held[:count]))],
+            boundary=count * self._block_tokens,
             last_hash=bytes(hashes[count - 1]),
             until_s=until_s,
             first_token=first_token,
@@ -332,6 +335,7 @@ class Holder:
             empty,
             lease_id=lease_id,
             groups=[GroupBlocks(first=first, block_ids=block_ids)],
+            boundary=(followed.first + followed.granted) * self._block_tokens,
             last_hash=followed.hashes[followed.granted - 1],
             until_s=until_s,
         )

@@ -8,7 +8,9 @@ from shared.contracts.kv_exchange import (
     BLOCK_ID_BYTES,
     KV_DEVICES,
     KV_GROUPS_MAX,
+    PROMPT_TOKENS_MAX,
     KvGroup,
+    KvGroupKind,
     KvHandshake,
     KvLayer,
     KvPlane,
@@ -37,6 +39,7 @@ def why_out_of_bounds(peer: KvHandshake) -> str:
         _why_not_in("epoch", peer.epoch, 0, EPOCH_END - 1)
         or ("" if math.isfinite(peer.clock_s) else f"clock_s is {peer.clock_s}, no time")
         or _why_not_in("hash_block_size", peer.hash_block_size, 1, BLOCK_TOKENS_MAX)
+        or _why_not_in("alignment", peer.alignment, peer.hash_block_size, BLOCK_TOKENS_MAX)
         or _why_not_in("the number of groups", len(peer.groups), 1, KV_GROUPS_MAX)
         or next(filter(None, map(_of_group, peer.groups)), "")
         or _why_not_in("blocks", peer.blocks, 1, BLOCKS_END - 1)
@@ -46,7 +49,10 @@ def why_out_of_bounds(peer: KvHandshake) -> str:
 
 
 def _of_group(group: KvGroup) -> str:
-    return _why_not_in("block_size", group.block_size, 1, BLOCK_TOKENS_MAX)
+    windows = (1, PROMPT_TOKENS_MAX) if group.kind is KvGroupKind.WINDOW else (0, 0)
+    return _why_not_in("block_size", group.block_size, 1, BLOCK_TOKENS_MAX) or _why_not_in(
+        "window", group.window, *windows
+    )
 
 
 def _of_rank(rank: KvRank, peer: KvHandshake) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from connector.layout.tensors import HOW_TO_FIX, CacheTensor, UnsupportedLayout, heads_of, layer_of
 from connector.transfer.agent import Region
-from shared.contracts.kv_exchange import KvGroup, KvLayer
+from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvLayer
 
 EXCHANGED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 """vLLM's spec classes of layers whose blocks are exchanged, by exact name: a subclass may keep its blocks differently.
@@ -194,7 +194,10 @@ def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any, kv_heads: int) ->
 
 def groups_of(kv_cache_config: Any) -> list[KvGroup]:
     """The KV cache groups as peers see them."""
-    return [KvGroup(block_size=group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+    return [
+        KvGroup(kind=KvGroupKind.FULL, block_size=group.kv_cache_spec.block_size)
+        for group in kv_cache_config.kv_cache_groups
+    ]
 
 
 def _by_numbers(name: str) -> list[Any]:

@@ -109,7 +109,7 @@ def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
 
 def why_not(own: KvHandshake, peer: KvHandshake) -> str:
     """Why blocks of ``peer`` must not be read into ``own``; empty if they may be read."""
-    for name in ("version", "fingerprint", "hash_block_size", "groups"):
+    for name in ("version", "fingerprint", "hash_block_size", "alignment", "groups"):
         ours, theirs = getattr(own, name), getattr(peer, name)
         if ours != theirs:
             return f"{name} differs: {ours!r} here, {theirs!r} there"

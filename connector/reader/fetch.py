@@ -27,6 +27,7 @@ from shared.contracts.kv_exchange import (
     LeaseKv,
     NoGrant,
     ReleaseKv,
+    is_sound_offer,
     new_lease_id,
     pack_full_hashes,
     unpack_block_ids,
@@ -315,7 +316,13 @@ class Fetch:
         blocks are requested by their hashes.
         """
         (first, blocks), hashes = _blocks(offer.groups), self.plan.hashes
-        if first or not blocks or len(blocks) > len(hashes) or hashes[len(blocks) - 1] != offer.last_hash:
+        if (
+            not is_sound_offer(offer)
+            or first
+            or not blocks
+            or len(blocks) > len(hashes)
+            or hashes[len(blocks) - 1] != offer.last_hash
+        ):
             return
         end = min(len(blocks), self.plan.goal)
         request = LeaseRequest(

@@ -69,6 +69,8 @@ class EngineShape:
 
     hash_block_size: int
     """``KvHandshake.hash_block_size``."""
+    alignment: int
+    """``KvHandshake.alignment``."""
     groups: list[KvGroup]
     ranks: int
 
@@ -151,6 +153,7 @@ class ConnectorScheduler:
                 fingerprint=self._settings.fingerprint_key(self._shape.hash_block_size),
                 clock_s=time.monotonic(),
                 hash_block_size=self._shape.hash_block_size,
+                alignment=self._shape.alignment,
                 groups=self._shape.groups,
                 blocks=blocks,
                 ranks=ranks,

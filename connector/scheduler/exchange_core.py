@@ -207,7 +207,7 @@ class ExchangeCore:
 
     def bind(self, pool: Pool, allocator: BlockAllocator) -> None:
         """Set the engine's blocks. Called once, before all other methods."""
-        self.holder.bind(pool)
+        self.holder.bind(pool, self._hash_block_size)
         self.prefetcher.bind(allocator)
         self._speed_tests.bind(allocator)
         self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)

@@ -115,6 +115,7 @@ class ConnectorWorker:
             fingerprint=self._settings.fingerprint_key(self._cache.hash_block_size),
             clock_s=0.0,
             hash_block_size=self._cache.hash_block_size,
+            alignment=self._cache.cache_hit_alignment_tokens,
             groups=groups_of(self._cache),
             blocks=self._cache.num_blocks,
             ranks=[self._memory],

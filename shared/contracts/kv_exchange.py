@@ -39,9 +39,11 @@ DIGEST_VERSION = 1
 KV_GROUPS_MAX = 64
 """Maximum number of KV cache groups of a model."""
 GROUP = 0
-"""The KV cache group of the models whose KV is exchanged: they have one."""
+"""The KV cache group of a model that has one."""
 CHAIN_BLOCKS_MAX = 1 << 24
 """Maximum number of blocks of a prompt."""
+PROMPT_TOKENS_MAX = 1 << 40
+"""What no prompt's number of tokens reaches, and what can be computed with in 64 bits."""
 
 
 def new_lease_id() -> str:
@@ -104,6 +106,27 @@ def first_token_basis(last_full_hash: bytes, tail: Iterable[int], sampling: byte
     return sha256(b"".join((last_full_hash, array("I", tail).tobytes(), sampling))).digest()[:BASIS_BYTES]
 
 
+class KvGroupKind(StrEnum):
+    """What a KV cache group keeps of a prompt."""
+
+    FULL = "full"
+    """Full attention: the KV of all tokens."""
+    WINDOW = "window"
+    """Sliding window: the KV of the last ``KvGroup.window`` tokens."""
+    STATE = "state"
+    """Recurrent state: one block, with the state after all tokens."""
+
+
+class KvGroup(Message, frozen=True, kw_only=True):
+    """Layers that share block ids."""
+
+    kind: KvGroupKind
+    block_size: int
+    """Tokens of a block."""
+    window: int = 0
+    """Tokens to which a layer attends; 0 for the other kinds."""
+
+
 class GroupBlocks(PackedMessage, frozen=True, kw_only=True):
     """Consecutive blocks of a prompt in one KV cache group."""
 
@@ -117,13 +140,18 @@ def blocks_in(groups: Iterable[GroupBlocks]) -> int:
     return sum(len(group.block_ids) // BLOCK_ID_BYTES for group in groups)
 
 
-def _are_sound(groups: list[GroupBlocks]) -> bool:
-    """Whether the block ids can be read, and their numbers are in bounds."""
-    return len(groups) <= KV_GROUPS_MAX and all(
-        0 <= group.first <= CHAIN_BLOCKS_MAX + LEASE_BLOCKS_MAX
-        and len(group.block_ids) % BLOCK_ID_BYTES == 0
-        and len(group.block_ids) <= LEASE_BLOCKS_MAX * BLOCK_ID_BYTES
-        for group in groups
+def _are_sound(groups: list[GroupBlocks], boundary: int, last_hash: bytes) -> bool:
+    """Whether the block ids can be read, their numbers are in bounds, and blocks have a hash."""
+    return (
+        len(groups) <= KV_GROUPS_MAX
+        and all(
+            0 <= group.first <= CHAIN_BLOCKS_MAX + LEASE_BLOCKS_MAX
+            and len(group.block_ids) % BLOCK_ID_BYTES == 0
+            and len(group.block_ids) <= LEASE_BLOCKS_MAX * BLOCK_ID_BYTES
+            for group in groups
+        )
+        and 0 <= boundary <= PROMPT_TOKENS_MAX
+        and (len(last_hash) == FULL_HASH_BYTES if groups else not boundary)
     )
 
 
@@ -136,9 +164,13 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     ask_id: str
     """Id made by ``new_lease_id``, which is that of the lease too."""
     hashes: bytes
-    """Full hashes of consecutive blocks of one chain."""
+    """Full hashes of one chain, one for each ``KvHandshake.hash_block_size`` tokens."""
     first: int = 0
-    """Index in the chain of the first of these hashes."""
+    """Index in the chain of the first of these hashes. It begins a block of every group. The holder knows nothing of
+    the tokens before it, so a boundary needs a widest window of hashes before it, or all.
+    """
+    have: int = 0
+    """Tokens whose full attention the reader has: the holder grants no full-attention block that ends before."""
     hold_s: float
     """Requested lifetime of each grant; the holder may shorten it."""
     follow_s: float = 0.0
@@ -160,8 +192,13 @@ class KvGrant(Message, frozen=True, kw_only=True):
     """Empty: no block was pinned. Equal for all grants of one LeaseKv."""
     groups: list[GroupBlocks] = msgspec.field(default_factory=list)
     """The blocks granted here, one entry for each group of the handshake. Empty: none."""
+    boundary: int = 0
+    """Tokens after which the reader can continue: with this grant and the earlier ones of the lease, every group has
+    what it needs. 0: these are full-attention blocks of a followed prompt, and the other groups' come with its last
+    grant.
+    """
     last_hash: bytes = b""
-    """Full hash of the last block granted here."""
+    """Full hash at the boundary or, without one, at the end of the last full-attention block granted here."""
     until_s: float = 0.0
     clock_s: float = 0.0
     """The holder's clock when it granted."""
@@ -180,8 +217,8 @@ class KvGrant(Message, frozen=True, kw_only=True):
 def is_sound_grant(grant: KvGrant) -> bool:
     """Whether its fields can be read and agree."""
     return (
-        _are_sound(grant.groups)
-        and (not grant.groups or (bool(grant.lease_id) and len(grant.last_hash) == FULL_HASH_BYTES))
+        _are_sound(grant.groups, grant.boundary, grant.last_hash)
+        and (not grant.groups or bool(grant.lease_id))
         and math.isfinite(grant.until_s)
         and math.isfinite(grant.clock_s)
         and (grant.first_token is None or len(grant.first_token.basis) == BASIS_BYTES)
@@ -200,17 +237,24 @@ class ReleaseKv(Message, frozen=True, kw_only=True):
 
 
 class KvOffer(Message, frozen=True, kw_only=True):
-    """The full blocks of a finished prefill leg's prompt, leased to the reader that names ``lease_id``."""
+    """The KV of a finished prefill leg's prompt, leased to the reader that names ``lease_id``."""
 
     worker_id: WorkerId
     epoch: Epoch
     lease_id: str
     groups: list[GroupBlocks]
     """The blocks of the prompt, one entry for each group of the handshake."""
+    boundary: int = 0
+    """Tokens after which the reader can continue: every group has what it needs."""
     last_hash: bytes
-    """Full hash of the last block."""
+    """Full hash at the boundary."""
     until_s: float
     first_token: FirstToken | None = None
+
+
+def is_sound_offer(offer: KvOffer) -> bool:
+    """Whether its fields can be read and agree."""
+    return _are_sound(offer.groups, offer.boundary, offer.last_hash) and bool(offer.groups and offer.boundary)
 
 
 class KvSource(Message, frozen=True, kw_only=True):
@@ -409,13 +453,6 @@ class KvRank(Message, frozen=True, kw_only=True):
     layers: list[KvLayer]
 
 
-class KvGroup(Message, frozen=True, kw_only=True):
-    """Layers that share block ids."""
-
-    block_size: int
-    """Tokens of a block."""
-
-
 class KvHandshake(Message, frozen=True, kw_only=True):
     """The memory layout of a holder's blocks. A reader asks for it once per pair of workers and epoch, and
     again at intervals for the holder's clock.
@@ -431,6 +468,8 @@ class KvHandshake(Message, frozen=True, kw_only=True):
     """The holder's clock when it replied."""
     hash_block_size: int
     """Tokens of each block hash: the first hash of a prompt names so many tokens, the next one twice as many."""
+    alignment: int
+    """Boundaries are multiples of so many tokens."""
     groups: list[KvGroup]
     blocks: int
     """Blocks of all groups: they share one pool."""

@@ -11,7 +11,7 @@ WIRE_VERSION = 4
 1: first version.
 2: messages, fields and subjects renamed.
 3: an END frame may have the data and the head of a response.
-4: blocks of grants and offers by KV cache group; capacity and load of a KV cache in tokens.
+4: blocks of grants and offers by KV cache group, groups by kind; capacity and load of a KV cache in tokens.
 """
 
 

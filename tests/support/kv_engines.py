@@ -12,7 +12,7 @@ from connector.layout.tensors import PROTOCOL_VERSION, CacheTensor, heads_of, la
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGroup, KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvHandshake, KvRank
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def handshake(ranks: list[KvRank], shape: Shape, worker_id: str = "holder", epoc
         fingerprint="model",
         clock_s=0.0,
         hash_block_size=shape.block_size,
-        groups=[KvGroup(block_size=shape.block_size)] * shape.groups,
+        alignment=shape.block_size,
+        groups=[KvGroup(kind=KvGroupKind.FULL, block_size=shape.block_size)] * shape.groups,
         blocks=shape.blocks,
         ranks=ranks,
     )

@@ -24,6 +24,7 @@ from shared.contracts.kv_exchange import (
     CHAIN_BLOCKS_MAX,
     FULL_HASH_BYTES,
     LEASE_BLOCKS_MAX,
+    PROMPT_TOKENS_MAX,
     FetchedKv,
     FetchKv,
     KvGrant,
@@ -110,6 +111,7 @@ def is_sound_lease(lease: LeaseKv) -> bool:
     return (
         rest == 0
         and 0 <= lease.first <= CHAIN_BLOCKS_MAX
+        and 0 <= lease.have <= PROMPT_TOKENS_MAX
         and 0 < hashes <= LEASE_BLOCKS_MAX
         and is_subject_token(lease.reader_id)
         and is_subject_token(lease.ask_id)

@@ -42,7 +42,7 @@ class Holding:
         self.pool = pool_module.BlockPool(blocks, True, BLOCK_TOKENS)
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(**ME, **settings), lambda: self.now)
-        self.holder.bind(self.pool)
+        self.holder.bind(self.pool, BLOCK_TOKENS)
         self.holder.watch(self.pool)
 
     @property

@@ -96,6 +96,7 @@ def make_scheduler(
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             hash_block_size=BLOCK_TOKENS,
+            cache_hit_alignment_tokens=BLOCK_TOKENS,
         ),
         structured_output_manager=StructuredOutputManager(whole),
         block_size=BLOCK_TOKENS,
@@ -133,7 +134,7 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(WorkerId("p"), Epoch(1), lease_share_max=0.3), lambda: self.now)
-        self.holder.bind(self.pool)
+        self.holder.bind(self.pool, BLOCK_TOKENS)
         self.holder.watch(self.pool)
         self.memory = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
         self.running: dict[str, Running] = {}

@@ -90,6 +90,7 @@ def add_request(scheduler, name: str = "r", prompt: Sequence[int] = PROMPT, *, t
         epoch=Epoch(1),
         lease_id="l",
         groups=one_group(range(FULL)),
+        boundary=FULL * BLOCK_TOKENS,
         last_hash=bytes(request.block_hashes[-1]),
         until_s=time.monotonic() + 1000.0,
     )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from connector.messages import ReadPart
-from shared.contracts.kv_exchange import KvOffer, NoGrant
+from shared.contracts.kv_exchange import GroupBlocks, KvOffer, NoGrant
 from tests.support.kv_messages import one_group
 from tests.unit.connector.fetching import HASHES, A, B, Bench, follow, source
+
+OFFER = KvOffer(
+    worker_id="a", epoch=1, lease_id="L", groups=one_group([4, 5]), boundary=64, last_hash=HASHES[1], until_s=50.0
+)
 
 
 @pytest.fixture
@@ -129,17 +134,27 @@ def test_an_unresponsive_holder_is_abandoned_after_its_deadline(bench):
 
 
 def test_an_offer_of_the_same_prompt_needs_no_lease_request(bench):
-    offer = KvOffer(worker_id="a", epoch=1, lease_id="L", groups=one_group([4, 5]), last_hash=HASHES[1], until_s=50.0)
-    fetch = bench.fetch(goal=2, take=offer)
+    fetch = bench.fetch(goal=2, take=OFFER)
     fetch.begin([101, 102], bench.now)
 
     assert bench.lease_requests() == []
     assert bench.reads()[0].remote_blocks == [4, 5]
 
 
-def test_an_offer_of_another_prompt_is_ignored(bench):
-    offer = KvOffer(worker_id="a", epoch=1, lease_id="L", groups=one_group([4, 5]), last_hash=HASHES[2], until_s=50.0)
-    fetch = bench.fetch(goal=2, take=offer)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"last_hash": HASHES[2]},
+        {"boundary": 0},
+        {"boundary": -32},
+        {"groups": []},
+        {"groups": one_group([4, 5]) * 2},
+        {"groups": [GroupBlocks(first=0, block_ids=b"abcde")]},
+    ],
+    ids=str,
+)
+def test_an_offer_of_another_prompt_or_a_malformed_one_is_ignored(bench, wrong):
+    fetch = bench.fetch(goal=2, take=replace(OFFER, **wrong))
 
     assert fetch.count() == 0
 

@@ -13,7 +13,7 @@ from connector.layout.tensors import why_malformed, why_not
 from connector.messages import Orders, Peer
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.transfer_thread import Copier
-from shared.contracts.kv_exchange import KV_GROUPS_MAX, KvGroup, KvHandshake
+from shared.contracts.kv_exchange import KV_GROUPS_MAX, KvGroupKind, KvHandshake
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 from tests.unit.connector.test_exchange_core import Engine
 
@@ -23,6 +23,10 @@ HONEST = handshake([RankMemory(SHAPE, 0).described(b"holder")], SHAPE)
 
 def with_rank(**fields: Any) -> KvHandshake:
     return replace(HONEST, ranks=[replace(HONEST.ranks[0], **fields)])
+
+
+def with_group(**fields: Any) -> KvHandshake:
+    return replace(HONEST, groups=[replace(HONEST.groups[0], **fields)])
 
 
 def with_layer(**fields: Any) -> KvHandshake:
@@ -44,7 +48,15 @@ FORGED = [
     ("hash_block_size", replace(HONEST, hash_block_size=0)),
     ("the number of groups", replace(HONEST, groups=[])),
     ("the number of groups", replace(HONEST, groups=HONEST.groups * (KV_GROUPS_MAX + 1))),
-    ("block_size", replace(HONEST, groups=[KvGroup(block_size=0)])),
+    ("alignment", replace(HONEST, alignment=0)),
+    ("alignment", replace(HONEST, alignment=HONEST.hash_block_size - 1)),
+    ("alignment", replace(HONEST, alignment=1 << 62)),
+    ("block_size", with_group(block_size=0)),
+    ("window", with_group(window=1)),
+    ("window", with_group(kind=KvGroupKind.STATE, window=1)),
+    ("window", with_group(kind=KvGroupKind.WINDOW)),
+    ("window", with_group(kind=KvGroupKind.WINDOW, window=-1)),
+    ("window", with_group(kind=KvGroupKind.WINDOW, window=1 << 62)),
     ("blocks", replace(HONEST, blocks=0)),
     ("blocks", replace(HONEST, blocks=-1)),
     ("blocks", replace(HONEST, blocks=1 << 32)),

@@ -65,6 +65,7 @@ class Decode:
             epoch=Epoch(1),
             lease_id="l",
             groups=one_group([*range(full)]),
+            boundary=full * BLOCK_TOKENS,
             last_hash=bytes(request.block_hashes[full - 1]),
             until_s=time.monotonic() + 60.0,
         )

@@ -11,11 +11,13 @@ from connector.messages import Peer, ReadPart
 from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers
 from connector.reader.reader import Reader
-from shared.contracts.kv_exchange import KvGrant, KvGroup, KvHandshake, KvOffer, KvSource, LegOrder
+from shared.contracts.kv_exchange import KvGrant, KvGroup, KvGroupKind, KvHandshake, KvOffer, KvSource, LegOrder
 from tests.support.kv_messages import one_group
 
 HASHES = [bytes([at]) * 32 for at in range(8)]
-OFFER = KvOffer(worker_id="p", epoch=1, lease_id="L", groups=one_group([4, 5, 6]), last_hash=HASHES[2], until_s=50.0)
+OFFER = KvOffer(
+    worker_id="p", epoch=1, lease_id="L", groups=one_group([4, 5, 6]), boundary=96, last_hash=HASHES[2], until_s=50.0
+)
 HAND_OVER = LegOrder(take=OFFER, sources=[KvSource(worker_id="p", epoch=1)])
 READ_BACK = LegOrder(sources=[KvSource(worker_id="p", epoch=1)], fetch_min_tokens=64)
 
@@ -51,7 +53,8 @@ class Bench:
             fingerprint="f",
             clock_s=0.0,
             hash_block_size=32,
-            groups=[KvGroup(block_size=32)],
+            alignment=32,
+            groups=[KvGroup(kind=KvGroupKind.FULL, block_size=32)],
             blocks=9,
             ranks=[],
         )

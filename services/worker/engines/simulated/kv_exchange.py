@@ -29,7 +29,7 @@ from services.worker.engines.port import EngineDead
 from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import GROUP, KvGroup, KvHandshake, KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import GROUP, KvGroup, KvGroupKind, KvHandshake, KvLayer, KvPlane, KvRank
 from shared.sockets import family_of
 
 REPLY_S_MAX = 1.0
@@ -245,7 +245,8 @@ def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -
         fingerprint=fingerprint,
         clock_s=0.0,
         hash_block_size=settings.block_size,
-        groups=[KvGroup(block_size=settings.block_size)],
+        alignment=settings.block_size,
+        groups=[KvGroup(kind=KvGroupKind.FULL, block_size=settings.block_size)],
         blocks=settings.kv_blocks,
         ranks=[memory],
     )

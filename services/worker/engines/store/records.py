@@ -27,6 +27,7 @@ class BlockShape:
 
     fingerprint: str
     hash_block_size: int
+    alignment: int
     groups: tuple[KvGroup, ...]
     layers: tuple[tuple[str, Content], ...]
     """The name of each layer and its content."""
@@ -59,9 +60,9 @@ class BlockShape:
 
     def identity(self) -> bytes:
         """32 bytes that differ if the fingerprint, the shape or the protocol version differs."""
-        sizes = [group.block_size for group in self.groups]
+        groups = [(str(group.kind), group.block_size, group.window) for group in self.groups]
         return hashlib.sha256(
-            repr((PROTOCOL_VERSION, self.fingerprint, self.hash_block_size, sizes, self.layers)).encode()
+            repr((PROTOCOL_VERSION, self.fingerprint, self.hash_block_size, groups, self.layers)).encode()
         ).digest()
 
 
@@ -70,7 +71,9 @@ def shape_of(handshake: KvHandshake) -> BlockShape:
     if why := why_malformed(handshake):
         raise ValueError(why)
     layers = tuple(contents_of(handshake.ranks[0]).items())
-    return BlockShape(handshake.fingerprint, handshake.hash_block_size, tuple(handshake.groups), layers)
+    return BlockShape(
+        handshake.fingerprint, handshake.hash_block_size, handshake.alignment, tuple(handshake.groups), layers
+    )
 
 
 MAGIC = b"BATONKV1"

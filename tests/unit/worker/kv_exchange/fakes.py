@@ -15,7 +15,7 @@ from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvGroup, KvHandshake, LeaseKv
+from shared.contracts.kv_exchange import KvExchangeState, KvGrant, KvGroup, KvGroupKind, KvHandshake, LeaseKv
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.support.fleet_builders import FINGERPRINT, record
@@ -28,7 +28,8 @@ HASH = bytes(range(32))
 
 def handshake(worker_id: str = "w1", epoch: int = 1, **more) -> KvHandshake:
     fields = {"fingerprint": FINGERPRINT.key(), "clock_s": 0.0, "version": PROTOCOL_VERSION, "blocks": 100}
-    fields |= {"hash_block_size": 32, "groups": [KvGroup(block_size=32)], "ranks": [], **more}
+    groups = [KvGroup(kind=KvGroupKind.FULL, block_size=32)]
+    fields |= {"hash_block_size": 32, "alignment": 32, "groups": groups, "ranks": [], **more}
     return KvHandshake(worker_id=WorkerId(worker_id), epoch=Epoch(epoch), **fields)
 
 
