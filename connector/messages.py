@@ -184,7 +184,8 @@ class DigestBlocks:
     """Compute digests of this engine's own blocks."""
 
     digest_number: int
-    blocks: list[int]
+    groups: list[list[int]]
+    """Blocks of each KV cache group."""
 
 
 @dataclass(slots=True)
@@ -223,19 +224,24 @@ class ReadPart:
     failure: str = ""
 
 
+HeadKey = tuple[int, int, int]
+"""A KV cache group, the heads of the whole model in a plane, and one of them: planes may differ in their heads."""
+
+
 @dataclass(slots=True)
 class BlocksDigested:
-    """Digests of blocks, by the model's KV heads that one rank holds; after ``RankAggregation``, of all heads."""
+    """Digests of blocks by the heads that one rank holds; after ``RankAggregation``, of all heads."""
 
     digest_number: int
-    heads: dict[int, bytes]
-    is_uniform: bool = True
-    """See ``KvDigest``."""
+    heads: dict[HeadKey, bytes]
+    uneven: set[int] = field(default_factory=set)
+    """Groups that are not uniform (see ``KvDigest``)."""
     failure: str = ""
 
-    def digest(self) -> bytes:
-        """One digest of all heads."""
-        return blake2b(b"".join(self.heads[head] for head in sorted(self.heads)), digest_size=DIGEST_BYTES).digest()
+    def digest(self, group: int) -> bytes:
+        """One digest of all heads of the group."""
+        of_heads = (self.heads[key] for key in sorted(self.heads) if key[0] == group)
+        return blake2b(b"".join(of_heads), digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(slots=True)
@@ -307,8 +313,9 @@ def _joined_digests(ranks: list[BlocksDigested]) -> BlocksDigested:
     joined = BlocksDigested(ranks[0].digest_number, {})
     for one in ranks:
         joined.failure = joined.failure or one.failure
-        for head, digest in one.heads.items():
-            joined.is_uniform &= joined.heads.setdefault(head, digest) == digest
+        for key, digest in one.heads.items():
+            if joined.heads.setdefault(key, digest) != digest:
+                joined.uneven.add(key[0])
     return joined
 
 

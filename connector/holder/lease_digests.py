@@ -11,7 +11,7 @@ from itertools import count
 
 from connector.holder.holder import Holder
 from connector.messages import BlocksDigested, DigestBlocks, DigestLease, LeaseDigested
-from shared.contracts.kv_exchange import GROUP, KvDigest
+from shared.contracts.kv_exchange import KvDigest
 
 DIGEST_S_MAX = 5.0
 """Time limit for the worker role, which needs milliseconds unless it is in a long step."""
@@ -22,7 +22,7 @@ DIGESTS_MAX = 16
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     order: DigestLease
-    blocks: list[int]
+    groups: list[list[int]]
     until_s: float
 
 
@@ -38,16 +38,16 @@ class LeaseDigests:
 
     def start(self, order: DigestLease) -> DigestBlocks | None:
         """What the worker role is to do; None if there is nothing to compute: then the result is in ``ended``."""
-        blocks = self._holder.leased(order.lease_id)
-        if not blocks:
+        groups = self._leased(order.lease_id)
+        if not groups:
             self._end(order, failure="there is no such lease")
             return None
         if len(self.under_way) >= DIGESTS_MAX:
             self._end(order, failure="too many digests at a time: try again later")
             return None
         number = next(self._numbers)
-        self.under_way[number] = _UnderWay(order, blocks, self._now() + DIGEST_S_MAX)
-        return DigestBlocks(number, blocks)
+        self.under_way[number] = _UnderWay(order, groups, self._now() + DIGEST_S_MAX)
+        return DigestBlocks(number, groups)
 
     def on_time(self) -> None:
         """Give up what is overdue."""
@@ -63,12 +63,20 @@ class LeaseDigests:
             return
         if result.failure:
             self._end(one.order, failure=result.failure)
-        elif self._holder.leased(one.order.lease_id) != one.blocks:
+        elif self._leased(one.order.lease_id) != one.groups:
             self._end(one.order, failure="the lease ended before the digests were computed")
         else:
-            digest = KvDigest(group=GROUP, blocks=len(one.blocks), digest=result.digest(), is_uniform=result.is_uniform)
-            self._end(one.order, digests=[digest])
+            self._end(one.order, digests=[_digest(result, number, len(of)) for number, of in enumerate(one.groups)])
+
+    def _leased(self, lease_id: str) -> list[list[int]]:
+        """The lease's blocks by group; none if it is unknown or has ended."""
+        blocks = self._holder.leased(lease_id)
+        return [blocks] if blocks else []
 
     def _end(self, order: DigestLease, *, digests: list[KvDigest] | None = None, failure: str = "") -> None:
         self._holder.release_own(order.lease_id)
         self.ended.append(LeaseDigested(digest_id=order.digest_id, digests=digests or [], failure=failure))
+
+
+def _digest(result: BlocksDigested, group: int, blocks: int) -> KvDigest:
+    return KvDigest(group=group, blocks=blocks, digest=result.digest(group), is_uniform=group not in result.uneven)

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from connector.layout.states import StateShape, planes_of_state
 from connector.layout.tensors import HOW_TO_FIX, CacheTensor, UnsupportedLayout, heads_of, layer_of
 from connector.transfer.agent import Region
 from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvLayer
 
-EXCHANGED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+KIND_OF_SPEC = {
+    "FullAttentionSpec": KvGroupKind.FULL,
+    "MLAAttentionSpec": KvGroupKind.FULL,
+    "SlidingWindowSpec": KvGroupKind.WINDOW,
+    "SlidingWindowMLASpec": KvGroupKind.WINDOW,
+    "MambaSpec": KvGroupKind.STATE,
+}
 """vLLM's spec classes of layers whose blocks are exchanged, by exact name: a subclass may keep its blocks differently.
 
-vLLM turns the hybrid KV cache manager off for this connector. Layers with a window or chunks, beside layers with full
-attention, are then of the first class too: they keep blocks for all tokens, and only the computation knows the window.
+Where vLLM's hybrid KV cache manager is off (chunked attention; ``--disable-hybrid-kv-cache-manager``), layers with a
+window or chunks beside layers with full attention are of the first class: they keep blocks for all tokens, and only the
+computation knows the window.
 """
+STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+"""Keys of models' configurations: groups of B and C in the whole model (Mamba 2)."""
 EXCHANGED_QUANTISATION = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")
 """vLLM's ``KVQuantMode`` by name. Scales come with the weights or lie inside the block: its bytes suffice."""
 READABLE_LAYOUTS = ("LBHNC", "BLHNC")
@@ -65,10 +76,10 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedEngine that names each unsupported property of this engine, the reason, and the remedy."""
     refusals = config_refusals(vllm_config)
     if not refusals:
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        heads = len(heads_of(0, ranks, kv_heads_of(vllm_config)))
+        ranks, kv_heads = vllm_config.parallel_config.tensor_parallel_size, kv_heads_of(vllm_config)
         layout = vllm_config.cache_config.kv_cache_layout
-        refusals = [*_layout_refusals(layout, heads), *_cache_refusals(kv_cache_config, heads)]
+        heads = len(heads_of(0, ranks, kv_heads))
+        refusals = [*_layout_refusals(layout, heads), *_cache_refusals(kv_cache_config, ranks, kv_heads)]
     refuse(refusals)
 
 
@@ -123,34 +134,65 @@ def _layout_refusals(layout: str | None, heads: int) -> list[str]:
     return [f"{why}; {HOW_TO_FIX}, or choose another --attention-backend"]
 
 
-def _cache_refusals(kv_cache_config: Any, heads: int) -> list[str]:
-    """``heads``: KV heads of a rank."""
+def _cache_refusals(kv_cache_config: Any, ranks: int, kv_heads: int) -> list[str]:
+    """``kv_heads``: of the whole model. At most one, of the first layer that is refused."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) == 1:
-        refusals = (_layer_refusal(name, spec, heads) for name, spec in _specs(groups[0]).items())
-        return [refusal for refusal in refusals if refusal][:1]
-    kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs(group).values()}))
-    about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid models do"
-    return [f"{about}: a prefix is then not one chain of blocks; {ALTERNATIVE}"]
+    if len(groups) > 1:
+        kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs(group).values()}))
+        about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid models do"
+        return [f"{about}: a prefix is then not one chain of blocks; {ALTERNATIVE}"]
+    for group in kv_cache_config.kv_cache_groups:
+        if group.host_resident or not group.enable_kv_transfer:
+            return [f"layer {group.layer_names[0]} keeps its KV in two places (HiSparse); {ALTERNATIVE}"]
+        for name, spec in _specs(group).items():
+            if refusal := _layer_refusal(name, spec, ranks, kv_heads):
+                return [refusal]
+    return []
 
 
-def _layer_refusal(name: str, spec: Any, heads: int) -> str:
-    kind, window = type(spec).__name__, getattr(spec, "sliding_window", None)
+def _layer_refusal(name: str, spec: Any, ranks: int, kv_heads: int) -> str:
+    kind = type(spec).__name__
+    if kind == "ChunkedLocalAttentionSpec":
+        remedy = "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
+        return f"layer {name} is of kind {kind}, which keeps a prefix' last chunk only; {remedy}"
+    if kind not in KIND_OF_SPEC:
+        return f"layer {name} is of kind {kind}, whose blocks are not known to represent a prefix; {ALTERNATIVE}"
+    if not spec.prefix_cacheable:
+        return f"layer {name} ({kind}) computes its window again instead of caching it; {ALTERNATIVE}"
     if kind == "SlidingWindowSpec":
         # vLLM turns windows into full attention only if some layer has full attention.
-        about = f"every layer attends to {window} tokens only ({kind}), and vLLM frees the blocks before them"
+        about = (
+            f"every layer attends to {spec.sliding_window} tokens only ({kind}), and vLLM frees the blocks before them"
+        )
         return f"{about}, so no prefix is complete; {ALTERNATIVE}"
-    if kind not in EXCHANGED_SPECS:
-        return f"layer {name} is of kind {kind}, whose blocks are not known to represent a prefix; {ALTERNATIVE}"
+    if KIND_OF_SPEC[kind] is KvGroupKind.STATE:
+        return f"layer {name} keeps no state of a prefix (mamba_cache_mode {spec.mamba_cache_mode}); {ALTERNATIVE}"
+    return _attention_refusal(name, spec, ranks, kv_heads)
+
+
+def _attention_refusal(name: str, spec: Any, ranks: int, kv_heads: int) -> str:
     if spec.kv_quant_mode.name not in EXCHANGED_QUANTISATION:
         about = f"layer {name} stores quantised KV ({spec.kv_quant_mode.name}), whose scales are not exchanged"
         return f"{about}; set --kv-cache-dtype to auto, fp8 or fp8_per_token_head"
-    if spec.num_kv_heads != heads:
-        about = f"layer {name} has {spec.num_kv_heads} KV heads on a rank, other layers have {heads}"
-        return f"{about}: ranks read the same heads of all layers; {ALTERNATIVE}"
     if spec.num_heads != spec.num_kv_heads:
         return f"layer {name} packs {spec.num_kv_heads} KV heads into {spec.num_heads}; {ALTERNATIVE}"
+    try:
+        _heads_of_layer(name, spec, ranks, kv_heads)
+    except UnsupportedLayout as unsupported:
+        return str(unsupported)
     return ""
+
+
+def _heads_of_layer(name: str, spec: Any, ranks: int, kv_heads: int) -> int:
+    """KV heads of a layer in the whole model, whose layers usually have ``kv_heads``. Raises UnsupportedLayout."""
+    if spec.num_kv_heads == len(heads_of(0, ranks, kv_heads)):
+        return kv_heads
+    if spec.num_kv_heads > 1 or ranks == 1:
+        return int(spec.num_kv_heads) * ranks
+    raise UnsupportedLayout(
+        f"layer {name} has one KV head on each of {ranks} ranks, where other layers have {kv_heads} over all ranks: it"
+        f" is not known which ranks hold the same head; set --tensor-parallel-size to 1, or {ALTERNATIVE}"
+    )
 
 
 def window_price(model_config: Any) -> str:
@@ -176,9 +218,28 @@ def _specs(group: Any) -> dict[str, Any]:
     return dict(getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec))
 
 
-def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any, kv_heads: int) -> list[KvLayer]:
-    """Addresses of each layer's blocks, ordered by layer number. ``kv_heads``: of the whole model. Raises
-    UnsupportedLayout.
+@dataclass(frozen=True, slots=True)
+class ModelHeads:
+    """Heads of the whole model, and the ranks over which they are cut."""
+
+    kv_heads: int
+    ranks: int = 1
+    state_groups: int = 0
+    """Groups of B and C (Mamba 2); 0: not known."""
+
+
+def model_heads_of(vllm_config: Any) -> ModelHeads:
+    text = vllm_config.model_config.hf_text_config
+    given = (getattr(text, name, None) for name in STATE_GROUPS)
+    return ModelHeads(
+        kv_heads=kv_heads_of(vllm_config),
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
+        state_groups=next((int(groups) for groups in given if groups), 0),
+    )
+
+
+def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any, model: ModelHeads) -> list[KvLayer]:
+    """Addresses of each layer's blocks, ordered by layer number. Raises UnsupportedLayout.
 
     A layer that shares another layer's cache is omitted.
     """
@@ -188,16 +249,55 @@ def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any, kv_heads: int) ->
         for group, of in enumerate(kv_cache_config.kv_cache_groups)
         for name, spec in _specs(of).items()
     }
-    tensors = [_tensor(name, kv_caches[name], *specs[name], blocks) for name in sorted(specs, key=_by_numbers)]
-    return [layer_of(tensor, blocks, kv_heads) for tensor in tensors]
+    return [_layer(name, kv_caches[name], *specs[name], blocks, model) for name in sorted(specs, key=_by_numbers)]
 
 
 def groups_of(kv_cache_config: Any) -> list[KvGroup]:
     """The KV cache groups as peers see them."""
     return [
-        KvGroup(kind=KvGroupKind.FULL, block_size=group.kv_cache_spec.block_size)
+        _group(group.kv_cache_spec.block_size, next(iter(_specs(group).values())))
         for group in kv_cache_config.kv_cache_groups
     ]
+
+
+def _group(block_size: int, spec: Any) -> KvGroup:
+    kind = KIND_OF_SPEC[type(spec).__name__]
+    window = int(spec.sliding_window) + int(spec.extra_retained_tokens) if kind is KvGroupKind.WINDOW else 0
+    return KvGroup(kind=kind, block_size=block_size, window=window)
+
+
+def _layer(name: str, cache: Any, group: int, spec: Any, blocks: int, model: ModelHeads) -> KvLayer:
+    if KIND_OF_SPEC[type(spec).__name__] is KvGroupKind.STATE:
+        return _state_layer(name, cache, group, spec, blocks, model)
+    return layer_of(
+        _tensor(name, cache, group, spec, blocks), blocks, _heads_of_layer(name, spec, model.ranks, model.kv_heads)
+    )
+
+
+def _state_layer(name: str, cache: Any, group: int, spec: Any, blocks: int, model: ModelHeads) -> KvLayer:
+    """VLLM gives the state as bytes, whose blocks are as far apart as those of attention and mostly longer than it."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    state = StateShape(
+        kind=spec.mamba_type.name,
+        shapes=spec.shapes,
+        itemsizes=tuple(dtype.itemsize for dtype in spec.dtypes),
+        is_replicated=spec.tp_replicated,
+        is_column_first=is_conv_state_dim_first(),
+    )
+    size = cache.element_size()
+    if cache.shape[0] != blocks or cache[0].numel() * size != state.content_bytes or not cache[0].is_contiguous():
+        raise UnsupportedLayout(
+            f"the state of {name} has shape {tuple(cache.shape)}, not {blocks} blocks of {state.content_bytes} bytes;"
+            f" {ALTERNATIVE}"
+        )
+    return KvLayer(
+        name=name,
+        group=group,
+        base=cache.data_ptr(),
+        block_stride=cache.stride(0) * size,
+        planes=planes_of_state(state, model.ranks, model.state_groups),
+    )
 
 
 def _by_numbers(name: str) -> list[Any]:

@@ -16,6 +16,16 @@ PROTOCOL_VERSION = 2
 """Version of handshakes, orders and the meaning of a block's bytes. Engines of different versions exchange nothing."""
 HOW_TO_FIX = "leave VLLM_KV_CACHE_LAYOUT unset, or set it to HND"
 
+SAME_UNITS = "; give both engines the same --block-size and --prefix-match-unit"
+MUST_BE_EQUAL = {
+    "version": "",
+    "fingerprint": "",
+    "hash_block_size": SAME_UNITS,
+    "alignment": SAME_UNITS,
+    "groups": SAME_UNITS,
+}
+"""Fields of two handshakes, with what to do where they differ."""
+
 
 class UnsupportedLayout(ValueError):
     """Ranges of heads cannot be read from this layout; the message names the layer and the reason."""
@@ -109,10 +119,10 @@ def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
 
 def why_not(own: KvHandshake, peer: KvHandshake) -> str:
     """Why blocks of ``peer`` must not be read into ``own``; empty if they may be read."""
-    for name in ("version", "fingerprint", "hash_block_size", "alignment", "groups"):
+    for name, remedy in MUST_BE_EQUAL.items():
         ours, theirs = getattr(own, name), getattr(peer, name)
         if ours != theirs:
-            return f"{name} differs: {ours!r} here, {theirs!r} there"
+            return f"{name} differs: {ours!r} here, {theirs!r} there{remedy}"
     return why_malformed(peer) or _why_layers_differ(own.ranks[0], peer.ranks[0])
 
 
@@ -161,7 +171,10 @@ def _why_layers_differ(own: KvRank, peer: KvRank) -> str:
         if name not in theirs:
             return f"layers differ: {name} is not there"
         if content != theirs[name]:
-            return f"layer {name} differs: group, and bytes and number of heads: {content} here, {theirs[name]} there"
+            differs = (
+                f"layer {name} differs: group, and bytes and number of heads: {content} here, {theirs[name]} there"
+            )
+            return f"{differs}; give both engines the same --tensor-parallel-size and data types"
     return ""
 
 

@@ -19,9 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from connector.layout.engine_layout import (
     UnsupportedEngine,
     groups_of,
-    kv_heads_of,
     layers_of,
     memory_reader,
+    model_heads_of,
     regions_of,
 )
 from connector.layout.routes import ReaderRank
@@ -76,7 +76,7 @@ class ConnectorWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, make_agent: MakeAgent) -> None:
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._parallel = vllm_config.parallel_config
-        self._kv_heads = kv_heads_of(vllm_config)
+        self._heads = model_heads_of(vllm_config)
         self._cache = kv_cache_config
         self._make_agent = make_agent
         self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
@@ -98,7 +98,7 @@ class ConnectorWorker:
             agent=agent.metadata(),
             device=regions[0].device,
             device_id=regions[0].device_id,
-            layers=layers_of(kv_caches, self._cache, self._kv_heads),
+            layers=layers_of(kv_caches, self._cache, self._heads),
         )
         own = Own(ReaderRank(self._memory, self._parallel.tensor_parallel_size), self._handshake(), scratch.base)
         read_memory = memory_reader(kv_caches)

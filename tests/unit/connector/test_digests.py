@@ -35,7 +35,7 @@ def digest_of(memories: list[RankMemory], blocks: list[int] = BLOCKS) -> BlocksD
     for memory in memories:
         shape = memory.shape
         reader = ReaderRank(memory.described(), shape.ranks)
-        joined = aggregation.add(Results(digested=[digested(DigestBlocks(1, blocks), reader, read_cpu_memory)]))
+        joined = aggregation.add(Results(digested=[digested(DigestBlocks(1, [blocks]), reader, read_cpu_memory)]))
     return joined.digested[0]
 
 
@@ -45,19 +45,19 @@ def digest_of(memories: list[RankMemory], blocks: list[int] = BLOCKS) -> BlocksD
 def test_engines_with_equal_kv_have_equal_digests(shape: dict):
     one, other = digest_of(engine()), digest_of(engine(**shape))
 
-    assert other.digest() == one.digest()
-    assert other.is_uniform
-    assert len(one.digest()) == DIGEST_BYTES
+    assert other.digest(0) == one.digest(0)
+    assert not other.uneven
+    assert len(one.digest(0)) == DIGEST_BYTES
 
 
 def test_the_places_of_blocks_do_not_matter_and_their_order_does():
     (memory,) = engine()
-    before = digest_of([memory], [3, 5]).digest()
+    before = digest_of([memory], [3, 5]).digest(0)
     for layer in range(memory.shape.layers):
         memory.block(layer, 11)[...] = memory.block(layer, 5)
 
-    assert digest_of([memory], [3, 11]).digest() == before
-    assert digest_of([memory], [5, 3]).digest() != before
+    assert digest_of([memory], [3, 11]).digest(0) == before
+    assert digest_of([memory], [5, 3]).digest(0) != before
 
 
 def zero_a_layer(memory: RankMemory) -> None:
@@ -84,14 +84,14 @@ def test_wrong_kv_has_another_digest(damage, ranks: int):
     memories = engine(ranks=ranks)
     damage(memories[-1])
 
-    assert digest_of(memories).digest() != digest_of(engine()).digest()
+    assert digest_of(memories).digest(0) != digest_of(engine()).digest(0)
 
 
 def test_ranks_that_hold_the_same_heads_may_disagree():
     memories = engine(ranks=8)
     zero_a_layer(memories[5])
 
-    assert not digest_of(memories).is_uniform
+    assert digest_of(memories).uneven == {0}
 
 
 def test_a_device_that_cannot_be_read_is_a_failure_of_the_digest():
@@ -100,7 +100,7 @@ def test_a_device_that_cannot_be_read_is_a_failure_of_the_digest():
 
     memory = RankMemory(Shape(), 0)
 
-    result = digested(DigestBlocks(1, BLOCKS), ReaderRank(memory.described(), 1), broken)
+    result = digested(DigestBlocks(1, [BLOCKS]), ReaderRank(memory.described(), 1), broken)
     assert "CUDA error" in result.failure
 
 
@@ -127,12 +127,12 @@ def test_the_transfer_thread_computes_digests():
     agent = MemoryNetwork().agent("one")
     thread = TransferThread(lambda: Copier(agent, reading.own(agent), lambda: 0.0))
     try:
-        thread.submit(Orders(digests=[DigestBlocks(7, BLOCKS)]))
+        thread.submit(Orders(digests=[DigestBlocks(7, [BLOCKS])]))
         (result,) = thread.take_results(wait_s=10.0).digested
     finally:
         thread.close()
 
-    assert (result.digest_number, result.digest()) == (7, digest_of(engine()).digest())
+    assert (result.digest_number, result.digest(0)) == (7, digest_of(engine()).digest(0))
 
 
 class Engine:
@@ -169,10 +169,10 @@ def test_a_leases_digest_is_computed_and_the_lease_ends(leasing: Engine):
     (order,) = leasing.ask(leasing.lease())
     core = leasing.core
 
-    assert len(order.blocks) == 2
+    assert [len(of) for of in order.groups] == [2]
     assert core.works_without_request
     assert not core.is_idle
-    core.on_digested(BlocksDigested(order.digest_number, {0: b"x"}))
+    core.on_digested(BlocksDigested(order.digest_number, {(0, 1, 0): b"x"}))
     assert core.has_notifications
     (told,) = core.notifications().digested
     assert (told.failure, [(one.group, one.blocks) for one in told.digests]) == ("", [(0, 2)])
@@ -191,7 +191,7 @@ def test_what_cannot_be_digested_is_said(leasing: Engine):
 
     (order,) = leasing.ask(leasing.lease(2))
     core.holder.release_all()
-    core.on_digested(BlocksDigested(order.digest_number, {0: b"x"}))
+    core.on_digested(BlocksDigested(order.digest_number, {(0, 1, 0): b"x"}))
     assert leasing.told() == [("of lease-2", 0, "the lease ended before the digests were computed")]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector.layout.engine_layout import (
+    ModelHeads,
     UnsupportedEngine,
     dims_of,
     layers_of,
@@ -104,7 +105,7 @@ def cache_of(spec, layout_name="LBHNC", kernel_block_size=None):
 def test_vllm_layers_are_planes_of_heads_in_numeric_order():
     caches, config = cache_of(attention())
 
-    layers = layers_of(caches, config, HEADS)
+    layers = layers_of(caches, config, ModelHeads(HEADS))
 
     assert [layer.base for layer in layers] == [caches[f"model.layers.{n}.attn"].data_ptr() for n in (0, 2, 10)]
     (plane,) = layers[0].planes
@@ -115,7 +116,7 @@ def test_vllm_layers_are_planes_of_heads_in_numeric_order():
 def test_blocks_of_all_layers_together_are_read_layer_by_layer():
     caches, config = cache_of(attention(), "BLHNC")
 
-    layers = layers_of(caches, config, HEADS)
+    layers = layers_of(caches, config, ModelHeads(HEADS))
 
     assert layers[0].block_stride == LAYERS * HEADS * layers[0].planes[0].head_bytes
 
@@ -123,7 +124,7 @@ def test_blocks_of_all_layers_together_are_read_layer_by_layer():
 def test_kernel_blocks_are_planes():
     caches, config = cache_of(attention(), kernel_block_size=16)
 
-    layers = layers_of(caches, config, HEADS)
+    layers = layers_of(caches, config, ModelHeads(HEADS))
 
     assert [plane.offset for plane in layers[0].planes] == [0, layers[0].block_stride // 2]
 
@@ -131,7 +132,7 @@ def test_kernel_blocks_are_planes():
 def test_a_latent_cache_is_one_head():
     caches, config = cache_of(latent())
 
-    assert [plane.heads for plane in layers_of(caches, config, 1)[0].planes] == [1]
+    assert [plane.heads for plane in layers_of(caches, config, ModelHeads(1))[0].planes] == [1]
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LHBNC"])
@@ -139,7 +140,7 @@ def test_a_layout_with_scattered_heads_is_refused(layout):
     caches, config = cache_of(attention(), layout)
 
     with pytest.raises(UnsupportedLayout, match="set it to HND"):
-        layers_of(caches, config, HEADS)
+        layers_of(caches, config, ModelHeads(HEADS))
 
 
 def test_the_reason_for_a_refused_layout_reaches_the_worker(tmp_path):
@@ -147,7 +148,7 @@ def test_the_reason_for_a_refused_layout_reaches_the_worker(tmp_path):
 
     caches, config = cache_of(attention(), "LBNHC")
     with pytest.raises(UnsupportedLayout), refusals_saved(str(tmp_path / "refused")):
-        layers_of(caches, config, HEADS)
+        layers_of(caches, config, ModelHeads(HEADS))
 
     assert "set it to HND" in (tmp_path / "refused").read_text()
 
@@ -159,7 +160,7 @@ def test_the_scales_of_quantised_blocks_are_copied_with_them(mode):
     spec = quantised(mode, dtype=torch.uint8, state_content_bytes=2 * SIZE + 8)
     caches, config = cache_of(spec)
 
-    (plane,) = layers_of(caches, config, HEADS)[0].planes
+    (plane,) = layers_of(caches, config, ModelHeads(HEADS))[0].planes
 
     assert plane.heads * plane.head_bytes == spec.page_size_bytes == HEADS * TOKENS * (2 * SIZE + 8)
 
@@ -257,11 +258,13 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
         (lambda: engine(windows("ChunkedLocalAttention", attention_chunk_size=64)), "kind ChunkedLocalAttentionSpec"),
         (lambda: engine(rswa()), "kind RSWASpec"),
         (lambda: engine(layers_of_kinds(attention(), rswa())), "layer layers.1 is of kind RSWASpec"),
-        (lambda: engine(mamba()), "layer layers.0 is of kind MambaSpec"),
+        (lambda: engine(mamba()), "layer layers.0 keeps no state of a prefix"),
         (lambda: engine(quantised("NVFP4")), "quantised KV .NVFP4.*set --kv-cache-dtype to auto"),
         (
-            lambda: engine(layers_of_kinds(attention(), attention(num_kv_heads=2))),
-            "layer layers.1 has 2 KV heads on a rank, other layers have 4",
+            lambda: engine(
+                layers_of_kinds(attention(num_kv_heads=2), attention(num_kv_heads=1)), tensor_parallel_size=2
+            ),
+            "layer layers.1 has one KV head on each of 2 ranks, where other layers have 4",
         ),
         (lambda: engine(attention(num_head_slots=2)), "packs 4 KV heads into 2"),
         (lambda: engine(model={"is_hybrid": True}), "TinyForCausalLM has layers with a state"),
@@ -357,7 +360,7 @@ def allocated(layout, blocks, *specs):
     caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
     for tensor in caches.values():
         tensor.copy_(torch.rand(tensor.shape))
-    rank = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers_of(caches, config, HEADS))
+    rank = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers_of(caches, config, ModelHeads(HEADS)))
     return caches, handshake([rank], Shape(blocks=blocks))
 
 

@@ -84,7 +84,12 @@ INTERFACES = {
     ),
     "vllm/v1/executor/uniproc_executor.py": "UniProcExecutor UniProcExecutor._init_executor",
     "vllm/v1/executor/abstract.py": "Executor.profile",
-    "vllm/v1/kv_cache_interface.py": "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec",
+    "vllm/v1/kv_cache_interface.py": (
+        "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec SlidingWindowSpec "
+        "SlidingWindowMLASpec MambaSpec"
+    ),
+    "vllm/model_executor/layers/mamba/mamba_utils.py": "is_conv_state_dim_first MambaStateShapeCalculator",
+    "vllm/distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py": "derive_mamba_conv_split",
     "vllm/v1/kv_cache_layout.py": "KVCacheLayout",
     "vllm/v1/metrics/cache_hit_source.py": "CacheHitSource",
     "vllm/v1/metrics/loggers.py": "StatLoggerBase PrometheusStatLogger StatLoggerManager.record",
