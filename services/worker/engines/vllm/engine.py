@@ -42,6 +42,7 @@ from services.worker.engines.vllm.arguments import (
     prepare_import,
     refuse_unsupported,
 )
+from services.worker.engines.vllm.cache_settings import choose_cache_options, required_dtype, typed_options
 from services.worker.engines.vllm.profiler import VllmProfiler, configure_profiler
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model import ensure_tiny_model
@@ -181,7 +182,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
     )
     try:
         report("loading the model")
-        args, llm, fingerprinted = await in_daemon_thread(
+        args, llm, fingerprinted, chosen = await in_daemon_thread(
             "start-engine",
             lambda: _construct(launch, typed, meter, notifications=exchange.endpoint if exchange else ""),
         )
@@ -207,9 +208,8 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         msgspec.structs.replace(fingerprinted, block_size=llm.hash_block_size),
         launch.settings.legs_max,
         app.paths & SERVED,
+        note="; ".join(chosen),
     )
-    if facts.note:
-        log.warning("%s", facts.note)
     return VllmEngine(
         llm,
         app,
@@ -225,8 +225,8 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
 
 def _construct(
     launch: Launch, typed: list[str], meter: EngineMeter, *, notifications: str
-) -> tuple[Any, LegEngine, Fingerprint]:
-    """Blocks until the engine is ready. Raises EngineRefused."""
+) -> tuple[Any, LegEngine, Fingerprint, list[str]]:
+    """Blocks until the engine is ready. The texts say what was chosen for the model. Raises EngineRefused."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -241,8 +241,7 @@ def _construct(
     engine_args = AsyncEngineArgs.from_cli_args(args)
     with _threads(launch.settings):
         try:
-            config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-            refuse_unsupported(config)
+            config, chosen = _configured(engine_args, launch.settings)
         except UnsupportedEngine as unsupported:
             raise EngineRefused(str(unsupported)) from None
         except (ValueError, NotImplementedError) as error:
@@ -250,6 +249,8 @@ def _construct(
                 raise
             about = f"the model {launch.model} or its options, with WORKER_ENGINE_ARGS={launch.settings.engine_args!r}"
             raise EngineRefused(f"vLLM refuses {about}: {refusal_of(error)}") from error
+        for text in chosen:
+            log.info("for this model: %s", text)
         fingerprinted = fingerprint(config)
         configure_connector(
             config,
@@ -274,7 +275,24 @@ def _construct(
     if trials is not None:
         llm.grammars = GrammarTrials(trials, llm.note_death, cpu_s_max(len(os.sched_getaffinity(0))))
     without_prometheus(llm.logger_manager)
-    return args, llm, fingerprinted
+    return args, llm, fingerprinted, chosen
+
+
+def _configured(engine_args: Any, settings: Settings) -> tuple[Any, list[str]]:
+    """What vLLM resolves, and what was chosen for the model. Raises UnsupportedEngine, and what vLLM raises."""
+    from vllm.usage.usage_lib import UsageContext
+
+    typed, chosen = typed_options(settings.engine_args), []
+    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if dtype := required_dtype(config, typed):
+        engine_args.dtype = dtype
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        chosen.append(f"--dtype {dtype}, since a CPU computes gated delta nets in no other")
+    refuse_unsupported(config)
+    if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
+        chosen += choose_cache_options(config, typed, settings.role)
+        chosen += filter(None, [window_price(config.model_config)])
+    return config, chosen
 
 
 def refusal_of(error: Exception) -> str:
@@ -476,7 +494,7 @@ def hash_scheme(cache: Any, hash_block_size: int) -> HashScheme:
 
 
 def _facts(
-    config: Any, names: list[str], fingerprint: Fingerprint, legs_max: int, paths: frozenset[str]
+    config: Any, names: list[str], fingerprint: Fingerprint, legs_max: int, paths: frozenset[str], note: str
 ) -> EngineFacts:
     return EngineFacts(
         engine="vllm",
@@ -491,5 +509,5 @@ def _facts(
         renders=config.model_config.runner_type == "generate",
         adapters_at_once_max=config.lora_config.max_loras if config.lora_config is not None else 0,
         paths=paths,
-        note=window_price(config.model_config) if config.kv_transfer_config.kv_connector == OWN_CONNECTOR else "",
+        note=note,
     )

@@ -71,6 +71,9 @@ def options(config: Any) -> str:
         "attention_kinds": {kind: backend.name for kind, backend in attention.backend_per_kind.items()},
         "hash": cache.prefix_caching_hash_algo,
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "states": state_options(config),
+        # With it layers with a window keep other blocks, so groups are others.
+        "hybrid_manager_off": config.scheduler_config.disable_hybrid_kv_cache_manager or None,
         "draft": speculative and [speculative.method, speculative.model, speculative.revision],
         "lora": lora_options(config),
     }
@@ -105,6 +108,20 @@ def lora_options(config: Any) -> dict[str, Any]:
         "shared": lora.enable_moe_shared_loras,
     }
     return {name: value for name, value in given.items() if value}
+
+
+def state_options(config: Any) -> dict[str, Any]:
+    """What makes recurrent states, or where they are kept, different."""
+    if not config.model_config.is_hybrid:
+        return {}
+    cache = config.cache_config
+    return {
+        "unit": cache.prefix_match_unit,
+        "block": cache.block_size,
+        "dtypes": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
+        "mode": cache.mamba_cache_mode,
+        "convolution": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
+    }
 
 
 def _short(value: Any) -> str:

@@ -20,10 +20,19 @@ MODEL = {
     "model_class_overrides": {}, "code_revision": None, "model_impl": "auto", "quantization": None,
     "quantization_config": None, "disable_sliding_window": False, "override_generation_config": {},
     "generation_config": "auto", "logits_processors": None, "model": "/models/m", "tokenizer": "/models/m", "revision": None,
-    "tokenizer_revision": None, "seed": 0, "multimodal_config": None, "dtype": "float32",
+    "tokenizer_revision": None, "seed": 0, "multimodal_config": None, "dtype": "float32", "is_hybrid": False,
 }  # fmt: skip
 PARTS = {
-    "cache": {"kv_cache_dtype_skip_layers": [], "prefix_caching_hash_algo": "sha256_cbor"},
+    "cache": {
+        "kv_cache_dtype_skip_layers": [],
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "prefix_match_unit": None,
+        "block_size": 32,
+        "mamba_cache_dtype": "auto",
+        "mamba_ssm_cache_dtype": "auto",
+        "mamba_cache_mode": "align",
+    },
+    "scheduler": {"disable_hybrid_kv_cache_manager": False},
     "attention": {"backend": None, "backend_per_kind": {}},
     "load": {"load_format": "auto"},
 }
@@ -58,17 +67,27 @@ def changed(one: str, other: str) -> set[str]:
 
 
 def test_what_is_read_exists_in_vllms_configuration():
-    from vllm.config import AttentionConfig, CacheConfig, LoadConfig, LoRAConfig, ModelConfig, SpeculativeConfig
+    from vllm.config import (
+        AttentionConfig,
+        CacheConfig,
+        LoadConfig,
+        LoRAConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+    )
 
     for kind, read in (
-        (ModelConfig, {*MODEL, "hf_config"}),
+        (ModelConfig, {*MODEL, "hf_config"} - {"is_hybrid"}),
         (CacheConfig, set(PARTS["cache"])),
         (AttentionConfig, set(PARTS["attention"])),
         (LoadConfig, set(PARTS["load"])),
+        (SchedulerConfig, set(PARTS["scheduler"])),
         (SpeculativeConfig, {"method", "model", "revision"}),
         (LoRAConfig, set(vars(lora()))),
     ):
         assert read <= {one.name for one in fields(kind)}, kind
+    assert isinstance(ModelConfig.is_hybrid, property)
 
 
 def test_the_place_of_a_model_is_no_difference():
@@ -114,6 +133,7 @@ class Backend:
         ("hash", {"cache": {"prefix_caching_hash_algo": "sha256"}}),
         ("attention", {"attention": {"backend": Backend}}),
         ("attention_kinds", {"attention": {"backend_per_kind": {"mla": Backend}}}),
+        ("hybrid_manager_off", {"scheduler": {"disable_hybrid_kv_cache_manager": True}}),
         ("draft", {"draft": SimpleNamespace(method="eagle", model="/models/d", revision=None)}),
     ],
 )
@@ -136,6 +156,30 @@ def test_each_variable_of_vllm_counts(monkeypatch, name, variable, value):
     monkeypatch.setenv(variable, value)
 
     assert changed(before, options(config())) == {name}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prefix_match_unit": 16},
+        {"block_size": 64},
+        {"mamba_ssm_cache_dtype": "float32"},
+        {"mamba_cache_dtype": "float32"},
+    ],
+)
+def test_what_changes_states_counts_for_models_that_have_them(other):
+    hybrid = {"is_hybrid": True}
+
+    assert changed(options(config(model=hybrid)), options(config(model=hybrid, cache=other))) == {"states"}
+    assert options(config()) == options(config(cache=other))
+
+
+def test_the_layout_of_states_counts(monkeypatch):
+    before = options(config(model={"is_hybrid": True}))
+
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+
+    assert changed(before, options(config(model={"is_hybrid": True}))) == {"states"}
 
 
 def test_baton_exchanges_kv_between_layouts(monkeypatch):
