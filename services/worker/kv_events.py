@@ -1,14 +1,15 @@
 """The KV events that a worker publishes, with the snapshot for a router that missed one.
 
 An engine may hold several copies of one block: it stores and removes each copy. On the wire a block is held or not, so
-only the removal of the last copy counts.
+only the removal of the last copy counts. An engine with several KV cache groups tells of each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import xor
 
@@ -32,37 +33,79 @@ from shared.contracts.kv_events import (
 
 
 class EventTranslation:
-    """Counts the copies of each block that the engine holds in each tier."""
+    """Counts the copies of each block that the engine holds in each tier and KV cache group.
 
-    def __init__(self) -> None:
-        self._copies: dict[KvTier, dict[int, int]] = {tier: {} for tier in KvTier}
+    On the wire, a block of full attention is held when all full-attention groups hold it, and a boundary when all other
+    groups have a block that ends there. A window is as long as its last block: it is evicted first.
+    """
 
-    def stored(self, hashes: Iterable[bytes], parent: bytes | None, tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
-        """``hashes`` are full hashes of consecutive blocks; ``parent`` is that of the block before them."""
-        short = [block_hash64(full) for full in hashes]
-        copies = self._copies[tier]
+    def __init__(self, full: Sequence[bool] = (True,)) -> None:
+        """``full``: for each KV cache group, whether it is full attention."""
+        groups = range(len(full))
+        others = [group for group in groups if not full[group]] or (list(groups) if len(full) > 1 else [])
+        self._groups = {KvTier.BOUNDARY: others} | {
+            tier: [group for group in groups if full[group]] for tier in (KvTier.DEVICE, KvTier.HOST, KvTier.DISK)
+        }
+        self._copies: defaultdict[tuple[KvTier, int], dict[int, int]] = defaultdict(dict)
+        self._complete: defaultdict[KvTier, Counter[int]] = defaultdict(Counter)
+        """How many groups hold each block, of tiers with several groups."""
+
+    def stored(
+        self, hashes: Iterable[bytes], parent: bytes | None, tier: KvTier = KvTier.DEVICE, group: int = 0
+    ) -> list[KvEvent]:
+        """``hashes`` are full hashes of blocks of a group, one after the other in a prompt; ``parent`` is that of the
+        block before them.
+        """
+        short, copies = [block_hash64(full) for full in hashes], self._copies[tier, group]
+        new: list[int] = []
         for block in short:
-            copies[block] = copies.get(block, 0) + 1
-        if not short:
-            return None
-        return KvEvent(
-            kind=KvEventKind.STORED,
-            hashes=pack_hashes(short),
-            tier=tier,
-            parent=None if parent is None else block_hash64(parent),
-        )
+            count = copies.get(block, 0)
+            copies[block] = count + 1
+            if not count:
+                new.append(block)
+        before = None if parent is None else block_hash64(parent)
+        return [
+            KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(held), tier=told, parent=before)
+            for told in self._told(tier, group)
+            if (held := short if len(self._groups[told]) == 1 else self._completed(told, new))
+        ]
 
-    def removed(self, hashes: Iterable[bytes], tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
+    def removed(self, hashes: Iterable[bytes], tier: KvTier = KvTier.DEVICE, group: int = 0) -> list[KvEvent]:
         """One copy of each of these blocks was removed from this tier."""
-        copies = self._copies[tier]
+        copies = self._copies[tier, group]
         gone = [block for block in map(block_hash64, hashes) if _drop(copies, block)]
-        return KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(gone), tier=tier) if gone else None
+        return [
+            KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(lost), tier=told)
+            for told in self._told(tier, group)
+            if (lost := gone if len(self._groups[told]) == 1 else self._broken(told, gone))
+        ]
 
     def cleared(self) -> KvEvent:
         """Every tier is empty, or its content is unknown."""
-        for copies in self._copies.values():
-            copies.clear()
+        self._copies.clear()
+        self._complete.clear()
         return KvEvent(kind=KvEventKind.CLEARED)
+
+    def _told(self, tier: KvTier, group: int) -> list[KvTier]:
+        """The tiers on the wire that a change of this group may change."""
+        tiers = [tier, KvTier.BOUNDARY] if tier is KvTier.DEVICE else [tier]
+        return [told for told in tiers if group in self._groups[told]]
+
+    def _completed(self, tier: KvTier, new: list[int]) -> list[int]:
+        """Of blocks that a group holds now, those that all groups hold."""
+        having = self._complete[tier]
+        having.update(new)
+        return [block for block in new if having[block] == len(self._groups[tier])]
+
+    def _broken(self, tier: KvTier, gone: list[int]) -> list[int]:
+        """Of blocks that a group held, those that all groups held."""
+        having = self._complete[tier]
+        lost = [block for block in gone if having[block] == len(self._groups[tier])]
+        for block in gone:
+            having[block] -= 1
+            if not having[block]:
+                del having[block]
+        return lost
 
 
 def _drop(copies: dict[int, int], block: int) -> bool:
@@ -143,6 +186,7 @@ class CachePublisher:
             hashes=self.held.packed(),
             host_hashes=self.held.packed(KvTier.HOST),
             disk_hashes=self.held.packed(KvTier.DISK),
+            boundary_hashes=self.held.packed(KvTier.BOUNDARY),
         )
 
     async def _publish(self) -> None:

@@ -43,8 +43,14 @@ class KvTier(StrEnum):
     HOST = "host"
     """Host memory: loaded into the engine before use."""
     DISK = "disk"
+    BOUNDARY = "boundary"
+    """No memory: the prefixes at whose end the device memory of all KV cache groups but full attention holds what a
+    prompt needs (see ``HashScheme.boundaries``).
+    """
 
 
+MEMORIES = (KvTier.DEVICE, KvTier.HOST, KvTier.DISK)
+"""The tiers that hold blocks of full attention."""
 TIER_ROTATION_BITS = 21
 """Rotation between the tiers' hashes in a digest, so that a block that moves to another tier changes the digest."""
 
@@ -105,6 +111,7 @@ class KvSnapshot(Message, frozen=True, kw_only=True):
     """Blocks in the device tier."""
     host_hashes: bytes = b""
     disk_hashes: bytes = b""
+    boundary_hashes: bytes = b""
 
 
 class KvDigest(Message, frozen=True, kw_only=True):
@@ -112,6 +119,6 @@ class KvDigest(Message, frozen=True, kw_only=True):
 
     seq: int
     count: int
-    """Blocks in all tiers; a block in two tiers counts twice."""
+    """Hashes in all tiers; one in two tiers counts twice."""
     xor: int
-    """XOR of all 64-bit hashes, those of the host tier rotated left by 21 bits, those of the disk tier by 42."""
+    """XOR of all 64-bit hashes, rotated left by 21 bits for each tier before theirs in ``KvTier``."""

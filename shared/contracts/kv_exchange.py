@@ -263,9 +263,15 @@ class KvSource(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     first: int = 0
-    """Index in the prompt of the first block to request from it."""
+    """Index in the prompt of the first full-attention block to request from it (in a model without full attention: of
+    the first hash).
+    """
     end: int = 0
     """Index after the last block; 0: to the end of the prompt."""
+    boundary: int = 0
+    """In a model with boundaries, the one to request from it, in tokens. One source gives all that is read up to there;
+    the next one is asked if it does not. 0: the longest that the source grants.
+    """
     follow: bool = False
     """The source is computing the prompt: read its blocks as they are computed."""
     leg_id: LegId = NO_LEG

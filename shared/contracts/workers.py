@@ -50,6 +50,30 @@ class HashScheme(Message, frozen=True, kw_only=True):
     """The string whose hash is the parent of the first block."""
     block_size: int
     """Tokens of each block hash. A block of the engine's KV cache has as many, or a multiple."""
+    index_block: int = 0
+    """Tokens of a full-attention block: so far apart are the hashes that name one. 0: ``block_size``; with
+    ``boundaries``, the model has no full attention.
+    """
+    boundaries: bool = False
+    """Whether the model has KV cache groups other than full attention (windows, recurrent state). They keep what a
+    prompt needs at a few hashes only, its boundaries: no prefix between two of them is of use.
+    """
+    alignment: int = 0
+    """Boundaries are at multiples of as many tokens. 0: ``block_size``."""
+
+    @property
+    def stride(self) -> int:
+        """Hashes of a full-attention block; 0: the model has no full attention."""
+        return self.index_block // self.block_size or int(not self.boundaries)
+
+    @property
+    def align(self) -> int:
+        """Tokens between the lengths of prefixes that can be of use."""
+        return (self.boundaries and self.alignment) or self.block_size
+
+    def usable(self, prompt_tokens: int) -> int:
+        """Tokens of the longest prefix that a prompt can have cached: its last token is always computed."""
+        return max(0, prompt_tokens - 1) // self.align * self.align
 
 
 class Fingerprint(Message, frozen=True, kw_only=True):

@@ -9,7 +9,9 @@
 #include "block_map.h"
 
 enum {
-    TIERS = 3,
+    TIERS = 4,    /* of KvTier, in its order */
+    MEMORIES = 3, /* those before BOUNDARY */
+    BOUNDARY = 3,
     ROWS_MAX = 32768, /* half of the lives; the other half may be dead and not swept yet */
     TIER_ROTATION_BITS = 21,
     AHEAD = 12, /* distance in look-ups at which memory is prefetched */
@@ -70,6 +72,9 @@ void table_blocks(struct block_table *table, uint32_t row, int tier, uint64_t *b
 
 /* table_match.c */
 void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows);
+/* Writes each row's longest usable prefix of a model with boundaries; see block_table.py. `step` is not 0. */
+void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t count, size_t stride, size_t step,
+                      int32_t *out, uint32_t rows);
 /* Writes at most `end` - `first` sources; returns how many. */
 size_t table_cover(struct block_table *table, const uint64_t *blocks, size_t first, size_t end, const uint8_t *allowed,
                    uint32_t rows, struct source *sources);

@@ -116,6 +116,27 @@ static PyObject *depths(Table *self, PyObject *const *args, Py_ssize_t given)
     Py_RETURN_NONE;
 }
 
+static PyObject *boundaries(Table *self, PyObject *const *args, Py_ssize_t given)
+{
+    long stride, step;
+    Py_buffer out;
+    if (!is_count(given, 4) || !read_number(args[1], 0, LONG_MAX, "stride", &stride) ||
+        !read_number(args[2], 1, LONG_MAX, "step", &step) ||
+        !open_array(args[3], &out, sizeof(int32_t), PyBUF_WRITABLE))
+        return NULL;
+    Py_ssize_t count = read_hashes(self, args[0]);
+    if (count >= 0) {
+        /* More than there are hashes is as much as one more. */
+        size_t most = (size_t)count + 1;
+        table_boundaries(&self->table, self->scratch, (size_t)count, (size_t)stride < most ? (size_t)stride : most,
+                         (size_t)step < most ? (size_t)step : most, out.buf, (uint32_t)(out.len / out.itemsize));
+    }
+    PyBuffer_Release(&out);
+    if (count < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *cover(Table *self, PyObject *const *args, Py_ssize_t given)
 {
     long first, end;
@@ -189,6 +210,7 @@ static PyMethodDef methods[] = {
     FAST("blocks", blocks),
     {"held", (PyCFunction)held, METH_O, NULL},
     FAST("depths", depths),
+    FAST("boundaries", boundaries),
     FAST("cover", cover),
     {"size", (PyCFunction)size, METH_NOARGS, NULL},
     {"bytes_used", (PyCFunction)bytes_used, METH_NOARGS, NULL},

@@ -373,12 +373,12 @@ static size_t shortlist(const struct fleet *fleet, const struct question *questi
 
 /* ---- candidates */
 
-/* Whether at least one block of KV could be handed over to the worker. */
+/* Whether some KV could be handed over to the worker. */
 static bool is_receiver(const struct candidate *candidate, const struct fleet *fleet, const struct question *question,
                         size_t row)
 {
     int64_t held = question->options & MAY_DECODE_FIRST ? candidate->of.cached : 0;
-    return (double)(question->tokens - held) >= N(BLOCK_SIZE) || !FLAG(EXCHANGES_KV);
+    return (double)(question->tokens - held) >= N(HANDED_OVER_MIN) || !FLAG(EXCHANGES_KV);
 }
 
 /* Whether a worker to which KV could be handed over may serve the request without a prefill worker. */

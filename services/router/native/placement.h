@@ -11,7 +11,7 @@
 
 /* Columns of `numbers` and rows of `flags`, as in fleet_table.py; a test compares the names. */
 #define NUMBER_NAMES(X)                                                                                              \
-    X(LEGS_MAX) X(LAST_CHOSEN) X(BLOCK_SIZE) X(STEP_TOKENS) X(ANSWERS) X(HEARD_AT) X(PROMPTS_PER_S) X(STORED_TOKENS)   \
+    X(LEGS_MAX) X(LAST_CHOSEN) X(BLOCK_SIZE) X(STEP_TOKENS) X(ANSWERS) X(HANDED_OVER_MIN) X(HEARD_AT) X(PROMPTS_PER_S) X(STORED_TOKENS)   \
     X(USED_TOKENS) X(LEGS) X(DECODING) X(WAITING_TOKENS) X(CONTEXT_TOKENS) X(FREE_TOKENS) X(SENT_TOKENS)               \
     X(PREFILL_STEP_S) X(PREFILL_TOKEN_S) X(PREFILL_PAIR_S) X(DECODE_STEP_S) X(DECODE_REQUEST_S) X(DECODE_CONTEXT_TOKEN_S) X(TRANSFER_BASE_S)               \
     X(TRANSFER_TOKEN_S) X(PAIRS_PER_TOKEN) X(TRANSIT_S)

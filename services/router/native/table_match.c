@@ -1,10 +1,11 @@
 #include "block_table.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* A block's sets of holders, by tier. The last entry is always 0, so that a comparison takes two 64-bit words. */
 struct holders {
-    set_t in[TIERS + 1];
+    set_t in[MEMORIES + 1];
 };
 
 static inline bool same(const struct holders *one, const struct holders *other)
@@ -19,7 +20,7 @@ struct walk {
     uint64_t at, end;    /* the next block to look up, and the end of the range */
     struct holders found[CHUNK];
     uint64_t chunk_at, chunk_end; /* the range of blocks in `found` */
-    struct line *homes[2][TIERS][CHUNK]; /* home lines of this chunk and of the next one; `turn` selects this one's */
+    struct line *homes[2][MEMORIES][CHUNK]; /* home lines of this chunk and of the next one; `turn` selects this one's */
     int turn;
     uint64_t bits[LIVES_MAX / 64 + 1];
     life_t changed; /* the only life that came or went with the last block, or NO_LIFE */
@@ -34,7 +35,7 @@ static uint64_t chunk_after(const struct walk *walk, uint64_t first)
 static void walk_fetch(struct walk *walk, uint64_t first, int turn)
 {
     uint64_t end = chunk_after(walk, first);
-    for (int tier = 0; tier < TIERS; tier++)
+    for (int tier = 0; tier < MEMORIES; tier++)
         for (uint64_t i = first; walk->table->maps[tier].block_count && i < end; i++) {
             struct line **home = &walk->homes[turn][tier][i - first];
             map_shard(&walk->table->maps[tier], walk->blocks[i], home);
@@ -59,12 +60,12 @@ static void walk_begin(struct walk *walk, struct block_table *table, const uint6
 static void walk_look_up(struct walk *walk)
 {
     uint64_t first = walk->chunk_end, end = chunk_after(walk, first);
-    const struct holder_set *fetched[TIERS * CHUNK], *before = NULL;
+    const struct holder_set *fetched[MEMORIES * CHUNK], *before = NULL;
     uint32_t fetched_count = 0;
     int tiers_found = 0;
     walk_fetch(walk, end, !walk->turn);
     memset(walk->found, 0, (end - first) * sizeof *walk->found);
-    for (int tier = 0; tier < TIERS; tier++) {
+    for (int tier = 0; tier < MEMORIES; tier++) {
         struct block_map *map = &walk->table->maps[tier];
         set_t last = 0;
         uint32_t others_count = fetched_count;
@@ -91,7 +92,7 @@ static void walk_look_up(struct walk *walk)
 static life_t step_by_one(struct walk *walk, const struct holders *last, const struct holders *now)
 {
     int tier = -1; /* the only one that holds these blocks */
-    for (int each = 0; each < TIERS; each++)
+    for (int each = 0; each < MEMORIES; each++)
         if (last->in[each] | now->in[each]) {
             if (tier >= 0)
                 return NO_LIFE;
@@ -124,7 +125,7 @@ static uint64_t walk_on(struct walk *walk)
         if (walk->changed != NO_LIFE)
             return walk->at++;
         memset(walk->bits, 0, table_words(walk->table) * sizeof *walk->bits);
-        for (int tier = 0; tier < TIERS; tier++)
+        for (int tier = 0; tier < MEMORIES; tier++)
             if (now->in[tier])
                 sets_add_to(&walk->table->sets, now->in[tier], walk->bits);
         return walk->at++;
@@ -169,6 +170,103 @@ void table_depths(struct block_table *table, const uint64_t *blocks, size_t coun
     }
     for (uint32_t word = 0; left && word < words; word++)
         tell(table, in[word], word, count, out, rows);
+}
+
+/* ---- boundaries */
+
+/* Whether the row of this life holds a block in any memory. */
+static bool in_memory(struct block_table *table, uint64_t block, life_t life)
+{
+    for (int tier = 0; tier < MEMORIES; tier++) {
+        set_t set = table->maps[tier].block_count ? map_get(&table->maps[tier], block) : 0;
+        if (set && sets_has(&table->sets, set, life))
+            return true;
+    }
+    return false;
+}
+
+/* Rows that have no boundary yet, as bits by life, and how far full attention reaches on each. */
+struct waiting {
+    uint64_t lives[LIVES_MAX / 64 + 1];
+    uint32_t beyond; /* those on which it reaches beyond the first block */
+    size_t furthest;
+    int32_t *reach; /* by row, in full-attention blocks */
+};
+
+static void wait_for_all(const struct block_table *table, struct waiting *waiting, uint32_t rows)
+{
+    memset(waiting->lives, 0, table_words(table) * sizeof *waiting->lives);
+    waiting->beyond = 0;
+    waiting->furthest = 0;
+    for (uint32_t row = 0; row < rows && row < table->rows; row++) {
+        life_t life = table->life_of[row];
+        if (life == NO_LIFE || !table->lives[life].counts[BOUNDARY])
+            continue;
+        size_t reach = (size_t)waiting->reach[row];
+        waiting->lives[life / 64] |= 1ull << life % 64;
+        waiting->beyond += reach > 0;
+        waiting->furthest = reach > waiting->furthest ? reach : waiting->furthest;
+    }
+}
+
+/* Gives `end` to the waiting rows that have this boundary, if full attention reaches it: with whole blocks, or with a
+ * partial block that is named by the boundary's own hash.
+ */
+static void settle(struct block_table *table, struct waiting *waiting, const uint64_t *having, uint64_t block, size_t end,
+                   size_t stride, int32_t *out)
+{
+    for (uint32_t word = 0; word < table_words(table); word++)
+        for (uint64_t left = having[word] & waiting->lives[word]; left; left &= left - 1) {
+            life_t life = (life_t)(word * 64 + (uint32_t)__builtin_ctzll(left));
+            uint32_t row = table->row_of[life];
+            size_t reach = (size_t)waiting->reach[row];
+            if (stride && (end / stride > reach || (end > reach * stride && !in_memory(table, block, life))))
+                continue;
+            out[row] = (int32_t)end;
+            waiting->lives[word] &= ~(left & -left);
+            waiting->beyond -= reach > 0;
+        }
+}
+
+void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t count, size_t stride, size_t step,
+                      int32_t *out, uint32_t rows)
+{
+    struct waiting waiting;
+    uint64_t having[LIVES_MAX / 64 + 1];
+    struct block_map *map = &table->maps[BOUNDARY];
+    memset(out, 0, rows * sizeof *out);
+    if (!map->block_count || !rows || !count)
+        return;
+    waiting.reach = must(calloc(rows, sizeof *waiting.reach));
+    size_t whole = stride ? count / stride : 0;
+    if (stride == 1)
+        table_depths(table, blocks, count, waiting.reach, rows);
+    else if (whole) {
+        uint64_t *strided = must(malloc(whole * sizeof *strided));
+        for (size_t i = 0; i < whole; i++)
+            strided[i] = blocks[(i + 1) * stride - 1];
+        table_depths(table, strided, whole, waiting.reach, rows);
+        free(strided);
+    }
+    wait_for_all(table, &waiting, rows);
+    size_t end = count / step * step, last = waiting.furthest * stride + stride - 1;
+    if (stride && end > last)
+        end = last / step * step;
+    for (set_t before = 0; end; end -= step) {
+        if (stride && !waiting.beyond && end >= stride && (end = (stride - 1) / step * step) == 0)
+            break;
+        if (end > AHEAD * step)
+            map_prefetch(map, blocks[end - AHEAD * step - 1]);
+        set_t set = map_get(map, blocks[end - 1]);
+        if (set && set != before) {
+            memset(having, 0, table_words(table) * sizeof *having);
+            sets_add_to(&table->sets, set, having);
+            before = set;
+        }
+        if (set)
+            settle(table, &waiting, having, blocks[end - 1], end, stride, out);
+    }
+    free(waiting.reach);
 }
 
 /* The lives of the allowed rows, as bits. */

@@ -27,9 +27,13 @@ class PrefixDepths:
         self._slots: t.Ints = np.zeros(0, dtype=np.int64)
         self._as_of = (-1, -1)
 
-    def by_slot(self, hashes: Sequence[int]) -> Depths:
-        """Depth of each slot of the index; ``slots`` has each row's."""
-        return self._index.match_depths(hashes)
+    def by_slot(self, request: PlacementRequest) -> Depths:
+        """Usable depth of each slot of the index, in hashes; ``slots`` has each row's slot."""
+        scheme = self._cluster.boundaries(request.model)
+        if scheme is None:
+            return self._index.match_depths(request.hashes)
+        hashes = request.hashes[: scheme.usable(request.prompt_tokens) // scheme.block_size]
+        return self._index.match_boundaries(hashes, scheme.stride, scheme.align // scheme.block_size)
 
     def slots(self) -> t.Ints:
         """The index's slot of each row's worker; -1 for a worker that the index does not know."""
@@ -53,13 +57,19 @@ class PrefixDepths:
     def further_sources(
         self, request: PlacementRequest, chosen: Candidate, able: t.Bools, tokens_min: int
     ) -> list[KvSource]:
-        """Sources of the blocks after those that a worker fetches, although not of the ones before. Mostly none.
+        """Sources of the blocks after those that a worker fetches, although not of the ones before. Mostly none, and
+        none for a model with boundaries, of which one source gives all that is read.
         ``able``: the rows that may be asked.
         """
         cluster, of, block_size = self._cluster, chosen.estimate, chosen.view.record.hashing.block_size
         first = (of.cached + of.fetched) // block_size
         last = min(max(0, request.prompt_tokens - 1) // block_size, len(request.hashes))
-        if request.forced is not None or first >= last or not self._index.held(request.hashes[first]):
+        if (
+            chosen.view.record.hashing.boundaries
+            or request.forced is not None
+            or first >= last
+            or not self._index.held(request.hashes[first])
+        ):
             return []
         rows = able & (cluster.groups(request.model)[: len(able)] == of.group)
         rows[chosen.view.row] = False
@@ -80,6 +90,17 @@ def named_sources(sources: Sequence[WorkerId], view: WorkerView, cluster: Cluste
 
 
 def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:
-    """A worker in its present epoch as a source of the blocks ``first`` to ``end`` - 1; 0: to the prompt's end."""
+    """A worker in its present epoch as a source of a prompt's KV from hash ``first`` to before hash ``end`` (0: to the
+    prompt's end), where a model with boundaries has one.
+    """
     record = view.record
-    return KvSource(worker_id=record.worker_id, epoch=record.epoch, first=first, end=end, follow=follow)
+    of = record.hashing
+    stride = of.stride or 1
+    return KvSource(
+        worker_id=record.worker_id,
+        epoch=record.epoch,
+        first=first // stride,
+        end=-(-end // stride),
+        boundary=end * of.block_size if of.boundaries else 0,
+        follow=follow,
+    )

@@ -73,7 +73,7 @@ class CostPlacer:
             return reject(request, cluster, busy=free == 0)
         hashes = request.hashes
         asked, groups = self._question(request, now, free), cluster.groups(request.model)
-        depths = self._depths.by_slot(hashes) if hashes else None
+        depths = self._depths.by_slot(request) if hashes else None
         slots = self._depths.slots() if hashes else None
         choice = self._form.choose(asked, groups, depths, slots, None, cluster.views)
         if choice is None:

@@ -72,7 +72,7 @@ ANSWER_ROLE: Final = 8
 """Role of every worker but those that a client excludes by naming another one for its answer."""
 BOTH_ROLE: Final = 16
 RECEIVER_ROLE: Final = 256
-"""Role of a worker that may answer, and to which a prefill worker would hand over at least one block of KV. C uses the
+"""Role of a worker that may answer, and to which a prefill worker would hand over some KV. C uses the
 numbers between for other things.
 """
 
@@ -517,11 +517,11 @@ class PythonPlacement:
         return RECEIVER_ROLE + ALONE_ROLE * self._may_serve_alone(one, row, question)
 
     def _is_receiver(self, one: Estimate, row: int, question: Question) -> bool:
-        """Whether at least one block of KV could be handed over to the worker. Baton's connector moves full blocks
-        only, others move all. After a refusal, what the index says of a cache does not count.
+        """Whether some KV could be handed over to the worker. Baton's connector moves what lies before the prompt's
+        last full block, or boundary, others move all. After a refusal, what the index says of a cache does not count.
         """
         held = one.cached if question.options & MAY_DECODE_FIRST else 0
-        lacks_block = question.tokens - held >= self._numbers[t.BLOCK_SIZE, row]
+        lacks_block = question.tokens - held >= self._numbers[t.HANDED_OVER_MIN, row]
         return bool(lacks_block or not self._flags[t.EXCHANGES_KV, row])
 
     def _may_serve_alone(self, one: Estimate, row: int, question: Question) -> bool:

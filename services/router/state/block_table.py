@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.contracts.kv_events import KvTier, digest_xor, pack_hashes, unpack_hashes
+from shared.contracts.kv_events import MEMORIES, KvTier, digest_xor, pack_hashes, unpack_hashes
 
 TIERS = tuple(KvTier)
-"""Fastest first; a tier's index here is its number in every table."""
+"""A tier's index here is its number in every table."""
+BOUNDARY = TIERS.index(KvTier.BOUNDARY)
 
 Hashes = bytes | Sequence[int]
 Depths = NDArray[np.int32]
@@ -56,7 +57,13 @@ class BlockTable(Protocol):
         """Whether any row holds ``block`` in any tier. From any thread."""
 
     def depths(self, hashes: Hashes, out: Depths) -> None:
-        """The longest match of every row, written into ``out``; rows beyond its length are left out."""
+        """The longest match of every row in any memory, written into ``out``; rows beyond its length are left out."""
+
+    def boundaries(self, hashes: Hashes, stride: int, step: int, out: Depths) -> None:
+        """The longest usable prefix of every row, in hashes, of a model with boundaries, written into ``out``: a
+        multiple of ``step`` whose last hash the row holds as a boundary, and to which full attention reaches. It has a
+        hash for each ``stride`` hashes (0: the model has none), and perhaps one of a partial block, at the boundary.
+        """
 
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
         """The fewest rows among ``allowed`` that together hold the blocks from ``first`` to before ``end``, each with
@@ -121,8 +128,7 @@ class PythonBlockTable:
 
     def held(self, block: int) -> bool:
         """See ``BlockTable``."""
-        device, host, disk = self._holders
-        return block in device or block in host or block in disk
+        return any(block in holders for holders in self._holders)
 
     def depths(self, hashes: Hashes, out: Depths) -> None:
         """See ``BlockTable``."""
@@ -139,6 +145,24 @@ class PythonBlockTable:
                     return
         if alive != -1:
             write(out, alive, depth + 1)
+
+    def boundaries(self, hashes: Hashes, stride: int, step: int, out: Depths) -> None:
+        """See ``BlockTable``."""
+        chain, holders, rows = numbers(hashes), self._holders[BOUNDARY], len(out)
+        reach: Depths = np.zeros(rows, np.int32)
+        if stride:
+            self.depths(chain[stride - 1 :: stride], reach)
+        out[:] = 0
+        for end in range(len(chain) // step * step, 0, -step):
+            left = holders.get(chain[end - 1], 0)
+            named = 0 if not stride or end % stride == 0 or not left else next(self._masks([chain[end - 1]]))
+            while left:
+                row, left = lowest(left), left & (left - 1)
+                if row >= rows or out[row]:
+                    continue
+                whole = int(reach[row]) * stride
+                if not stride or end <= whole or (end < whole + stride and named >> row & 1):
+                    out[row] = end
 
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
         """See ``BlockTable``."""
@@ -163,7 +187,7 @@ class PythonBlockTable:
 
     def _masks(self, hashes: Sequence[int]) -> Iterator[int]:
         """The holders of each block, in any tier."""
-        device, host, disk = self._holders
+        device, host, disk = self._holders[: len(MEMORIES)]
         if host or disk:
             return (device.get(block, 0) | host.get(block, 0) | disk.get(block, 0) for block in hashes)
         return (device.get(block, 0) for block in hashes)

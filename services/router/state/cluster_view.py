@@ -16,7 +16,7 @@ from services.router.state.worker_speed import WorkerSpeed
 from services.router.state.worker_view import Sent, WorkerView, can_exchange_kv
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import WorkerLoad
-from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+from shared.contracts.workers import HashScheme, Role, WorkerPhase, WorkerRecord
 
 SHORT_MAX: Final = 64
 """Workers with too little free KV for a request of which the running prompts are compared with its own."""
@@ -93,6 +93,8 @@ class ClusterView:
         """When a bus outage ended; infinite while it lasts."""
         self._masks: dict[tuple[str, str], t.Bools] = {}
         """Masks of the workers' rows by model and revision."""
+        self._boundaries: dict[str, HashScheme | None] = {}
+        """By model; see ``boundaries``."""
         self._primary_names: dict[str, str] = {}
         """Primary names of models by alias."""
         self._adapter_holders = AdapterHolders()
@@ -301,6 +303,16 @@ class ClusterView:
             self._masks[model, revision] = mask
         return mask
 
+    def boundaries(self, model: str) -> HashScheme | None:
+        """How a model's blocks are hashed, if it has boundaries; None for a model of full attention alone."""
+        if model in self._boundaries:
+            return self._boundaries[model]
+        if model and not self.knows(model):
+            return None  # As for masks.
+        schemes = [view.record.hashing for view in self.offering(model) if view.record.hashing.boundaries]
+        self._boundaries[model] = found = schemes[0] if schemes else None
+        return found
+
     def groups(self, model: str) -> t.Ints:
         """For each row, its group: workers of a group may exchange the KV of requests for ``model``. Workers of an
         adapter's group have loaded the same files.
@@ -376,6 +388,7 @@ class ClusterView:
         """Which workers a name stands for has changed."""
         self.has_attached = any(view.record.attached for view in self.workers.values())
         self._masks.clear()
+        self._boundaries.clear()
         self._primary_names.clear()
         self._adapter_groups.clear()
 
@@ -407,7 +420,10 @@ class ClusterView:
         numbers = self.table.numbers
         numbers[t.HEARD_AT, row] = view.heard_at
         numbers[t.LEGS_MAX, row] = record.legs_max
-        numbers[t.BLOCK_SIZE, row] = max(1, record.hashing.block_size)
+        hashing = record.hashing
+        numbers[t.BLOCK_SIZE, row] = max(1, hashing.block_size)
+        # Of a prompt of full blocks the last one is handed over, but no boundary is at its end.
+        numbers[t.HANDED_OVER_MIN, row] = hashing.align + 1 if hashing.boundaries else max(1, hashing.block_size)
         numbers[t.STEP_TOKENS, row] = max(1, record.step_tokens_max)
         numbers[t.ANSWERS, row] = view.serves and record.role is not Role.PREFILL
         view.write_load(self.table)

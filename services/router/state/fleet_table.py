@@ -27,27 +27,29 @@ STEP_TOKENS: Final = 3
 """The most prompt tokens that the worker's engine computes in one step."""
 ANSWERS: Final = 4
 """1 if the worker serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
-HEARD_AT: Final = 5
+HANDED_OVER_MIN: Final = 5
+"""The fewest prompt tokens, beyond those that the worker has, of which another one can hand over some KV."""
+HEARD_AT: Final = 6
 """The first of ten columns that change with each report: see ``set_report``."""
-PROMPTS_PER_S: Final = 6
+PROMPTS_PER_S: Final = 7
 """Prompt tokens that the worker lately computed per second."""
-STORED_TOKENS: Final = 7
+STORED_TOKENS: Final = 8
 """Prompt tokens whose KV the worker computed or fetched since it started."""
-USED_TOKENS: Final = 8
+USED_TOKENS: Final = 9
 """Prompt tokens whose KV the worker had cached, or fetched, since it started."""
-LEGS: Final = 9
+LEGS: Final = 10
 """The first of six columns that change with each leg: see ``set_load``."""
-DECODING: Final = 10
+DECODING: Final = 11
 """Requests in the batch of the worker's engine, or about to be."""
-WAITING_TOKENS: Final = 11
+WAITING_TOKENS: Final = 12
 """Prompt tokens that the worker has accepted and not computed yet."""
-CONTEXT_TOKENS: Final = 12
+CONTEXT_TOKENS: Final = 13
 """Tokens in the KV cache that running requests use."""
-FREE_TOKENS: Final = 13
+FREE_TOKENS: Final = 14
 """Free tokens of the KV cache."""
-SENT_TOKENS: Final = 14
+SENT_TOKENS: Final = 15
 """The part of ``WAITING_TOKENS`` that was sent after the worker's last report."""
-SPEED: Final = 15
+SPEED: Final = 16
 """The first of the columns that hold the fields of ``WorkerSpeed``, in their order."""
 PREFILL_STEP_S: Final = SPEED
 PREFILL_TOKEN_S: Final = SPEED + 1

@@ -123,7 +123,7 @@ class PrefixIndex:
         entry = self.entries[snapshot.worker_id]
         if snapshot.epoch < entry.epoch or snapshot.seq < entry.seq:
             return entry.state is IndexState.EXACT
-        tiers = (snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes)
+        tiers = (snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes, snapshot.boundary_hashes)
         if any(len(hashes) % BLOCK_HASH_BYTES for hashes in tiers):
             raise ValueError(f"a snapshot of {snapshot.worker_id} has torn hashes")
         self.table.clear(entry.slot)
@@ -195,6 +195,14 @@ class PrefixIndex:
         """For every slot: how many blocks from the start it holds in a row."""
         depths = np.zeros(len(self.slots), np.int32)
         self.table.depths(hashes, depths)
+        return depths
+
+    def match_boundaries(self, hashes: Hashes, stride: int, step: int) -> Depths:
+        """As ``match_depths`` for a model with boundaries: the longest usable prefix of every slot, in hashes. See
+        ``BlockTable.boundaries``.
+        """
+        depths = np.zeros(len(self.slots), np.int32)
+        self.table.boundaries(hashes, stride, step, depths)
         return depths
 
     def match(self, hashes: Hashes) -> dict[WorkerId, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from shared.contracts.workers import ADAPTERS_MAX, WITHOUT_ENGINE, WorkerRecord
+from shared.contracts.workers import ADAPTERS_MAX, WITHOUT_ENGINE, HashScheme, WorkerRecord
 
 COUNT_MAX: Final = 1 << 40
 """Greatest number of tokens, blocks or requests in a record."""
@@ -55,4 +55,14 @@ def record_fault(record: WorkerRecord) -> str:
     texts += [one.hashed_as for one in record.adapters] + (record.listens or [])
     if any(len(text) > TEXT_CHARS_MAX for text in texts):
         return f"a text in it is longer than {TEXT_CHARS_MAX} characters"
+    return _boundaries_fault(hashing)
+
+
+def _boundaries_fault(hashing: HashScheme) -> str:
+    size = hashing.block_size
+    for name, tokens in (("index block", hashing.index_block), ("alignment", hashing.alignment)):
+        if not 0 <= tokens <= BLOCK_TOKENS_MAX or tokens % size:
+            return f"its {name} is {tokens}, with hashes of {size} tokens"
+    if not hashing.boundaries and hashing.index_block > size:
+        return f"its index block is {hashing.index_block}, with hashes of {size} tokens and no boundaries"
     return ""

@@ -136,6 +136,14 @@ def _later_keys(adapter: tuple[str, str] | None) -> bytes:
     return extra_keys(adapter=adapter, first=False)
 
 
+def goes_on(hashes: Sequence[int], stride: int, held: Callable[[int], bool]) -> bool:
+    """Whether some worker may hold a prompt beyond these hashes: it holds the last one of them that names a
+    full-attention block, of which each has ``stride`` hashes (0: there are none).
+    """
+    full = len(hashes) // stride * stride if stride else 0
+    return full == 0 or held(hashes[full - 1])
+
+
 def extend_in_python(
     parent: bytes, packed: bytes, block_size: int, first_keys: bytes, keys: bytes
 ) -> tuple[list[int], bytes, int, bytes]:

@@ -20,7 +20,7 @@ from typing import Final
 from tokenizers import Encoding, Tokenizer
 
 from services.router.request.prompt import Prompt
-from services.router.tokenize.block_hash import HashKeys, extend_packed, pack
+from services.router.tokenize.block_hash import HashKeys, extend_packed, goes_on, pack
 from services.router.tokenize.words import words_between
 from shared.contracts.workers import HashScheme
 from shared.text_cuts import PIECE_CHARS, PIECE_CHARS_MAX, Cuts, Words, find_cuts, special_tokens
@@ -206,6 +206,7 @@ class Segments:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._scheme = scheme
+        self._stride = scheme.stride
         self._segment_chars = segment_chars
         self._before, self._after = special_tokens(tokenizer)
         self._nodes = Nodes(cache_bytes_max)
@@ -248,7 +249,7 @@ class Segments:
         nodes = self._nodes
         looked_up = 0
         while walk.at < length:
-            if walk.hashes and not held(walk.hashes[-1]):
+            if not goes_on(walk.hashes, self._stride, held):
                 return 0
             looked_up += 1
             if looked_up > LOOKED_UP_MAX:
@@ -319,7 +320,7 @@ class Segments:
         drops = self._cuts.drops_space
         given = [piece[1:] if at and piece[0] == " " else piece for at, piece in zip(begins, pieces, strict=False)]
         for piece, end, found in zip(pieces, ends, self._words.tokenize(given if drops else pieces), strict=True):
-            if walk.hashes and not held(walk.hashes[-1]):
+            if not goes_on(walk.hashes, self._stride, held):
                 return
             before = walk.node
             hashes, digest, count, tail = self._extend(walk, found)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from services.router.request.facts import Body, RequestFacts
 from services.router.request.fields import TOO_LONG, given
 from services.router.request.prompt import Prompt
-from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain
+from services.router.tokenize.block_hash import ALGORITHMS, NO_KEYS, HashKeys, extend_chain, goes_on
 from services.router.tokenize.chat_messages import Message, Part
 from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
 from services.router.tokenize.linear import is_linear
@@ -190,7 +190,7 @@ class TokenIds:
             )
             hashes.extend(found)
             at += at_once
-            return at < len(tokens) and held(hashes[-1])
+            return at < len(tokens) and goes_on(hashes, self._scheme.stride, held)
 
         while await work.run(hash_some, again=bool):
             pass

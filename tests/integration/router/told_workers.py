@@ -22,7 +22,7 @@ from services.worker.load_reports import LoadPublisher
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_events import KvEvent, KvTier, block_hash64, unpack_hashes
+from shared.contracts.kv_events import MEMORIES, KvEvent, KvTier, block_hash64, unpack_hashes
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.integration.bus.worlds import NatsWorld, until
@@ -68,7 +68,7 @@ class LossyBus:
 
 
 class CachingEngine:
-    """Caches in three tiers that fill and empty by chance; the copies of each block are the truth."""
+    """Caches in all tiers, which fill and empty by chance; the copies of each block are the truth."""
 
     def __init__(self, seed: str, chains: list[list[bytes]]) -> None:
         self.copies: dict[KvTier, Counter[bytes]] = {tier: Counter() for tier in KvTier}
@@ -76,7 +76,7 @@ class CachingEngine:
         self.facts = type("Facts", (), {"kv_tokens": 32_000})
         self._chance = random.Random(seed)
         self._chains = chains
-        self._translation = EventTranslation()
+        self._translation = EventTranslation([True, False])
         self._load_changed: Callable[[], None] = lambda: None
 
     def load(self) -> EngineLoad:
@@ -95,21 +95,22 @@ class CachingEngine:
     def step(self) -> None:
         """Something is stored, evicted or, rarely, everything is forgotten."""
         chance = self._chance
-        tier = chance.choice([KvTier.DEVICE, KvTier.DEVICE, KvTier.HOST, KvTier.DISK])
+        tier = chance.choice([KvTier.DEVICE, *KvTier])
         chain = chance.choice(self._chains)[: chance.randint(1, CHAIN_BLOCKS)]
         copies, deed = self.copies[tier], chance.random()
+        where = (KvTier.DEVICE, 1) if tier is KvTier.BOUNDARY else (tier, 0)
         if deed < 0.005:
             self.copies = {each: Counter() for each in KvTier}
-            event: KvEvent | None = self._translation.cleared()
+            events = [self._translation.cleared()]
         elif deed < 0.4:
             gone = [block for block in chain[len(chain) // 2 :] if copies[block] > 0]
             copies.subtract(gone)
-            event = self._translation.removed(gone, tier)
+            events = self._translation.removed(gone, *where)
         else:
             copies.update(chain)
-            event = self._translation.stored(chain, None, tier)
-        if event is not None:
-            self.told.put_nowait([event])
+            events = self._translation.stored(chain, None, *where)
+        if events:
+            self.told.put_nowait(events)
             self._load_changed()
 
 
@@ -205,7 +206,7 @@ class ToldFleet:
             hashes = [block_hash64(block) for block in chain]
             found = self.index.match(hashes)
             for worker_id, worker in self.workers.items():
-                held = set[int]().union(*(worker.engine.held(tier) for tier in KvTier))
+                held = set[int]().union(*(worker.engine.held(tier) for tier in MEMORIES))
                 depth = next((depth for depth, block in enumerate(hashes) if block not in held), len(hashes))
                 assert found.get(WorkerId(worker_id), 0) == depth
 

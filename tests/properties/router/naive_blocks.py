@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.router.state.block_table import IS_COMPILED, TIERS, BlockTable, PythonBlockTable, block_table
-from shared.contracts.kv_events import digest_xor, unpack_hashes
+from services.router.state.block_table import BOUNDARY, IS_COMPILED, TIERS, BlockTable, PythonBlockTable, block_table
+from shared.contracts.kv_events import MEMORIES, digest_xor, unpack_hashes
 
 TABLES = [
     pytest.param(PythonBlockTable, id="python"),
@@ -24,7 +24,22 @@ class NaiveBlocks:
         self.rows = rows
 
     def of(self, row: int) -> set[int]:
-        return set[int]().union(*(self.held[row, tier] for tier in range(len(TIERS))))
+        """What the row has in memory."""
+        return set[int]().union(*(self.held[row, tier] for tier in range(len(MEMORIES))))
+
+    def boundary(self, row: int, chain: list[int], stride: int, step: int) -> int:
+        """The row's longest usable prefix, as its definition says: each possible one is tried."""
+        held = self.of(row)
+        for end in range(len(chain) // step * step, 0, -step):
+            if chain[end - 1] not in self.held[row, BOUNDARY]:
+                continue
+            full = chain[stride - 1 : end : stride] if stride else []
+            # A block that ends beyond the boundary contains it, and so does a partial one, which has its name.
+            beyond = chain[end + stride - end % stride - 1 :][:1] if stride else []
+            ends = not stride or end % stride == 0 or chain[end - 1] in held or held.issuperset(beyond or [None])
+            if ends and held.issuperset(full):
+                return end
+        return 0
 
     def depth(self, row: int, chain: list[int]) -> int:
         held = self.of(row)
@@ -59,6 +74,9 @@ class NaiveBlocks:
         depths = np.full(self.rows, -7, np.int32)
         table.depths(chain, depths)
         assert depths.tolist() == [self.depth(row, chain) for row in range(self.rows)]
+        for stride, step in ((1, 1), (3, 1), (2, 3), (0, 2), (1, 4), (50, 1)):
+            table.boundaries(chain, stride, step, depths)
+            assert depths.tolist() == [self.boundary(row, chain, stride, step) for row in range(self.rows)]
         everybody = set[int]().union(*self.held.values())
         assert [table.held(block) for block in chain] == [block in everybody for block in chain]
 

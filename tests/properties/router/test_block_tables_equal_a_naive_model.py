@@ -93,7 +93,7 @@ def test_a_fleet_that_lives_through_much_is_known_block_by_block(make, rows, cha
     pool = [[chance.getrandbits(64) for _ in range(chance.randint(1, 150))] for _ in range(chains)]
     table, model = make(), NaiveBlocks(rows)
     for turn in range(1500):
-        row, tier = chance.randrange(rows), chance.choice((0, 0, 0, 1, 2))
+        row, tier = chance.randrange(rows), chance.choice((0, 0, 0, 1, 2, 3, 3))
         chain = chance.choice(pool)[: chance.randint(1, 150)]
         deed = chance.random()
         if deed < 0.02 or (turn == 1000 and rows < 10):

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.router.state.block_table import IS_COMPILED, TIERS, PythonBlockTable, block_table
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.contracts.kv_events import (
+    MEMORIES,
     KvDigest,
     KvEvent,
     KvEventBatch,
@@ -51,9 +52,15 @@ class Truth:
         return KvEventBatch(worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, events=[event])
 
     def snapshot(self) -> KvSnapshot:
-        device, host, disk = (pack_hashes(sorted(self.tiers[tier])) for tier in TIERS)
+        device, host, disk, boundaries = (pack_hashes(sorted(self.tiers[tier])) for tier in TIERS)
         return KvSnapshot(
-            worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, hashes=device, host_hashes=host, disk_hashes=disk
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            seq=self.seq,
+            hashes=device,
+            host_hashes=host,
+            disk_hashes=disk,
+            boundary_hashes=boundaries,
         )
 
     def digest(self) -> KvDigest:
@@ -148,7 +155,7 @@ class IndexAgainstTruth(RuleBasedStateMachine):
     def matches_are_the_longest_held_prefixes(self, hashes):
         found, by_slot = self.index.match(hashes), self.index.match_depths(pack_hashes(hashes))
         for who in WORKERS:
-            expected = longest(set().union(*self.known(who).values()), hashes)
+            expected = longest(set().union(*(self.known(who)[tier] for tier in MEMORIES)), hashes)
             assert found.get(who, 0) == by_slot[self.index.slot(who)] == expected
 
     @invariant()

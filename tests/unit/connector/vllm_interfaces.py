@@ -42,7 +42,7 @@ INTERFACES = {
     "vllm/v1/core/block_pool.py": (
         "BlockPool.__init__ BlockPool.get_cached_block BlockPool.touch BlockPool.free_blocks BlockPool.get_new_blocks "
         "BlockPool.get_num_free_blocks BlockPool._insert_block_hash BlockPool.cache_full_blocks "
-        "BlockPool.cache_partial_block BlockPool.move_block_hashes "
+        "BlockPool.cache_partial_block BlockPool.move_block_hashes BlockPool._emit_block_removed_events "
         "BlockPool.reset_prefix_cache"
     ),
     "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks KVCacheManager.cache_blocks",
@@ -86,7 +86,7 @@ INTERFACES = {
     "vllm/v1/executor/abstract.py": "Executor.profile",
     "vllm/v1/kv_cache_interface.py": (
         "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec SlidingWindowSpec "
-        "SlidingWindowMLASpec MambaSpec"
+        "SlidingWindowMLASpec MambaSpec is_full_attention_spec"
     ),
     "vllm/model_executor/layers/mamba/mamba_utils.py": "is_conv_state_dim_first MambaStateShapeCalculator",
     "vllm/distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py": "derive_mamba_conv_split",

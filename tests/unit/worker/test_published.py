@@ -20,6 +20,7 @@ from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, T
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
 from shared.contracts.ids import Epoch
 from shared.contracts.kv_events import (
+    MEMORIES,
     AskKvSnapshot,
     KvEvent,
     KvEventKind,
@@ -37,7 +38,9 @@ from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, FakeEngine, running_work
 
 blocks = st.integers(0, 12)
 engine_steps = st.lists(
-    st.tuples(st.sampled_from(["stored", "removed"]), st.lists(blocks, min_size=1, max_size=4), st.sampled_from(KvTier))
+    st.tuples(
+        st.sampled_from(["stored", "removed"]), st.lists(blocks, min_size=1, max_size=4), st.sampled_from(MEMORIES)
+    )
     | st.just(("cleared", [], KvTier.DEVICE))
 )
 wire_events = st.lists(
@@ -63,18 +66,44 @@ def test_held_blocks_are_those_with_at_least_one_copy(steps):
         if kind == "cleared":
             for each in copies.values():
                 each.clear()
-            event = translation.cleared()
+            events = [translation.cleared()]
         elif kind == "stored":
             there.update(names)
-            event = translation.stored(map(full, names), None, tier)
+            events = translation.stored(map(full, names), None, tier)
         else:
             gone = [name for name in names if there[name] > 0 and not there.subtract([name])]
-            event = translation.removed(map(full, gone), tier)
-        if event:
-            held.apply([event])
+            events = translation.removed(map(full, gone), tier)
+        held.apply(events)
 
     for tier in KvTier:
         assert set(unpack_hashes(held.packed(tier))) == {block for block, count in copies[tier].items() if count > 0}
+
+
+@pytest.mark.parametrize(
+    "full_groups", [[True, False], [False, True, False], [True, True, False], [False], [True, True]]
+)
+@given(data=st.data())
+def test_full_attention_and_boundaries_are_held_by_all_their_groups(full_groups, data):
+    translation, held = EventTranslation(full_groups), HeldBlocks()
+    copies = [Counter[int]() for _ in full_groups]
+    changes = st.tuples(
+        st.integers(0, len(full_groups) - 1), st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=4)
+    )
+    for group, are_stored, names in data.draw(st.lists(changes, max_size=25)):
+        if are_stored:
+            copies[group].update(names)
+            held.apply(translation.stored(map(full, names), None, group=group))
+        else:
+            gone = [name for name in names if copies[group][name] > 0 and not copies[group].subtract([name])]
+            held.apply(translation.removed(map(full, gone), group=group))
+
+        others = [one for one, is_full in enumerate(full_groups) if not is_full] or range(len(full_groups))
+        for tier, groups in (
+            (KvTier.DEVICE, [one for one, is_full in enumerate(full_groups) if is_full]),
+            (KvTier.BOUNDARY, others),
+        ):
+            everywhere = {block for block in range(6) if groups and all(copies[one][block] > 0 for one in groups)}
+            assert set(unpack_hashes(held.packed(tier))) == everywhere
 
 
 @given(wire_events)
@@ -118,7 +147,7 @@ def test_batches_are_numbered_from_one():
 
 
 def test_a_stored_run_names_the_block_before_it():
-    event = EventTranslation().stored([full(2), full(3)], full(1))
+    [event] = EventTranslation().stored([full(2), full(3)], full(1))
 
     assert event == KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([2, 3]), parent=block_hash64(full(1)))
 
@@ -128,8 +157,9 @@ def test_removing_one_of_two_copies_makes_no_event():
     translation.stored([full(1)], None)
     translation.stored([full(1)], None)
 
-    assert translation.removed([full(1)]) is None
-    assert unpack_hashes(translation.removed([full(1)]).hashes) == (1,)
+    assert not translation.removed([full(1)])
+    [event] = translation.removed([full(1)])
+    assert unpack_hashes(event.hashes) == (1,)
 
 
 def stored(*hashes: int) -> KvEvent:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,8 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
             modules, args.lora_modules = args.lora_modules or (), None
             app = await _openai_app(llm, args, meter)
             adapters = await _adapters(launch, llm, app, modules)
+            alignment, groups = await llm.engine_core.call_utility_async("cache_groups")
+            source.attach([is_full for _size, is_full in groups])
             if exchange is not None:
                 exchange.attach(llm.engine_core, llm.note_death)
         except BaseException:
@@ -206,6 +209,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
         llm.vllm_config,
         args.served_model_name,
         msgspec.structs.replace(fingerprinted, block_size=llm.hash_block_size),
+        hash_scheme(llm.vllm_config.cache_config, llm.hash_block_size, alignment, groups),
         launch.settings.legs_max,
         app.paths & SERVED,
         note="; ".join(chosen),
@@ -486,22 +490,41 @@ class VllmEngine(Engine):
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
-def hash_scheme(cache: Any, hash_block_size: int) -> HashScheme:
-    """How vLLM names blocks, in this environment."""
-    scheme = HashScheme(block_size=hash_block_size, algorithm=cache.prefix_caching_hash_algo)
+def hash_scheme(
+    cache: Any, hash_block_size: int, alignment: int = 0, groups: Sequence[tuple[int, bool]] = ()
+) -> HashScheme:
+    """How vLLM names blocks, in this environment. ``groups``: block size of each KV cache group, and whether it is full
+    attention.
+    """
+    groups = groups if cache.enable_prefix_caching else ()
+    full = [size for size, is_full in groups if is_full]
+    boundaries = len(groups) > 1 or bool(groups and not full)
+    scheme = HashScheme(
+        block_size=hash_block_size,
+        index_block=lcm(*full) if full else 0,
+        boundaries=boundaries,
+        alignment=alignment if boundaries else 0,
+        algorithm=cache.prefix_caching_hash_algo,
+    )
     seed = os.environ.get("PYTHONHASHSEED")
     return scheme if seed is None else msgspec.structs.replace(scheme, seed=seed)
 
 
 def _facts(
-    config: Any, names: list[str], fingerprint: Fingerprint, legs_max: int, paths: frozenset[str], note: str
+    config: Any,
+    names: list[str],
+    fingerprint: Fingerprint,
+    hashing: HashScheme,
+    legs_max: int,
+    paths: frozenset[str],
+    note: str,
 ) -> EngineFacts:
     return EngineFacts(
         engine="vllm",
         models=list(names),
         max_model_len=config.model_config.max_model_len,
         fingerprint=fingerprint,
-        hashing=hash_scheme(config.cache_config, fingerprint.block_size),
+        hashing=hashing,
         kv_tokens=config.cache_config.kv_cache_size_tokens or 0,
         legs_max=legs_max,
         step_tokens_max=config.scheduler_config.max_num_batched_tokens,

@@ -14,6 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import is_full_attention_spec
 
 from connector import connector
 from connector.transfer.threads import unbind_heirs
@@ -55,10 +56,20 @@ def hash_block_size(core: Any) -> int:
     return size
 
 
+def cache_groups(core: Any) -> tuple[int, list[tuple[int, bool]]]:
+    """Utility method added to ``EngineCore``: at multiples of how many tokens a prefix can be of use, and for each KV
+    cache group its block size, and whether it is full attention.
+    """
+    config = core.scheduler.kv_cache_config
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return config.cache_hit_alignment_tokens or 0, [(spec.block_size, is_full_attention_spec(spec)) for spec in specs]
+
+
 def prepare_engine_core() -> None:
     """Call where a connector's scheduler role begins: in EngineCore, on every device."""
     end_with_parent()
     EngineCore.hash_block_size = hash_block_size
+    EngineCore.cache_groups = cache_groups
 
 
 class CpuExecutor(UniProcExecutor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,14 @@ class KvEventSource:
         self._socket.connect(self.endpoint)
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._translation = EventTranslation()
+        self._default_group = 0
+        """Group of events that name none."""
         self._next = 0
+
+    def attach(self, full: Sequence[bool]) -> None:
+        """Set which of the engine's KV cache groups are full attention; before the engine gets requests."""
+        self._translation = EventTranslation(full)
+        self._default_group = next((group for group, is_full in enumerate(full) if is_full), 0)
 
     async def batches(self) -> AsyncIterator[list[KvEvent]]:
         """Changes in order, from the engine's first event on. One consumer."""
@@ -126,27 +133,29 @@ class KvEventSource:
         return batches
 
     def _translate(self, payload: bytes) -> list[KvEvent]:
-        translated = map(self._translate_one, self._decoder.decode(payload).events)
-        return [event for event in translated if event is not None]
+        return [told for event in self._decoder.decode(payload).events for told in self.translate(event)]
 
-    def _translate_one(self, event: Any) -> KvEvent | None:
+    def translate(self, event: Any) -> list[KvEvent]:
+        """What a router is told of one of vLLM's events."""
         if isinstance(event, AllBlocksCleared):
-            return self._translation.cleared()
+            return [self._translation.cleared()]
         tier = _tier(event)
         if tier is None:
-            return None
+            return []
+        group = self._default_group if event.group_idx is None else event.group_idx
         match event:
             case BlockStored():
-                return self._translation.stored(_full(event.block_hashes), _full_one(event.parent_block_hash), tier)
+                parent = _full_one(event.parent_block_hash)
+                return self._translation.stored(_full(event.block_hashes), parent, tier, group)
             case BlockRemoved():
-                return self._translation.removed(_full(event.block_hashes), tier)
+                return self._translation.removed(_full(event.block_hashes), tier, group)
             case _:
-                return None
+                return []
 
 
 def _tier(event: BlockStored | BlockRemoved) -> KvTier | None:
-    """None for blocks of other engines, and for all KV groups but the first: each group repeats every block."""
-    if event.group_idx not in (None, 0) or event.locality == REMOTE:
+    """None for blocks of other engines."""
+    if event.locality == REMOTE:
         return None
     return TIERS.get(event.medium if event.medium is None else event.medium.upper())
 
