@@ -92,13 +92,13 @@ class EventTranslation:
         return [told for told in tiers if group in self._groups[told]]
 
     def _completed(self, tier: KvTier, new: list[int]) -> list[int]:
-        """Of blocks that a group holds now, those that all groups hold."""
+        """Those of a group's new blocks that all groups hold now."""
         having = self._complete[tier]
         having.update(new)
         return [block for block in new if having[block] == len(self._groups[tier])]
 
     def _broken(self, tier: KvTier, gone: list[int]) -> list[int]:
-        """Of blocks that a group held, those that all groups held."""
+        """Those of a group's lost blocks that all groups held."""
         having = self._complete[tier]
         lost = [block for block in gone if having[block] == len(self._groups[tier])]
         for block in gone:

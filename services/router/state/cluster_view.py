@@ -94,7 +94,7 @@ class ClusterView:
         self._masks: dict[tuple[str, str], t.Bools] = {}
         """Masks of the workers' rows by model and revision."""
         self._boundaries: dict[str, HashScheme | None] = {}
-        """By model; see ``boundaries``."""
+        """Results of ``boundaries`` by model."""
         self._primary_names: dict[str, str] = {}
         """Primary names of models by alias."""
         self._adapter_holders = AdapterHolders()
