@@ -89,9 +89,9 @@ class ReadAgent:
             return False
         return True
 
-    def copy(self, remote: Spans, local: Spans, memories: tuple[str, str]) -> TransferState:
-        """Copy and wait for the end; RUNNING if it took longer than COPY_S_MAX."""
-        handle, ends_at = self.prepare(remote, local, memories), time.monotonic() + COPY_S_MAX
+    def copy(self, remote: Spans, local: Spans, memories: tuple[str, str], s_max: float = COPY_S_MAX) -> TransferState:
+        """Copy and wait for the end; RUNNING if it took longer than ``s_max``."""
+        handle, ends_at = self.prepare(remote, local, memories), time.monotonic() + s_max
         try:
             self.agent.transfer(handle)
             while (state := self.state(handle)) is TransferState.RUNNING and time.monotonic() < ends_at:

@@ -13,6 +13,7 @@ for: on a machine without CUDA the choice that nixl makes takes seconds, because
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import resource
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from io import FileIO
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -30,15 +32,23 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from connector.transfer.agent import Region, Spans, failing
+from connector.transfer.agent import Region, Spans, TransferFailed, TransferState, failing
 
 LENGTH_BYTES = 4
 TRIAL_S_MAX = 45
 """Time limit for a child, which a busy machine may make slow. A trial takes some 50 ms of CPU time."""
 LOAD_S_MAX = 30
-"""Time limit for loading and reading. Both take milliseconds, but a read from a peer that is away takes two seconds."""
+"""Time limit for loading and reading, which take milliseconds."""
+READ_S_MAX = 5.0
+"""Time limit for the read of one rank, as for the first read of an engine."""
 LOAD_CPU_S_MAX = 2
-"""Bound on its CPU time, which is that of some fifty ranks, in whole seconds and up to one more."""
+"""Bound on its CPU time, which is that of twenty-five ranks, in whole seconds and up to one more."""
+FREED_CONTENTS = (0x5A, 0xFF)
+"""Bytes in unused memory, each in a try of its own. UCX reads past the end of some forged addresses: what is there
+decides whether it refuses them, fails later or ends the process, and an engine has other contents there.
+"""
+M_PERTURB = -6
+"""A parameter of glibc's ``mallopt``."""
 LOAD_BYTES_MAX = 1 << 30
 """Memory that loading may take."""
 TEXT_CHARS_MAX = 300
@@ -168,7 +178,8 @@ def run_trial(nixl: Any, trial: Trial, out: int) -> None:
         first = nixl.make_agent(f"trial-{os.getpid()}", progress=False)
         bound_loading()
         end = Ended.REFUSED
-        for number, rank in enumerate(trial.ranks):
+        for number, (content, rank) in enumerate(product(FREED_CONTENTS, trial.ranks)):
+            fill_freed_memory(content)
             agent = nixl.make_agent(f"trial-{os.getpid()}-{number}", progress=False) if number else first
             load_and_read(nixl, agent, rank)
         end = Ended.PASSED
@@ -180,9 +191,16 @@ def run_trial(nixl: Any, trial: Trial, out: int) -> None:
     os._exit(end)
 
 
+def fill_freed_memory(content: int) -> None:
+    """From now on the C library writes this byte over memory that is freed, and its complement over memory that is
+    allocated.
+    """
+    ctypes.CDLL(None).mallopt(M_PERTURB, content)
+
+
 def load_and_read(nixl: Any, agent: Any, rank: TrialRank) -> None:
-    """As an engine does. Raises TransferFailed if that refuses the metadata, or has no memory there of that kind. That
-    the bytes do not come does not matter: the peer may have ended.
+    """As an engine does. Raises TransferFailed if NIXL refuses the metadata, has no memory there of that kind, or
+    brings no bytes: a read that fails may end an engine, which would not keep the connection anyway.
     """
     peer = nixl.load(agent, rank.metadata)
     if not rank.pieces:
@@ -193,10 +211,10 @@ def load_and_read(nixl: Any, agent: Any, rank: TrialRank) -> None:
     remote: Spans = np.array(rank.pieces, np.uint64)
     local = np.array([(region.base, length, 0) for _, length, _ in rank.pieces], np.uint64)
     with failing("reading"):
-        reading.release(reading.prepare(remote, local, ("DRAM", "DRAM")))
-    with suppress(Exception):
-        reading.copy(remote, local, ("DRAM", "DRAM"))
+        state = reading.copy(remote, local, ("DRAM", "DRAM"), READ_S_MAX)
     reading.end()
+    if state is not TransferState.DONE:
+        raise TransferFailed("reading: the peer's memory cannot be read")
 
 
 def bound_loading() -> None:
