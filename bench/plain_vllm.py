@@ -41,11 +41,11 @@ def main() -> None:
     import uvloop
     import vllm.v1.engine.async_llm  # noqa: F401  # loads OpenMP before it would read the engine's variables
     from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from services.worker.engines.vllm.cli_args import make_arg_parser, validate_parsed_serve_args
     from services.worker.engines.vllm.engine import _inspect_models_here, _threads
 
     on_cpu = current_platform.is_cpu()

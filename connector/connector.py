@@ -1,7 +1,7 @@
 """The connector as vLLM loads it: ``kv_connector_module_path`` names this module, ``kv_connector`` the class.
 
 KV is addressed by content: a block is identified by its full chained hash, leased from a worker that holds it, read
-over NIXL and released. See ARCHITECTURE.md. The interface is vLLM's ``KVConnectorBase_V1`` (0.32).
+over NIXL and released. See ARCHITECTURE.md. The interface is vLLM's ``KVConnectorBase_V1``.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ WINDOW_TYPES = ("sliding_attention", "chunked_attention")
 """Layer types in a model's configuration."""
 TOKENS_PRICED = 32_768
 """Longest prompt for which the price of windows is logged."""
-SUPPORTED = ("0.32",)
+SUPPORTED = ("0.32", "0.33")
 """Release series, each with all its patch releases."""
 
 
@@ -359,10 +359,14 @@ def memory_reader(kv_caches: dict[str, Any]) -> Callable[[int, int], bytes]:
     return read
 
 
+def series_of(version: str) -> str:
+    """The release series of a version: 0.33 of 0.33.0+cpu."""
+    return ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
+
+
 def check_version(version: str) -> None:
     """Raises UnsupportedEngine for a version that is not supported."""
-    series = ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
-    if series not in SUPPORTED:
+    if series_of(version) not in SUPPORTED:
         known = " and ".join(f"{one}.x" for one in SUPPORTED)
         raise UnsupportedEngine(
             f"Baton supports vLLM {known}, and this is vLLM {version}: install a supported version."

@@ -306,6 +306,7 @@ SAYS_NOTHING = frozenset(
         "kv_connector_block_state",
         "num_spec_tokens_to_schedule",
         "num_common_prefix_blocks",
+        "skip_drafts",
     }
 )
 """Fields of a step without tokens that the model runner does not need. Baton's orders go their own way (see

@@ -240,10 +240,10 @@ async def front(
 ) -> AsyncIterator[Front]:
     """vLLM's own server with these arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from services.worker.engines.vllm.arguments import arguments
+    from services.worker.engines.vllm.cli_args import make_arg_parser
     from services.worker.engines.vllm.engine import _openai_app, hash_scheme
     from services.worker.engines.vllm.stats import EngineMeter
 

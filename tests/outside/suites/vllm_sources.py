@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tests.outside.suite import CannotRun, Target, command, environment
+from tests.outside.suite import CannotRun, Target, environment
+from tests.support.vllm_releases import NotFetched, fetch_sources
 
-DOWNLOAD_S_MAX = 900.0
 KEPT = ("tests", "examples", "benchmarks", "pyproject.toml")
 """Not ``vllm``: the installed one is to be imported."""
 MODEL_NAME = re.compile(r'"([A-Za-z0-9][\w-]*/[\w.-]+|claude-[\w.-]+)"')
@@ -32,7 +31,10 @@ def sources(folder: Path) -> Path:
     found = folder / f"vllm-{vllm_version()}"
     if not all((found / name).exists() for name in KEPT):
         shutil.rmtree(found, ignore_errors=True)
-        unpacked = _download(folder, vllm_version())
+        try:
+            unpacked = fetch_sources(vllm_version(), folder / "download")
+        except NotFetched as failure:
+            raise CannotRun(str(failure)) from None
         partial = found.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -41,24 +43,6 @@ def sources(folder: Path) -> Path:
         partial.rename(found)
         shutil.rmtree(folder / "download")
     return found
-
-
-def _download(folder: Path, wanted: str) -> Path:
-    """pip unpacks a source distribution to read its metadata. For vLLM that fails without its build system, after the
-    files are there.
-    """
-    download = folder / "download"
-    shutil.rmtree(download, ignore_errors=True)
-    download.mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
-    log = folder / "download.log"
-    command(
-        [*pip, "--no-clean", f"vllm=={wanted}"], log, s_max=DOWNLOAD_S_MAX, cwd=download, env={"TMPDIR": str(download)}
-    )
-    unpacked = next(download.glob("pip-*/vllm_*/tests"), None)
-    if unpacked is None:
-        raise CannotRun(f"the source distribution of vLLM {wanted} could not be fetched: see {log}")
-    return unpacked.parent
 
 
 def python_of(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -96,3 +97,23 @@ def test_one_that_ends_while_a_step_is_computed_is_told_with_its_output(schedule
     step(scheduler, between=lambda: abort(scheduler, "a"))
 
     assert not scheduler.has_requests()
+
+
+@dataclass
+class Step:
+    """Fields of vLLM's ``SchedulerOutput`` in a step without tokens; the last two are of 0.33."""
+
+    total_num_scheduled_tokens: int = 0
+    finished_req_ids: set[str] = field(default_factory=set)
+    skip_drafts: bool = True
+    encoder_input_updates: dict[str, dict[int, None]] = field(default_factory=dict)
+
+
+def test_a_step_without_tokens_is_for_the_model_runner_only_if_it_says_something():
+    pytest.importorskip("vllm")
+    from connector.scheduler.engine_scheduler import says_anything
+
+    assert not says_anything(Step())
+    assert says_anything(Step(finished_req_ids={"a"}))
+    assert says_anything(Step(encoder_input_updates={"a": {0: None}}))
+    assert says_anything(Step(total_num_scheduled_tokens=1))

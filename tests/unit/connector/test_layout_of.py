@@ -346,7 +346,11 @@ def test_backends_of_cuda_take_both_layouts_with_heads_outside_tokens(backend):
 def allocated(layout, blocks, *specs):
     """One rank's KV cache as vLLM allocates it, filled with random numbers, and a handshake that describes it."""
     import torch
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+    try:
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+    except ModuleNotFoundError:  # before 0.33
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache

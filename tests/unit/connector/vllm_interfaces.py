@@ -1,20 +1,24 @@
-"""Every interface of vLLM and NIXL that Baton touches beyond their documented API, read from the installed sources.
+"""Every interface of vLLM and NIXL that Baton touches beyond their documented API, read from sources.
 
-``python -m tests.unit.connector.vllm_interfaces`` prints what differs from ``vllm_interfaces.txt``, and with ``--write``
-records the installed version. docs/vllm.md says when to do that. Nothing is imported, so it takes a second.
+``vllm_interfaces_RELEASE.txt`` has those of each supported release. ``python -m tests.unit.connector.vllm_interfaces``
+prints what differs in the installed one, with ``--releases`` also in the others, whose source distributions it fetches,
+and with ``--write`` records all of them. docs/vllm.md says when to do that. Nothing of vLLM is imported.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
-import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-RECORDED = Path(__file__).with_suffix(".txt")
+from connector.layout.engine_layout import series_of
+from tests.support.vllm_releases import RELEASES, fetch_sources
+
 KV = "vllm/distributed/kv_transfer"
 
 INTERFACES = {
@@ -56,7 +60,7 @@ INTERFACES = {
         "Scheduler._connector_finished Scheduler._update_waiting_for_remote_kv "
         "Scheduler._update_from_kv_xfer_finished Scheduler._handle_invalid_blocks "
         "Scheduler._try_schedule_encoder_inputs Scheduler._inflight_prefill_reserved_blocks "
-        "Scheduler._reserve_prefill_lookahead"
+        "Scheduler._reserve_prefill_lookahead Scheduler._update_request_with_output"
     ),
     "vllm/v1/core/sched/async_scheduler.py": (
         "AsyncScheduler AsyncScheduler._update_after_schedule AsyncScheduler._update_request_with_output"
@@ -72,9 +76,9 @@ INTERFACES = {
         "EngineCore.step EngineCore.step_with_batch_queue EngineCoreProc.run_busy_loop "
         "EngineCoreProc._process_engine_step EngineCoreProc._process_input_queue EngineCoreProc._invoke_utility_method "
         "EngineCoreProc._handle_client_request EngineCoreProc.process_input_sockets EngineCoreProc.process_output_sockets EngineCore._process_aborts_queue "
-        "EngineCore.preprocess_add_request"
+        "EngineCore.preprocess_add_request EngineCoreProc.pause_scheduler"
     ),
-    "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async",
+    "vllm/v1/engine/core_client.py": "AsyncMPClient.call_utility_async AsyncMPClient.pause_scheduler_async",
     "vllm/v1/engine/detokenizer.py": "FastIncrementalDetokenizer.__init__ FastIncrementalDetokenizer._protected_step",
     "vllm/v1/engine/exceptions.py": "EngineDeadError",
     "vllm/v1/engine/input_processor.py": "InputProcessor.process_inputs",
@@ -86,7 +90,7 @@ INTERFACES = {
     "vllm/v1/executor/abstract.py": "Executor.profile",
     "vllm/v1/kv_cache_interface.py": (
         "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec SlidingWindowSpec "
-        "SlidingWindowMLASpec MambaSpec is_full_attention_spec"
+        "SlidingWindowMLASpec MambaSpec is_full_attention_spec is_quantized_kv_cache"
     ),
     "vllm/model_executor/layers/mamba/mamba_utils.py": "is_conv_state_dim_first MambaStateShapeCalculator",
     "vllm/distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py": "derive_mamba_conv_split",
@@ -129,7 +133,7 @@ INTERFACES = {
     "vllm/engine/arg_utils.py": "AsyncEngineArgs EngineArgs.create_engine_config",
     "vllm/entrypoints/launchers/app.py": "build_app",
     "vllm/entrypoints/launchers/api_server/app_state.py": "init_app_state",
-    "vllm/entrypoints/launchers/cli_args.py": "make_arg_parser validate_parsed_serve_args",
+    "vllm/entrypoints/launchers/cli_args.py vllm/entrypoints/common/cli_args.py": "make_arg_parser validate_parsed_serve_args",
     "vllm/entrypoints/anthropic/serving.py": "AnthropicServingMessages.message_stream_converter",
     "vllm/entrypoints/openai/responses/serving.py": (
         "OpenAIServingResponses.responses_stream_generator OpenAIServingResponses._process_simple_streaming_events"
@@ -147,40 +151,64 @@ INTERFACES = {
         "BaseRenderer._wants_offsets BaseRenderer._tokenize_singleton_prompt_async"
     ),
     "vllm/renderers/params.py": "TokenizeParams.get_encode_kwargs",
-    "vllm/renderers/chat_utils.py": "load_chat_template",
+    "vllm/renderers/chat_utils.py vllm/renderers/chat_utils/chat_template.py": "load_chat_template",
     "vllm/usage/usage_lib.py": "UsageContext",
     "vllm/utils/__init__.py": "random_uuid",
     "vllm/utils/async_utils.py": "make_async",
     "vllm/utils/argparse_utils.py": "FlexibleArgumentParser",
     "vllm/utils/gc_utils.py": "freeze_gc_heap",
-    "vllm/utils/torch_utils.py": "is_quantized_kv_cache",
     "vllm/utils/hashing.py": "get_hash_fn_by_name sha256_cbor",
     "nixl_cu12/_api.py": "nixl_agent.__init__ nixl_agent_config",
 }
-"""By file: functions and methods count with their code, classes with their fields and the signatures of their methods."""
+"""By file, or by the files of which each release has one: functions and methods count with their code, classes with their
+fields and the signatures of their methods.
+"""
 
 
 def installed() -> dict[str, str]:
-    """``file::name`` of each interface, and its digest and signature; ``missing`` for one that does not exist."""
-    return {f"{file}::{name}": _described(file, name) for file, names in INTERFACES.items() for name in names.split()}
+    """``file::name`` of each interface of the installed release, and its digest and signature; ``missing`` for one that
+    does not exist.
+    """
+    return interfaces_of(None)
 
 
-def recorded() -> dict[str, str]:
-    """The same of the version that was recorded last."""
-    return dict(line.split(" ", 1) for line in RECORDED.read_text().splitlines())
+def interfaces_of(sources: Path | None) -> dict[str, str]:
+    """The same of vLLM in a folder; None: the installed one. Other packages are the installed ones."""
+    return {
+        f"{file}::{name}": _described(sources, file, name)
+        for files, names in INTERFACES.items()
+        for file in [next((one for one in files.split() if _source(sources, one)), files)]
+        for name in names.split()
+    }
+
+
+def installed_release() -> str:
+    """Of the vLLM that would be imported."""
+    assigned = [one for one in _source(None, "vllm/_version.py").body if isinstance(one, ast.Assign)]
+    (version,) = (ast.literal_eval(one.value) for one in assigned if ast.unparse(one.targets[0]) == "__version__")
+    return series_of(version)
+
+
+def recorded_in(release: str) -> Path:
+    return Path(__file__).with_name(f"vllm_interfaces_{release}.txt")
+
+
+def recorded(release: str) -> dict[str, str]:
+    """The interfaces of a release as Baton was written for them."""
+    return dict(line.split(" ", 1) for line in recorded_in(release).read_text().splitlines())
 
 
 def differences(now: dict[str, str], before: dict[str, str]) -> list[str]:
     """One text for each interface that differs."""
     return [
-        f"{name}\n  recorded:  {before.get(name, 'not recorded')}\n  installed: {now.get(name, 'not listed')}"
+        f"{name}\n  recorded: {before.get(name, 'not recorded')}\n  found:    {now.get(name, 'not listed')}"
         for name in sorted({*now, *before})
         if now.get(name) != before.get(name)
     ]
 
 
-def _described(file: str, name: str) -> str:
-    source = _source(file)
+def _described(sources: Path | None, file: str, name: str) -> str:
+    source = _source(sources, file)
     node = _find(source, name) if source is not None else None
     if node is None:
         return "missing"
@@ -210,10 +238,14 @@ def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.Modu
 
 
 @cache
-def _source(file: str) -> ast.Module | None:
+def _source(sources: Path | None, file: str) -> ast.Module | None:
     package, _, path = file.partition("/")
-    spec = find_spec(package)
-    found = [Path(folder) / path for folder in (spec.submodule_search_locations or ())] if spec is not None else []
+    if sources is not None and (sources / package).is_dir():
+        folders = [sources / package]
+    else:
+        spec = find_spec(package)
+        folders = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
+    found = [folder / path for folder in folders]
     return ast.parse(found[0].read_text()) if found and found[0].exists() else None
 
 
@@ -229,8 +261,23 @@ def _find(source: ast.AST, name: str) -> ast.stmt | None:
     return None
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--releases", action="store_true", help="all supported releases, not only the installed one")
+    parser.add_argument("--write", action="store_true", help="record all supported releases")
+    options = parser.parse_args()
+    here = installed_release()
+    found = {here: installed()}
+    if options.releases or options.write:
+        with tempfile.TemporaryDirectory() as folder:
+            for release in RELEASES.keys() - found.keys():
+                found[release] = interfaces_of(fetch_sources(RELEASES[release], Path(folder)))
+    for release, now in sorted(found.items()):
+        before = recorded(release) if recorded_in(release).exists() else {}
+        print(f"vLLM {release}:", "\n".join(differences(now, before)) or "nothing has changed")
+        if options.write:
+            recorded_in(release).write_text("".join(f"{name} {about}\n" for name, about in now.items()))
+
+
 if __name__ == "__main__":
-    now = installed()
-    print("\n".join(differences(now, recorded() if RECORDED.exists() else {})) or "nothing has changed")
-    if "--write" in sys.argv[1:]:
-        RECORDED.write_text("".join(f"{name} {about}\n" for name, about in now.items()))
+    main()

@@ -141,9 +141,9 @@ def _refuse_on_cpu(model: Any, cache: Any) -> None:
     """What vLLM's CPU backend lacks, which it would tell late, or never, from another process. Raises
     UnsupportedEngine.
     """
-    from vllm.utils.torch_utils import is_quantized_kv_cache
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+    from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
     if hasattr(model.hf_text_config, "index_topk"):
         why = "has sparse attention, which vLLM does not compute on a CPU"

@@ -326,8 +326,9 @@ def validations_of(error: Exception) -> list[dict[str, Any]]:
 
 def _parsed(typed: list[str], settings: Settings) -> Any:
     """The arguments as vLLM's server reads them. Raises EngineRefused with what vLLM says."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from services.worker.engines.vllm.cli_args import make_arg_parser, validate_parsed_serve_args
 
     complaint = io.StringIO()
     try:

@@ -36,9 +36,11 @@ class VllmWeights(EngineWeights):
         self.paused = False
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """VLLM would clear its cache only while no block is leased, and fail otherwise."""
+        """VLLM would clear its cache only while no block is leased, and fail otherwise. Requests that come during the
+        pause wait; ``AsyncLLM.pause_generation`` would refuse them from 0.33 on.
+        """
         self.paused = True
-        await _asked(self._llm.pause_generation(mode=mode.value, clear_cache=False))
+        await _asked(self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False))
         if clear_cache and mode is not PauseMode.KEEP:
             await self._rename("")
 
