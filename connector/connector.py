@@ -45,8 +45,7 @@ from shared.contracts.kv_exchange import GROUP, KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -122,9 +121,9 @@ class BatonConnector(KVConnectorBase_V1):
 
     # Scheduler role
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Receive the engine's blocks."""
-        self.connector_scheduler.bind(gpu_block_pool)
+        self.connector_scheduler.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """All ranks have registered their memory."""
@@ -154,13 +153,9 @@ class BatonConnector(KVConnectorBase_V1):
         side = self.connector_scheduler
         block_ids = blocks.get_block_ids()[GROUP] if num_external_tokens else ()
         side.reader.allocated(request, block_ids, num_external_tokens)
-        if (
-            not num_external_tokens
-            and not request.num_preemptions
-            and (full := request.num_prompt_tokens // self._hash_block_size)
-        ):
+        if not num_external_tokens and not request.num_preemptions:
             cached_tokens = side.reader.cached_tokens(request.request_id)
-            side.holder.note_prompt(request.block_hashes[full - 1], cached_tokens, order.leg_id)
+            side.holder.note_prompt(request.block_hashes, request.num_prompt_tokens, cached_tokens, order.leg_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Orders for the worker role in this step."""
@@ -168,6 +163,12 @@ class BatonConnector(KVConnectorBase_V1):
         return self.connector_scheduler.step_orders(scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """What vLLM calls while its hybrid KV cache manager is off."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the blocks of a prefill leg and report where a request's tokens came from.
 
         Returns False: the blocks are freed at once. An offer pins them itself, because a delayed free would keep
@@ -181,9 +182,8 @@ class BatonConnector(KVConnectorBase_V1):
         if order.leg_id and request.status in COMPLETE and request.output_token_ids:
             first_token = self.connector_scheduler.note_first_token(request, order.leg_id, request.output_token_ids[0])
         if order.offer and request.status in COMPLETE:
-            full = request.num_prompt_tokens // self._hash_block_size
             offer = self.connector_scheduler.holder.offer(
-                request.block_hashes[:full], block_ids[:full], order.offer_id, first_token
+                request.block_hashes, request.num_prompt_tokens, block_ids, order.offer_id, first_token
             )
         transfer_report = self.connector_scheduler.finished(request.request_id, offer, order)
         return False, params_of(transfer_report or KvTransferReport())

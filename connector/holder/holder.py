@@ -1,5 +1,9 @@
 """The holder: pins blocks of vLLM's pool for readers, by content, on the scheduler's thread.
 
+A model with one group of full attention lends any prefix of whole blocks, and each chunk of a prompt that it computes.
+A model with other groups lends boundaries (see ``holder.boundaries``): of a prompt that it computes, full attention
+goes ahead, and the last grant has the blocks of the other groups, all or none.
+
 Blocks are pinned with ``BlockPool.touch`` and freed with ``free_blocks``. vLLM's own way, to delay the free of a
 finished request, would keep EngineCore stepping about 1,000 times a second until the last lease ends; an engine that
 only holds leases must sleep.
@@ -12,13 +16,15 @@ ends early in two cases only: the reader releases it, or the engine will never w
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from connector.holder.boundaries import TRIED_MAX, Boundaries, FindBoundary, Groups, Part
 from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
 from connector.holder.pending_writes import PendingWrites
 from shared.bounded import Bounded
@@ -28,6 +34,7 @@ from shared.contracts.kv_exchange import (
     FULL_HASH_BYTES,
     GROUP,
     LEASE_BLOCKS_MAX,
+    PROMPT_TOKENS_MAX,
     FirstToken,
     GroupBlocks,
     KvGrant,
@@ -52,7 +59,6 @@ FULL_S_MAX = 0.5
 """How long a followed prompt waits for other leases to end when memory is full. Two followed prompts may each wait for
 memory that the other pins, and would then wait until both leases expire.
 """
-GROUPS = [GROUP]
 NO_LEASES = 0, 0, 0.0
 """``Holder.lease_state`` of most steps."""
 
@@ -106,19 +112,34 @@ class Holder:
         self._first_tokens = Bounded[LegId, FirstToken](ENDED_LEGS_NOTED_MAX)
         self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
-        self._block_tokens = 1
+        self._groups = Groups([], 1, 1)
+        self._full: list[int] = []
+        """Groups with full attention that goes ahead."""
+        self._full_block_size = 1
+        self._order: list[int] = []
+        """Groups in the order in which their blocks are pinned."""
+        self._boundaries: Boundaries | None = None
+        """None: every end of a block is one."""
         self.blocks = 0
         """Blocks of the pool."""
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0)
 
-    def bind(self, pool: Pool, block_tokens: int) -> None:
-        """Set the engine's blocks. Called once, before all other methods."""
+    def bind(self, pool: Pool, groups: Groups, find_boundary: FindBoundary | None = None) -> None:
+        """Set the engine's blocks. Called once, before all other methods. Groups that are not dense need
+        ``find_boundary``.
+        """
         self._pool = pool
-        self._block_tokens = block_tokens
+        self._groups = groups
+        self._full, self._order = groups.full, groups.order
+        if self._full:
+            self._full_block_size = groups.groups[self._full[0]].block_size
         self.blocks = len(pool.blocks)
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(self.blocks * self._settings.lease_share_max)))
         self._pending_writes = PendingWrites(self.blocks)
+        if not groups.is_dense:
+            assert find_boundary is not None
+            self._boundaries = Boundaries(groups, pool, find_boundary, self._leases, self._pending_writes)
 
     @property
     def has_leases(self) -> bool:
@@ -134,26 +155,30 @@ class Holder:
         rest as it is computed.
         """
         refusal = self._refusal(request)
-        hashes = _hashes_of(request) if refusal is None else None
+        hashes = self._hashes_of(request) if refusal is None else None
         if not hashes or not request.hold_s > 0 or self._leases.find(request.ask_id) is not None:
             self._leases.totals.refused += 1
             return self._empty_grant(request.ask_id, request.reader_id, refusal or NoGrant.NOT_HELD)
-        now = self._now()
+        now, leg_ended = self._now(), request.leg_id in self._ended_legs
+        size = self._full_block_size
         followed = FollowedPrompt(
             hashes=hashes,
             first=request.first,
+            full_tokens=max(request.first * self._groups.hash_block_size, request.have // size * size),
             hold_s=min(request.hold_s, self._settings.lease_s_max),
             until_s=now + min(request.follow_s, FOLLOW_S_MAX),
             follow_s=min(request.follow_s, FOLLOW_S_MAX),
             leg_id=request.leg_id,
         )
-        grant = self._grant(request.ask_id, request.reader_id, followed, self._ready(followed))
-        if request.follow_s > 0:
-            if grant.reason is None or (grant.reason is NoGrant.NOT_HELD and request.leg_id in self._ended_legs):
+        follows = request.follow_s > 0
+        tries = 0 if follows and not leg_ended else TRIED_MAX
+        grant = self._next_grant(request.ask_id, request.reader_id, followed, tries)
+        if follows:
+            if grant.reason is None or (grant.reason is NoGrant.NOT_HELD and leg_ended):
                 return self._last(grant, followed)
             if self._pool.enable_caching and self._leases.follow(request.ask_id, request.reader_id, followed):
                 return replace(grant, lease_id=request.ask_id, final=False, reason=None)
-        if not followed.granted:
+        if not grant.groups:
             self._leases.totals.refused += 1
         return grant
 
@@ -174,43 +199,54 @@ class Holder:
     def offer(
         self,
         hashes: Sequence[bytes],
-        block_ids: Sequence[int],
+        prompt_tokens: int,
+        block_ids: Sequence[Sequence[int]],
         offer_id: str = "",
         first_token: FirstToken | None = None,
     ) -> KvOffer | None:
-        """Pin the full blocks of a computed prompt, as many as the limits allow; None if they allow none or
-        the offer was released already.
+        """Pin what a reader needs of a computed prompt, as much as the limits allow; None if they allow nothing or the
+        offer was released already. ``block_ids`` are the request's, by group; it still has them.
 
         vLLM frees the request's blocks when it finishes; without this pin they could be evicted before the decode
         worker has read them.
         """
-        held = list(block_ids[: min(len(hashes), LEASE_BLOCKS_MAX)])
-        if not held or offer_id in self._unwanted_offers:
+        hashes = hashes[: min(self._groups.lent_hashes(prompt_tokens), LEASE_BLOCKS_MAX)]
+        if not hashes or not any(block_ids) or offer_id in self._unwanted_offers:
             return None
-        count = 0 if self._draining or self._leases.is_full() else self._leases.pinnable(held)
-        if not count:
+        lends = not self._draining and not self._leases.is_full()
+        parts, boundary = self._offered(hashes, block_ids) if lends else ([], 0)
+        if not boundary:
             self._leases.totals.refused += 1
             return None
         settings = self._settings
         lease_id = offer_id or new_lease_id()
         until_s = self._now() + min(settings.lease_s, settings.lease_s_max)
-        blocks = self._pool.blocks
-        self._pin(lease_id, ANYONE, [blocks[block_id] for block_id in held[:count]], until_s)
         return KvOffer(
             worker_id=settings.worker_id,
             epoch=settings.epoch,
             lease_id=lease_id,
-            groups=[GroupBlocks(first=0, block_ids=pack_block_ids(held[:count]))],
-            boundary=count * self._block_tokens,
-            last_hash=bytes(hashes[count - 1]),
+            groups=self._pin(lease_id, ANYONE, parts, until_s, boundary),
+            boundary=boundary,
+            last_hash=bytes(hashes[boundary // self._groups.hash_block_size - 1]),
             until_s=until_s,
             first_token=first_token,
         )
 
-    def leased(self, lease_id: str) -> list[int]:
-        """Blocks of a lease, in the order of their grants; none if it is unknown or has ended."""
+    def held(self, hashes: list[bytes]) -> int:
+        """How many of a prompt's hashes precede the longest boundary in the cache."""
+        unit = self._groups.hash_block_size
+        if self._boundaries is not None:
+            return self._boundaries.find(hashes, len(hashes) * unit)[1] // unit
+        # A cache evicts the end of a prompt before its beginning, so a binary search will do.
+        find = self._pool.get_cached_block
+        return bisect_left(hashes, True, key=lambda name: find(name, self._full) is None)
+
+    def leased(self, lease_id: str) -> tuple[list[list[int]], int]:
+        """Blocks of a lease by group, in the order of the prompt, and its boundary; nothing and 0 if it is unknown or a
+        grant of it has ended.
+        """
         lease = self._leases.find(lease_id)
-        return [block_id for blocks in lease.grants.values() for block_id in blocks] if lease is not None else []
+        return (lease.groups, lease.boundary) if lease is not None and lease.groups else ([], 0)
 
     def release_own(self, offer_id: str) -> None:
         """End an offer that nobody will read."""
@@ -250,12 +286,14 @@ class Holder:
         grants = (self._grant_further(lease, now) for lease in list(self._leases.followed.values()))
         return [grant for grant in grants if grant is not None]
 
-    def note_prompt(self, last_full_hash: bytes, cached_tokens: int, leg_id: LegId) -> None:
+    def note_prompt(self, hashes: Sequence[bytes], prompt_tokens: int, cached_tokens: int, leg_id: LegId) -> None:
         """Record how many tokens of a leg's prompt were cached when it was scheduled; its last grant to a reader says
         so.
         """
-        self._prompts.pop(last_full_hash, None)
-        self._prompts[last_full_hash] = leg_id, cached_tokens
+        if lent := self._groups.lent_hashes(prompt_tokens):
+            name = bytes(hashes[lent - 1])
+            self._prompts.pop(name, None)
+            self._prompts[name] = leg_id, cached_tokens
 
     def note_first_token(self, leg_id: LegId, token: FirstToken) -> None:
         """A prefill leg has sampled its token; its last grant to a reader has it."""
@@ -307,36 +345,109 @@ class Holder:
             return NoGrant.DRAINING
         return NoGrant.FULL if self._leases.is_full() else None
 
-    def _ready(self, followed: FollowedPrompt) -> list[Any]:
-        """The next blocks that are cached and computed, up to the first gap."""
-        find, is_pending = self._pool.get_cached_block, self._pending_writes.writes
-        ready = []
-        for block_hash in islice(followed.hashes, followed.granted, None):
-            cached = find(block_hash, GROUPS)
-            if cached is None or is_pending(cached[0].block_id):
+    def _next_grant(self, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt, tries: int) -> KvGrant:
+        """Pin what is ready of the rest. A grant that leaves some has a reason.
+
+        ``tries``: 0 while the prompt is computed; then the number of boundaries to try, the longest first.
+        """
+        if self._boundaries is None:
+            return self._grant_full(lease_id, reader_id, prompt)
+        end = (prompt.first + len(prompt.hashes)) * self._groups.hash_block_size
+        if tries or (self._full and prompt.full_tokens > end - self._full_block_size):
+            grant = self._grant_boundary(self._boundaries, lease_id, reader_id, prompt, tries)
+            if tries or grant.groups:
+                return grant
+        return self._grant_full(lease_id, reader_id, prompt)
+
+    def _grant_full(self, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt) -> KvGrant:
+        """Pin the next full-attention blocks that are cached and computed, as many as the limits allow."""
+        ready = self._ready(prompt)
+        pinnable = self._leases.pinnable([block.block_id for row in ready for block in row])
+        held = ready[: pinnable // len(self._full)] if ready else []
+        first = prompt.full_tokens // self._full_block_size
+        prompt.full_tokens += len(held) * self._full_block_size
+        unit, reason = self._groups.hash_block_size, None
+        if self._boundaries is not None or prompt.full_tokens < (prompt.first + len(prompt.hashes)) * unit:
+            reason = NoGrant.FULL if len(held) < len(ready) else NoGrant.NOT_HELD
+        if not held:
+            return self._empty_grant(lease_id, reader_id, reason)
+        parts = [Part(0, ())] * len(self._groups.groups)
+        for place, group in enumerate(self._full):
+            parts[group] = Part(first, [row[place] for row in held])
+        return self._grant(
+            lease_id, reader_id, prompt, parts, prompt.full_tokens if self._boundaries is None else 0, reason
+        )
+
+    def _hashes_of(self, request: LeaseKv) -> list[bytes] | None:
+        """None if the message is malformed."""
+        if not 0 < len(request.hashes) <= LEASE_BLOCKS_MAX * FULL_HASH_BYTES or len(request.hashes) % FULL_HASH_BYTES:
+            return None
+        if not (0 <= request.first <= CHAIN_BLOCKS_MAX and 0 <= request.have <= PROMPT_TOKENS_MAX):
+            return None
+        begin = request.first * self._groups.hash_block_size
+        if any(begin % group.block_size for group in self._groups.groups):
+            return None
+        return unpack_full_hashes(request.hashes)
+
+    def _ready(self, prompt: FollowedPrompt) -> list[list[Any]]:
+        """The next blocks of the full-attention groups that are cached and computed, up to the first gap."""
+        find, is_pending, groups = self._pool.get_cached_block, self._pending_writes.writes, self._full
+        ready: list[list[Any]] = []
+        if not groups:
+            return ready
+        unit, stride = self._groups.hash_block_size, self._full_block_size // self._groups.hash_block_size
+        next_end = prompt.full_tokens // unit + stride - prompt.first
+        for block_hash in islice(prompt.hashes, next_end - 1, None, stride):
+            cached = find(block_hash, groups)
+            if cached is None or any(is_pending(block.block_id) for block in cached):
                 break
-            ready.append(cached[0])
+            ready.append(cached)
         return ready
 
-    def _grant(self, lease_id: str, reader_id: WorkerId, followed: FollowedPrompt, ready: list[Any]) -> KvGrant:
-        """Pin as many of these blocks as the limits allow. A partial grant has a reason."""
-        held = ready[: self._leases.pinnable([block.block_id for block in ready])]
-        first = followed.first + followed.granted
-        followed.granted += len(held)
-        reason = None
-        if followed.granted < len(followed.hashes):
-            reason = NoGrant.FULL if len(held) < len(ready) else NoGrant.NOT_HELD
+    def _grant_boundary(
+        self, boundaries: Boundaries, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt, tries: int
+    ) -> KvGrant:
+        """Pin what the reader lacks at the longest boundary; without ``tries`` only at the last one of the prompt."""
+        end = (prompt.first + len(prompt.hashes)) * self._groups.hash_block_size
+        end -= end % self._groups.alignment
+        parts, boundary, reason = boundaries.longest(prompt, least=1 if tries else end, tries=tries)
+        if not boundary:
+            return self._empty_grant(lease_id, reader_id, reason)
+        return self._grant(lease_id, reader_id, prompt, parts, boundary, None if boundary == end else NoGrant.NOT_HELD)
+
+    def _offered(self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[Part], int]:
+        """What to offer of an ended request's blocks, and its boundary; 0: nothing."""
+        if self._boundaries is None:
+            held = block_ids[GROUP][: len(hashes)]
+            held = held[: self._leases.pinnable(held)]
+            return [Part(0, [self._pool.blocks[block_id] for block_id in held])], len(
+                held
+            ) * self._groups.hash_block_size
+        prompt = FollowedPrompt(list(hashes), hold_s=0.0, until_s=0.0, full_tokens=0)
+        own = set(chain(*block_ids))
+        parts, boundary, _reason = self._boundaries.longest(prompt, least=1, tries=TRIED_MAX, own=own)
+        return parts, boundary
+
+    def _grant(
+        self,
+        lease_id: str,
+        reader_id: WorkerId,
+        prompt: FollowedPrompt,
+        parts: Sequence[Part],
+        boundary: int,
+        reason: NoGrant | None,
+    ) -> KvGrant:
+        """Pin these blocks."""
         empty = self._empty_grant(lease_id, reader_id, reason)
-        if not held:
-            return empty
-        until_s = empty.clock_s + followed.hold_s
-        block_ids = pack_block_ids(self._pin(lease_id, reader_id, held, until_s))
+        until_s = empty.clock_s + prompt.hold_s
         return replace(
             empty,
             lease_id=lease_id,
-            groups=[GroupBlocks(first=first, block_ids=block_ids)],
-            boundary=(followed.first + followed.granted) * self._block_tokens,
-            last_hash=followed.hashes[followed.granted - 1],
+            groups=self._pin(lease_id, reader_id, parts, until_s, boundary),
+            boundary=boundary,
+            last_hash=prompt.hashes[
+                (boundary or prompt.full_tokens) // self._groups.hash_block_size - prompt.first - 1
+            ],
             until_s=until_s,
         )
 
@@ -355,13 +466,14 @@ class Holder:
         assert followed is not None
         if self._draining or now >= followed.until_s:
             return self._stop_following(lease, followed, NoGrant.DRAINING if self._draining else NoGrant.FOLLOW_OVER)
-        ready = self._ready(followed)
-        leg_ended = followed.leg_id in self._ended_legs
-        if not ready:
+        leg_ended, is_stuck = followed.leg_id in self._ended_legs, now >= followed.stuck_since_s + FULL_S_MAX
+        tries = (TRIED_MAX if is_stuck else 1) if leg_ended else 0
+        grant = self._next_grant(lease.lease_id, lease.reader_id, followed, tries)
+        is_blocked = grant.reason is NoGrant.FULL or followed.is_blocked
+        if not grant.groups and not is_blocked:
             return self._stop_following(lease, followed, NoGrant.FOLLOW_OVER) if leg_ended else None
-        grant = self._grant(lease.lease_id, lease.reader_id, followed, ready)
         followed.progress(now, granted=bool(grant.groups))
-        is_last = grant.reason is None or (leg_ended and grant.reason is NoGrant.NOT_HELD)
+        is_last = grant.reason is None or (leg_ended and grant.reason is NoGrant.NOT_HELD and not is_blocked)
         if is_last or now >= followed.stuck_since_s + FULL_S_MAX:
             self._leases.stop_following(lease.lease_id)
             return self._last(replace(grant, lease_id=lease.lease_id), followed)
@@ -378,15 +490,22 @@ class Holder:
         token = self._first_tokens.get(followed.leg_id)
         return replace(grant, prefill_cached_tokens=self._cached_tokens_of(followed), first_token=token)
 
-    def _pin(self, lease_id: str, reader_id: WorkerId, blocks: list[Any], until_s: float) -> list[int]:
-        block_ids = [block.block_id for block in blocks]
+    def _pin(
+        self, lease_id: str, reader_id: WorkerId, parts: Sequence[Part], until_s: float, boundary: int
+    ) -> list[GroupBlocks]:
+        blocks = [block for group in self._order for block in parts[group].blocks]
+        groups = [[block.block_id for block in part.blocks] for part in parts]
         self._pool.touch(blocks)
-        self._leases.grant(lease_id, reader_id, block_ids, until_s)
-        return block_ids
+        pinned = groups[0] if len(groups) == 1 else [block.block_id for block in blocks]
+        self._leases.grant(lease_id, reader_id, pinned, until_s, groups, boundary)
+        return [
+            GroupBlocks(first=part.first, block_ids=pack_block_ids(ids))
+            for part, ids in zip(parts, groups, strict=True)
+        ]
 
     def _free(self, block_ids: list[int]) -> None:
-        """Last blocks first, as vLLM does: the pool evicts in the order of freeing, so the end of a prompt goes before
-        its beginning, which other prompts may share.
+        """Last blocks first, as vLLM does: the pool evicts in the order of freeing, so states, windows and the end of a
+        prompt go before its beginning, which other prompts may share.
         """
         if block_ids:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
@@ -394,12 +513,3 @@ class Holder:
     def _cached_tokens_of(self, followed: FollowedPrompt) -> int:
         leg_id, cached = self._prompts.get(followed.hashes[-1], (NO_LEG, 0))
         return cached if followed.leg_id in (leg_id, NO_LEG) else -1
-
-
-def _hashes_of(request: LeaseKv) -> list[bytes] | None:
-    """None if the message is malformed."""
-    if not 0 < len(request.hashes) <= LEASE_BLOCKS_MAX * FULL_HASH_BYTES or len(request.hashes) % FULL_HASH_BYTES:
-        return None
-    if not 0 <= request.first <= CHAIN_BLOCKS_MAX:
-        return None
-    return unpack_full_hashes(request.hashes)

@@ -1,13 +1,12 @@
 """Recently used prefixes of an engine: candidates to copy to other workers or to a store before they are evicted.
 
 ``note`` runs in the scheduler's thread when a request ends, so it only does one lookup per new block, up to a bound.
-``hottest`` does the rest when the worker asks, and skips blocks that were evicted in the meantime.
+``hottest`` does the rest when the worker asks: it cuts each chain to the longest boundary that is still cached.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,9 +46,10 @@ class HotChains:
     """A bounded table of chains; drops the least recently used first."""
 
     def __init__(
-        self, is_held: Callable[[bytes], bool], chains_max: int = CHAINS_MAX, blocks_max: int = BLOCKS_MAX
+        self, held: Callable[[list[bytes]], int], chains_max: int = CHAINS_MAX, blocks_max: int = BLOCKS_MAX
     ) -> None:
-        self._is_held = is_held
+        """``held``: how many hashes of a chain precede the longest boundary in the cache."""
+        self._held_of = held
         self._chains_max = chains_max
         self._blocks_max = blocks_max
         self._by_end: OrderedDict[bytes, UsedChain] = OrderedDict()
@@ -103,11 +103,8 @@ class HotChains:
         return None
 
     def _held(self, now: float, uses_min: int, idle_s_max: float) -> Iterator[UsedChain]:
-        """Hottest first, each cut to its cached part. Binary search works because a cache evicts the end of a chain
-        before its beginning.
-        """
+        """Hottest first, each cut to its cached part."""
         candidates = [used for used in self._by_end.values() if used.uses >= uses_min and now - used.at_s <= idle_s_max]
         for used in sorted(candidates, key=lambda used: used.heat_at(now), reverse=True):
-            held = bisect_left(used.hashes, True, key=lambda block: not self._is_held(block))
-            if held:
+            if held := self._held_of(used.hashes):
                 yield UsedChain(used.hashes[:held], used.uses, used.heat, used.at_s)

@@ -70,8 +70,8 @@ class LeaseDigests:
 
     def _leased(self, lease_id: str) -> list[list[int]]:
         """The lease's blocks by group; none if it is unknown or has ended."""
-        blocks = self._holder.leased(lease_id)
-        return [blocks] if blocks else []
+        groups, _boundary = self._holder.leased(lease_id)
+        return [list(blocks) for blocks in groups]
 
     def _end(self, order: DigestLease, *, digests: list[KvDigest] | None = None, failure: str = "") -> None:
         self._holder.release_own(order.lease_id)

@@ -41,19 +41,21 @@ class FollowedPrompt:
     hashes: list[bytes]
     hold_s: float
     until_s: float
+    full_tokens: int
+    """End of the full attention that the reader has or was granted so far."""
     follow_s: float = 0.0
     """Maximum wait for the next block after each grant."""
     leg_id: LegId = NO_LEG
     """The leg that computes the blocks; empty if the reader does not name it."""
     first: int = 0
-    """Index in the prompt of the first hash's block."""
-    granted: int = 0
-    """Blocks granted so far, from the first hash on."""
+    """``LeaseKv.first``."""
     stuck_since_s: float = math.inf
-    """Time from which the limits have allowed no pin of the next blocks."""
+    """Time from which the next blocks are there and could not be pinned."""
+    is_blocked: bool = False
+    """There is a boundary that may not be pinned yet: blocks are still written, or the limits do not allow it."""
 
     def progress(self, now: float, *, granted: bool) -> None:
-        """The next blocks were ready: granted, which restarts the wait, or not, for lack of memory."""
+        """The next blocks were there: granted, which restarts the wait, or not."""
         self.stuck_since_s = math.inf if granted else min(self.stuck_since_s, now)
         if granted:
             self.until_s = now + self.follow_s
@@ -68,6 +70,10 @@ class Lease:
     """Only this reader may release it."""
     grants: dict[int, list[int]] = field(default_factory=dict)
     """Block ids by number of the grant."""
+    groups: list[list[int]] = field(default_factory=list)
+    """The blocks of all grants by KV cache group; none once a grant has ended."""
+    boundary: int = 0
+    """Tokens at which every group has what it needs, with all grants."""
     followed: FollowedPrompt | None = None
     ever_granted: bool = False
 
@@ -121,18 +127,37 @@ class LeaseTable:
                 free -= 1
         return len(block_ids)
 
+    def pins_of(self, block_id: int) -> int:
+        """Number of grants that pin the block."""
+        return self._pins.get(block_id, 0)
+
     def is_full(self) -> bool:
         """Whether the maximum number of leases is reached."""
         return len(self._leases) >= self._limits.leases_max
 
-    def grant(self, lease_id: str, reader_id: WorkerId, block_ids: list[int], until_s: float) -> None:
-        """Add a grant to a new or existing lease. The caller has asked ``pinnable``."""
+    def grant(
+        self,
+        lease_id: str,
+        reader_id: WorkerId,
+        block_ids: list[int],
+        until_s: float,
+        groups: Sequence[list[int]] = (),
+        boundary: int = 0,
+    ) -> None:
+        """Add a grant to a new or existing lease. The caller has asked ``pinnable``. ``groups`` are the blocks by KV
+        cache group.
+        """
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = Lease(lease_id, reader_id)
         if not lease.ever_granted:
             lease.ever_granted = True
+            lease.groups = [list(blocks) for blocks in groups]
             self.totals.granted += 1
+        elif lease.groups:
+            for before, more in zip(lease.groups, groups, strict=True):
+                before.extend(more)
+        lease.boundary = boundary
         self._grant_number += 1
         lease.grants[self._grant_number] = block_ids
         self._grants += 1
@@ -218,6 +243,7 @@ class LeaseTable:
 
     def _unpin(self, lease: Lease, grant_number: int) -> list[int]:
         block_ids = lease.grants.pop(grant_number)
+        lease.groups = []
         self._grants -= 1
         pins = self._pins
         for block_id in block_ids:

@@ -33,7 +33,9 @@ class PendingWrites:
         self._is_scheduling = True
 
     def named(self, block_id: int) -> None:
-        """The block enters the prefix cache. Between two steps only blocks with written KV do."""
+        """The block enters the prefix cache, or gets one more hash there. Between two steps only blocks with written KV
+        do.
+        """
         if self._is_scheduling:
             self._stamps[block_id] = self._scheduled + 1
 
@@ -49,11 +51,14 @@ class PendingWrites:
         self._computed = next(iter(self._open.values())) - 1 if self._open else self._scheduled
 
     def watch(self, pool: Any) -> None:
-        """Have vLLM's block pool report each block that it names: all of its ways to name one pass this method."""
-        insert = pool._insert_block_hash
+        """Have vLLM's block pool report each block that it names: all of its ways to name one pass this method. It also
+        names blocks again that have the name, in every step.
+        """
+        insert, names = pool._insert_block_hash, pool.cached_block_hash_to_block
 
         def insert_and_note(key: Any, block: Any, num_tokens: int | None) -> None:
-            self.named(block.block_id)
+            if not names.contain(key, block.block_id):
+                self.named(block.block_id)
             insert(key, block, num_tokens)
 
         pool._insert_block_hash = insert_and_note

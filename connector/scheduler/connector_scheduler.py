@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.engine import EngineCoreOutputs
 from zmq.constants import Flag, SocketOption, SocketType
 
+from connector.holder.boundaries import FindBoundary, Groups, Part
 from connector.holder.holder import HolderSettings
 from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import ConnectorSettings, EngineCall, EngineNotification, Orders, RankAggregation, Results
@@ -47,6 +48,9 @@ from shared.contracts.kv_exchange import (
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import Request
 
@@ -138,9 +142,12 @@ class ConnectorScheduler:
             self.calls.attach_to(core)
             remember_hashes(core)
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind(self, manager: KVCacheManager) -> None:
         """Set the engine's blocks."""
-        self._core.bind(pool, PoolBlockAllocator(pool, self._shape.groups[GROUP].block_size))
+        pool, shape = manager.block_pool, self._shape
+        groups = Groups(shape.groups, shape.hash_block_size, shape.alignment)
+        allocator = PoolBlockAllocator(pool, shape.groups[GROUP].block_size)
+        self._core.bind(pool, allocator, groups, boundary_finder(manager.coordinator))
         self.holder.watch(pool)
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
@@ -385,6 +392,22 @@ class NotificationSocket:
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+
+
+def boundary_finder(coordinator: KVCacheCoordinator) -> FindBoundary:
+    """The lookup of vLLM itself, which says for each group which blocks a request needs to continue."""
+
+    def find(hashes: list[bytes], tokens_max: int) -> tuple[list[Part], int]:
+        named: Any = hashes  # vLLM's type of a hash is bytes under another name.
+        groups, tokens, _uncached = coordinator.find_longest_cache_hit(named, tokens_max)
+        return [_without_nulls(blocks) for blocks in groups], tokens
+
+    return find
+
+
+def _without_nulls(blocks: Sequence[KVCacheBlock]) -> Part:
+    first = next((index for index, block in enumerate(blocks) if not block.is_null), len(blocks))
+    return Part(first, blocks[first:])
 
 
 class PoolBlockAllocator:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.holder.holder import GROUPS, NO_LEASES, Holder, HolderSettings, Pool
+from connector.holder.boundaries import FindBoundary, Groups, one_group
+from connector.holder.holder import NO_LEASES, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
 from connector.holder.lease_digests import LeaseDigests
 from connector.layout.routes import part_blocks_of
@@ -205,12 +206,20 @@ class ExchangeCore:
         self._digests = LeaseDigests(self.holder, now)
         self._hot: HotChains
 
-    def bind(self, pool: Pool, allocator: BlockAllocator) -> None:
-        """Set the engine's blocks. Called once, before all other methods."""
-        self.holder.bind(pool, self._hash_block_size)
+    def bind(
+        self,
+        pool: Pool,
+        allocator: BlockAllocator,
+        groups: Groups | None = None,
+        find_boundary: FindBoundary | None = None,
+    ) -> None:
+        """Set the engine's blocks. Called once, before all other methods. Without ``groups`` the model has full
+        attention only.
+        """
+        self.holder.bind(pool, groups or one_group(self._hash_block_size), find_boundary)
         self.prefetcher.bind(allocator)
         self._speed_tests.bind(allocator)
-        self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
+        self._hot = HotChains(self.holder.held)
 
     def describe(self, handshake: KvHandshake) -> None:
         """The engine's memory is registered, so that peers can read it."""

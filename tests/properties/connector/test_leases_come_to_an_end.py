@@ -45,7 +45,9 @@ class AnyHistory(RuleBasedStateMachine):
         owner = self.owners[lease_id] if lease is not None else reader
         self.owners[lease_id] = owner
         before = len(self.leases.followed)
-        followed = self.leases.follow(lease_id, owner, FollowedPrompt([b"x"], hold_s=1.0, until_s=self.now + follow_s))
+        followed = self.leases.follow(
+            lease_id, owner, FollowedPrompt([b"x"], hold_s=1.0, until_s=self.now + follow_s, full_tokens=0)
+        )
         assert followed == (before < FOLLOWED_MAX)
 
     @rule(blocks=BLOCKS, hold_s=SECONDS)

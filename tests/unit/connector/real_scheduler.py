@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from connector.holder.boundaries import one_group
 from connector.holder.holder import Holder, HolderSettings
 from shared.contracts.ids import Epoch, WorkerId
 
@@ -134,7 +135,7 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(WorkerId("p"), Epoch(1), lease_share_max=0.3), lambda: self.now)
-        self.holder.bind(self.pool, BLOCK_TOKENS)
+        self.holder.bind(self.pool, one_group(BLOCK_TOKENS))
         self.holder.watch(self.pool)
         self.memory = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
         self.running: dict[str, Running] = {}

@@ -147,7 +147,9 @@ class Engine:
 
     def lease(self, number: int = 0) -> str:
         hashes = chain(2, f"prompt {number}")
-        offer = self.core.holder.offer(hashes, self.holding.hold(hashes), f"lease-{number}")
+        offer = self.core.holder.offer(
+            hashes, len(hashes) * BLOCK_TOKENS, [self.holding.hold(hashes)], f"lease-{number}"
+        )
         assert offer is not None
         return offer.lease_id
 

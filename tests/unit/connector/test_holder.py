@@ -220,7 +220,7 @@ def test_a_repeated_lease_request_is_granted_once(holding):
 def test_an_offer_pins_a_prompt_before_its_request_frees_it(holding):
     hashes = chain(3)
     running = holding.run(hashes)
-    offer = holding.holder.offer(hashes, [block.block_id for block in running])
+    offer = holding.offer(hashes, [block.block_id for block in running])
     holding.end(running)
     holding.allocate_all_free()
 
@@ -230,7 +230,7 @@ def test_an_offer_pins_a_prompt_before_its_request_frees_it(holding):
 
 def test_any_reader_that_names_an_offer_may_release_it(holding):
     running = holding.run(chain(3))
-    offer = holding.holder.offer(chain(3), [block.block_id for block in running])
+    offer = holding.offer(chain(3), [block.block_id for block in running])
     holding.end(running)
 
     holding.holder.release(release(lease_id=offer.lease_id, reader_id="decode-9"))
@@ -245,15 +245,15 @@ def test_an_offer_that_its_worker_released_before_is_not_made(holding):
     holding.holder.release(release(lease_id="leg-1", reader_id="prefill-1"))
     holding.holder.release(release(lease_id="leg-2", reader_id="decode-1"))
 
-    assert holding.holder.offer(chain(3), ids, "leg-1") is None
+    assert holding.offer(chain(3), ids, "leg-1") is None
     assert holding.holder.counts.pinned_blocks == 0
-    assert holding.holder.offer(chain(3), ids, "leg-2") is not None, "another worker cannot forbid an offer"
+    assert holding.offer(chain(3), ids, "leg-2") is not None, "another worker cannot forbid an offer"
 
 
 def test_two_offers_of_one_prompt_are_two_leases(holding):
     running = holding.run(chain(2))
     ids = [block.block_id for block in running]
-    one, other = holding.holder.offer(chain(2), ids), holding.holder.offer(chain(2), ids)
+    one, other = holding.offer(chain(2), ids), holding.offer(chain(2), ids)
     holding.end(running)
 
     holding.holder.release(release(lease_id=one.lease_id))
@@ -267,16 +267,16 @@ def test_an_offer_shrinks_with_the_free_lease_share():
     holding = Holding(blocks=20, lease_share_max=0.5)
     first, second = holding.run(chain(8, "one")), holding.run(chain(8, "two"))
 
-    whole = holding.holder.offer(chain(8, "one"), [block.block_id for block in first])
-    part = holding.holder.offer(chain(8, "two"), [block.block_id for block in second])
-    none = holding.holder.offer(chain(8, "two")[2:], [block.block_id for block in second][2:])
+    whole = holding.offer(chain(8, "one"), [block.block_id for block in first])
+    part = holding.offer(chain(8, "two"), [block.block_id for block in second])
+    none = holding.offer(chain(8, "two")[2:], [block.block_id for block in second][2:])
 
     assert (len(blocks_of(whole)), len(blocks_of(part)), none) == (8, 2, None)
     assert part.last_hash == chain(8, "two")[1]
 
 
 def test_a_prompt_shorter_than_a_block_is_not_offered(holding):
-    assert holding.holder.offer([], []) is None
+    assert holding.offer([], []) is None
     assert holding.holder.counts.refused_total == 0
 
 
@@ -284,14 +284,14 @@ def test_release_all_frees_everything_and_refuses_new_leases(holding):
     hashes = chain(4)
     running = holding.run(hashes)
     holding.holder.lease(lease_request(hashes))
-    holding.holder.offer(hashes, [block.block_id for block in running])
+    holding.offer(hashes, [block.block_id for block in running])
     holding.end(running)
 
     holding.holder.release_all()
 
     assert holding.free == holding.free_at_first
     assert holding.holder.lease(lease_request(hashes, "ask-2")).reason is NoGrant.DRAINING
-    assert holding.holder.offer(hashes, [block.block_id for block in running]) is None
+    assert holding.offer(hashes, [block.block_id for block in running]) is None
 
 
 def test_the_prefix_cache_resets_only_without_leases(holding):

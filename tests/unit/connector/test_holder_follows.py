@@ -194,7 +194,7 @@ def test_the_last_grant_reports_the_holders_cached_tokens(holding):
     hashes = chain(3)
     prefill = Prefill(holding, hashes)
     holding.holder.lease(lease_request(hashes, follow_s=30.0, leg_id="leg"))
-    holding.holder.note_prompt(hashes[-1], 2 * BLOCK_TOKENS, "leg")
+    holding.holder.note_prompt(hashes, 3 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, "leg")
     prefill.compute(2)
     (early,) = holding.holder.advance()
     prefill.compute(1)
@@ -205,7 +205,7 @@ def test_the_last_grant_reports_the_holders_cached_tokens(holding):
 
 @pytest.mark.parametrize("named", ["leg", ""])
 def test_a_late_follower_also_learns_the_cached_tokens(holding, named):
-    holding.holder.note_prompt(chain(3)[-1], BLOCK_TOKENS, "leg")
+    holding.holder.note_prompt(chain(3), 3 * BLOCK_TOKENS, BLOCK_TOKENS, "leg")
     holding.hold(chain(3))
 
     grant = holding.holder.lease(lease_request(chain(3), follow_s=30.0, leg_id=named))
@@ -214,7 +214,7 @@ def test_a_late_follower_also_learns_the_cached_tokens(holding, named):
 
 
 def test_what_is_granted_before_its_leg_is_scheduled_says_so(holding):
-    holding.holder.note_prompt(chain(3)[-1], 0, "an earlier leg with this prompt")
+    holding.holder.note_prompt(chain(3), 3 * BLOCK_TOKENS, 0, "an earlier leg with this prompt")
     holding.hold(chain(3))
 
     grant = holding.holder.lease(lease_request(chain(3), follow_s=30.0, leg_id="leg"))

@@ -75,7 +75,7 @@ class History:
     def offer(self) -> None:
         if self.requests:
             hashes, blocks = self.rng.choice(list(self.requests.values()))
-            offer = self.holder.offer(hashes, [block.block_id for block in blocks], f"leg-{self.rng.randrange(12)}")
+            offer = self.holding.offer(hashes, [block.block_id for block in blocks], f"leg-{self.rng.randrange(12)}")
             if offer is not None:
                 assert blocks_of(offer) == [block.block_id for block in blocks][: len(blocks_of(offer))]
 

@@ -16,7 +16,10 @@ class Engine:
 
     def __init__(self, **bounds):
         self.lost = set()
-        self.chains = HotChains(lambda block: block not in self.lost, **bounds)
+        self.chains = HotChains(self.held, **bounds)
+
+    def held(self, hashes):
+        return next((place for place, block in enumerate(hashes) if block in self.lost), len(hashes))
 
     def hottest(self, count=ALL, now=0.0, **wishes):
         return [unpack_full_hashes(one.hashes) for one in self.chains.hottest(count, now, **wishes)]

@@ -25,7 +25,7 @@ INTERFACES = {
     "vllm/exceptions.py": "VLLMValidationError VLLMValidationError.__init__ QueueOverflowError QueueOverflowError.__init__",
     f"{KV}/kv_connector/v1/base.py": (
         "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole KVConnectorTransferResults "
-        "KVConnectorWorkerMetadata"
+        "KVConnectorWorkerMetadata KVConnectorBase_V1.bind_kv_cache_manager"
     ),
     f"{KV}/kv_transfer_state.py": "get_kv_transfer_group has_kv_transfer_group",
     f"{KV}/kv_connector/v1/nixl/connector.py": "NixlPullConnector.__init__",
@@ -47,11 +47,22 @@ INTERFACES = {
         "BlockPool.__init__ BlockPool.get_cached_block BlockPool.touch BlockPool.free_blocks BlockPool.get_new_blocks "
         "BlockPool.get_num_free_blocks BlockPool._insert_block_hash BlockPool.cache_full_blocks "
         "BlockPool.cache_partial_block BlockPool.move_block_hashes BlockPool._emit_block_removed_events "
-        "BlockPool.reset_prefix_cache"
+        "BlockPool.reset_prefix_cache BlockHashToBlockMap.contain"
     ),
-    "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks KVCacheManager.cache_blocks",
+    "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks KVCacheManager KVCacheManager.__init__ KVCacheManager.cache_blocks",
+    "vllm/v1/core/kv_cache_coordinator.py": (
+        "KVCacheCoordinator KVCacheCoordinator.cache_blocks KVCacheCoordinatorNoPrefixCache.find_longest_cache_hit "
+        "UnitaryKVCacheCoordinator.find_longest_cache_hit HybridKVCacheCoordinator.find_longest_cache_hit "
+        "HybridKVCacheCoordinator.verify_and_split_kv_cache_groups HybridKVCacheCoordinator.get_num_cacheable_tokens"
+    ),
+    "vllm/v1/core/single_type_kv_cache_manager.py": (
+        "SingleTypeKVCacheManager.cache_blocks FullAttentionManager.find_longest_cache_hit "
+        "FullAttentionManager._cache_partial_tail_block SlidingWindowManager.find_longest_cache_hit "
+        "SlidingWindowManager.reachable_block_mask MambaManager.find_longest_cache_hit MambaManager.cache_blocks "
+        "MambaManager.allocate_new_blocks MambaManager._cache_partial_tail_block"
+    ),
     "vllm/v1/core/kv_cache_utils.py": (
-        "BlockHash make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
+        "BlockHash KVCacheBlock make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
         "resolve_kv_cache_block_sizes hash_block_tokens generate_block_hash_extra_keys _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys"
     ),
     "vllm/v1/core/sched/scheduler.py": (

@@ -84,10 +84,8 @@ class Exchange:
 
     def scheduled(self, sequence: Sequence) -> None:
         """The computation of a prompt begins. Its cached tokens are noted for readers that follow the prompt."""
-        full = sequence.prompt_tokens // self._settings.block_size
-        if full:
-            leg_id = sequence.params.order.leg_id
-            self.holder.note_prompt(sequence.hashes[full - 1], sequence.stats.cached_tokens, leg_id)
+        leg_id, cached_tokens = sequence.params.order.leg_id, sequence.stats.cached_tokens
+        self.holder.note_prompt(sequence.hashes, sequence.prompt_tokens, cached_tokens, leg_id)
 
     def take_orders(self) -> Orders:
         orders, self._core.orders = self._core.orders, Orders()
@@ -111,9 +109,9 @@ class Exchange:
         return self._core.notifications() if self._core.has_notifications else None
 
     def _offer(self, sequence: Sequence, first_token: FirstToken | None) -> KvOffer | None:
-        full = sequence.prompt_tokens // self._settings.block_size
         order = sequence.params.order
-        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], order.offer_id, first_token)
+        blocks = [sequence.blocks]
+        return self.holder.offer(sequence.hashes, sequence.prompt_tokens, blocks, order.offer_id, first_token)
 
     def basis_of(self, sequence: Sequence) -> bytes | None:
         """See ``FirstToken``; None for a prompt without a full block. What else has an effect on a token is the same in
