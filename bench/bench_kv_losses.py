@@ -131,9 +131,9 @@ def lines(found: Found) -> list[str]:
     rows = [row(found, how, lost) for lost in LOST for how in (*OURS, *THEIRS)]
     times = len(found[BOUND, 0])
     return [
-        f"## Lost KV in a batch: {BATCH} requests of {BATCH_TOKENS} tokens at once",
+        "## Lost KV in a batch",
         "",
-        f"Requests with {TOKENS_OUT} tokens of output each; those that lose KV are drawn. Times from the first request of the batch on:",
+        f"{BATCH} requests of {BATCH_TOKENS} tokens, with {TOKENS_OUT} tokens of output each; those that lose KV are drawn. Times from the first request of the batch on:",
         f"medians of a batch's requests, and then of {times} batches. Baton: the second half of the blocks does not arrive, and is computed;",
         "beside ready requests without a target for the time between tokens a step computes so much of it that it takes",
         "15 % longer than a decode step. Not bounded: the same with a target that no step reaches. Upstream: vLLM's",

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -37,7 +36,7 @@ from bench.policies import BATON_DEFAULT, BATON_WAITING
 from bench.policies.systems import UnknownPolicyError, make_rule
 from bench.study import experiment
 from bench.study.results import Result, Slo, buckets_of
-from replay.profile import PROFILES, Profile
+from replay.profile import PROFILES
 from replay.split import Split
 from replay.spread import spread_of
 from replay.traces import Request, at_load, read_trace
@@ -58,26 +57,20 @@ LATE_SHARE_MAX = 0.1
 MEASURES: dict[str, Callable[[Result], float]] = {"TTFT p95": lambda r: r.ttft.p95, "TTFT p50": lambda r: r.ttft.p50}
 
 
-def worker_settings(profile: Profile) -> dict[str, str]:
+def worker_settings(name: str) -> dict[str, str]:
+    """A simulated engine like the replay's of this profile, whose link carries KV_BYTES_PER_TOKEN for each token."""
+    profile = PROFILES[name]
     rate = profile.transfer_bytes_per_s * KV_BYTES_PER_TOKEN / profile.kv_bytes_per_token
-    values: dict[str, Any] = {
+    link = f"transfer=tcp,transfer_bytes_per_s={rate},kv_bytes_per_token={KV_BYTES_PER_TOKEN}"
+    values = {
         "ENGINE": "simulated",
         "BLOCK_SIZE": profile.block_tokens,
         "KV_CACHE_BYTES": profile.kv_blocks * profile.block_tokens * KV_BYTES_PER_TOKEN,
         "MAX_MODEL_LEN": profile.kv_blocks * profile.block_tokens,
         "LEGS_MAX": profile.max_num_seqs,
-        "SIM_PREFILL_TOKENS_PER_S": profile.prefill_tokens_per_s,
-        "SIM_PREFILL_BASE_S": profile.prefill_base_s,
-        "SIM_PREFILL_S_PER_PAIR": profile.prefill_s_per_pair,
-        "SIM_DECODE_BASE_S": profile.decode_base_s,
-        "SIM_DECODE_PER_SEQUENCE_S": profile.decode_per_sequence_s,
-        "SIM_DECODE_PER_CONTEXT_TOKEN_S": profile.decode_per_context_token_s,
-        "SIM_TRANSFER_BYTES_PER_S": rate,
-        "SIM_TRANSFER_BASE_S": profile.transfer_base_s,
-        "SIM_KV_BYTES_PER_TOKEN": KV_BYTES_PER_TOKEN,
-        "SIM_TRANSFER": "tcp",
+        "SIMULATED": f"{name},{link}",
     }
-    return {f"WORKER_{name}": repr(value) if isinstance(value, float) else str(value) for name, value in values.items()}
+    return {f"WORKER_{setting}": str(value) for setting, value in values.items()}
 
 
 @contextmanager
@@ -111,7 +104,7 @@ def run_live(policy: str, requests: list[Request], options: argparse.Namespace) 
         common = {"BATON_NATS_URL": nats.url, "BATON_LOG_LEVEL": "warning"}
         processes = {"NATS": psutil.Process(nats.pid), "client": psutil.Process()}
         for name in [f"w{number}" for number in range(options.workers)]:
-            settings = {**common, **worker_settings(PROFILES[options.profile]), "WORKER_WORKER_ID": name}
+            settings = {**common, **worker_settings(options.profile), "WORKER_WORKER_ID": name}
             processes[name] = running.enter_context(process(name, folder, ["services.worker"], settings))
         settings = {
             **common,
@@ -209,7 +202,7 @@ def metric(text: str, name: str) -> float:
     )
 
 
-def progress(policy: str, total: int) -> Any:
+def progress(policy: str, total: int) -> Callable[[int], None]:
     """A line on the terminal, if there is one."""
 
     def told(sent: int) -> None:

@@ -44,7 +44,7 @@ async def measure_losses(on: Engines, *, quick: bool) -> list[str]:
         "Claim: with recomputing limited to what lost its KV, the others of a batch need not be computed again. The review asked",
         "for TTFT by the number of lost requests, with and without, and that ready requests do not wait for lost ones.",
         "",
-        *found,
+        *found[2:],  # without a heading of its own
         "What differs: losses are made by naming KV that its holder does not have; the figures of ready and lost requests are",
         "apart. Also in [kv.md](kv.md).",
     ]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import fields
 from math import inf
 
 import msgspec
 import pytest
 
-from bench.bench_live_replay import apart, failures, misranked, router_settings, summarise
+from bench.bench_live_replay import apart, failures, misranked, router_settings, summarise, worker_settings
 from bench.live_client import Outcome
 from bench.policies import BATON_DEFAULT, BATON_WAITING
 from bench.study.results import Result, Slo
+from replay.profile import PROFILES
 from replay.spread import Spread
 from replay.traces import Request
+from services.worker.engines.simulated.core.settings import StepTiming
+from services.worker.settings import Settings
+from shared.runtime.settings import load
 
 SLO = Slo()
 METRICS = "baton_router_prompt_tokens_total 1000.0\nbaton_router_cached_tokens_actual_total 100.0\n"
@@ -45,6 +50,18 @@ def test_a_live_router_knows_targets_where_the_policy_does():
 
     assert json.loads(told.pop("ROUTER_SLOS")) == {"default": {"ttft_s": SLO.ttft_s, "itl_s": SLO.itl_s}}
     assert told == router_settings(BATON_DEFAULT, SLO, options) == {"ROUTER_QUEUE_S_MAX": "5"}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_live_engines_are_those_of_the_replay(name):
+    replayed = PROFILES[name]
+    live = load(Settings, "WORKER_", worker_settings(name))
+
+    for speed in (field.name for field in fields(StepTiming) if field.name != "transfer_bytes_per_s"):
+        assert getattr(live.profile, speed) == getattr(replayed, speed), speed
+    assert (live.block_size, live.legs_max) == (replayed.block_tokens, replayed.max_num_seqs)
+    link_tokens_per_s = live.profile.transfer_bytes_per_s / live.profile.kv_bytes_per_token
+    assert link_tokens_per_s == pytest.approx(replayed.transfer_bytes_per_s / replayed.kv_bytes_per_token)
 
 
 def test_failures_are_problems_and_rejections_are_not():
