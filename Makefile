@@ -5,7 +5,8 @@ SHELL := /bin/sh
 PYTHON := .venv/bin/python
 MAKEFLAGS += --no-print-directory
 
-# Which engine to install: cpu, cuda, or none (simulated engines only). Empty: cuda where nvidia-smi lists a GPU, else cpu.
+# Which engine to install: cpu, cuda, cuda-0.33 (the next release of vLLM), or none (simulated engines only). Empty: cuda
+# where nvidia-smi lists a GPU, else cpu.
 BATON_ENGINE ?=
 export BATON_ENGINE BATON_PYTHON
 # Each test starts processes; without compiled modules each of them compiles anew.

@@ -38,8 +38,10 @@ WORKDIR /home/baton
 FROM base AS cuda
 # Triton compiles the launchers of its kernels at run time.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-COPY requirements/engine-cuda.txt requirements/
-RUN pip install --no-deps --require-hashes -r requirements/engine-cuda.txt
+# engine-cuda-0.33 has the next release of vLLM.
+ARG ENGINE_LOCK=engine-cuda
+COPY requirements/${ENGINE_LOCK}.txt requirements/
+RUN pip install --no-deps --require-hashes -r "requirements/${ENGINE_LOCK}.txt"
 COPY --from=wheel /opt/wheels /opt/wheels
 RUN pip install --no-deps /opt/wheels/*.whl
 USER baton

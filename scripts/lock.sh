@@ -43,6 +43,8 @@ resolve --overrides overrides.txt engine-cpu.in services.in dev.in --output-file
 resolve --overrides overrides.txt -c "$all" engine-cpu.in services.in --output-file engine-cpu.txt
 resolve -c "$all" services.in --output-file services.txt
 resolve -c "$all" services.in dev.in --output-file dev.txt
-resolve -c dev.txt engine-cuda.in services.in --output-file engine-cuda.txt
+for engine in engine-cuda*.in; do
+    resolve -c dev.txt "$engine" services.in --output-file "${engine%.in}.txt"
+done
 resolve -c engine-cpu.txt --no-emit-package triton torch-pypi.in --output-file torch-pypi.txt
 sed -i -e "/^torch==/r $torch" -e '/^torch==/,/[^\\]$/d' engine-cpu.txt

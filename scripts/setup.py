@@ -32,8 +32,12 @@ LOG = ROOT / ".baton" / "setup.log"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch publishes its CPU builds, for machines whose package index has none."""
 LOCKED = ["install", "--no-compile", "--no-deps", "--require-hashes", "--requirement"]
-WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}
-"""Modules of vLLM that run a model."""
+ENGINES = {
+    "cpu": "vllm.v1.worker.cpu_worker",
+    "cuda": "vllm.v1.worker.gpu_worker",
+    "cuda-0.33": "vllm.v1.worker.gpu_worker",  # with this release of vLLM
+}
+"""Engines that can be installed, by the name of their lock; and the module of vLLM that runs a model."""
 PYPI = "https://pypi.org/simple"
 LINES_SHOWN_MAX = 15
 LARGE_MB = 40
@@ -73,7 +77,7 @@ def to_do(engine: str, *, dev: bool, as_is: bool) -> dict[str, str]:
     if dev:
         locks["dev"] = "dev"
     # An environment with an engine also does for a setup without one.
-    if engine == "none" and installed("runtime") in {wanted("engine-cpu"), wanted("engine-cuda")}:
+    if engine == "none" and installed("runtime") in {wanted(f"engine-{one}") for one in ENGINES}:
         del locks["runtime"]
     missing = {part: lock for part, lock in locks.items() if installed(part) != wanted(lock)}
     compiled = {"native": native_sources()} | ({} if as_is else {"request-path": request_path_sources()})
@@ -123,8 +127,9 @@ def install_baton(sources: str, request_path: str) -> None:
 def wanted_engine() -> str:
     """What BATON_ENGINE says, or what the machine has."""
     chosen = os.environ.get("BATON_ENGINE", "")
-    if chosen not in {"", "cpu", "cuda", "none"}:
-        raise SetupFailed(f"BATON_ENGINE is {chosen!r}; it may be cpu, cuda or none (simulated engines only)")
+    if chosen not in {"", "none", *ENGINES}:
+        known = ", ".join(ENGINES)
+        raise SetupFailed(f"BATON_ENGINE is {chosen!r}; it may be {known} or none (simulated engines only)")
     return chosen or ("cuda" if has_nvidia_gpu() else "cpu")
 
 
@@ -153,7 +158,7 @@ def check_system(engine: str) -> None:
                 "apt-get install libnuma1 (Debian, Ubuntu) or dnf install numactl-libs (Fedora). "
                 "Or do without real engines: BATON_ENGINE=none"
             ) from error
-    if engine == "cuda" and not (shutil.which("cc") or shutil.which("gcc")):
+    if engine.startswith("cuda") and not (shutil.which("cc") or shutil.which("gcc")):
         say("no C compiler found: vLLM compiles kernels on the GPU machine and will ask for one (apt-get install gcc)")
 
 
@@ -264,7 +269,7 @@ def begin_compiling(engine: str) -> subprocess.Popen[bytes] | None:
     if engine == "none":
         return None
     say("compiling vLLM's modules")
-    imported = ("vllm.entrypoints.launchers.app", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", WORKERS[engine])
+    imported = ("vllm.entrypoints.launchers.app", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", ENGINES[engine])
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with LOG.open("a") as log:
         return subprocess.Popen([PYTHON, "-c", f"import {', '.join(imported)}"], env=environ, stdout=log, stderr=log)

@@ -16,7 +16,7 @@ from tests.support.processes import ROOT
 pytestmark = pytest.mark.timeout(3600)
 
 MINORS = (11, 12, 13)
-LOCKS = ("services", "dev", "engine-cpu", "engine-cuda", "torch-pypi")
+LOCKS = ("services", "dev", "engine-cpu", "engine-cuda", "engine-cuda-0.33", "torch-pypi")
 PLATFORMS = ("x86_64-manylinux_2_34", "aarch64-manylinux_2_34")
 """With glibc 2.34, which is older than that of Debian 12, Ubuntu 22.04 or RHEL 9."""
 SOURCES = ("nkeys",)

@@ -23,6 +23,7 @@ def record(
     connector: str = FINGERPRINT.connector,
     revision: str = FINGERPRINT.revision,
     *,
+    engine_version: str = FINGERPRINT.engine_version,
     adapters: tuple[LoraAdapter, ...] = (),
     attached: bool = False,
 ) -> WorkerRecord:
@@ -34,7 +35,9 @@ def record(
         engine="simulated",
         models=list(models),
         max_model_len=4096,
-        fingerprint=msgspec.structs.replace(FINGERPRINT, connector=connector, revision=revision),
+        fingerprint=msgspec.structs.replace(
+            FINGERPRINT, connector=connector, revision=revision, engine_version=engine_version
+        ),
         hashing=HashScheme(block_size=32),
         kv_tokens=3200,
         legs_max=16,

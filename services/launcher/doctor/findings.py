@@ -36,7 +36,9 @@ class Packages(msgspec.Struct, frozen=True, kw_only=True):
     """The installed packages compared with their lock."""
 
     lock: str = ""
-    """Name of the lock: services, engine-cpu or engine-cuda; empty when none is beside this installation."""
+    """Name of the lock: services, engine-cpu, engine-cuda or engine-cuda-0.33; empty when none is beside this
+    installation.
+    """
     count: int = 0
     drift: list[Package] = msgspec.field(default_factory=list)
 
@@ -47,6 +49,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     vllm: str = ""
     """Version of vLLM."""
     vllm_failure: str = ""
+    vllm_refused: str = ""
+    """Why workers do not start with this release."""
     torch_cuda: str = ""
     """The CUDA that PyTorch was built for; empty for a CPU build."""
     devices: list[str] = msgspec.field(default_factory=list)

@@ -139,6 +139,9 @@ def _engine(facts: InstallationFacts) -> Iterator[Finding]:
 
 
 def _vllm(engine: Engine) -> Finding:
+    if engine.vllm_refused:
+        what = f"vLLM {engine.vllm} is not supported: workers do not start."
+        return _finding(Level.ERROR, what, engine.vllm_refused, "make clean setup installs a supported release.")
     if not engine.vllm_failure:
         built = f"for CUDA {engine.torch_cuda}" if engine.torch_cuda else "for CPU"
         return _finding(Level.OK, f"vLLM {engine.vllm} loads, built {built}")

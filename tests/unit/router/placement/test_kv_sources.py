@@ -28,9 +28,17 @@ class Fleet:
     def __init__(self) -> None:
         self.cluster, self.index = ClusterView(), PrefixIndex()
 
-    def add(self, worker_id: str, role: Role, held: int = 0, connector: str = "baton-1", **numbers: float) -> None:
+    def add(
+        self,
+        worker_id: str,
+        role: Role,
+        held: int = 0,
+        connector: str = "baton-1",
+        release: str = "0",
+        **numbers: float,
+    ) -> None:
         speeds = {name: numbers.pop(name) for name in WorkerSpeed.__struct_fields__ if name in numbers}
-        self.cluster.record(record(worker_id, role=role, connector=connector), NOW)
+        self.cluster.record(record(worker_id, role=role, connector=connector, engine_version=release), NOW)
         self.cluster.set_speed(WorkerId(worker_id), WorkerSpeed(**speeds))
         self.cluster.report(load(worker_id, role=role, **numbers), NOW)
         self.index.join(worker_id, 1)
@@ -166,6 +174,36 @@ def test_kv_of_another_fingerprint_is_never_requested():
     fleet.add("d2", Role.DECODE, held=18, connector="baton-2")
 
     assert fleet.place().sources == ()
+
+
+def two_releases(busy: str = "") -> Fleet:
+    """A pair of each release of the engine, which have both served the prompt; the workers of one are busy."""
+    fleet = Fleet()
+    for release in ("0.32.0", "0.33.0"):
+        waiting = 50_000 if release == busy else 0
+        fleet.add(f"p-{release}", Role.PREFILL, held=10, release=release, waiting_tokens=waiting)
+        fleet.add(f"d-{release}", Role.DECODE, held=18, release=release, waiting_tokens=waiting)
+    return fleet
+
+
+@pytest.mark.parametrize(("busy", "other"), [("0.32.0", "0.33.0"), ("0.33.0", "0.32.0")])
+def test_in_a_fleet_of_two_releases_each_request_stays_within_one(busy, other):
+    """KV that another release computed may differ in its last bits, its blocks in their hashes or layout."""
+    placement = two_releases(busy).place()
+
+    assert placement.prefill is not None
+    assert (placement.prefill.record.worker_id, placement.decode.record.worker_id) == (f"p-{other}", f"d-{other}")
+    assert {source.worker_id for source in placement.sources} == {f"d-{other}"}
+
+
+def test_workers_of_two_releases_make_no_pair():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, release="0.32.0")
+    fleet.add("d1", Role.DECODE, held=18, release="0.33.0")
+
+    placement = fleet.place()
+
+    assert (placement.prefill, placement.sources, placement.handoff) == (None, (), ())
 
 
 def test_decode_starts_with_prefill_when_enough_tokens_are_computed():

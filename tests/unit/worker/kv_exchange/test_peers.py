@@ -54,8 +54,9 @@ def test_a_ready_worker_is_asked_at_once_and_only_once():
         record("me"),
         record("w1", WorkerPhase.STARTING),
         msgspec.structs.replace(record("w1"), fingerprint=msgspec.structs.replace(FINGERPRINT, dtype="bfloat16")),
+        record("w1", engine_version="another release"),
     ],
-    ids=["itself", "starting", "other KV"],
+    ids=["itself", "starting", "other KV", "other release"],
 )
 def test_workers_of_another_fingerprint_are_not_asked(other):
     one = book()
