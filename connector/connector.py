@@ -34,6 +34,7 @@ from connector.layout.engine_layout import (
     groups_of,
     refuse_unsupported,
     required_layout,
+    retain_answers,
 )
 from connector.layout.tensors import UnsupportedLayout
 from connector.messages import Orders, Results, read_settings
@@ -96,6 +97,8 @@ class BatonConnector(KVConnectorBase_V1):
         self.connector_scheduler: ConnectorScheduler
         self._worker: ConnectorWorker
         if role is KVConnectorRole.SCHEDULER:
+            if settings.retains_answers:  # VLLM makes its cache manager after this object.
+                retain_answers(kv_cache_config)
             assert kv_cache_config.hash_block_size is not None
             assert kv_cache_config.cache_hit_alignment_tokens is not None
             self._hash_block_size = kv_cache_config.hash_block_size

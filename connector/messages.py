@@ -339,6 +339,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Path at which to receive grants of engines on the same machine; empty: all come over the bus."""
     copy_cores: list[int] = msgspec.field(default_factory=list)
     """CPU cores on which the transfer thread may run besides the model's core."""
+    retains_answers: bool = False
+    """Whether to keep windows and states within answers, besides those at the end of a prompt."""
     refusal_file: str = ""
     """File for the reason if the engine's KV cache cannot be exchanged; empty: none."""
     agent: str = "connector.transfer.nixl_agent:NixlAgent"

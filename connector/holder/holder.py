@@ -112,7 +112,7 @@ class Holder:
         self._first_tokens = Bounded[LegId, FirstToken](ENDED_LEGS_NOTED_MAX)
         self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
-        self._groups = Groups([], 1, 1)
+        self.groups = Groups([], 1, 1)
         self._full: list[int] = []
         """Groups with full attention that goes ahead."""
         self._full_block_size = 1
@@ -130,7 +130,7 @@ class Holder:
         ``find_boundary``.
         """
         self._pool = pool
-        self._groups = groups
+        self.groups = groups
         self._full, self._order = groups.full, groups.order
         if self._full:
             self._full_block_size = groups.groups[self._full[0]].block_size
@@ -164,7 +164,7 @@ class Holder:
         followed = FollowedPrompt(
             hashes=hashes,
             first=request.first,
-            full_tokens=max(request.first * self._groups.hash_block_size, request.have // size * size),
+            full_tokens=max(request.first * self.groups.hash_block_size, request.have // size * size),
             hold_s=min(request.hold_s, self._settings.lease_s_max),
             until_s=now + min(request.follow_s, FOLLOW_S_MAX),
             follow_s=min(request.follow_s, FOLLOW_S_MAX),
@@ -210,7 +210,7 @@ class Holder:
         vLLM frees the request's blocks when it finishes; without this pin they could be evicted before the decode
         worker has read them.
         """
-        hashes = hashes[: min(self._groups.lent_hashes(prompt_tokens), LEASE_BLOCKS_MAX)]
+        hashes = hashes[: min(self.groups.lent_hashes(prompt_tokens), LEASE_BLOCKS_MAX)]
         if not hashes or not any(block_ids) or offer_id in self._unwanted_offers:
             return None
         lends = not self._draining and not self._leases.is_full()
@@ -227,14 +227,14 @@ class Holder:
             lease_id=lease_id,
             groups=self._pin(lease_id, ANYONE, parts, until_s, boundary),
             boundary=boundary,
-            last_hash=bytes(hashes[boundary // self._groups.hash_block_size - 1]),
+            last_hash=bytes(hashes[boundary // self.groups.hash_block_size - 1]),
             until_s=until_s,
             first_token=first_token,
         )
 
     def held(self, hashes: list[bytes]) -> int:
         """How many of a prompt's hashes precede the longest boundary in the cache."""
-        unit = self._groups.hash_block_size
+        unit = self.groups.hash_block_size
         if self._boundaries is not None:
             return self._boundaries.find(hashes, len(hashes) * unit)[1] // unit
         # A cache evicts the end of a prompt before its beginning, so a binary search will do.
@@ -290,7 +290,7 @@ class Holder:
         """Record how many tokens of a leg's prompt were cached when it was scheduled; its last grant to a reader says
         so.
         """
-        if lent := self._groups.lent_hashes(prompt_tokens):
+        if lent := self.groups.lent_hashes(prompt_tokens):
             name = bytes(hashes[lent - 1])
             self._prompts.pop(name, None)
             self._prompts[name] = leg_id, cached_tokens
@@ -352,7 +352,7 @@ class Holder:
         """
         if self._boundaries is None:
             return self._grant_full(lease_id, reader_id, prompt)
-        end = (prompt.first + len(prompt.hashes)) * self._groups.hash_block_size
+        end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
         if tries or (self._full and prompt.full_tokens > end - self._full_block_size):
             grant = self._grant_boundary(self._boundaries, lease_id, reader_id, prompt, tries)
             if tries or grant.groups:
@@ -366,12 +366,12 @@ class Holder:
         held = ready[: pinnable // len(self._full)] if ready else []
         first = prompt.full_tokens // self._full_block_size
         prompt.full_tokens += len(held) * self._full_block_size
-        unit, reason = self._groups.hash_block_size, None
+        unit, reason = self.groups.hash_block_size, None
         if self._boundaries is not None or prompt.full_tokens < (prompt.first + len(prompt.hashes)) * unit:
             reason = NoGrant.FULL if len(held) < len(ready) else NoGrant.NOT_HELD
         if not held:
             return self._empty_grant(lease_id, reader_id, reason)
-        parts = [Part(0, ())] * len(self._groups.groups)
+        parts = [Part(0, ())] * len(self.groups.groups)
         for place, group in enumerate(self._full):
             parts[group] = Part(first, [row[place] for row in held])
         return self._grant(
@@ -384,8 +384,8 @@ class Holder:
             return None
         if not (0 <= request.first <= CHAIN_BLOCKS_MAX and 0 <= request.have <= PROMPT_TOKENS_MAX):
             return None
-        begin = request.first * self._groups.hash_block_size
-        if any(begin % group.block_size for group in self._groups.groups):
+        begin = request.first * self.groups.hash_block_size
+        if any(begin % group.block_size for group in self.groups.groups):
             return None
         return unpack_full_hashes(request.hashes)
 
@@ -395,7 +395,7 @@ class Holder:
         ready: list[list[Any]] = []
         if not groups:
             return ready
-        unit, stride = self._groups.hash_block_size, self._full_block_size // self._groups.hash_block_size
+        unit, stride = self.groups.hash_block_size, self._full_block_size // self.groups.hash_block_size
         next_end = prompt.full_tokens // unit + stride - prompt.first
         for block_hash in islice(prompt.hashes, next_end - 1, None, stride):
             cached = find(block_hash, groups)
@@ -408,8 +408,8 @@ class Holder:
         self, boundaries: Boundaries, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt, tries: int
     ) -> KvGrant:
         """Pin what the reader lacks at the longest boundary; without ``tries`` only at the last one of the prompt."""
-        end = (prompt.first + len(prompt.hashes)) * self._groups.hash_block_size
-        end -= end % self._groups.alignment
+        end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
+        end -= end % self.groups.alignment
         parts, boundary, reason = boundaries.longest(prompt, least=1 if tries else end, tries=tries)
         if not boundary:
             return self._empty_grant(lease_id, reader_id, reason)
@@ -422,7 +422,7 @@ class Holder:
             held = held[: self._leases.pinnable(held)]
             return [Part(0, [self._pool.blocks[block_id] for block_id in held])], len(
                 held
-            ) * self._groups.hash_block_size
+            ) * self.groups.hash_block_size
         prompt = FollowedPrompt(list(hashes), hold_s=0.0, until_s=0.0, full_tokens=0)
         own = set(chain(*block_ids))
         parts, boundary, _reason = self._boundaries.longest(prompt, least=1, tries=TRIED_MAX, own=own)
@@ -445,9 +445,7 @@ class Holder:
             lease_id=lease_id,
             groups=self._pin(lease_id, reader_id, parts, until_s, boundary),
             boundary=boundary,
-            last_hash=prompt.hashes[
-                (boundary or prompt.full_tokens) // self._groups.hash_block_size - prompt.first - 1
-            ],
+            last_hash=prompt.hashes[(boundary or prompt.full_tokens) // self.groups.hash_block_size - prompt.first - 1],
             until_s=until_s,
         )
 

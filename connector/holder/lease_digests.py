@@ -11,7 +11,7 @@ from itertools import count
 
 from connector.holder.holder import Holder
 from connector.messages import BlocksDigested, DigestBlocks, DigestLease, LeaseDigested
-from shared.contracts.kv_exchange import KvDigest
+from shared.contracts.kv_exchange import KvDigest, KvGroupKind
 
 DIGEST_S_MAX = 5.0
 """Time limit for the worker role, which needs milliseconds unless it is in a long step."""
@@ -69,9 +69,15 @@ class LeaseDigests:
             self._end(one.order, digests=[_digest(result, number, len(of)) for number, of in enumerate(one.groups)])
 
     def _leased(self, lease_id: str) -> list[list[int]]:
-        """The lease's blocks by group; none if it is unknown or has ended."""
-        groups, _boundary = self._holder.leased(lease_id)
-        return [list(blocks) for blocks in groups]
+        """The lease's blocks by group; none if it is unknown or has ended. Of a block that goes on after the boundary
+        the holder and its reader have different bytes, unless it is a state, which ends there.
+        """
+        blocks, boundary = self._holder.leased(lease_id)
+        groups = self._holder.groups.groups if blocks else ()
+        return [
+            list(of if group.kind is KvGroupKind.STATE or not boundary % group.block_size else of[:-1])
+            for group, of in zip(groups, blocks, strict=True)
+        ]
 
     def _end(self, order: DigestLease, *, digests: list[KvDigest] | None = None, failure: str = "") -> None:
         self._holder.release_own(order.lease_id)

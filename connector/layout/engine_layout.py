@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from connector.layout.states import StateShape, planes_of_state
@@ -41,6 +42,8 @@ WINDOW_TYPES = ("sliding_attention", "chunked_attention")
 """Layer types in a model's configuration."""
 TOKENS_PRICED = 32_768
 """Longest prompt for which the price of windows is logged."""
+RETAINED_BLOCKS = 8
+"""Blocks between the states that an engine keeps of an answer. Each takes a block of every group with a state."""
 SUPPORTED = ("0.32", "0.33")
 """Release series, each with all its patch releases."""
 
@@ -298,6 +301,16 @@ def _state_layer(name: str, cache: Any, group: int, spec: Any, blocks: int, mode
         block_stride=cache.stride(0) * size,
         planes=planes_of_state(state, model.ranks, model.state_groups),
     )
+
+
+def retain_answers(kv_cache_config: Any) -> None:
+    """Let vLLM keep windows and states within answers: all windows, which are there anyway, and some states."""
+    groups = groups_of(kv_cache_config)
+    kinds = {group.kind for group in groups}
+    if KvGroupKind.STATE in kinds:
+        kv_cache_config.prefix_cache_retention_interval = RETAINED_BLOCKS * lcm(*(group.block_size for group in groups))
+    elif KvGroupKind.WINDOW in kinds:
+        kv_cache_config.prefix_cache_retention_interval = None
 
 
 def _by_numbers(name: str) -> list[Any]:

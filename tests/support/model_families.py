@@ -59,6 +59,16 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 
+MAMBA_2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -108,6 +118,54 @@ FAMILIES = {
     ),
     "cohere-2": Family("Cohere2Config", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
     "deepseek-v2": Family("DeepseekV2Config", LATENT, block=16),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        {
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 1,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "full_attention_interval": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "granite-4": Family(
+        "GraniteMoeHybridConfig",
+        MAMBA_2 | EXPERTS | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+        block=64,
+    ),
+    "falcon-h1": Family("FalconH1Config", MAMBA_2 | {"mamba_d_ssm": 256}, block=64),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "chunk_size": 64,
+        },
+        block=64,
+    ),
+    "lfm2": Family(
+        "Lfm2Config",
+        {
+            "tie_word_embeddings": True,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,
+            "block_dim": 128,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+    ),
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from connector.holder.boundaries import Groups
 from connector.holder.holder import HolderSettings
-from connector.holder.lease_digests import DIGEST_S_MAX, DIGESTS_MAX
+from connector.holder.lease_digests import DIGEST_S_MAX, DIGESTS_MAX, LeaseDigests
 from connector.layout.routes import ReaderRank
 from connector.messages import BlocksDigested, DigestBlocks, DigestLease, EngineCall, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
@@ -14,7 +15,7 @@ from connector.scheduler.exchange_core import ExchangeCore
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.digests import digested, read_cpu_memory
 from connector.worker.transfer_thread import Copier, TransferThread
-from shared.contracts.kv_exchange import DIGEST_BYTES
+from shared.contracts.kv_exchange import DIGEST_BYTES, KvGroup, KvGroupKind
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape
 from tests.unit.connector.holding import BLOCK_TOKENS, ME, Holding, chain
 
@@ -207,3 +208,32 @@ def test_digests_are_bounded_in_number_and_time(leasing: Engine):
     leasing.core.on_time()
     assert len(leasing.told()) == DIGESTS_MAX
     assert leasing.core.holder.counts.leases == 0
+
+
+class OneLease:
+    """The part of a holder that digests need, with a lease of a state and of full attention that ends within a block."""
+
+    groups = Groups(
+        [
+            KvGroup(kind=KvGroupKind.STATE, block_size=64),
+            KvGroup(kind=KvGroupKind.FULL, block_size=64),
+            KvGroup(kind=KvGroupKind.WINDOW, block_size=32, window=40),
+        ],
+        hash_block_size=32,
+        alignment=32,
+    )
+
+    def leased(self, _lease_id: str) -> tuple[list[list[int]], int]:
+        return [[9], [4, 5], [6, 7]], 96
+
+    def release_own(self, _lease_id: str) -> None:
+        pass
+
+
+def test_what_a_block_holds_after_the_boundary_has_no_digest():
+    digests = LeaseDigests(OneLease(), lambda: 0.0)  # type: ignore[arg-type]
+
+    order = digests.start(DigestLease(digest_id="d", lease_id="l"))
+
+    assert order is not None
+    assert order.groups == [[9], [4], [6, 7]]

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from connector.layout.engine_layout import ModelHeads, groups_of, layers_of, regions_of
+from connector.layout.engine_layout import RETAINED_BLOCKS, ModelHeads, groups_of, layers_of, regions_of, retain_answers
 from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.states import StateShape, planes_of_state
 from connector.layout.tensors import UnsupportedLayout, why_not
@@ -314,3 +314,16 @@ def test_equal_states_have_equal_digests_on_any_number_of_ranks(layout):
     assert digest(2, 3).digest(0) == digest(1, 3).digest(0)
     assert not digest(2, 3).uneven
     assert digest(1, 3, damage=1).digest(0) != digest(1, 3).digest(0)
+
+
+def test_an_engine_that_answers_keeps_all_windows_and_some_states():
+    _, windows = allocated((full(), 1), (window(), 1))
+    _, states_too = allocated((full(), 1), (window(), 1), (gdn(), 1))
+    _, plain = allocated((full(), 1))
+    for config in (windows, states_too, plain):
+        config.prefix_cache_retention_interval = 0
+        retain_answers(config)
+
+    assert windows.prefix_cache_retention_interval is None
+    assert states_too.prefix_cache_retention_interval == RETAINED_BLOCKS * TOKENS
+    assert plain.prefix_cache_retention_interval == 0

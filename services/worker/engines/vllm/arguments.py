@@ -19,6 +19,7 @@ import msgspec
 
 from connector.layout.engine_layout import UnsupportedEngine, config_refusals, refuse
 from services.worker.engines.port import Identity
+from services.worker.engines.vllm.cache_settings import retains_answers, typed_options
 from services.worker.settings import Settings
 from shared.contracts.workers import Fingerprint
 from shared.sockets import family_of
@@ -187,6 +188,7 @@ def configure_connector(
         lease_s=settings.kv_lease_s,
         refusal_file=str(refusal_file),
         copy_cores=sorted(os.sched_getaffinity(0)),
+        retains_answers=retains_answers(typed_options(settings.engine_args), settings.role),
     )
 
 

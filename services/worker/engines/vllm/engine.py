@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
-from connector.layout.engine_layout import UnsupportedEngine, check_version, window_price
+from connector.layout.engine_layout import UnsupportedEngine, check_version
 from connector.scheduler.grant_socket import new_socket_path
 from connector.transfer.threads import in_daemon_thread
 from services.worker.engines.adapters import AdapterRefused, LoadedAdapters
@@ -295,7 +295,6 @@ def _configured(engine_args: Any, settings: Settings) -> tuple[Any, list[str]]:
     refuse_unsupported(config)
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
         chosen += choose_cache_options(config, typed, settings.role)
-        chosen += filter(None, [window_price(config.model_config)])
     return config, chosen
 
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from services.worker.lifecycle.self_test import (
     ANSWER_TOKENS,
     ATTEMPTS_MAX,
+    FULL_TOKENS_MAX,
     LOGPROB_DIFFERENCE_MAX,
     PASSED,
     PAUSE_S_MAX,
+    TAIL_TOKENS,
     Attempt,
     Computed,
     Outcome,
@@ -35,7 +37,7 @@ from services.worker.lifecycle.self_test import (
 from shared.contracts.fleet_orders import LIKELY_TOKENS_MAX, SelfTestPrompt
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import DIGEST_BYTES, KV_GROUPS_MAX, KvDigest, KvRead, KvTransferReport
-from shared.contracts.workers import Role, WorkerPhase
+from shared.contracts.workers import HashScheme, Role, WorkerPhase
 from tests.support.fleet_builders import record
 
 FAILED = Result(Outcome.FAILED, "other tokens")
@@ -229,15 +231,30 @@ def test_log_probabilities_are_read_from_a_completion(response, found):
     assert logprobs_of(response) == found
 
 
-@given(st.integers(1, 256), st.integers(1, 4096))
-def test_a_prompt_has_full_blocks_and_a_tail_and_fits_the_context(block_size, max_model_len):
-    count = prompt_tokens(block_size, max_model_len)
+@given(st.integers(1, 256), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(1, 4096))
+def test_a_prompt_ends_a_token_after_a_boundary_and_fits_the_context(unit, blocks, aligned, boundaries, max_model_len):
+    hashing = HashScheme(block_size=unit, index_block=unit * blocks, boundaries=boundaries, alignment=unit * aligned)
+    count = prompt_tokens(hashing, max_model_len)
 
     assert count == 0 or count + ANSWER_TOKENS <= max_model_len
-    assert count == 0 or count > block_size
-    if block_size > 1 and count:
-        assert count % block_size
-    assert count or max_model_len < 2 * block_size + ANSWER_TOKENS + 1 or block_size == 1
+    if count:
+        assert hashing.usable(count) == count - 1
+    assert count or max_model_len < hashing.align + ANSWER_TOKENS + TAIL_TOKENS or hashing.align > FULL_TOKENS_MAX
+
+
+@pytest.mark.parametrize(
+    ("hashing", "count"),
+    [
+        (HashScheme(block_size=32), 65),
+        (HashScheme(block_size=32, index_block=64, boundaries=True, alignment=64), 129),
+        (HashScheme(block_size=32, index_block=544, boundaries=True, alignment=32), 1089),
+        (HashScheme(block_size=96, index_block=1056, boundaries=True, alignment=96), 1057),
+        (HashScheme(block_size=32, index_block=4096, boundaries=True, alignment=32), 33),
+        (HashScheme(block_size=32, index_block=0, boundaries=True, alignment=32), 65),
+    ],
+)
+def test_a_prompt_has_two_blocks_of_full_attention_where_they_are_short(hashing, count):
+    assert prompt_tokens(hashing, 8192) == count
 
 
 @given(st.integers(1, 10_000))
