@@ -12,6 +12,7 @@ from services.orchestrator.leadership import Candidate, stand_for_leadership
 from services.orchestrator.lifecycle import Fleet, Limits
 from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules
+from services.orchestrator.planner.scalers import stateful_set_scaler
 from services.orchestrator.settings import Settings
 from services.orchestrator.sleeping import Sleeping, SleepPolicy
 from services.orchestrator.weights import WeightOrders
@@ -41,6 +42,7 @@ def check(settings: Settings) -> None:
     try:
         Rules.from_settings(settings)
         SleepPolicy.from_settings(settings)
+        stateful_set_scaler(settings, list)
     except ValueError as error:
         raise SettingsError(f"{error}; correct it or unset it") from error
 
@@ -65,7 +67,7 @@ class Orchestrator:
         self._candidate = Candidate(ROLE, name, settings.lease_s)
         self._kept_for = KeptFor.from_settings(settings)
         rules = rules or Rules.from_settings(settings)
-        self._planning = Planning(bus, clock, settings, rules, leading=lambda: self.leading)
+        self._planning = Planning(bus, clock, settings, rules, leading=lambda: self.leading, fleet=self._workers)
         self._adapters = AdapterOrders(bus, clock, self._workers, leading=lambda: self.leading)
         self._weights = WeightOrders(bus, clock, self._workers, leading=lambda: self.leading)
         sleep_policy = SleepPolicy.from_settings(settings)
@@ -108,7 +110,7 @@ class Orchestrator:
             await unless(stopping, self._waits.until(REGISTRY, self._fleet_known.wait))
             running += [
                 tasks.create_task(self._publish(), name="publish"),
-                tasks.create_task(self._planning.run(self._workers), name="plan"),
+                tasks.create_task(self._planning.run(), name="plan"),
                 tasks.create_task(self._adapters.run(), name="order-adapters"),
                 tasks.create_task(self._weights.run(), name="order-weights"),
                 tasks.create_task(self._sleeping.run(), name="sleep"),

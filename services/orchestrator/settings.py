@@ -71,6 +71,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Webhook that starts and stops workers: it gets a POST with a ``ScaleFleet`` as JSON. Empty: `baton up
     --workers-max` does. Change it when another system, such as a cluster's, starts workers.
     """
+    stateful_sets: str = ""
+    """JSON: StatefulSets of Kubernetes whose replicas the planner changes through the API server, such as ``{"decode":
+    {"role": "decode", "model": "my-model", "replicas_max": 16}}``; without ``model``, whatever they serve. Empty: none.
+    Change it when the planner acts on Kubernetes, where its service account may scale them.
+    """
 
     # Sleeping models
     sleep_after_s: str = ""

@@ -1,13 +1,13 @@
 """A cluster's keys as Secrets of Kubernetes, written by a pod with its service account.
 
 The Secret ``keys-router`` has the files of the folder ``router``, and so on. Keys of single workers are together in one
-Secret for each role, because all pods of a StatefulSet mount the same one: ``keys-workers-prefill`` has the file
-``prefill-0.nkey``. Clients' API keys are in ``api-keys``, and the first of them, as clients send it, in ``admin-key``.
+Secret for each StatefulSet, because all its pods mount the same one: ``keys-workers-prefill`` has the file
+``prefill-0.nkey``. Clients' API keys are in ``api-keys``. The first of them, as clients send it, is in ``admin-key``,
+and the one with which Prometheus reads metrics in ``metrics-key``.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
@@ -16,17 +16,21 @@ from typing import Any
 
 import httpx
 
-from services.launcher.cluster.folder import API_KEYS, NKEY, TRUSTED, CannotCreate
-from shared.addresses import url_of
+from services.launcher.cluster.api_keys import CannotAdd, add_entry
+from services.launcher.cluster.folder import API_KEYS, AUTHORITY, NKEY, SERVER, TRUSTED, CannotCreate, folder_of
+from shared.contracts.api_keys import Key, Permission, digest_of, new_key
+from shared.contracts.channels import Party
+from shared.contracts.permissions import owner_of
+from shared.kubernetes import NoAccount, ServiceAccount
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where Kubernetes puts a pod's token, the CA of its API server and the pod's namespace."""
 LABELS = {"app.kubernetes.io/part-of": "baton", "app.kubernetes.io/component": "keys"}
 KEYS, WORKERS = "keys-", "keys-workers-"
-API_KEYS_SECRET, ADMIN_SECRET = "api-keys", "admin-key"
+API_KEYS_SECRET, ADMIN_SECRET, METRICS_SECRET = "api-keys", "admin-key", "metrics-key"
 WORKER_FILE = re.compile(r"worker-(([^/]+)-[0-9]+)/nkey")
 ANSWER_S_MAX = 30.0
-PAGE = 500
+NOT_FOUND = 404
+METRICS = "metrics"
+"""Tenant of the key that reads metrics."""
 
 
 def place_of(file: str) -> tuple[str, str]:
@@ -66,30 +70,37 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*/*") if path.is_file()}
 
 
+def names_of(workers: Iterable[str]) -> list[str]:
+    """All Secrets of a cluster with these workers. A service account needs access to no others."""
+    files = [AUTHORITY, SERVER, *(f"{folder_of(owner_of(party))}/{NKEY}" for party in Party)]
+    files += [f"{folder_of(owner_of(Party.WORKER, worker))}/{NKEY}" for worker in workers]
+    return [*dict.fromkeys(place_of(file)[0] for file in files), API_KEYS_SECRET, ADMIN_SECRET, METRICS_SECRET]
+
+
 class Secrets:
     """The Secrets of the pod's namespace. Every method raises CannotCreate, which says what the API server refuses."""
 
-    def __init__(self, account: Path = ACCOUNT, server: str = "") -> None:
+    def __init__(self, workers: Iterable[str], account: ServiceAccount | None = None) -> None:
+        """``account``: the pod's, if not given."""
+        self._names = names_of(workers)
         try:
-            self._namespace = (account / "namespace").read_text().strip()
-            token = (account / "token").read_text().strip()
-            host = server or _server(os.environ)
+            account = account or ServiceAccount()
             self._http = httpx.Client(
-                base_url=f"{host}/api/v1/namespaces/{self._namespace}",
-                headers={"Authorization": f"Bearer {token}"},
-                verify=str(account / "ca.crt") if host.startswith("https") else True,
+                base_url=f"{account.server}/api/v1/namespaces/{account.namespace}",
+                headers=account.headers,
+                verify=account.trust(),
                 timeout=ANSWER_S_MAX,
                 trust_env=False,
             )
-        except (OSError, KeyError) as error:
+        except NoAccount as error:
             raise CannotCreate(
-                "--kubernetes is for a pod with a service account that may write Secrets, as the job `keys` of "
-                f"kubernetes/base has: {error}"
+                f"--secrets is for a pod with a service account that may write Secrets, as the job `keys` has: {error}"
             ) from error
+        self._existing = {name: found for name in self._names if (found := self._read(name)) is not None}
 
     def restore(self, folder: Path) -> None:
         """Write the files of existing Secrets to the folder."""
-        for secret, content in self._existing().items():
+        for secret, content in self._existing.items():
             for name, data in content.items():
                 if file := file_of(secret, name):
                     path = folder / file
@@ -99,9 +110,11 @@ class Secrets:
 
     def store(self, folder: Path, api_key: str) -> list[str]:
         """Create or replace each Secret whose content has changed; returns their names. ``api_key``: empty if old."""
-        wanted = secrets_of(read_folder(folder)) | ({ADMIN_SECRET: {"key": api_key.encode()}} if api_key else {})
-        existing = self._existing()
-        changed = [name for name, content in sorted(wanted.items()) if existing.get(name) != content]
+        shown = {ADMIN_SECRET: {"key": api_key.encode()}} if api_key else {}
+        if METRICS_SECRET not in self._existing and (folder / API_KEYS).exists():
+            shown[METRICS_SECRET] = {"key": _metrics_key(folder / API_KEYS).encode()}
+        wanted = secrets_of(read_folder(folder)) | shown
+        changed = [name for name, content in sorted(wanted.items()) if self._existing.get(name) != content]
         for name in changed:
             body = {
                 "apiVersion": "v1",
@@ -109,41 +122,44 @@ class Secrets:
                 "metadata": {"name": name, "labels": LABELS},
                 "data": {key: b64encode(data).decode() for key, data in wanted[name].items()},
             }
-            if name in existing:
+            if name in self._existing:
                 self._ask("PUT", f"/secrets/{name}", json=body)
             else:
                 self._ask("POST", "/secrets", json=body)
+            self._existing[name] = wanted[name]
         return changed
 
-    def _existing(self) -> dict[str, dict[str, bytes]]:
-        items: list[dict[str, Any]] = []
-        after = ""
-        while not items or after:
-            selector = ",".join(f"{name}={value}" for name, value in LABELS.items())
-            page = self._ask("GET", "/secrets", params={"labelSelector": selector, "limit": PAGE, "continue": after})
-            items += page["items"]
-            after = page.get("metadata", {}).get("continue", "")
-            if not items:
-                break
-        return {item["metadata"]["name"]: dict(_decoded(item.get("data") or {})) for item in items}
+    def _read(self, name: str) -> dict[str, bytes] | None:
+        response = self._sent("GET", f"/secrets/{name}")
+        if response.status_code == NOT_FOUND:
+            return None
+        data: Mapping[str, str] = self._accepted(response).json().get("data") or {}
+        return {key: b64decode(text) for key, text in data.items()}
 
-    def _ask(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, **arguments: Any) -> None:
+        self._accepted(self._sent(method, path, **arguments))
+
+    def _sent(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
-            response = self._http.request(method, path, **arguments)
+            return self._http.request(method, path, **arguments)
         except httpx.HTTPError as error:
             raise CannotCreate(f"The API server of Kubernetes does not answer: {error}") from error
+
+    def _accepted(self, response: httpx.Response) -> httpx.Response:
         if response.is_error:
+            asked = f"{response.request.method} {response.request.url.path}"
             raise CannotCreate(
-                f"The API server of Kubernetes refuses {method} {path} in the namespace {self._namespace}: "
-                f"{response.status_code} {response.text[:300]}"
+                f"The API server of Kubernetes refuses {asked}: {response.status_code} {response.text[:300]}"
             )
-        answer: dict[str, Any] = response.json()
-        return answer
+        return response
 
 
-def _server(environ: Mapping[str, str]) -> str:
-    return url_of("https", environ["KUBERNETES_SERVICE_HOST"], int(environ["KUBERNETES_SERVICE_PORT_HTTPS"]))
-
-
-def _decoded(data: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:
-    return ((name, b64decode(text)) for name, text in data.items())
+def _metrics_key(file: Path) -> str:
+    """A new key in the file that may read metrics. Raises CannotCreate."""
+    key = new_key()
+    entry = Key(tenant=METRICS, sha256=digest_of(key), note="baton init", permissions=frozenset({Permission.VIEW}))
+    try:
+        add_entry(file, entry)
+    except CannotAdd as error:
+        raise CannotCreate(f"the Secret {API_KEYS_SECRET}: {error}") from error
+    return key

@@ -63,7 +63,8 @@ example with the header x-baton-mode: aggregated. Otherwise they are estimated f
 [cyan]baton up --workers-max 4[/]   let it also start and drain workers
 
 ORCHESTRATOR_PLANNER_TTFT_S and ORCHESTRATOR_PLANNER_ITL_S set the targets. The planner requests
-workers from `baton up --workers-max`, or from the webhook at ORCHESTRATOR_SCALER_URL.""",
+workers from `baton up --workers-max`, from the webhook at ORCHESTRATOR_SCALER_URL, or from Kubernetes
+(ORCHESTRATOR_STATEFUL_SETS).""",
     "health": """[bold]Example[/]
 
 [cyan]baton health router[/]   in a container's HEALTHCHECK: prints healthy or unhealthy""",

@@ -1,5 +1,5 @@
 """Runs the planner: it always follows the fleet; while this orchestrator leads, it plans, publishes, and asks a scaler
-for workers: the launcher of this machine, a webhook, or none.
+for workers.
 """
 
 from __future__ import annotations
@@ -9,34 +9,26 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-import httpx
-import msgspec
 
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import Rules
+from services.orchestrator.planner.scalers import make_scaler
 from services.orchestrator.settings import Settings
 from shared.bounded import Bounded
 from shared.bus.outage import Outage
-from shared.bus.port import Bus, BusError, Envelope, NoResponders, Subscription
-from shared.contracts.channels import CHANGE_ROLE, PLAN, PLANS, REQUESTS_FINISHED, SCALE
+from shared.bus.port import Bus, BusError, Envelope, Subscription
+from shared.contracts.channels import CHANGE_ROLE, PLAN, PLANS, REQUESTS_FINISHED
 from shared.contracts.fleet_orders import ChangeRole
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
-from shared.contracts.planning import AskPlans, FleetScaled, PlanAction, PlanDecision, Plans, ScaleFleet
+from shared.contracts.planning import AskPlans, PlanAction, PlanDecision, Plans, ScaleFleet
 from shared.contracts.workers import FleetWorker
 from shared.runtime.clock import Clock
 from shared.text.fleet_text import plan_text
 
 ROLE_CHANGE_S_MAX = 60.0
-SCALER_S_MAX = 10.0
-"""Time limit for the scaler's reply."""
 
 log = logging.getLogger(__name__)
-REFUSAL_CHARS_MAX = 200
-"""Length of the part of a webhook's reply that a refusal quotes."""
-
 
 SAID_S = 3600.0
 """Time after which a change that is refused again for the same reason is logged again."""
@@ -56,16 +48,24 @@ NEVER = InVain("", -math.inf)
 
 class Planning:
     def __init__(
-        self, bus: Bus, clock: Clock, settings: Settings, rules: Rules, *, leading: Callable[[], bool]
+        self,
+        bus: Bus,
+        clock: Clock,
+        settings: Settings,
+        rules: Rules,
+        *,
+        leading: Callable[[], bool],
+        fleet: Callable[[], list[FleetWorker]],
     ) -> None:
-        """``leading``: whether this orchestrator is the leader now."""
+        """``leading``: whether this orchestrator is the leader now. Raises ValueError for settings of no scaler."""
         self._bus = bus
         self._clock = clock
         self._settings = settings
         self._leading = leading
+        self._fleet = fleet
         self._rules = rules
         self._planner = Planner(rules, clock.now())
-        self._scaler = make_scaler(bus, settings)
+        self._scaler = make_scaler(bus, settings, fleet)
         self._in_vain = Bounded[tuple[str, str, str], InVain](CHANGES_SAID_MAX)
         """Changes by model, fingerprint and text that were refused, or are advice: the planner asks for them again."""
         self._subscription: Subscription | None = None
@@ -83,12 +83,12 @@ class Planning:
         for request in message.requests:
             self._planner.ended(request, now)
 
-    async def run(self, fleet: Callable[[], list[FleetWorker]]) -> None:
+    async def run(self) -> None:
         """Sample the fleet and plan periodically, until cancelled."""
         outage = Outage(log)
         async with asyncio.TaskGroup() as changes:
             while True:
-                workers = fleet()
+                workers = self._fleet()
                 try:
                     if self._leading():
                         await self._lead(workers, changes)
@@ -178,60 +178,3 @@ class Planning:
             True,
             f"{decision.worker_id} is {changed.role} after {changed.seconds:.2f} s, {changed.legs} legs went on",
         )
-
-
-def make_scaler(bus: Bus, settings: Settings) -> Scaler:
-    url = settings.scaler_url
-    return WebhookScaler(url, SCALER_S_MAX) if url else LauncherScaler(bus, SCALER_S_MAX)
-
-
-class Scaler(Protocol):
-    """Starts and stops workers. A refusal is returned as text, never raised."""
-
-    async def scale(self, order: ScaleFleet) -> FleetScaled:
-        """Begin to start or stop workers; returns what was begun."""
-
-
-class LauncherScaler:
-    """Asks ``baton up --workers-max``, over the bus."""
-
-    def __init__(self, bus: Bus, reply_s_max: float) -> None:
-        self._bus = bus
-        self._reply_s_max = reply_s_max
-
-    async def scale(self, order: ScaleFleet) -> FleetScaled:
-        try:
-            return await self._bus.ask(SCALE, order, timeout_s=self._reply_s_max)
-        except NoResponders:
-            return FleetScaled(refusal="no launcher scales: start one with `baton up --workers-max N`")
-        except BusError as error:
-            return FleetScaled(refusal=f"the launcher did not reply: {error or type(error).__name__}")
-
-
-class WebhookScaler:
-    """Posts the order as JSON. An empty reply means that it is carried out; any other is a ``FleetScaled``."""
-
-    def __init__(self, url: str, reply_s_max: float) -> None:
-        self._url = url
-        self._reply_s_max = reply_s_max
-
-    async def scale(self, order: ScaleFleet) -> FleetScaled:
-        try:
-            async with httpx.AsyncClient(timeout=self._reply_s_max, trust_env=False) as client:
-                reply = await client.post(
-                    self._url, content=msgspec.json.encode(order), headers={"content-type": "application/json"}
-                )
-            return self._read(reply, order)
-        except httpx.HTTPError as error:
-            return FleetScaled(refusal=f"{self._url} cannot be reached: {error or type(error).__name__}")
-        except msgspec.DecodeError as error:
-            return FleetScaled(refusal=f"{self._url} replies with what is no FleetScaled: {error}")
-
-    def _read(self, reply: httpx.Response, order: ScaleFleet) -> FleetScaled:
-        """Raises msgspec.DecodeError."""
-        if not reply.is_success:
-            text = reply.text[:REFUSAL_CHARS_MAX]
-            return FleetScaled(refusal=f"{self._url} replies {reply.status_code}: {text}".rstrip(": "))
-        if not reply.content.strip():
-            return FleetScaled(change=order.change)
-        return msgspec.json.decode(reply.content, type=FleetScaled)

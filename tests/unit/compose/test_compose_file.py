@@ -56,6 +56,7 @@ FIXED = {
     "COLLECTOR_HOST": "a container listens everywhere; CONSOLE_BIND says where its port is published",
     "COLLECTOR_PORT": "the published one",
     "ORCHESTRATOR_INSTANCE": "must differ between the containers of --scale",
+    "ORCHESTRATOR_STATEFUL_SETS": "of Kubernetes, which compose is not",
     "WORKER_WORKER_ID": "that of the container's key",
     "WORKER_ROLE": "of the service",
     "WORKER_ENGINE": "of the service",
