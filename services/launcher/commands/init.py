@@ -1,4 +1,4 @@
-"""``baton init``: keys and certificates with which a cluster's processes authenticate to NATS."""
+"""``baton init``: keys and certificates with which processes authenticate to NATS, or a chart for Kubernetes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from services.launcher.cluster.folder import (
     API_KEYS,
@@ -34,6 +35,8 @@ EPILOG = """[bold]Examples[/]
 [cyan]baton init /etc/baton --renew[/]   a new certificate for NATS; all keys stay valid (SIGHUP makes
 nats-server read it)
 
+[cyan]baton init chart --kubernetes fleet.toml[/]   a Helm chart for this fleet, which makes its keys itself
+
 Existing files are kept, so the command can be repeated at any time; a certificate of which less than a third
 of its life is left is renewed. Repeat it after an upgrade: it rewrites nats-server's permissions for the new
 version. Clients accept the CA's certificates for the given names only; a new --host changes ca.pem."""
@@ -43,7 +46,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel="Secure it", epilog=EPILOG)(init)
 
 
-def init(  # one parameter per option is how the command line is declared
+def init(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
     folder: Annotated[
         Path | None,
         typer.Argument(metavar="DIR", help="Folder of the files.", show_default="~/.local/state/baton/cluster"),
@@ -55,11 +58,19 @@ def init(  # one parameter per option is how the command line is declared
     renew: Annotated[bool, typer.Option("--renew", help="Create a new certificate for NATS.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace everything: keys in use stop working.")] = False,
     no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Create no API key file for the routers.")] = False,
-    kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Keep the files as Secrets of this pod's namespace.")
+    secrets: Annotated[
+        bool, typer.Option("--secrets", help="In a pod of Kubernetes: keep the files as Secrets of its namespace.")
     ] = False,
+    kubernetes: Annotated[
+        Path | None, typer.Option(help="Write a Helm chart for this fleet into DIR instead.", metavar="FLEET.TOML")
+    ] = None,
 ) -> None:
-    """Create keys, permissions and TLS certificates for NATS."""
+    """Create keys, permissions and TLS certificates for NATS, or a Helm chart that does it."""
+    if kubernetes:
+        if not folder or any((host, worker, renew, force, no_api_key, secrets)):
+            fail("--kubernetes FLEET.TOML takes a folder for the chart, and no other option.")
+        write_kubernetes(Console(highlight=False, soft_wrap=True), folder.expanduser(), kubernetes)
+        return
     named = folder.expanduser().absolute() if folder else Path(keys_folder(None))
     if wrong := [name for name in worker or () if not is_subject_token(name)]:
         fail(f"{wrong[0]!r} is not a worker id: those consist of letters, digits, '-' and '_'.")
@@ -67,7 +78,7 @@ def init(  # one parameter per option is how the command line is declared
         hosts=tuple(host or ()), workers=tuple(worker or ()), api_key=not no_api_key, renew=renew, force=force
     )
     console = Console(highlight=False, soft_wrap=True)
-    if kubernetes:
+    if secrets:
         keep_as_secrets(console, named, request)
     else:
         show_result(console, named, request, created(named, request))
@@ -78,7 +89,7 @@ def keep_as_secrets(console: Console, folder: Path, request: InitRequest) -> Non
     from services.launcher.cluster.kubernetes import ADMIN_SECRET, Secrets
 
     try:
-        secrets = Secrets()
+        secrets = Secrets(request.workers)
         secrets.restore(folder)
         made = created(folder, request)
         changed = secrets.store(folder, made.api_key)
@@ -90,6 +101,32 @@ def keep_as_secrets(console: Console, folder: Path, request: InitRequest) -> Non
             "The first API key, with all permissions: "
             f"kubectl get secret {ADMIN_SECRET} -o jsonpath='{{.data.key}}' | base64 -d"
         )
+
+
+def write_kubernetes(console: Console, folder: Path, config: Path) -> None:
+    """The chart, and what to do with it; exits with the reason if there can be none."""
+    from services.launcher.commands.fleet import fleet_of
+    from services.launcher.fleet.fleet_file import WrongFleetFile
+    from services.launcher.service_files.files import CannotWriteService
+    from services.launcher.service_files.kubernetes import VALUES, still_to_do, values_of, write_chart
+
+    fleet = fleet_of(config, head_address="127.0.0.1")  # Pods find NATS by its name.
+    try:
+        values = values_of(fleet)
+        write_chart(folder, values, config.name)
+    except WrongFleetFile as error:
+        fail(f"{config}: {error}")
+    except CannotWriteService as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename or folder}: {error.strerror}")
+    console.print(
+        f"Written: the chart {escape(str(folder))}, with the fleet in {VALUES}. To start it, or after changes:"
+    )
+    for line in still_to_do(fleet):
+        console.print(f"  {escape(line)}")
+    chart = f"{escape(str(folder))} -f {escape(str(folder / VALUES))}"
+    console.print(f"  helm upgrade --install baton {chart} -n baton --create-namespace")
 
 
 def created(folder: Path, request: InitRequest) -> InitResult:

@@ -1,8 +1,8 @@
 """Runs the pods of manifests as processes of this machine: no cluster runs where these tests run.
 
-A mount is a folder: paths in commands, variables and configuration files are rewritten to it. Ports are free ones, and
-names of services are this machine. Everything else is as the manifests say: commands, variables, Secrets, probes and
-their order.
+A mount is a folder: paths in commands, variables and configuration files are rewritten to it, and the one of a service
+account is told to the process. Ports are free ones, and names of services are this machine. Everything else is as the
+manifests say: commands, variables, Secrets, service accounts, probes, grace periods and their order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 
 from services.launcher.system.machine import find_nats_server
+from tests.support.kubernetes_api import KubernetesApi
 from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
 
-END_S_MAX = 90.0
+DEFAULT_GRACE_S = 30.0
 PROBE_S_MAX = 30.0
 Build = Callable[[str], list[dict[str, Any]]]
 """Returns the objects of an overlay."""
@@ -37,6 +39,8 @@ class Pod:
         self.root = machine.folder / name
         spec = owner["spec"]["template"]["spec"]
         (self.container,) = spec["containers"]
+        self.account = spec.get("serviceAccountName", "")
+        self.grace_s = float(spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
         self._machine = machine
         self._volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
         for claim in owner["spec"].get("volumeClaimTemplates", ()):
@@ -78,10 +82,10 @@ class Pod:
                 values[name] = str(self._machine.port(self.name, int(value)))
             values[name] = self._text(values[name]).replace("0.0.0.0", "127.0.0.1")
         search = f"{Path(sys.executable).parent}:{Path(find_nats_server()).parent}:{os.environ['PATH']}"
-        return {"PATH": search, "HOME": f"{self.root}/home/baton", "PYTHONPATH": str(ROOT), **values}
+        own = {"PATH": search, "HOME": f"{self.root}/home/baton", "PYTHONPATH": str(ROOT), **values}
+        return own | self._machine.api_server(self.root) if self.account else own
 
-    def start(self, programs: Path | None = None) -> None:
-        """``programs``: a folder whose programs come before others."""
+    def start(self) -> None:
         for path, volume in self._mounts.items():
             folder = Path(f"{self.root}{path}")
             folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +95,7 @@ class Pod:
         command = [*self.container["command"], *self.container.get("args", ())]
         command = [sys.executable if each == "python" else self._text(each) for each in command]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**self.env, **({"PATH": f"{programs}:{self.env['PATH']}"} if programs else {})},
-                stdout=log,
-                stderr=log,
-            )
+            self.process = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log, stderr=log)
 
     def _files(self, volume: Mapping[str, Any]) -> dict[str, bytes]:
         if "secret" in volume:
@@ -132,9 +130,10 @@ class Pod:
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
 
-    def wait(self) -> int:
+    def wait(self, s_max: float = 0.0) -> int:
+        """The exit code, within the grace period, after which Kubernetes kills, or another time."""
         assert self.process is not None
-        return self.process.wait(END_S_MAX)
+        return self.process.wait(s_max or self.grace_s)
 
     @property
     def said(self) -> str:
@@ -144,9 +143,12 @@ class Pod:
 class Machine:
     """Where the pods run. Ends all of them at the end of its block."""
 
-    def __init__(self, objects: list[dict[str, Any]], folder: Path, secrets: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, objects: list[dict[str, Any]], folder: Path, api: KubernetesApi, account: Path) -> None:
+        """``account``: the folder of the service account at that API server."""
         self.folder = folder
-        self.secrets = secrets
+        self.secrets = api.secrets
+        self._api = api
+        self._account = account
         self._objects = objects
         self._ports: dict[tuple[str, int], int] = {}
         self._pods: list[Pod] = []
@@ -164,11 +166,32 @@ class Machine:
         """The port of this machine that stands for a pod's."""
         return self._ports.setdefault((pod, wanted), free_port())
 
+    def api_server(self, root: Path) -> dict[str, str]:
+        """The environment of a pod with a service account."""
+        server = urlsplit(self._api.url)
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "sitecustomize.py").write_text(
+            f"from pathlib import Path\nfrom shared import kubernetes\nkubernetes.ACCOUNT = Path({str(self._account)!r})\n"
+        )
+        return {
+            "PYTHONPATH": f"{root}:{ROOT}",
+            "KUBERNETES_SERVICE_HOST": str(server.hostname),
+            "KUBERNETES_SERVICE_PORT_HTTPS": str(server.port),
+        }
+
+    def rules_of(self, account: str) -> list[dict[str, Any]]:
+        """What a service account may do."""
+        bound = (each for each in self._objects if each["kind"] == "RoleBinding")
+        roles = [
+            each["roleRef"]["name"] for each in bound if account in [subject["name"] for subject in each["subjects"]]
+        ]
+        return [rule for role in roles for rule in self.find("Role", role)["rules"]]
+
     def find(self, kind: str, name: str) -> dict[str, Any]:
         return next((each for each in self._objects if (each["kind"], each["metadata"]["name"]) == (kind, name)), {})
 
     def pod(self, kind: str, name: str, number: int = 0) -> Pod:
-        """A replica, which is not started yet."""
+        """A replica, which is not started yet. Of a Deployment, each number is another pod."""
         pod = Pod(self, self.find(kind, name), name if kind == "Job" else f"{name}-{number}")
         self._pods.append(pod)
         return pod
