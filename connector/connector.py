@@ -122,6 +122,11 @@ class BatonConnector(KVConnectorBase_V1):
         """Called once, in EngineCore, before the backends' layouts are known."""
         return required_layout(vllm_config, is_cuda=current_platform.is_cuda())
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """Asked by vLLM 0.33. Its sleep would unmap memory that peers read; Baton ends the process instead."""
+        return False
+
     # Scheduler role
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

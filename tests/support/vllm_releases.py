@@ -14,6 +14,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -90,6 +91,15 @@ def laid_over(full: str, folder: Path) -> Path:
         subprocess.run(install, timeout=DOWNLOAD_S_MAX, check=True)
     partial.rename(over)
     return over
+
+
+def kv_cache_config_of(*args: Any) -> Any:
+    """vLLM's ``get_kv_cache_config_from_groups``, of whichever release is imported."""
+    try:
+        from vllm.v1.core import kv_cache_planning as module
+    except ImportError:  # before 0.33
+        from vllm.v1.core import kv_cache_utils as module
+    return module.get_kv_cache_config_from_groups(*args)
 
 
 def missing_of(line: str) -> str:

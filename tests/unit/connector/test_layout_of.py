@@ -21,6 +21,7 @@ from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import UnsupportedLayout
 from shared.contracts.kv_exchange import KvRank
 from tests.support.kv_engines import Shape, handshake
+from tests.support.vllm_releases import kv_cache_config_of
 
 BLOCKS, LAYERS, HEADS, TOKENS, SIZE = 6, 3, 4, 32, 8
 
@@ -343,14 +344,16 @@ def test_backends_of_cuda_take_both_layouts_with_heads_outside_tokens(backend):
     assert {"LBHNC", "BLHNC"} <= {layout.name for layout in layouts}
 
 
+def test_vllm_may_not_unmap_memory_that_peers_read():
+    pytest.importorskip("vllm")
+    from connector.connector import BatonConnector
+
+    assert not BatonConnector.supports_sleep_mode(None)
+
+
 def allocated(layout, blocks, *specs):
     """One rank's KV cache as vLLM allocates it, filled with random numbers, and a handshake that describes it."""
     import torch
-
-    try:
-        from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
-    except ModuleNotFoundError:  # before 0.33
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
@@ -360,7 +363,7 @@ def allocated(layout, blocks, *specs):
     cache.num_gpu_blocks_override = blocks
     engine = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=None), cache_config=cache)
     groups = [KVCacheGroupSpec(names, specs[0] if len(set(specs)) == 1 else layers_of_kinds(*specs))]
-    config = get_kv_cache_config_from_groups(engine, groups, 1 << 20)
+    config = kv_cache_config_of(engine, groups, 1 << 20)
     caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
     for tensor in caches.values():
         tensor.copy_(torch.rand(tensor.shape))

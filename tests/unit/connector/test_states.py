@@ -17,6 +17,7 @@ from connector.messages import BlocksDigested, DigestBlocks, RankAggregation, Re
 from connector.worker.digests import digested, read_cpu_memory
 from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvHandshake, KvLayer, KvPlane, KvRank
 from tests.support.kv_engines import Shape, handshake
+from tests.support.vllm_releases import kv_cache_config_of
 
 BLOCKS, TOKENS = 6, 32
 KEY_HEADS, VALUE_HEADS, SIZE = 2, 4, 16
@@ -71,7 +72,6 @@ def allocated(*groups):
     """
     import torch
     from vllm.config import CacheConfig
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
@@ -83,7 +83,7 @@ def allocated(*groups):
         KVCacheGroupSpec([f"layers.{number}.{layer}" for layer in range(layers)], spec)
         for number, (spec, layers) in enumerate(groups)
     ]
-    config = get_kv_cache_config_from_groups(engine, made, 1 << 24)
+    config = kv_cache_config_of(engine, made, 1 << 24)
     caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
     generator = torch.Generator().manual_seed(0)
     for name, tensor in caches.items():
