@@ -35,8 +35,8 @@ from shared.contracts.kv_events import (
 class EventTranslation:
     """Counts the copies of each block that the engine holds in each tier and KV cache group.
 
-    On the wire, a block of full attention is held when all full-attention groups hold it, and a boundary when all other
-    groups have a block that ends there. A window is as long as its last block: it is evicted first.
+    On the wire, a block of full attention is held when all full-attention groups hold it, and one in the tier BOUNDARY
+    when all other groups do.
     """
 
     def __init__(self, full: Sequence[bool] = (True,)) -> None:

@@ -44,8 +44,8 @@ class KvTier(StrEnum):
     """Host memory: loaded into the engine before use."""
     DISK = "disk"
     BOUNDARY = "boundary"
-    """No memory: the prefixes at whose end the device memory of all KV cache groups but full attention holds what a
-    prompt needs (see ``HashScheme.boundaries``).
+    """No memory: blocks that all KV cache groups but full attention hold on the device (see
+    ``HashScheme.boundaries``).
     """
 
 

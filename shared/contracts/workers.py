@@ -60,11 +60,20 @@ class HashScheme(Message, frozen=True, kw_only=True):
     """
     alignment: int = 0
     """Boundaries are at multiples of as many tokens. 0: ``block_size``."""
+    window_block: int = 0
+    """Tokens of a sliding window's block, in a model whose other groups are all windows."""
+    window_blocks: int = 1
+    """So many of the window's blocks up to a boundary must be held, unless the prompt begins among them."""
 
     @property
     def stride(self) -> int:
         """Hashes of a full-attention block; 0: the model has no full attention."""
         return self.index_block // self.block_size or int(not self.boundaries)
+
+    @property
+    def window_stride(self) -> int:
+        """Hashes of a window's block; for other models, those between two boundaries."""
+        return (self.window_block or self.align) // self.block_size
 
     @property
     def align(self) -> int:

@@ -72,8 +72,12 @@ void table_blocks(struct block_table *table, uint32_t row, int tier, uint64_t *b
 
 /* table_match.c */
 void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows);
-/* Writes each row's longest usable prefix of a model with boundaries; see block_table.py. `step` is not 0. */
-void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t count, size_t stride, size_t step,
+/* As Boundaries in block_table.py. */
+struct boundaries {
+    size_t stride, step, window, window_blocks;
+};
+/* Writes each row's longest usable prefix of a model with boundaries; all numbers in `at` but `stride` are positive. */
+void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t count, const struct boundaries *at,
                       int32_t *out, uint32_t rows);
 /* Writes at most `end` - `first` sources; returns how many. */
 size_t table_cover(struct block_table *table, const uint64_t *blocks, size_t first, size_t end, const uint8_t *allowed,

@@ -118,18 +118,22 @@ static PyObject *depths(Table *self, PyObject *const *args, Py_ssize_t given)
 
 static PyObject *boundaries(Table *self, PyObject *const *args, Py_ssize_t given)
 {
-    long stride, step;
     Py_buffer out;
-    if (!is_count(given, 4) || !read_number(args[1], 0, LONG_MAX, "stride", &stride) ||
-        !read_number(args[2], 1, LONG_MAX, "step", &step) ||
-        !open_array(args[3], &out, sizeof(int32_t), PyBUF_WRITABLE))
+    Py_ssize_t stride, step, window, window_blocks;
+    if (!is_count(given, 3) || !PyArg_ParseTuple(args[1], "nnnn", &stride, &step, &window, &window_blocks))
+        return NULL;
+    if (stride < 0 || step < 1 || window < 1 || window_blocks < 1)
+        return PyErr_Format(PyExc_ValueError, "boundaries at (%zd, %zd, %zd, %zd)", stride, step, window, window_blocks);
+    if (!open_array(args[2], &out, sizeof(int32_t), PyBUF_WRITABLE))
         return NULL;
     Py_ssize_t count = read_hashes(self, args[0]);
     if (count >= 0) {
         /* More than there are hashes is as much as one more. */
         size_t most = (size_t)count + 1;
-        table_boundaries(&self->table, self->scratch, (size_t)count, (size_t)stride < most ? (size_t)stride : most,
-                         (size_t)step < most ? (size_t)step : most, out.buf, (uint32_t)(out.len / out.itemsize));
+#define CAPPED(number) ((size_t)(number) < most ? (size_t)(number) : most)
+        struct boundaries at = {CAPPED(stride), CAPPED(step), CAPPED(window), CAPPED(window_blocks)};
+#undef CAPPED
+        table_boundaries(&self->table, self->scratch, (size_t)count, &at, out.buf, (uint32_t)(out.len / out.itemsize));
     }
     PyBuffer_Release(&out);
     if (count < 0)

@@ -185,17 +185,19 @@ static bool in_memory(struct block_table *table, uint64_t block, life_t life)
     return false;
 }
 
-/* Rows that have no boundary yet, as bits by life, and how far full attention reaches on each. */
+/* Rows without a boundary so far, as bits by life, and those of them of which blocks of a window are being counted. */
 struct waiting {
-    uint64_t lives[LIVES_MAX / 64 + 1];
-    uint32_t beyond; /* those on which it reaches beyond the first block */
+    uint64_t lives[LIVES_MAX / 64 + 1], counting[LIVES_MAX / 64 + 1];
+    uint32_t beyond; /* rows on which full attention reaches beyond the first block */
     size_t furthest;
-    int32_t *reach; /* by row, in full-attention blocks */
+    int32_t *reach;   /* by row, in full-attention blocks */
+    int32_t *counted; /* by row; the boundary is in `out` meanwhile */
 };
 
 static void wait_for_all(const struct block_table *table, struct waiting *waiting, uint32_t rows)
 {
     memset(waiting->lives, 0, table_words(table) * sizeof *waiting->lives);
+    memset(waiting->counting, 0, table_words(table) * sizeof *waiting->counting);
     waiting->beyond = 0;
     waiting->furthest = 0;
     for (uint32_t row = 0; row < rows && row < table->rows; row++) {
@@ -209,36 +211,58 @@ static void wait_for_all(const struct block_table *table, struct waiting *waitin
     }
 }
 
-/* Gives `end` to the waiting rows that have this boundary, if full attention reaches it: with whole blocks, or with a
- * partial block that is named by the boundary's own hash.
- */
-static void settle(struct block_table *table, struct waiting *waiting, const uint64_t *having, uint64_t block, size_t end,
-                   size_t stride, int32_t *out)
+/* Windows that are being counted, of rows that lack the next block of theirs, do not reach far enough. */
+static void give_up(const struct block_table *table, struct waiting *waiting, const uint64_t *having, int32_t *out)
 {
+    for (uint32_t word = 0; word < table_words(table); word++) {
+        uint64_t lost = waiting->counting[word] & ~having[word];
+        waiting->counting[word] &= having[word];
+        for (; lost; lost &= lost - 1)
+            out[table->row_of[word * 64 + (uint32_t)__builtin_ctzll(lost)]] = 0;
+    }
+}
+
+/* Counts a block of the waiting rows that have it. A boundary may begin there if full attention reaches it: with whole
+ * blocks, or with a partial block that is named by the boundary's own hash.
+ */
+static void count_in(struct block_table *table, struct waiting *waiting, const uint64_t *having, uint64_t block,
+                     size_t end, const struct boundaries *at, int32_t *out)
+{
+    bool may_begin = end % at->step == 0;
     for (uint32_t word = 0; word < table_words(table); word++)
         for (uint64_t left = having[word] & waiting->lives[word]; left; left &= left - 1) {
+            uint64_t bit = left & -left;
             life_t life = (life_t)(word * 64 + (uint32_t)__builtin_ctzll(left));
             uint32_t row = table->row_of[life];
             size_t reach = (size_t)waiting->reach[row];
-            if (stride && (end / stride > reach || (end > reach * stride && !in_memory(table, block, life))))
+            if (!(waiting->counting[word] & bit)) {
+                if (!may_begin || (at->stride && (end / at->stride > reach ||
+                                                  (end > reach * at->stride && !in_memory(table, block, life)))))
+                    continue;
+                out[row] = (int32_t)end;
+                waiting->counted[row] = 0;
+                waiting->counting[word] |= bit;
+            }
+            if ((size_t)++waiting->counted[row] < at->window_blocks)
                 continue;
-            out[row] = (int32_t)end;
-            waiting->lives[word] &= ~(left & -left);
+            waiting->lives[word] &= ~bit;
+            waiting->counting[word] &= ~bit;
             waiting->beyond -= reach > 0;
         }
 }
 
-void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t count, size_t stride, size_t step,
+void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t count, const struct boundaries *at,
                       int32_t *out, uint32_t rows)
 {
     struct waiting waiting;
-    uint64_t having[LIVES_MAX / 64 + 1];
+    uint64_t having[LIVES_MAX / 64 + 1] = {0};
     struct block_map *map = &table->maps[BOUNDARY];
+    size_t stride = at->stride, window = at->window, whole = stride ? count / stride : 0;
     memset(out, 0, rows * sizeof *out);
     if (!map->block_count || !rows || !count)
         return;
-    waiting.reach = must(calloc(rows, sizeof *waiting.reach));
-    size_t whole = stride ? count / stride : 0;
+    waiting.reach = must(calloc(rows, 2 * sizeof *waiting.reach));
+    waiting.counted = waiting.reach + rows;
     if (stride == 1)
         table_depths(table, blocks, count, waiting.reach, rows);
     else if (whole) {
@@ -249,22 +273,25 @@ void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t 
         free(strided);
     }
     wait_for_all(table, &waiting, rows);
-    size_t end = count / step * step, last = waiting.furthest * stride + stride - 1;
+    size_t end = count / window * window, last = waiting.furthest * stride + stride - 1;
     if (stride && end > last)
-        end = last / step * step;
-    for (set_t before = 0; end; end -= step) {
-        if (stride && !waiting.beyond && end >= stride && (end = (stride - 1) / step * step) == 0)
+        end = last / window * window;
+    for (set_t before = 0; end; end -= window) {
+        /* What is left can only be within the first block of full attention. */
+        if (stride && !waiting.beyond && end >= stride && (end = (stride - 1) / window * window) == 0)
             break;
-        if (end > AHEAD * step)
-            map_prefetch(map, blocks[end - AHEAD * step - 1]);
+        if (end > AHEAD * window)
+            map_prefetch(map, blocks[end - AHEAD * window - 1]);
         set_t set = map_get(map, blocks[end - 1]);
-        if (set && set != before) {
+        if (set != before) {
             memset(having, 0, table_words(table) * sizeof *having);
-            sets_add_to(&table->sets, set, having);
+            if (set)
+                sets_add_to(&table->sets, set, having);
+            give_up(table, &waiting, having, out);
             before = set;
         }
         if (set)
-            settle(table, &waiting, having, blocks[end - 1], end, stride, out);
+            count_in(table, &waiting, having, blocks[end - 1], end, at, out);
     }
     free(waiting.reach);
 }

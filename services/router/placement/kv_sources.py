@@ -10,12 +10,13 @@ from services.router.placement.candidates import Candidate
 from services.router.placement.placement import PlacementRequest
 from services.router.placement.specification import SOURCES_MAX
 from services.router.state import fleet_table as t
-from services.router.state.block_table import Depths
+from services.router.state.block_table import Boundaries, Depths
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.worker_view import WorkerView
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
+from shared.contracts.workers import HashScheme
 
 
 class PrefixDepths:
@@ -33,7 +34,7 @@ class PrefixDepths:
         if scheme is None:
             return self._index.match_depths(request.hashes)
         hashes = request.hashes[: scheme.usable(request.prompt_tokens) // scheme.block_size]
-        return self._index.match_boundaries(hashes, scheme.stride, scheme.align // scheme.block_size)
+        return self._index.match_boundaries(hashes, boundaries_of(scheme))
 
     def slots(self) -> t.Ints:
         """The index's slot of each row's worker; -1 for a worker that the index does not know."""
@@ -78,6 +79,12 @@ class PrefixDepths:
             return []
         holders = [(cluster.views[row], begin, end) for row, begin, end in spans[:SOURCES_MAX]]
         return [source_of(holder, first=begin, end=end) for holder, begin, end in holders if holder is not None]
+
+
+def boundaries_of(scheme: HashScheme) -> Boundaries:
+    """Where prefixes can be of use, in hashes."""
+    step = scheme.align // scheme.block_size
+    return Boundaries(scheme.stride, step, scheme.window_stride, scheme.window_blocks)
 
 
 def named_sources(sources: Sequence[WorkerId], view: WorkerView, cluster: ClusterView, able: t.Bools) -> list[KvSource]:

@@ -7,7 +7,7 @@ sequence of integers. ``native/block_table.c`` is the implementation in C.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,21 @@ Mask = NDArray[np.bool_]
 """Whether each row may be used."""
 Source = tuple[int, int, int]
 """A row, the first block to take from it, and the block to stop before."""
+
+
+class Boundaries(NamedTuple):
+    """Which prefixes of a model can be of use, all in hashes: see ``HashScheme``. A boundary is a multiple of ``step``
+    that full attention reaches, with whole blocks or a partial one, which has the boundary's own hash. A row holds it
+    if it holds so many ``window_blocks`` in the tier BOUNDARY, the last of which ends there, or all from the prompt's
+    beginning.
+    """
+
+    stride: int
+    """Hashes of a full-attention block; 0: the model has none."""
+    step: int = 1
+    window: int = 1
+    """Hashes of a window's block, of which ``step`` is a multiple."""
+    window_blocks: int = 1
 
 
 class BlockTable(Protocol):
@@ -59,11 +74,8 @@ class BlockTable(Protocol):
     def depths(self, hashes: Hashes, out: Depths) -> None:
         """The longest match of every row in any memory, written into ``out``; rows beyond its length are left out."""
 
-    def boundaries(self, hashes: Hashes, stride: int, step: int, out: Depths) -> None:
-        """The longest usable prefix of every row, in hashes, of a model with boundaries, written into ``out``: a
-        multiple of ``step`` whose last hash the row holds as a boundary, and to which full attention reaches. It has a
-        hash for each ``stride`` hashes (0: the model has none), and perhaps one of a partial block, at the boundary.
-        """
+    def boundaries(self, hashes: Hashes, at: Boundaries, out: Depths) -> None:
+        """The longest usable prefix of every row, in hashes, of a model with boundaries, written into ``out``."""
 
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
         """The fewest rows among ``allowed`` that together hold the blocks from ``first`` to before ``end``, each with
@@ -146,23 +158,35 @@ class PythonBlockTable:
         if alive != -1:
             write(out, alive, depth + 1)
 
-    def boundaries(self, hashes: Hashes, stride: int, step: int, out: Depths) -> None:
+    def boundaries(self, hashes: Hashes, at: Boundaries, out: Depths) -> None:
         """See ``BlockTable``."""
+        stride, step, window, blocks = at
         chain, holders, rows = numbers(hashes), self._holders[BOUNDARY], len(out)
         reach: Depths = np.zeros(rows, np.int32)
         if stride:
             self.depths(chain[stride - 1 :: stride], reach)
         out[:] = 0
-        for end in range(len(chain) // step * step, 0, -step):
+        begun: dict[int, tuple[int, int]] = {}
+        """By row, a boundary of whose window the blocks are being counted, and their number."""
+        for end in range(len(chain) // window * window, 0, -window):
             left = holders.get(chain[end - 1], 0)
-            named = 0 if not stride or end % stride == 0 or not left else next(self._masks([chain[end - 1]]))
+            named = next(self._masks([chain[end - 1]])) if left else 0
+            begun = {row: count for row, count in begun.items() if left >> row & 1}
             while left:
                 row, left = lowest(left), left & (left - 1)
                 if row >= rows or out[row]:
                     continue
-                whole = int(reach[row]) * stride
-                if not stride or end <= whole or (end < whole + stride and named >> row & 1):
-                    out[row] = end
+                boundary, count = begun.get(row, (end, 0))
+                if not count:
+                    whole = int(reach[row]) * stride
+                    reached = not stride or end <= whole or (end < whole + stride and named >> row & 1)
+                    if end % step or not reached:
+                        continue
+                begun[row] = boundary, count + 1
+                if count + 1 >= blocks:
+                    out[row] = boundary
+        for row, (boundary, _count) in begun.items():
+            out[row] = out[row] or boundary
 
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
         """See ``BlockTable``."""

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from services.router.state.block_table import TIERS, BlockTable, Depths, Hashes, Mask, block_table
+from services.router.state.block_table import TIERS, BlockTable, Boundaries, Depths, Hashes, Mask, block_table
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot, KvTier
 
@@ -197,12 +197,10 @@ class PrefixIndex:
         self.table.depths(hashes, depths)
         return depths
 
-    def match_boundaries(self, hashes: Hashes, stride: int, step: int) -> Depths:
-        """As ``match_depths`` for a model with boundaries: the longest usable prefix of every slot, in hashes. See
-        ``BlockTable.boundaries``.
-        """
+    def match_boundaries(self, hashes: Hashes, at: Boundaries) -> Depths:
+        """As ``match_depths`` for a model with boundaries: the longest usable prefix of every slot, in hashes."""
         depths = np.zeros(len(self.slots), np.int32)
-        self.table.boundaries(hashes, stride, step, depths)
+        self.table.boundaries(hashes, at, depths)
         return depths
 
     def match(self, hashes: Hashes) -> dict[WorkerId, int]:

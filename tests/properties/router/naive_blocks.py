@@ -5,13 +5,34 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.router.state.block_table import BOUNDARY, IS_COMPILED, TIERS, BlockTable, PythonBlockTable, block_table
+from services.router.state.block_table import (
+    BOUNDARY,
+    IS_COMPILED,
+    TIERS,
+    BlockTable,
+    Boundaries,
+    PythonBlockTable,
+    block_table,
+)
 from shared.contracts.kv_events import MEMORIES, digest_xor, unpack_hashes
 
 TABLES = [
     pytest.param(PythonBlockTable, id="python"),
     pytest.param(block_table, id="native", marks=pytest.mark.skipif(not IS_COMPILED, reason="not built here")),
 ]
+
+
+KINDS = (
+    Boundaries(1),
+    Boundaries(3),
+    Boundaries(2, 3, 3),
+    Boundaries(0, 2, 2),
+    Boundaries(1, 4, 4),
+    Boundaries(1, 1, 1, 3),
+    Boundaries(2, 2, 1, 3),
+    Boundaries(0, 4, 2, 2),
+)
+"""Kinds of models."""
 
 
 class NaiveBlocks:
@@ -27,17 +48,16 @@ class NaiveBlocks:
         """What the row has in memory."""
         return set[int]().union(*(self.held[row, tier] for tier in range(len(MEMORIES))))
 
-    def boundary(self, row: int, chain: list[int], stride: int, step: int) -> int:
+    def boundary(self, row: int, chain: list[int], at: Boundaries) -> int:
         """The row's longest usable prefix, as its definition says: each possible one is tried."""
-        held = self.of(row)
-        for end in range(len(chain) // step * step, 0, -step):
-            if chain[end - 1] not in self.held[row, BOUNDARY]:
-                continue
-            full = chain[stride - 1 : end : stride] if stride else []
+        held, ends, stride = self.of(row), self.held[row, BOUNDARY], at.stride
+        for end in range(len(chain) // at.step * at.step, 0, -at.step):
+            window = [chain[one - 1] for one in range(end, 0, -at.window)][: at.window_blocks]
             # A block that ends beyond the boundary contains it, and so does a partial one, which has its name.
             beyond = chain[end + stride - end % stride - 1 :][:1] if stride else []
-            ends = not stride or end % stride == 0 or chain[end - 1] in held or held.issuperset(beyond or [None])
-            if ends and held.issuperset(full):
+            contained = not stride or end % stride == 0 or chain[end - 1] in held or held.issuperset(beyond or [None])
+            full = chain[stride - 1 : end : stride] if stride else []
+            if contained and held.issuperset(full) and ends.issuperset(window):
                 return end
         return 0
 
@@ -74,9 +94,9 @@ class NaiveBlocks:
         depths = np.full(self.rows, -7, np.int32)
         table.depths(chain, depths)
         assert depths.tolist() == [self.depth(row, chain) for row in range(self.rows)]
-        for stride, step in ((1, 1), (3, 1), (2, 3), (0, 2), (1, 4), (50, 1)):
-            table.boundaries(chain, stride, step, depths)
-            assert depths.tolist() == [self.boundary(row, chain, stride, step) for row in range(self.rows)]
+        for at in (*KINDS, Boundaries(len(chain) + 9), Boundaries(0, len(chain) + 9), Boundaries(1, 1, 1, 99)):
+            table.boundaries(chain, at, depths)
+            assert depths.tolist() == [self.boundary(row, chain, at) for row in range(self.rows)]
         everybody = set[int]().union(*self.held.values())
         assert [table.held(block) for block in chain] == [block in everybody for block in chain]
 

@@ -101,7 +101,7 @@ INTERFACES = {
     "vllm/v1/executor/abstract.py": "Executor.profile",
     "vllm/v1/kv_cache_interface.py": (
         "KVCacheConfig KVCacheGroupSpec AttentionSpec FullAttentionSpec MLAAttentionSpec SlidingWindowSpec "
-        "SlidingWindowMLASpec MambaSpec is_full_attention_spec is_quantized_kv_cache"
+        "SlidingWindowMLASpec MambaSpec is_full_attention_spec is_quantized_kv_cache get_kv_cache_spec_sliding_window"
     ),
     "vllm/model_executor/layers/mamba/mamba_utils.py": "is_conv_state_dim_first MambaStateShapeCalculator",
     "vllm/distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py": "derive_mamba_conv_split",

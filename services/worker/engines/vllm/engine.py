@@ -193,7 +193,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
             app = await _openai_app(llm, args, meter)
             adapters = await _adapters(launch, llm, app, modules)
             alignment, groups = await llm.engine_core.call_utility_async("cache_groups")
-            source.attach([is_full for _size, is_full in groups])
+            source.attach([is_full for _size, is_full, _window in groups])
             if exchange is not None:
                 exchange.attach(llm.engine_core, llm.note_death)
         except BaseException:
@@ -491,19 +491,23 @@ class VllmEngine(Engine):
 
 
 def hash_scheme(
-    cache: Any, hash_block_size: int, alignment: int = 0, groups: Sequence[tuple[int, bool]] = ()
+    cache: Any, hash_block_size: int, alignment: int = 0, groups: Sequence[tuple[int, bool, int]] = ()
 ) -> HashScheme:
-    """How vLLM names blocks, in this environment. ``groups``: block size of each KV cache group, and whether it is full
-    attention.
+    """How vLLM names blocks, in this environment. ``groups``: of each KV cache group its block size, whether it is full
+    attention, and its window in tokens (0: none).
     """
     groups = groups if cache.enable_prefix_caching else ()
-    full = [size for size, is_full in groups if is_full]
+    full = [size for size, is_full, _window in groups if is_full]
+    windows = [(size, window) for size, is_full, window in groups if not is_full]
+    window_block = lcm(*(size for size, _window in windows)) if windows and all(at for _size, at in windows) else 0
     boundaries = len(groups) > 1 or bool(groups and not full)
     scheme = HashScheme(
         block_size=hash_block_size,
         index_block=lcm(*full) if full else 0,
         boundaries=boundaries,
         alignment=alignment if boundaries else 0,
+        window_block=window_block,
+        window_blocks=max(1, *(-(-(window - 1) // window_block) for _size, window in windows)) if window_block else 1,
         algorithm=cache.prefix_caching_hash_algo,
     )
     seed = os.environ.get("PYTHONHASHSEED")

@@ -26,6 +26,8 @@ STATE = HashScheme(block_size=UNIT, index_block=4 * UNIT, boundaries=True)
 WINDOW = HashScheme(block_size=UNIT, index_block=UNIT, boundaries=True, alignment=2 * UNIT)
 ONLY_WINDOWS = HashScheme(block_size=UNIT, boundaries=True)
 
+THREE_BLOCKS = HashScheme(block_size=UNIT, index_block=UNIT, boundaries=True, window_block=UNIT, window_blocks=3)
+
 
 class Fleet:
     """``at`` are numbers of hashes, from 1."""
@@ -81,6 +83,8 @@ def compiled(request) -> bool:
         (WINDOW, {"full": 9, "at": (4, 8)}, 9 * UNIT, 8),
         (WINDOW, {"full": 9, "at": (4, 8)}, 8 * UNIT, 4),
         (ONLY_WINDOWS, {"at": (3, 9)}, 20 * UNIT, 9),
+        (THREE_BLOCKS, {"full": 20, "at": (1, 2, 6, 7, 8, 12, 13)}, 20 * UNIT, 8),
+        (THREE_BLOCKS, {"full": 7, "at": (1, 2, 6, 7, 8, 12, 13)}, 20 * UNIT, 2),
     ],
 )
 def test_what_is_cached_ends_at_the_longest_boundary_that_full_attention_reaches(
@@ -128,9 +132,14 @@ def test_a_worker_with_the_prompts_last_boundary_needs_no_handoff(held, is_hande
         ({"alignment": 16}, "alignment"),
         ({"alignment": -1}, "alignment"),
         ({"block_size": 0}, "block size"),
+        ({"window_block": 64}, "window"),
+        ({"window_block": 31}, "window"),
+        ({"window_blocks": 0}, "window"),
+        ({"window_blocks": 1 << 40}, "window"),
         ({}, ""),
         ({"index_block": 0}, ""),
         ({"index_block": 64, "alignment": 96}, ""),
+        ({"alignment": 128, "window_block": 64, "window_blocks": 9}, ""),
     ],
 )
 def test_a_scheme_that_contradicts_itself_is_refused(changes, fault):
