@@ -167,7 +167,7 @@ class PythonBlockTable:
             self.depths(chain[stride - 1 :: stride], reach)
         out[:] = 0
         begun: dict[int, tuple[int, int]] = {}
-        """By row, a boundary of whose window the blocks are being counted, and their number."""
+        """The boundary of each row whose window's blocks are being counted, and their number so far."""
         for end in range(len(chain) // window * window, 0, -window):
             left = holders.get(chain[end - 1], 0)
             named = next(self._masks([chain[end - 1]])) if left else 0
