@@ -42,7 +42,7 @@ from connector.scheduler.block_names import rename_blocks
 from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.scheduler.event_publisher import register_publisher
 from connector.worker.connector_worker import ConnectorWorker, RankHandshake, refuse_other_hosts
-from shared.contracts.kv_exchange import GROUP, KvTransferReport, LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,7 +104,9 @@ class BatonConnector(KVConnectorBase_V1):
             self._hash_block_size = kv_cache_config.hash_block_size
             alignment = kv_cache_config.cache_hit_alignment_tokens
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            shape = EngineShape(self._hash_block_size, alignment, groups_of(kv_cache_config), ranks)
+            speculative = vllm_config.speculative_config
+            drafts = speculative is not None and speculative.use_eagle_block_drop()
+            shape = EngineShape(self._hash_block_size, alignment, groups_of(kv_cache_config), ranks, drafts)
             self.connector_scheduler = ConnectorScheduler(settings, shape)
             EngineCore.kv_exchange = kv_exchange
             EngineCore.rename_blocks = rename_blocks
@@ -159,9 +161,10 @@ class BatonConnector(KVConnectorBase_V1):
         if order is None:
             return
         side = self.connector_scheduler
-        block_ids = blocks.get_block_ids()[GROUP] if num_external_tokens else ()
-        side.reader.allocated(request, block_ids, num_external_tokens)
-        if not num_external_tokens and not request.num_preemptions:
+        reads = bool(num_external_tokens)
+        fresh = blocks.get_unhashed_block_ids_all_groups() if reads and not side.reader.groups.keeps_prefix else ()
+        side.reader.allocated(request, blocks.get_block_ids() if reads else (), num_external_tokens, fresh)
+        if not reads and not request.num_preemptions:
             cached_tokens = side.reader.cached_tokens(request.request_id)
             side.holder.note_prompt(request.block_hashes, request.num_prompt_tokens, cached_tokens, order.leg_id)
 

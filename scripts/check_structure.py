@@ -21,7 +21,7 @@ PURE = {
     "connector": "messages",
     "connector.holder": "*",
     "connector.layout": "bounds routes tensors",
-    "connector.reader": "fetch lease_request peers prefetch reader speed_test",
+    "connector.reader": "fetch groups lease_request peers prefetch reader speed_test",
     "connector.scheduler": "exchange_core recompute_share",
     "services.collector": "aggregated_estimate disaggregation_report",
     "services.collector.console": "events health requests state tables traffic views",

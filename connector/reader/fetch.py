@@ -1,36 +1,39 @@
-"""Fetch a run of blocks from other workers: request leases, read granted blocks, try other sources for the rest.
+"""Fetch a prompt's KV from other workers: request leases, read granted blocks, try other sources for the rest.
 
 fetch = Fetch(plan, now)            lease requests go out at once
-fetch.count()                       None while grants are awaited; then the number of blocks to allocate
+fetch.tokens()                      None while grants are awaited; then the number of tokens to allocate blocks for
 fetch.begin(local_blocks, now)      blocks are allocated: reads begin
 fetch.on_grant / on_part / on_time  events
 fetch.over                          nothing is requested, read or leased any more; ``missing()`` did not arrive
 
 Lease requests, releases, reads and cancellations are appended to the plan's ``Outbox``.
+
+If the model has one group with full attention, each prefix is of use and several sources may each supply a part.
+Otherwise the tokens up to one boundary are fetched, or none: one source at a time is asked for all that is missing, so
+that no late write of a source that failed meets a later read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from connector.messages import PeerKey, Read, ReadPart
+from connector.reader.groups import Blocks, GroupPlan
 from connector.reader.lease_request import LeaseRequest, Segment, Source
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (
-    GROUP,
     LEASE_BLOCKS_MAX,
-    GroupBlocks,
     KvGrant,
     KvOffer,
     KvRead,
     LeaseKv,
     NoGrant,
     ReleaseKv,
+    is_sound_grant,
     is_sound_offer,
     new_lease_id,
     pack_full_hashes,
-    unpack_block_ids,
 )
 
 
@@ -62,20 +65,20 @@ class Outbox:
 
 @dataclass(slots=True, kw_only=True)
 class FetchPlan:
-    """What to fetch, from which sources, for which reader."""
+    """What to fetch, from which sources, for which reader. Positions are in tokens from the start of the prompt."""
 
     reader: PeerKey
+    groups: GroupPlan
     hashes: Sequence[bytes]
-    """Full hashes of the prompt's blocks, from the first on."""
+    """Full hashes of the prompt, from the first on."""
     start: int
-    """Index of the first missing block."""
+    """Full attention is here up to this position."""
     goal: int
-    """Index after the last block to fetch."""
+    """The last position up to which KV is of use."""
     sources: list[Source]
     take: KvOffer | None = None
     follow_s: float = 30.0
     """Maximum wait for the next blocks of a followed source."""
-    hash_block_size: int
     limits: FetchLimits
     outbox: Outbox
     clock_ahead: Callable[[PeerKey], float | None]
@@ -87,13 +90,15 @@ class FetchPlan:
 
 
 def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
+    first = plan.groups.hashes_from(request.first)
     return LeaseKv(
         worker_id=WorkerId(request.peer[0]),
         epoch=Epoch(request.peer[1]),
         reader_id=WorkerId(plan.reader[0]),
         ask_id=request.lease_id,
-        hashes=pack_full_hashes(plan.hashes[request.first : request.end]),
-        first=request.first,
+        hashes=pack_full_hashes(plan.hashes[first : request.end // plan.groups.unit]),
+        first=first,
+        have=request.first,
         hold_s=plan.limits.hold_s,
         follow_s=plan.follow_s if request.followed else 0.0,
         leg_id=request.leg_id,
@@ -110,17 +115,16 @@ def release_message(plan: FetchPlan, request: LeaseRequest) -> ReleaseKv:
 
 MISSING, GRANTED, ARRIVED = 0, 1, 2
 """States of a block: not leased; leased, perhaps being read; arrived."""
+WHOLE = -1
+"""Instead of a block's index in ``Fetch._spent``: the source was asked for all that was missing."""
 
 
 class BlockProgress:
-    """A run of blocks, one byte each: every event searches it, and a long prompt has thousands of blocks."""
+    """A run of blocks of one group, one byte each: every event searches it, and a long prompt has thousands."""
 
-    def __init__(self, start: int, goal: int) -> None:
-        self.start = start
-        self._states = bytearray(max(0, goal - start))
-
-    def __len__(self) -> int:
-        return len(self._states)
+    def __init__(self, run: range) -> None:
+        self.start = run.start
+        self._states = bytearray(len(run))
 
     @property
     def end(self) -> int:
@@ -129,13 +133,13 @@ class BlockProgress:
 
     @property
     def arrived(self) -> int:
-        """Blocks of the longest prefix that arrived."""
-        return len(self._states) - len(self._states.lstrip(bytes([ARRIVED])))
+        """Index after the longest prefix that arrived."""
+        return self.end - len(self._states.lstrip(bytes([ARRIVED])))
 
     @property
     def promised(self) -> int:
-        """Blocks of the longest prefix that arrived or is leased."""
-        return self.next_missing(self.start) - self.start
+        """Index after the longest prefix that arrived or is leased."""
+        return self.next_missing(self.start)
 
     def cut(self, count: int) -> None:
         """Reduce the run to its first ``count`` blocks."""
@@ -149,13 +153,22 @@ class BlockProgress:
 
     def next_missing(self, index: int) -> int:
         """The first missing block from ``index`` on; ``end`` if there is none."""
-        found = self._states.find(MISSING, index - self.start)
+        found = self._states.find(MISSING, max(0, index - self.start))
         return self.end if found < 0 else self.start + found
 
     def missing_until(self, index: int, end: int) -> int:
         """End of the run of missing blocks that begins at ``index``, at most ``end``."""
         run = self._states[index - self.start : end - self.start]
         return index + len(run) - len(run.lstrip(bytes([MISSING])))
+
+    def missing_runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """(first, end) of each run of missing blocks from ``first`` to ``end``."""
+        end = min(end, self.end)
+        index = self.next_missing(first)
+        while index < end:
+            stop = self.missing_until(index, end)
+            yield index, stop
+            index = self.next_missing(stop)
 
     def not_arrived(self) -> list[int]:
         """Offsets from ``start`` of the blocks that did not arrive."""
@@ -169,26 +182,37 @@ class Fetch:
         self.plan = plan
         self.requests: list[LeaseRequest] = []
         self.stopped = False
-        self._progress = BlockProgress(plan.start, plan.goal)
+        self.end = plan.goal
+        """Position up to which KV is to come: the goal, until a holder grants an earlier boundary."""
+        self.behind = 0
+        """A boundary that a holder has, but which does not go beyond ``FetchPlan.start``; 0: none."""
+        self._groups = groups = plan.groups
+        self._progress = [
+            BlockProgress(groups.needed(number, plan.start, plan.goal)) for number in range(len(groups.groups))
+        ]
+        self._lead = groups.full[0] if groups.full else 0
+        """The group whose blocks are counted as tokens."""
         self._spent: set[tuple[PeerKey, int]] = set()
-        self._local: list[int] | None = None
-        self._reads: dict[int, tuple[LeaseRequest, int, int]] = {}
-        """Reads under way, by id: lease request, index of the first block, blocks that are not final."""
+        self._local: list[Blocks] | None = None
+        self._reads: dict[int, tuple[LeaseRequest, int, int, int]] = {}
+        """Reads under way, by id: lease request, group, index of the first block, blocks that are not final."""
         self._peers_due_at = now + plan.limits.peer_s_max
         if plan.take is not None:
             self._take(plan.take, now)
         self._request_missing(now)
 
-    def count(self) -> int | None:
-        """Blocks from ``start`` on to allocate; None while it is not known.
+    def tokens(self) -> int | None:
+        """Tokens from ``FetchPlan.start`` on to allocate blocks for; None while it is not known.
 
-        A followed prompt is still being computed, so all of its blocks are allocated at once and arrive one by one.
+        A followed prompt is still being computed, so blocks for all of it are allocated at once and arrive one by one.
         """
         if any(request.open and request.followed for request in self.requests):
-            return len(self._progress)
+            return self.end - self.plan.start
         if any(request.open for request in self.requests):
             return None
-        return self._progress.promised
+        if self._groups.keeps_prefix:
+            return self._progress[0].promised * self._groups.stride - self.plan.start
+        return 0 if self._misses_any else self.end - self.plan.start
 
     @property
     def over(self) -> bool:
@@ -202,8 +226,19 @@ class Fetch:
 
     @property
     def arrived(self) -> int:
-        """Blocks of the longest prefix that arrived."""
-        return self._progress.arrived
+        """Tokens from ``FetchPlan.start`` on with which the request can continue."""
+        if self._groups.keeps_prefix:
+            return self.full_end - self.plan.start
+        return self.end - self.plan.start if all(run.arrived == run.end for run in self._progress) else 0
+
+    @property
+    def full_end(self) -> int:
+        """Position up to which full attention arrived, at the end of a block in each of its groups."""
+        sizes = (
+            (self._progress[number].arrived, self._groups.groups[number].block_size) for number in self._groups.full
+        )
+        end = min((arrived * size for arrived, size in sizes), default=self.plan.start)
+        return max(self.plan.start, min(end, self.end) // self._groups.stride * self._groups.stride)
 
     @property
     def reads_under_way(self) -> int:
@@ -213,25 +248,31 @@ class Fetch:
         return any(request.lease_id == lease_id for request in self.requests)
 
     def granted_end(self, lease_id: str) -> int:
-        """Index in the prompt after the last block that this request was granted; 0: none was."""
+        """Position up to which this request was granted full attention; 0: none was."""
         return next((request.granted_end for request in self.requests if request.lease_id == lease_id), 0)
 
     def is_reading(self, read_id: int) -> bool:
         return read_id in self._reads
 
     def missing(self) -> list[int]:
-        """Allocated local blocks whose content did not arrive."""
-        local = self._local or []
-        return [local[place] for place in self._progress.not_arrived() if place < len(local)]
+        """Allocated local blocks whose content did not arrive, of the one group with full attention."""
+        local = self._local[0].ids if self._local is not None else []
+        return [local[place] for place in self._progress[0].not_arrived() if place < len(local)]
 
     def reads(self) -> list[KvRead]:
         """Report of each source."""
         return [request.read() for request in self.requests]
 
-    def begin(self, local_blocks: list[int], now: float) -> None:
-        """Read into these blocks, the first of the run; the rest of the run is not needed any more."""
-        self._local = local_blocks
-        self._progress.cut(len(local_blocks))
+    def begin(self, local: list[Blocks], now: float) -> None:
+        """Read into these blocks, one entry for each group; what begins after them is not needed any more. Blocks of a
+        window that are missing at the beginning of an entry are here already.
+        """
+        self._local = local
+        for blocks, run in zip(local, self._progress, strict=True):
+            run.mark(run.start, blocks.first - run.start, ARRIVED)
+            run.cut(blocks.end - run.start)
+        if self._groups.keeps_prefix:
+            self.end = min(self.end, self.plan.start + len(local[0].ids) * self._groups.stride)
         self._read_granted(now)
 
     def on_grant(self, grant: KvGrant, now: float) -> None:
@@ -239,36 +280,30 @@ class Fetch:
         request = next((request for request in self.requests if request.lease_id == grant.ask_id), None)
         if request is None or not request.open or request.peer != (grant.worker_id, grant.epoch):
             return
-        first, blocks = _blocks(grant.groups)
-        if blocks is None:
-            request.close("the grant cannot be read")
-        elif blocks:
-            if self._fits(request, grant, first, len(blocks)):
-                request.granted(Segment(first, blocks, grant.until_s), now)
-                self._progress.mark(first, len(blocks), GRANTED)
-                if request.followed:  # Each chunk of a followed prompt takes time to compute, so the wait restarts.
-                    request.overdue_at = now + self.plan.follow_s
-            else:
-                request.close("the grant does not match the request")
+        if grant.groups and not self._accept(request, grant, now):
+            request.close("the grant does not match the request")
         if grant.final:
             request.close(str(grant.reason or ""))
         self._go_on(now)
 
     def on_part(self, part: ReadPart, now: float) -> None:
         """Blocks of a read are final."""
-        request, first, left = self._reads.pop(part.read_id)
-        begin = first + part.first
+        request, group, first, left = self._reads.pop(part.read_id)
+        begin, run = first + part.first, self._progress[group]
         request.reading -= part.count
         if left > part.count:
-            self._reads[part.read_id] = (request, first, left - part.count)
+            self._reads[part.read_id] = (request, group, first, left - part.count)
         if part.failure:
             request.totals.fail(part.failure)
-            self._progress.mark(begin, part.count, MISSING)
+            run.mark(begin, part.count, MISSING)
             self._spent.update((request.peer, index) for index in range(begin, begin + part.count))
         else:
-            request.totals.tokens += part.count * self.plan.hash_block_size
+            if group == self._lead:
+                size = self._groups.groups[group].block_size
+                beyond = max(begin * size, self.plan.start)
+                request.totals.tokens += min((begin + part.count) * size, self.end) - beyond
             request.totals.moved(part.started_s, part.ended_s, part.bytes)
-            self._progress.mark(begin, part.count, ARRIVED)
+            run.mark(begin, part.count, ARRIVED)
         self._go_on(now)
 
     def on_peer(self, now: float) -> None:
@@ -302,6 +337,10 @@ class Fetch:
             self._release(request)
         self.plan.outbox.cancel.extend(self._reads)
 
+    @property
+    def _misses_any(self) -> bool:
+        return any(run.promised < run.end for run in self._progress)
+
     def _go_on(self, now: float) -> None:
         if self.stopped:
             return
@@ -313,22 +352,19 @@ class Fetch:
 
     def _take(self, offer: KvOffer, now: float) -> None:
         """Use an offer if its last hash shows that it is of this prompt. Otherwise (an edited history, for example) the
-        blocks are requested by their hashes.
+        KV is requested by hashes.
         """
-        (first, blocks), hashes = _blocks(offer.groups), self.plan.hashes
-        if (
-            not is_sound_offer(offer)
-            or first
-            or not blocks
-            or len(blocks) > len(hashes)
-            or hashes[len(blocks) - 1] != offer.last_hash
-        ):
+        plan, groups = self.plan, self._groups
+        if not is_sound_offer(offer) or not groups.is_named(plan.hashes, offer.boundary, offer.last_hash):
             return
-        end = min(len(blocks), self.plan.goal)
+        granted = groups.granted(offer.groups, 0, offer.boundary)
+        if granted is None or (offer.boundary > plan.goal and not groups.keeps_prefix):
+            return
+        end = min(offer.boundary, plan.goal)
         request = LeaseRequest(
             lease_id=offer.lease_id,
             peer=(offer.worker_id, offer.epoch),
-            first=self.plan.start,
+            first=plan.start,
             end=end,
             requested_at=now,
             overdue_at=now,
@@ -336,43 +372,119 @@ class Fetch:
             open=False,
         )
         self.requests.append(request)
-        if end > self.plan.start:
-            request.granted(Segment(self.plan.start, blocks[self.plan.start : end], offer.until_s), now)
-            self._progress.mark(self.plan.start, end - self.plan.start, GRANTED)
+        if self._can_end_at(end):
+            request.granted(Segment(self._wanted(granted[0]), offer.until_s), end, now)
         else:
             self._release(request)
 
+    def _accept(self, request: LeaseRequest, grant: KvGrant, now: float) -> bool:
+        """Take what a grant has; False if it is not what was asked for."""
+        groups, have = self._groups, max(request.granted_end, request.first)
+        granted = groups.granted(grant.groups, have, grant.boundary) if is_sound_grant(grant) else None
+        if granted is None:
+            return False
+        blocks, end = granted
+        last = grant.boundary or end
+        if last > min(request.end, self.end) or not groups.is_named(self.plan.hashes, last, grant.last_hash):
+            return False
+        if grant.boundary and not groups.keeps_prefix and not self._can_end_at(grant.boundary):
+            return False
+        request.granted(Segment(self._wanted(blocks), grant.until_s), end, now)
+        if request.followed:  # Each chunk of a followed prompt takes time to compute, so the wait restarts.
+            request.overdue_at = now + self.plan.follow_s
+        return True
+
+    def _can_end_at(self, boundary: int) -> bool:
+        """End there, if that is of use: until blocks are allocated, any boundary after ``FetchPlan.start`` is."""
+        groups, start = self._groups, self.plan.start
+        if boundary <= start:
+            self.behind = max(self.behind, boundary)
+            return False
+        if groups.keeps_prefix or boundary == self.end:
+            return True
+        if self.begun:
+            return False
+        self.end = boundary
+        for number, run in enumerate(self._progress):
+            needed = groups.needed(number, start, boundary)
+            if number in groups.full:
+                run.cut(len(needed))
+            else:
+                self._progress[number] = BlockProgress(needed)
+        return True
+
+    def _wanted(self, granted: list[Blocks]) -> list[Blocks]:
+        """Those of the blocks that no other lease has. They count as leased from now on."""
+        wanted = []
+        for blocks in granted:
+            run = self._progress[blocks.group]
+            for first, end in run.missing_runs(blocks.first, blocks.end):
+                run.mark(first, end - first, GRANTED)
+                wanted.append(blocks.within(first, end))
+        return wanted
+
     def _request_missing(self, now: float) -> None:
+        if not self._groups.keeps_prefix:
+            self._request_all_missing(now)
+            return
+        self._request_missing_runs(now)
+
+    def _request_missing_runs(self, now: float) -> None:
         """Request the missing blocks in order, up to the first one without a source: blocks after a gap are useless."""
-        open_until = self._open_ends()
-        index = self._progress.next_missing(self.plan.start)
-        while index < self._progress.end:
+        progress, size, open_until = self._progress[0], self._groups.stride, self._open_ends()
+        index = progress.next_missing(progress.start)
+        while index < progress.end:
             if index in open_until:
                 end = open_until[index]
             elif (source := self._source_of(index)) is not None:
-                end = self._request_from(source, index, now)
+                end = progress.missing_until(index, min(source.end // size, progress.end, index + LEASE_BLOCKS_MAX))
+                self._request_from(source, index * size, end * size, now)
+                self._spent.update((source.peer, at) for at in range(index, end))
             else:
                 return
-            index = self._progress.next_missing(end)
+            index = progress.next_missing(end)
 
     def _open_ends(self) -> dict[int, int]:
         """Per open request: index of its first ungranted block, and its end."""
-        return {max(request.granted_end, request.first): request.end for request in self.requests if request.open}
+        size = self._groups.stride
+        return {
+            max(request.granted_end, request.first) // size: request.end // size
+            for request in self.requests
+            if request.open
+        }
 
     def _source_of(self, index: int) -> Source | None:
+        position = index * self._groups.stride
         for source in self.plan.sources:
-            if source.first <= index < source.end and (source.peer, index) not in self._spent:
+            if source.first <= position < source.end and (source.peer, index) not in self._spent:
                 return source
         return None
 
-    def _request_from(self, source: Source, index: int, now: float) -> int:
-        """Send one lease request; returns its end."""
+    def _request_all_missing(self, now: float) -> None:
+        """Request all that is missing from the next source, unless one is busy. A source that computes the prompt comes
+        first; after blocks are allocated, only a source that reaches their boundary is of use.
+        """
+        if not self._misses_any or not self.over:
+            return
+        groups, plan = self._groups, self.plan
+        promised = (self._progress[number].promised * groups.groups[number].block_size for number in groups.full)
+        have = min(promised, default=plan.start) // groups.stride * groups.stride
+        hashes_max = (groups.hashes_from(have) + LEASE_BLOCKS_MAX) * groups.unit
+        for source in sorted(plan.sources, key=lambda source: not source.follow):
+            end = groups.cut(min(source.end, self.end, hashes_max))
+            if (source.peer, WHOLE) in self._spent or end <= plan.start or (self.begun and end < self.end):
+                continue
+            self._spent.add((source.peer, WHOLE))
+            self._request_from(source, min(max(plan.start, have), end), end, now)
+            return
+
+    def _request_from(self, source: Source, first: int, end: int, now: float) -> None:
+        """Send one lease request."""
         plan, limits = self.plan, self.plan.limits
-        end = self._progress.missing_until(index, min(source.end, self._progress.end, index + LEASE_BLOCKS_MAX))
         request = LeaseRequest(
             lease_id=new_lease_id(),
             peer=source.peer,
-            first=index,
+            first=first,
             end=end,
             requested_at=now,
             overdue_at=now + (plan.follow_s if source.follow else limits.answer_s_max),
@@ -380,18 +492,7 @@ class Fetch:
             leg_id=source.leg_id,
         )
         self.requests.append(request)
-        self._spent.update((source.peer, at) for at in range(index, end))
         plan.outbox.lease_requests.append(lease_message(plan, request))
-        return end
-
-    def _fits(self, request: LeaseRequest, grant: KvGrant, first: int, count: int) -> bool:
-        end = first + count
-        return (
-            first == max(request.granted_end, request.first)
-            and end <= request.end
-            and end <= self._progress.end
-            and grant.last_hash == self.plan.hashes[end - 1]
-        )
 
     def _read_granted(self, now: float) -> None:
         if self._local is None or self.stopped:
@@ -399,35 +500,37 @@ class Fetch:
         for request in self.requests:
             ahead_s = self.plan.clock_ahead(request.peer) if request.segments else None
             while request.segments and ahead_s is not None:
-                self._read(request, request.segments.popleft(), ahead_s, now)
+                self._read(request, request.segments.popleft(), self._local, ahead_s, now)
 
-    def _read(self, request: LeaseRequest, segment: Segment, ahead_s: float, now: float) -> None:
-        start, local = self.plan.start, self._local or []
-        count = min(len(segment.block_ids), start + len(local) - segment.first)
+    def _read(self, request: LeaseRequest, segment: Segment, local: list[Blocks], ahead_s: float, now: float) -> None:
         until_s = segment.until_s - ahead_s - self.plan.limits.margin_s
-        if count <= 0:
-            return
-        if now >= until_s:
-            request.totals.fail("the lease is over")
-            self._progress.mark(segment.first, count, MISSING)
-            return
-        read = Read(
-            read_id=self.plan.next_number(),
-            peer=request.peer,
-            remote_blocks=segment.block_ids[:count],
-            local_blocks=local[segment.first - start : segment.first - start + count],
-            until_s=until_s,
-            group=GROUP,
-            part_blocks=self.plan.outbox.part_blocks[GROUP],
-        )
-        request.reading += count
-        self._reads[read.read_id] = (request, segment.first, count)
-        self.plan.outbox.reads.append(read)
+        for granted in segment.blocks:
+            number = granted.group
+            blocks = granted.within(local[number].first, local[number].end)
+            if not blocks.ids:
+                continue
+            if now >= until_s:
+                request.totals.fail("the lease is over")
+                self._progress[number].mark(blocks.first, len(blocks.ids), MISSING)
+                continue
+            read = Read(
+                read_id=self.plan.next_number(),
+                peer=request.peer,
+                remote_blocks=blocks.ids,
+                local_blocks=local[number].within(blocks.first, blocks.end).ids,
+                until_s=until_s,
+                group=number,
+                part_blocks=self.plan.outbox.part_blocks[number],
+            )
+            request.reading += len(blocks.ids)
+            self._reads[read.read_id] = (request, number, blocks.first, len(blocks.ids))
+            self.plan.outbox.reads.append(read)
 
     def _drop(self, request: LeaseRequest, why: str) -> None:
         """Expect nothing from this request but the reads under way."""
         for segment in request.segments:
-            self._progress.mark(segment.first, len(segment.block_ids), MISSING)
+            for blocks in segment.blocks:
+                self._progress[blocks.group].mark(blocks.first, len(blocks.ids), MISSING)
         request.segments.clear()
         request.close(why)
 
@@ -437,15 +540,3 @@ class Fetch:
             return
         request.released = True
         self.plan.outbox.releases.append(release_message(self.plan, request))
-
-
-def _blocks(groups: list[GroupBlocks]) -> tuple[int, list[int] | None]:
-    """Index in the prompt of the first block, and the blocks; None instead of them if malformed."""
-    if not groups:
-        return 0, []
-    if len(groups) > 1:
-        return 0, None
-    try:
-        return groups[GROUP].first, unpack_block_ids(groups[GROUP].block_ids)
-    except ValueError:
-        return 0, None

@@ -6,13 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from connector.messages import PeerKey
+from connector.reader.groups import Blocks
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import KvRead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A worker that may hold blocks ``first`` to ``end`` of the prompt."""
+    """A worker that may hold the KV of the prompt's tokens from ``first`` to ``end``."""
 
     peer: PeerKey
     first: int
@@ -26,9 +27,7 @@ class Source:
 class Segment:
     """Granted blocks whose read has not begun."""
 
-    first: int
-    """Index of the first one in the prompt."""
-    block_ids: list[int]
+    blocks: list[Blocks]
     until_s: float
     """Instant on the holder's clock."""
 
@@ -59,11 +58,12 @@ class ReadTotals:
 
 @dataclass(slots=True, kw_only=True)
 class LeaseRequest:
-    """Block indices count from the start of the prompt."""
+    """Positions are in tokens from the start of the prompt."""
 
     lease_id: str
     peer: PeerKey
     first: int
+    """The request is for full attention from here on."""
     end: int
     requested_at: float
     overdue_at: float
@@ -78,11 +78,13 @@ class LeaseRequest:
     granted_end: int = 0
     segments: deque[Segment] = field(default_factory=deque)
     reading: int = 0
+    """Blocks that are being read."""
     totals: ReadTotals = field(default_factory=ReadTotals)
 
-    def granted(self, segment: Segment, now: float) -> None:
+    def granted(self, segment: Segment, end: int, now: float) -> None:
+        """``end``: full attention is granted up to here."""
         self.segments.append(segment)
-        self.granted_end = segment.first + len(segment.block_ids)
+        self.granted_end = end
         self.totals.granted_at = self.totals.granted_at or now
 
     def close(self, failure: str = "") -> None:

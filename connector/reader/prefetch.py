@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from connector.messages import FetchEnded, PeerKey, ReadPart, StartFetch
 from connector.reader.fetch import Fetch
-from connector.reader.lease_request import Source
+from connector.reader.groups import Blocks
 from connector.reader.reader import Reader
 from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
 
@@ -32,6 +33,17 @@ DEADLINE = "the deadline passed"
 NO_MORE = "memory or sources had no more blocks"
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is cached of a prompt, pinned. Counts are of its hashes."""
+
+    full: int
+    """Full attention is cached up to here."""
+    boundary: int
+    """A request can continue here."""
+    blocks: list[int]
+
+
 class BlockAllocator(Protocol):
     """The engine's blocks, by id."""
 
@@ -39,14 +51,14 @@ class BlockAllocator(Protocol):
     def fetch_blocks_max(self) -> int:
         """Blocks that all fetches together may pin."""
 
-    def hold(self, hashes: Sequence[bytes]) -> list[int]:
-        """Pin the longest cached prefix of these."""
+    def hold(self, hashes: Sequence[bytes]) -> Held:
+        """Pin what is cached of a prompt with these hashes."""
 
     def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks for new content; none if too few would remain for requests."""
 
-    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
-        """Put ``blocks`` into the prefix cache; they hold the content of ``hashes`` from ``first`` on."""
+    def cache(self, hashes: Sequence[bytes], blocks: Blocks, boundary: int) -> None:
+        """Put these blocks of a prompt into the prefix cache; the last one may be filled up to the boundary only."""
 
     def free(self, blocks: Sequence[int]) -> None:
         """Unpin held blocks, give back allocated ones."""
@@ -57,10 +69,11 @@ class Prefetch:
     order: StartFetch
     fetch: Fetch
     hashes: list[bytes]
-    held: list[int]
+    held: Held
     started_at: float
     ends_at: float
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[Blocks] = field(default_factory=list)
+    """Allocated, by group."""
     failure: str = ""
     waiting: list[Waiting] = field(default_factory=list)
     """Later orders for blocks of this fetch."""
@@ -68,7 +81,7 @@ class Prefetch:
     @property
     def pinned(self) -> int:
         """Blocks that it keeps from requests."""
-        return len(self.held) + len(self.blocks)
+        return len(self.held.blocks) + sum(len(blocks.ids) for blocks in self.blocks)
 
     def includes(self, hashes: list[bytes]) -> bool:
         """Whether it fetches all of these: a block's hash names all blocks before it, too."""
@@ -114,21 +127,15 @@ class Prefetcher:
         now, seconds = self._now(), order.fetch.deadline_s
         if hashes and order.fetch.sources and self._joins(Waiting(order, hashes, now + seconds)):
             return
-        held = self._allocator.hold(hashes)
-        if len(held) == len(hashes) or (refusal := self._refusal(len(held))):
-            self._allocator.free(held)
-            failure = "" if len(held) == len(hashes) else refusal
-            self._answer(order, FetchedKv(held=len(held), failure=failure))
+        held, groups, goal = self._allocator.hold(hashes), self._reader.groups, self._goal(hashes)
+        if held.boundary * groups.unit >= goal or (refusal := self._refusal(len(held.blocks))):
+            self._allocator.free(held.blocks)
+            failure = "" if held.boundary * groups.unit >= goal else refusal
+            self._answer(order, FetchedKv(held=held.boundary, failure=failure))
             return
-        sources = [
-            Source(
-                peer=(source.worker_id, source.epoch),
-                first=source.first,
-                end=min(source.end or len(hashes), len(hashes)),
-            )
-            for source in order.fetch.sources
-        ]
-        fetch = Fetch(self._reader.plan(hashes, len(held), sources, LegOrder(wait_s_max=seconds)), now)
+        start = min(held.full * groups.unit, goal - 1) // groups.stride * groups.stride
+        sources = self._reader.sources(order.fetch.sources, len(hashes) * groups.unit)
+        fetch = Fetch(self._reader.plan(hashes, start, goal, sources, LegOrder(wait_s_max=seconds)), now)
         self.under_way.append(Prefetch(order, fetch, hashes, held, now, now + seconds))
         self.advance()
 
@@ -173,24 +180,46 @@ class Prefetcher:
         if now >= prefetch.ends_at:
             prefetch.failure = DEADLINE
             fetch.stop()
-        elif not fetch.begun and (count := fetch.count()) is not None:
-            prefetch.blocks = self._allocator.allocate(min(count, self._room())) if count else []
+        elif not fetch.begun and (tokens := fetch.tokens()) is not None:
+            prefetch.blocks = self._allocate(fetch, tokens)
             if prefetch.blocks:
                 fetch.begin(prefetch.blocks, now)
             else:
-                prefetch.failure = "no memory is free" if count else "no source holds it"
+                prefetch.failure = "no memory is free" if tokens else "no source holds it"
                 fetch.stop()
 
+    def _allocate(self, fetch: Fetch, tokens: int) -> list[Blocks]:
+        """Blocks of each group for so many tokens, or fewer if each prefix is of use; none if there is no room."""
+        groups, start = self._reader.groups, fetch.plan.start
+        needed = (
+            [groups.needed(number, start, start + tokens) for number in range(len(groups.groups))] if tokens else []
+        )
+        count = sum(map(len, needed))
+        ids = self._allocator.allocate(min(count, self._room())) if count else []
+        if len(ids) < count and not groups.keeps_prefix:
+            self._allocator.free(ids)
+            return []
+        left = iter(ids)
+        allocated = [Blocks(number, run.start, list(islice(left, len(run)))) for number, run in enumerate(needed)]
+        return allocated if ids else []
+
     def _finish(self, prefetch: Prefetch) -> None:
-        held, hashes, arrived = prefetch.held, prefetch.hashes, min(prefetch.fetch.arrived, len(prefetch.blocks))
-        self._allocator.cache(hashes, len(held), prefetch.blocks[:arrived])
-        self._allocator.free([*held, *prefetch.blocks])
-        reads = prefetch.fetch.reads()
+        held, hashes, fetch, groups = prefetch.held, prefetch.hashes, prefetch.fetch, self._reader.groups
+        arrived = fetch.arrived if fetch.begun else 0
+        end = fetch.plan.start + arrived if arrived else held.boundary * groups.unit
+        for blocks in prefetch.blocks:
+            # Without the boundary, full attention that arrived spares a later fetch.
+            if blocks.group in groups.full or arrived:
+                upto = end if arrived else fetch.full_end
+                last = groups.needed(blocks.group, 0, upto).stop
+                self._allocator.cache(hashes, blocks.within(blocks.first, last), upto)
+        self._allocator.free([*held.blocks, *(block_id for blocks in prefetch.blocks for block_id in blocks.ids)])
+        reads = fetch.reads()
         failure = prefetch.failure or next((read.failure for read in reads if read.failure), "")
-        whole = len(held) + arrived == len(hashes)
+        whole = end >= self._goal(hashes)
         result = FetchedKv(
-            held=len(held),
-            fetched=arrived,
+            held=held.boundary,
+            fetched=end // groups.unit - held.boundary,
             bytes=sum(read.bytes for read in reads),
             seconds=self._now() - prefetch.started_at,
             failure="" if whole else failure or NO_MORE,
@@ -231,16 +260,21 @@ class Prefetcher:
         more time or other sources than that fetch had.
         """
         held = self._allocator.hold(waiting.hashes)
-        self._allocator.free(held)
+        self._allocator.free(held.blocks)
+        is_whole = held.boundary * self._reader.groups.unit >= self._goal(waiting.hashes)
         left_s = waiting.ends_at - self._now()
         tried = {(source.worker_id, source.epoch) for source in ended.order.fetch.sources}
         has_more = waiting.ends_at > ended.ends_at and ended.failure == DEADLINE
         has_more |= any((source.worker_id, source.epoch) not in tried for source in waiting.order.fetch.sources)
-        if len(held) < len(waiting.hashes) and left_s > 0 and has_more:
+        if not is_whole and left_s > 0 and has_more:
             self._again.append(replace(waiting.order, fetch=replace(waiting.order.fetch, deadline_s=left_s)))
             return
-        failure = "" if len(held) == len(waiting.hashes) else ended.failure or NO_MORE
-        self._answer(waiting.order, FetchedKv(held=len(held), failure=failure))
+        failure = "" if is_whole else ended.failure or NO_MORE
+        self._answer(waiting.order, FetchedKv(held=held.boundary, failure=failure))
+
+    def _goal(self, hashes: list[bytes]) -> int:
+        """The last position that a prompt with these hashes has KV of use for."""
+        return self._reader.groups.cut(len(hashes) * self._reader.groups.unit)
 
     def _answer(self, order: StartFetch, result: FetchedKv) -> None:
         self.ended.append(FetchEnded(fetch_id=order.fetch_id, result=result))

@@ -6,17 +6,27 @@ returns, step by step, the requests whose fetch has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 from connector.messages import PeerKey, ReadPart
 from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
+from connector.reader.groups import Blocks, GroupPlan
 from connector.reader.lease_request import Source
 from connector.reader.peers import Peers
 from shared.contracts.ids import WorkerId
-from shared.contracts.kv_exchange import FirstToken, KvGrant, KvOffer, KvRead, KvTransferReport, LegOrder, ReleaseKv
+from shared.contracts.kv_exchange import (
+    FirstToken,
+    KvGrant,
+    KvOffer,
+    KvRead,
+    KvSource,
+    KvTransferReport,
+    LegOrder,
+    ReleaseKv,
+)
 
 
 @dataclass(slots=True)
@@ -137,15 +147,54 @@ class RequestState:
     aborted: bool = False
     has_used_offer: bool = False
     """A fetch releases the offer's lease."""
+    common: int | None = None
+    """Tokens that all groups have cached; None: as many as the engine tells."""
+    goal_max: int | None = None
+    """Boundary that a holder has and which full attention is cached beyond: the next fetch asks for it, and uses less
+    of that cache.
+    """
     first_token: FirstToken | None = None
     """First token of the prefill leg, until the engine may take it."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """Requests whose fetch has ended."""
+
+    ended: set[str] = field(default_factory=set)
+    """All of them."""
+    empty: set[int] = field(default_factory=set)
+    """Blocks that hold nothing, where what came before them is of use."""
+    failed: dict[str, int] = field(default_factory=dict)
+    """Requests that can use none of their blocks, and how far full attention arrived nevertheless."""
+
+    def add(self, other: Settled) -> None:
+        """Join both."""
+        self.ended |= other.ended
+        self.empty |= other.empty
+        self.failed |= other.failed
+
+    @property
+    def lacks_any(self) -> bool:
+        """Whether something did not arrive."""
+        return bool(self.empty or self.failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a fetch of an admission can ask for."""
+
+    goal: int
+    """Position up to which it can bring KV."""
+    sources: list[Source]
+    take: KvOffer | None
 
 
 class Reader:
     def __init__(
         self,
         reader: PeerKey,
-        hash_block_size: int,
+        groups: GroupPlan,
         peers: Peers,
         limits: FetchLimits,
         now: Callable[[], float],
@@ -164,7 +213,7 @@ class Reader:
         """Sources that are not connected."""
         self.numbers = count(1)
         self._key = reader
-        self._hash_block_size = hash_block_size
+        self.groups = groups
         self._peers = peers
         self._limits = limits
         self._reply_to = reply_to
@@ -175,34 +224,46 @@ class Reader:
         """Abandoned fetches whose reads are not over."""
         self._requests: dict[str, RequestState] = {}
         self._by_goal: dict[bytes, Fetch] = {}
-        """Attached fetches by the hash of their last block, which names the whole prompt."""
+        """Attached fetches by the last hash of their prompt, which names all of it."""
+
+    def goal(self, request: EngineRequest, order: LegOrder, local_tokens: int) -> int:
+        """Position up to which this admission may fetch KV; 0: it does not. ``local_tokens`` are cached in all groups;
+        full attention that is cached beyond them is of use up to less than the goal. Call before ``matched``.
+        """
+        state = self._state_of(request, order)
+        state.common = local_tokens
+        if state.fetch is not None:
+            return state.fetch.end
+        scope = self._scope(state, request, local_tokens)
+        return scope.goal if scope is not None else 0
 
     def matched(self, request: EngineRequest, order: LegOrder, local_tokens: int) -> int | None:
         """Tokens after ``local_tokens`` that can be fetched. None: not known yet, or another request fetches the same
-        blocks, or the request is in ``refused``.
+        KV, or the request is in ``refused``.
 
         vLLM calls this in every step while ``num_computed_tokens`` is 0, so also after each preemption.
         """
-        state = self._requests.get(request.request_id)
-        if state is None:
-            state = self._requests[request.request_id] = RequestState(order, request.request_id)
+        state = self._state_of(request, order)
         counts = state.counts
-        if request.num_preemptions != counts.preemptions:
-            counts.preempted(request.num_preemptions)
-            state.fetches = 0
-        start = local_tokens // self._hash_block_size
-        if self._is_coming(state, request.block_hashes, start):
+        common, state.common = local_tokens if state.common is None else state.common, None
+        if self._is_coming(state, request.block_hashes, local_tokens):
             return None
-        fetch = self._fetch(state, request, start)
-        blocks: int | None = 0
+        fetch = self._fetch(state, request, local_tokens, common)
+        tokens = 0
         if fetch is not None:
             fetch.on_time(self._now())
-            blocks = fetch.count()
-            if blocks is None:
+            promised = fetch.tokens()
+            if promised is None:
                 return None
+            tokens = promised
+            if not tokens and fetch.behind > common and fetch.behind != state.goal_max:
+                state.goal_max = fetch.behind
+                self._drop(state)
+                return None
+        if local_tokens + tokens <= common:
+            local_tokens, tokens = common, 0
         counts.local = local_tokens
         counts.fetched = 0
-        tokens = (blocks or 0) * self._hash_block_size
         hit_share = (local_tokens + tokens) / max(1, request.num_tokens)
         if request.num_tokens and hit_share < state.order.cache_hit_threshold:
             counts.refused, counts.hit_share = True, hit_share
@@ -213,8 +274,18 @@ class Reader:
             self._drop(state)
         return tokens
 
-    def allocated(self, request: EngineRequest, block_ids: Sequence[int], fetched_tokens: int) -> None:
-        """The engine has allocated blocks: for the tokens to fetch, or, with none, for those to compute."""
+    def allocated(
+        self,
+        request: EngineRequest,
+        block_ids: Sequence[Sequence[int]],
+        fetched_tokens: int,
+        fresh: Sequence[Container[int]] = (),
+    ) -> None:
+        """The engine has allocated blocks: for the tokens to fetch, or, with none, for those to compute.
+
+        ``block_ids``: the request's blocks by group, from the prompt's start on. ``fresh``: those that were not cached,
+        by group; a model whose only group has full attention needs none.
+        """
         state = self._requests.get(request.request_id)
         if state is None:
             return
@@ -226,10 +297,9 @@ class Reader:
                 self.admitted.add(request.request_id)
         elif state.fetch is not None:
             start = state.fetch.plan.start
-            local_blocks = list(block_ids[start : start + fetched_tokens // self._hash_block_size])
             state.loading = True
             state.counts.fetched = fetched_tokens
-            state.fetch.begin(local_blocks, self._now())
+            state.fetch.begin(self._local(block_ids, start, start + fetched_tokens, fresh), self._now())
             self._show_first_token(state)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
@@ -279,29 +349,32 @@ class Reader:
         state = self._requests.get(request_id)
         return state.counts.first_local + state.counts.first_fetched if state is not None else 0
 
-    def settle(self) -> tuple[set[str], set[int]]:
-        """Requests whose fetch has ended, and those of their blocks that hold nothing."""
-        ended: set[str] = set()
-        empty: set[int] = set()
+    def settle(self) -> Settled:
+        """What has ended since the last call."""
+        settled = Settled()
         for state in list(self.fetching.values()):
             fetch = state.fetch
             if not state.loading or fetch is None or not fetch.over:
                 continue
-            ended.add(state.request_id)
+            settled.ended.add(state.request_id)
             if state.aborted:
                 self._drop(state)
                 del self._requests[state.request_id]
                 continue
-            empty.update(fetch.missing())
-            state.counts.fetched = fetch.arrived * self._hash_block_size
+            state.counts.fetched = fetch.arrived
+            if self.groups.keeps_prefix:
+                settled.empty.update(fetch.missing())
+            elif not fetch.arrived:
+                settled.failed[state.request_id] = fetch.full_end
             state.loading = False
             self._drop(state)
         if self.unfinished:
             self.unfinished = [fetch for fetch in self.unfinished if not fetch.over]
-        return ended, empty
+        return settled
 
     def arrived_so_far(self) -> tuple[str, int] | None:
-        """The request that alone has a fetch and waits for the rest of it, and the tokens that precede what is missing.
+        """The request that alone has a fetch and waits for the rest of it, and the position up to which full attention
+        arrived.
 
         None if others have a fetch too: blocks that enter the prefix cache shorten what those miss, and each time they
         would plan again.
@@ -309,9 +382,10 @@ class Reader:
         if len(self.fetching) != 1:
             return None
         (state,) = self.fetching.values()
-        if not state.loading or state.aborted or state.fetch is None or not state.fetch.arrived:
+        fetch = state.fetch
+        if not state.loading or state.aborted or fetch is None or fetch.full_end == fetch.plan.start:
             return None
-        return state.request_id, (state.fetch.plan.start + state.fetch.arrived) * self._hash_block_size
+        return state.request_id, fetch.full_end
 
     def on_time(self) -> None:
         """Called in every step."""
@@ -327,7 +401,7 @@ class Reader:
                 if grant.final and any(source.follow for source in state.order.sources):
                     # What was granted before its prompt was computed was cached, and so was what precedes it.
                     end = state.fetch.granted_end(grant.ask_id) if grant.prefill_cached_tokens < 0 else 0
-                    state.counts.prefill_cached_tokens = max(grant.prefill_cached_tokens, end * self._hash_block_size)
+                    state.counts.prefill_cached_tokens = max(grant.prefill_cached_tokens, end)
                     state.first_token = grant.first_token
                     self._show_first_token(state)
                 return
@@ -364,17 +438,17 @@ class Reader:
         """No read of an ended request is under way."""
         return not self.unfinished and not any(state.aborted for state in self.fetching.values())
 
-    def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> FetchPlan:
-        """A plan for the blocks from ``start`` to the end of ``hashes``."""
+    def plan(self, hashes: Sequence[bytes], start: int, goal: int, sources: list[Source], order: LegOrder) -> FetchPlan:
+        """A plan for the KV from ``start`` to ``goal``, in tokens of a prompt with these hashes."""
         self.unknown_peers.update(source.peer for source in sources if self._peers.clock_ahead_s(source.peer) is None)
         return FetchPlan(
             reader=self._key,
+            groups=self.groups,
             hashes=hashes,
             start=start,
-            goal=len(hashes),
+            goal=goal,
             sources=sources,
             follow_s=order.wait_s_max,
-            hash_block_size=self._hash_block_size,
             limits=self._limits,
             outbox=self.outbox,
             clock_ahead=self._peers.clock_ahead_s,
@@ -382,32 +456,90 @@ class Reader:
             next_number=lambda: next(self.numbers),
         )
 
+    def sources(self, named: Sequence[KvSource], tokens: int, *, may_follow: bool = False) -> list[Source]:
+        """The sources of a prompt of so many tokens."""
+        size = self.groups.stride
+        return [
+            Source(
+                peer=(source.worker_id, source.epoch),
+                first=source.first * size,
+                end=min(source.boundary or source.end * size or tokens, tokens),
+                follow=source.follow and may_follow,
+                leg_id=source.leg_id,
+            )
+            for source in named
+        ]
+
+    def _state_of(self, request: EngineRequest, order: LegOrder) -> RequestState:
+        """The request's state, at its present admission."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = RequestState(order, request.request_id)
+        if request.num_preemptions != state.counts.preemptions:
+            state.counts.preempted(request.num_preemptions)
+            state.fetches, state.goal_max = 0, None
+        return state
+
+    def _local(
+        self, block_ids: Sequence[Sequence[int]], start: int, end: int, fresh: Sequence[Container[int]]
+    ) -> list[Blocks]:
+        """Where to read the KV from ``start`` to ``end``. Of a window, the first blocks may be cached."""
+        local = []
+        for number, table in enumerate(block_ids):
+            needed = self.groups.needed(number, start, end)
+            ids = list(table[needed.start : needed.stop])
+            if number not in self.groups.full:
+                ids = [block_id for block_id in ids if block_id in fresh[number]]
+            local.append(Blocks(number, needed.stop - len(ids), ids))
+        return local
+
     def _is_coming(self, state: RequestState, hashes: Sequence[bytes], start: int) -> bool:
-        """Whether another request fetches all blocks that this one would fetch: they will be cached."""
+        """Whether another request fetches all that this one would fetch from ``start`` on: it will be cached."""
         if not hashes or not (state.order.sources or state.order.take):
             return False
         other = self._by_goal.get(hashes[-1])
         return other is not None and other is not state.fetch and other.plan.start <= start and not other.stopped
 
-    def _fetch(self, state: RequestState, request: EngineRequest, start: int) -> Fetch | None:
+    def _scope(self, state: RequestState, request: EngineRequest, local_tokens: int) -> Scope | None:
+        """What a fetch may ask for at the present admission; None: nothing. A source is followed, and an offer taken,
+        at the first admission only: later the prompt is computed.
+        """
+        order, groups, hashes = state.order, self.groups, request.block_hashes
+        first = state.fetches == 0 and not state.counts.preemptions
+        tokens = len(hashes) * groups.unit
+        goal = tokens if groups.keeps_prefix else groups.last_boundary(request.num_tokens)
+        named = self.sources(order.sources, tokens, may_follow=first)
+        sources = [source for source in named if not self._peers.is_shunned(source.peer)]
+        take = order.take if first and order.take and not self._peers.is_shunned(_holder(order.take)) else None
+        if not groups.keeps_prefix:
+            goal = groups.cut(min(goal, self._reach(state, hashes, sources, take)))
+        if state.fetches >= FETCHES_MAX or local_tokens >= goal or not (sources or take):
+            return None
+        handed_over = take is not None or (first and any(source.follow for source in sources))
+        if not handed_over and goal - local_tokens < order.fetch_min_tokens:
+            return None
+        return Scope(goal, sources, take)
+
+    def _reach(self, state: RequestState, hashes: Sequence[bytes], sources: list[Source], take: KvOffer | None) -> int:
+        """The furthest boundary that a holder may have."""
+        if take is not None and self.groups.is_named(hashes, take.boundary, take.last_hash):
+            return take.boundary
+        reach = max((source.end for source in sources), default=0)
+        return reach if state.goal_max is None else min(reach, state.goal_max)
+
+    def _fetch(self, state: RequestState, request: EngineRequest, start: int, common: int) -> Fetch | None:
         """The fetch of this admission. One under way is kept if it still begins where the cached part ends."""
         if state.fetch is not None:
             if state.fetch.plan.start == start:
                 return state.fetch
             state.fetches -= state.counts.preemptions > 0 and not state.fetch.begun  # it waits for memory
             self._drop(state)
-        hashes = request.block_hashes
-        order, first = state.order, state.fetches == 0 and not state.counts.preemptions
-        named = _sources(order, len(hashes), may_follow=first)
-        sources = [source for source in named if not self._peers.is_shunned(source.peer)]
-        take = order.take if first and order.take and not self._peers.is_shunned(_holder(order.take)) else None
-        if state.fetches >= FETCHES_MAX or start >= len(hashes) or not (sources or take):
+        scope = self._scope(state, request, common)
+        if scope is None or start >= scope.goal:
             return None
-        handed_over = take is not None or (first and any(source.follow for source in sources))
-        if not handed_over and (len(hashes) - start) * self._hash_block_size < order.fetch_min_tokens:
-            return None
+        hashes, take = list(request.block_hashes), scope.take
         state.fetches += 1
-        plan = self.plan(list(hashes), start, sources, order)
+        plan = self.plan(hashes, start, scope.goal, scope.sources, state.order)
         if take is not None:
             plan.take = take
             state.first_token = take.first_token
@@ -453,17 +585,3 @@ class Reader:
 
 def _holder(offer: KvOffer) -> PeerKey:
     return offer.worker_id, offer.epoch
-
-
-def _sources(order: LegOrder, blocks: int, *, may_follow: bool) -> list[Source]:
-    """The order's sources. A source is followed at the first admission only; later its prompt is computed."""
-    return [
-        Source(
-            peer=(source.worker_id, source.epoch),
-            first=source.first,
-            end=min(source.end or blocks, blocks),
-            follow=source.follow and may_follow,
-            leg_id=source.leg_id,
-        )
-        for source in order.sources
-    ]

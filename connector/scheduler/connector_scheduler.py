@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id, maybe_convert_block_hash
 from vllm.v1.engine import EngineCoreOutputs
 from zmq.constants import Flag, SocketOption, SocketType
 
-from connector.holder.boundaries import FindBoundary, Groups, Part
+from connector.holder.boundaries import FindBoundary, Part
 from connector.holder.holder import HolderSettings
 from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import ConnectorSettings, EngineCall, EngineNotification, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
-from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
+from connector.reader.groups import Blocks, GroupPlan
+from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX, Held
+from connector.reader.reader import Settled
 from connector.scheduler.engine_loop import IDLE_WAIT_S_MAX, READ_WAIT_S_MAX, CallsDuringSteps, IdleWait
 from connector.scheduler.exchange_core import ExchangeCore, GrantWays
 from connector.scheduler.first_token import first_token_of
@@ -35,7 +37,6 @@ from connector.scheduler.known_hashes import remember_hashes
 from connector.scheduler.recompute_share import RecomputeShare
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
-    GROUP,
     FirstToken,
     KvGrant,
     KvGroup,
@@ -77,6 +78,8 @@ class EngineShape:
     """``KvHandshake.alignment``."""
     groups: list[KvGroup]
     ranks: int
+    drafts: bool = False
+    """See ``GroupPlan``."""
 
 
 @dataclass
@@ -125,12 +128,13 @@ class ConnectorScheduler:
         self._submit: Callable[[Orders], None] | None = None
         self.renamed_at = 0.0
         """When blocks got new names, on the wall clock; 0: never."""
-        self._ended: set[str] = set()
-        self._empty: set[int] = set()
+        self._settled = Settled()
+        """What has ended, and waits for a step's output because something did not arrive."""
         self._engine_core: Any = None
         self._grant_socket = GrantSocket(settings.grant_socket, self._on_direct_grant)
         ways = GrantWays(self._grant_socket.send, reply_to=self._grant_socket.path)
-        self._core = ExchangeCore(holder_settings, shape.hash_block_size, limits, time.monotonic, ways)
+        groups = GroupPlan(shape.groups, shape.hash_block_size, shape.alignment, drafts=shape.drafts)
+        self._core = ExchangeCore(holder_settings, groups, limits, time.monotonic, ways)
         self.holder = self._core.holder
         self.reader = self._core.reader
 
@@ -144,10 +148,8 @@ class ConnectorScheduler:
 
     def bind(self, manager: KVCacheManager) -> None:
         """Set the engine's blocks."""
-        pool, shape = manager.block_pool, self._shape
-        groups = Groups(shape.groups, shape.hash_block_size, shape.alignment)
-        allocator = PoolBlockAllocator(pool, shape.groups[GROUP].block_size)
-        self._core.bind(pool, allocator, groups, boundary_finder(manager.coordinator))
+        pool = manager.block_pool
+        self._core.bind(pool, PoolBlockAllocator(pool, self.reader.groups), boundary_finder(manager.coordinator))
         self.holder.watch(pool)
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
@@ -254,17 +256,14 @@ class ConnectorScheduler:
         results = self._results() if self._results is not None else None
         if not results:
             return set()
-        ended, empty = self.take_report(StepReport([results]))
-        if empty:
-            self._ended, self._empty = ended, empty
+        settled = self.take_report(StepReport([results]))
+        if settled.lacks_any:
+            self._settled = settled
             return set()
-        return ended
+        return settled.ended
 
-    def take_report(self, report: StepReport | None) -> tuple[set[str], set[int]]:
-        """Call after a step, before the scheduler processes its output.
-
-        Returns the requests whose fetch has ended, and the blocks that did not arrive.
-        """
+    def take_report(self, report: StepReport | None) -> Settled:
+        """Call after a step, before the scheduler processes its output. Returns what has ended since the last call."""
         if report is not None:
             self.idle_wait.note_change()
             for rank_results in report.results:
@@ -275,12 +274,12 @@ class ConnectorScheduler:
                 for digested in results.digested:
                     self._core.on_digested(digested)
         self._core.on_time()
-        ended, empty = self.reader.settle()
-        if self._ended:
+        settled = self.reader.settle()
+        if self._settled.ended:
             self.idle_wait.note_change()
-            ended, empty = ended | self._ended, empty | self._empty
-            self._ended, self._empty = set(), set()
-        return ended, empty
+            settled.add(self._settled)
+            self._settled = Settled()
+        return settled
 
     def finish_step(self) -> None:
         """Call after the scheduler has processed a step's output; also before, for readers that follow a prompt, unless
@@ -296,7 +295,7 @@ class ConnectorScheduler:
     @property
     def is_idle(self) -> bool:
         """The next part of a step has nothing to do for the exchange, except to end leases on time."""
-        return self._core.is_idle and not self._ended
+        return self._core.is_idle and not self._settled.ended
 
     def wait_if_idle(self) -> None:
         """Call before a step: wait if the step could only check for grants or ended reads."""
@@ -319,7 +318,7 @@ class ConnectorScheduler:
         """Call after a step without anything for the model runner: wait for what a next one could compute. Returns
         whether the scheduler shall try again before EngineCore continues.
         """
-        owes_output = bool(self._ended or self._empty or self.reader.refused)
+        owes_output = bool(self._settled.ended or self.reader.refused)
         if self._submit is None or owes_output or self.idle_wait.is_computing:
             return False
         self.wait_if_idle()
@@ -413,21 +412,64 @@ def _without_nulls(blocks: Sequence[KVCacheBlock]) -> Part:
 class PoolBlockAllocator:
     """vLLM's block pool as a ``BlockAllocator``: memory for blocks of no request. Used on the scheduler's thread."""
 
-    def __init__(self, pool: BlockPool, block_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, groups: GroupPlan) -> None:
         self._pool = pool
-        self._block_tokens = block_tokens
+        self._groups = groups
 
     @property
     def fetch_blocks_max(self) -> int:
         """Blocks that all fetches together may pin."""
         return int(self._pool.num_gpu_blocks * HELD_SHARE_MAX)
 
-    def hold(self, hashes: Sequence[bytes]) -> list[int]:
-        """Pin the longest cached prefix of these."""
-        found = (self._pool.get_cached_block(BlockHash(name), [GROUP]) for name in hashes)
-        blocks = [cached[0] for cached in takewhile(bool, found)]
+    def hold(self, hashes: Sequence[bytes]) -> Held:
+        """Pin what is cached of a prompt with these hashes."""
+        groups = self._groups
+        full, full_end = self._full_attention(hashes)
+        others, boundary = self._last_boundary(hashes, full_end) if not groups.keeps_prefix else ([], full_end)
+        blocks = [*full, *others]
         self._pool.touch(blocks)
-        return [block.block_id for block in blocks]
+        return Held(full_end // groups.unit, boundary // groups.unit, [block.block_id for block in blocks])
+
+    def _full_attention(self, hashes: Sequence[bytes]) -> tuple[list[KVCacheBlock], int]:
+        """The longest cached run of blocks of all groups with full attention, and its end."""
+        groups = self._groups
+        blocks: list[KVCacheBlock] = []
+        for start in count(step=groups.stride) if groups.full else ():
+            end = start + groups.stride
+            found = self._cached(hashes, groups.full, start, end) if end <= len(hashes) * groups.unit else None
+            if found is None:
+                return blocks, start
+            blocks += found
+        return blocks, 0
+
+    def _last_boundary(self, hashes: Sequence[bytes], full_end: int) -> tuple[list[KVCacheBlock], int]:
+        """The blocks besides ``_full_attention`` with which all groups continue at the last boundary, and that one."""
+        groups = self._groups
+        every = range(len(groups.groups))
+        others = [number for number in every if number not in groups.full]
+        boundary = groups.cut(len(hashes) * groups.unit)
+        if groups.full:
+            boundary = min(boundary, groups.cut(full_end + groups.stride))
+        while boundary > 0:
+            found = self._cached(hashes, every if boundary > full_end else others, full_end, boundary)
+            if found is not None:
+                return found, boundary
+            boundary -= groups.alignment
+        return [], 0
+
+    def _cached(
+        self, hashes: Sequence[bytes], numbers: Iterable[int], start: int, boundary: int
+    ) -> list[KVCacheBlock] | None:
+        """The cached blocks with which these groups continue at the boundary; None if one lacks."""
+        found: list[KVCacheBlock] = []
+        for number in numbers:
+            for index in self._groups.needed(number, start, boundary):
+                name = BlockHash(self._groups.name_of(hashes, number, index, boundary))
+                cached = self._pool.get_cached_block(name, [number])
+                if cached is None:
+                    return None
+                found += cached
+        return found
 
     def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks for new content; none if too few would remain for requests."""
@@ -435,30 +477,33 @@ class PoolBlockAllocator:
         count = min(count, spare)
         return [block.block_id for block in self._pool.get_new_blocks(count)] if count > 0 else []
 
-    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+    def cache(self, hashes: Sequence[bytes], blocks: Blocks, boundary: int) -> None:
         """Put the blocks into the prefix cache and publish the KV event.
 
         ``BlockPool.cache_full_blocks`` does this only for a Request. For blocks without one there is no public method.
         """
-        pool = self._pool
-        if not blocks or not pool.enable_caching:
+        pool, groups, number = self._pool, self._groups, blocks.group
+        if not blocks.ids or not pool.enable_caching:
             return
-        named = [BlockHash(name) for name in hashes[first : first + len(blocks)]]
-        for end, (name, block_id) in enumerate(zip(named, blocks, strict=True), start=first + 1):
-            key = make_block_hash_with_group_id(name, GROUP)
-            pool._insert_block_hash(key, pool.blocks[block_id], num_tokens=end * self._block_tokens)
+        size = groups.groups[number].block_size
+        named = [
+            BlockHash(groups.name_of(hashes, number, index, boundary)) for index in range(blocks.first, blocks.end)
+        ]
+        for index, (name, block_id) in enumerate(zip(named, blocks.ids, strict=True), start=blocks.first):
+            key = make_block_hash_with_group_id(name, number)
+            pool._insert_block_hash(key, pool.blocks[block_id], num_tokens=min((index + 1) * size, boundary))
         if pool.enable_kv_cache_events:
-            parent = maybe_convert_block_hash(BlockHash(hashes[first - 1])) if first else None
+            before = groups.name_of(hashes, number, blocks.first - 1, boundary) if blocks.first else None
             pool.kv_event_queue.append(
                 BlockStored(
                     block_hashes=[maybe_convert_block_hash(name) for name in named],
-                    parent_block_hash=parent,
+                    parent_block_hash=maybe_convert_block_hash(BlockHash(before)) if before is not None else None,
                     token_ids=[],
-                    block_size=self._block_tokens,
+                    block_size=size,
                     lora_id=None,
                     medium=pool.medium,
                     lora_name=None,
-                    group_idx=GROUP,
+                    group_idx=number,
                 )
             )
 

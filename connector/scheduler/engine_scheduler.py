@@ -28,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.connector import BatonConnector, order_of, params_of
+from connector.reader.reader import Settled
 from connector.scheduler.block_names import rename_if_late
 from connector.scheduler.connector_scheduler import StepReport
 from connector.scheduler.first_token import BEFORE_STEP, basis_of, begin, may_begin, output_of
@@ -35,6 +36,7 @@ from connector.scheduler.first_token import BEFORE_STEP, basis_of, begin, may_be
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -46,6 +48,8 @@ CACHE_THRESHOLD = "cache_threshold"
 """``stop_reason`` of a request that is refused because too little of it is cached."""
 
 
+NOTHING = Settled()
+"""What has ended in most steps, shared: nobody changes it."""
 TRIES_MAX = 16
 """To make a step with work, before EngineCore gets one without: deadlines are checked with a step's output."""
 
@@ -151,13 +155,20 @@ class BatonScheduling:
         return reserved
 
     def _recomputes(self, request: Request, computed_tokens: int) -> bool:
-        """Whether it is a request that computes what it should have received. Each computes less than a block, and the
-        first token. States of hybrid models are saved at ends of blocks only, which shares would not keep.
+        """Whether it is a request that computes what it should have received. Each computes the tail after the last
+        boundary, and the first token. A part may end within a block with a state: vLLM ends the next one with the block
+        (``_mamba_block_aligned_split``), so that it still saves the state there.
         """
         order, missing = order_of(request), request.num_tokens - computed_tokens
-        if order is None or not order.recomputes or missing <= 1 or self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
+        if order is None or not order.recomputes or missing <= 1:
             return False
-        return missing > self.block_size + 1 or request.request_id in self.connector.connector_scheduler.share.slowed  # type: ignore[attr-defined]
+        return missing > self._tail + 1 or request.request_id in self.connector.connector_scheduler.share.slowed
+
+    @property
+    def _tail(self) -> int:
+        """Tokens at the end of a prompt that no other engine computes for this one."""
+        alignment: int = self.connector.connector_scheduler.reader.groups.alignment
+        return alignment
 
     def _share_of(self, request: Request, computed_tokens: int, new_tokens: int) -> int:
         """The first step of a recompute is bounded in any case: what was lost together with others' KV came with them,
@@ -180,7 +191,7 @@ class BatonScheduling:
         for request in chain(self.running, self.kv_holding_waiting, self.waiting):  # type: ignore[attr-defined]
             order, missing = order_of(request), request.num_tokens - request.num_computed_tokens
             is_new = request.status is RequestStatus.WAITING and not request.num_computed_tokens
-            is_ready = order is not None and order.recomputes if is_new else missing <= self.block_size + 1  # type: ignore[attr-defined]
+            is_ready = order is not None and order.recomputes if is_new else missing <= self._tail + 1
             if is_ready and request is not recomputing:
                 yield (order.itl_target_s if order is not None else 0.0) or inf
 
@@ -210,9 +221,10 @@ class BatonScheduling:
             return False
         # vLLM has set no memory aside for the token of a prompt of whole blocks. If several requests that wait for KV
         # needed the last free block, none would run and free one.
+        sizes = self.kv_cache_manager.coordinator.group_block_sizes  # type: ignore[attr-defined]
+        needed = sum(not request.num_tokens % size for size in sizes)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()  # type: ignore[attr-defined]
-        spare = free - self._inflight_prefill_reserved_blocks()  # type: ignore[attr-defined]
-        return bool(request.num_tokens % self.block_size) or spare > 0  # type: ignore[attr-defined]
+        return not needed or free - self._inflight_prefill_reserved_blocks() >= needed  # type: ignore[attr-defined]
 
     def _cache_arrived(self, reader: Reader) -> None:
         """Put blocks of a prompt that is still computed elsewhere into the prefix cache. vLLM does it for all of them
@@ -223,7 +235,44 @@ class BatonScheduling:
         request_id, tokens = partly
         request = self.requests[request_id]  # type: ignore[attr-defined]
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self.kv_cache_manager.cache_blocks(request, tokens)  # type: ignore[attr-defined]
+            self._name_full_attention(request, tokens)
+
+    def _name_full_attention(self, request: Request, tokens: int) -> None:
+        """Put blocks with full attention, up to so many tokens, into the prefix cache. vLLM's own method would name
+        those of windows and states too, which have not arrived.
+        """
+        coordinator = self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
+        for number in self.connector.connector_scheduler.reader.groups.full:
+            manager = coordinator.single_type_managers[number]
+            if manager.enable_caching:
+                cacheable = coordinator.get_num_cacheable_tokens(tokens, number)
+                manager.cache_blocks(request, cacheable, replay_boundaries=())
+
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """What is cached of a request. If a fetch can bring more, full attention counts that is cached beyond the other
+        groups, which the fetch brings. It must not reach the boundary of the fetch: vLLM asks the connector for what
+        lies beyond, and without a token to fetch there is no fetch.
+        """
+        hit: tuple[KVCacheBlocks, int, int, bool] = super()._get_local_prefix_cache_hit(request, *args, **kwargs)  # type: ignore[misc]
+        manager, reader = self.kv_cache_manager, self.connector.connector_scheduler.reader  # type: ignore[attr-defined]
+        order = order_of(request)
+        if order is None or reader.groups.keeps_prefix or not manager.prefix_cache_lookup_enabled(request):
+            return hit
+        goal = reader.goal(request, order, hit[1])
+        if hit[1] >= goal or not reader.groups.full:
+            return hit
+        found, ends = manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, request.num_tokens - 1)
+        cached = min(ends[number] for number in reader.groups.full)
+        cached = min(cached, goal - 1) // self.block_size * self.block_size  # type: ignore[attr-defined]
+        if cached <= hit[1]:
+            return hit
+        sizes = manager.coordinator.group_block_sizes
+        blocks = [
+            found[number][: cached // size] if number in reader.groups.full else [] for number, size in enumerate(sizes)
+        ]
+        return manager.create_kv_cache_blocks(tuple(blocks)), cached, 0, True
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -245,14 +294,16 @@ class BatonScheduling:
         side.holder.computed(scheduler_output)
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
-        ended, empty = set[str](), set[int]()
+        settled = NOTHING
         if worker_meta is not None or not side.is_idle:
-            ended, empty = side.take_report(worker_meta if isinstance(worker_meta, StepReport) else None)
-        if not empty and side.holder.has_followed:
+            settled = side.take_report(worker_meta if isinstance(worker_meta, StepReport) else None)
+        if not settled.lacks_any and side.holder.has_followed:
             self._note_first_tokens(scheduler_output, model_runner_output)
             side.finish_step()
-        if ended:
-            model_runner_output = _with_ended(model_runner_output, ended, empty)
+        if settled.ended:
+            for request_id, tokens in settled.failed.items():
+                self._name_full_attention(self.requests[request_id], tokens)  # type: ignore[attr-defined]
+            model_runner_output = _with_ended(model_runner_output, settled)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -343,15 +394,17 @@ def _refusal(request: Request, params: dict[str, Any]) -> EngineCoreOutput:
     )
 
 
-def _with_ended(output: ModelRunnerOutput, ended: set[str], empty: set[int]) -> ModelRunnerOutput:
-    """A copy of the worker's output that also names ended fetches and blocks without content.
+def _with_ended(output: ModelRunnerOutput, settled: Settled) -> ModelRunnerOutput:
+    """A copy of the worker's output that also names ended fetches, and what did not arrive.
 
-    vLLM computes from the first invalid block on; this needs the recompute policy and a single KV cache group.
+    vLLM computes from the first invalid block on, which needs a single group with full attention; requests that have
+    failed it asks for again. Both need the recompute policy.
     """
     output = copy.copy(output)
     report = copy.copy(output.kv_connector_output) if output.kv_connector_output is not None else KVConnectorOutput()
-    report.finished_recving = ended
-    report.invalid_block_ids = empty
+    report.finished_recving = settled.ended
+    report.failed_recving = set(settled.failed)
+    report.invalid_block_ids = settled.empty
     output.kv_connector_output = report
     return output
 

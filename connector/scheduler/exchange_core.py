@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.holder.boundaries import FindBoundary, Groups, one_group
+from connector.holder.boundaries import FindBoundary, Groups
 from connector.holder.holder import NO_LEASES, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
 from connector.holder.lease_digests import LeaseDigests
@@ -30,6 +30,7 @@ from connector.messages import (
     ReadPart,
 )
 from connector.reader.fetch import FetchLimits
+from connector.reader.groups import GroupPlan
 from connector.reader.peers import Peers, key_of
 from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader
@@ -74,15 +75,16 @@ class ExchangeStats:
             self._read_bytes += part.bytes
             self._read_seconds += max(0.0, part.ended_s - part.started_s)
 
-    def request(self, transfer_report: KvTransferReport, hash_block_size: int, *, handed_over: bool) -> None:
-        """Count an ended request. Tokens that a decode leg computes, beyond a tail of less than a block, were computed
-        twice.
+    def request(self, transfer_report: KvTransferReport, groups: GroupPlan, *, handed_over: bool) -> None:
+        """Count an ended request. Tokens that a decode leg computes, beyond the tail after the last boundary, were
+        computed twice.
         """
         self._refused += transfer_report.refused
         self._first_tokens += transfer_report.first_token_received
         self._slowed_s += transfer_report.recompute_slowed_s
         if handed_over:
-            tail = transfer_report.prompt_tokens % hash_block_size or 1
+            prompt = transfer_report.prompt_tokens
+            tail = prompt - groups.last_boundary(prompt) or 1
             self._recomputed_tokens += (
                 max(0, transfer_report.recomputed_tokens - tail) + transfer_report.reprefilled_tokens
             )
@@ -182,7 +184,7 @@ class ExchangeCore:
     def __init__(
         self,
         settings: HolderSettings,
-        hash_block_size: int,
+        groups: GroupPlan,
         limits: FetchLimits,
         now: Callable[[], float],
         grant_ways: GrantWays | None = None,
@@ -193,30 +195,23 @@ class ExchangeCore:
         """Orders for the mover of bytes: peers to connect and to forget."""
         self.connecting: set[PeerKey] = set()
         self._now = now
-        self._hash_block_size = hash_block_size
+        self._groups = groups
         self._peers = Peers()
         self._stats = ExchangeStats()
         self._replies = PendingReplies()
         self._grant_ways = grant_ways or GrantWays()
         self.holder = Holder(settings, now)
         me = settings.worker_id, settings.epoch
-        self.reader = Reader(me, hash_block_size, self._peers, limits, now, self._grant_ways.reply_to)
+        self.reader = Reader(me, groups, self._peers, limits, now, self._grant_ways.reply_to)
         self.prefetcher = Prefetcher(self.reader, now)
         self._speed_tests = SpeedTests(self.reader.outbox, self.reader.numbers, now)
         self._digests = LeaseDigests(self.holder, now)
         self._hot: HotChains
 
-    def bind(
-        self,
-        pool: Pool,
-        allocator: BlockAllocator,
-        groups: Groups | None = None,
-        find_boundary: FindBoundary | None = None,
-    ) -> None:
-        """Set the engine's blocks. Called once, before all other methods. Without ``groups`` the model has full
-        attention only.
-        """
-        self.holder.bind(pool, groups or one_group(self._hash_block_size), find_boundary)
+    def bind(self, pool: Pool, allocator: BlockAllocator, find_boundary: FindBoundary | None = None) -> None:
+        """Set the engine's blocks. Called once, before all other methods. ``find_boundary``: see ``Holder.bind``."""
+        groups = self._groups
+        self.holder.bind(pool, Groups(groups.groups, groups.unit, groups.alignment), find_boundary)
         self.prefetcher.bind(allocator)
         self._speed_tests.bind(allocator)
         self._hot = HotChains(self.holder.held)
@@ -306,12 +301,12 @@ class ExchangeCore:
         transfer_report = self.reader.finished(request_id, offer, order)
         handed_over = order.take is not None or any(source.follow for source in order.sources)
         if transfer_report is not None:
-            self._stats.request(transfer_report, self._hash_block_size, handed_over=handed_over)
+            self._stats.request(transfer_report, self._groups, handed_over=handed_over)
         return transfer_report
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """Note the full blocks of an ended request, prompt and completion, as a recently used chain."""
-        self._hot.note(list(hashes[: computed_tokens // self._hash_block_size]), self._now())
+        self._hot.note(list(hashes[: computed_tokens // self._groups.unit]), self._now())
 
     @property
     def reads(self) -> int:

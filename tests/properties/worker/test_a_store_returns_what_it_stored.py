@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from connector.reader.groups import Blocks
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.files import StoreFiles, content_at
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Job, JobKind, Tiers
@@ -91,11 +92,11 @@ class StoreLife(RuleBasedStateMachine):
     @rule(chain=chains, copied=st.booleans())
     def arrives(self, chain: tuple[int, int], copied: bool) -> None:
         names = names_of(chain)
-        held = self.tiers.hold(names)
+        held = self.tiers.hold(names).blocks
         room = self.tiers.allocate(len(names) - len(held))
         for name, block in zip(names[len(held) :], room, strict=False):
             self.block(block)[:] = content_of(self.identity, name)
-        self.tiers.cache(names, len(held), room)
+        self.tiers.cache(names, Blocks(0, len(held), room), 0)
         self.tiers.free([*held, *room])
         if copied:
             self.all_is_copied()

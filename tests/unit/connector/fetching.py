@@ -6,6 +6,7 @@ from itertools import count
 
 from connector.messages import ReadPart
 from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
+from connector.reader.groups import Blocks, full_attention
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import KvGrant
 from tests.support.kv_messages import one_group
@@ -17,11 +18,12 @@ BLOCK_TOKENS = 32
 
 
 def source(peer, first=0, end=BLOCKS):
-    return Source(peer=peer, first=first, end=end)
+    """``first`` and ``end`` in blocks."""
+    return Source(peer=peer, first=first * BLOCK_TOKENS, end=end * BLOCK_TOKENS)
 
 
 def follow(peer):
-    return Source(peer=peer, first=0, end=len(HASHES), follow=True)
+    return Source(peer=peer, first=0, end=BLOCKS * BLOCK_TOKENS, follow=True)
 
 
 class Bench:
@@ -34,18 +36,21 @@ class Bench:
     def fetch(self, *, start=0, goal=BLOCKS, sources=(), take=None):
         plan = FetchPlan(
             reader=ME,
+            groups=full_attention(BLOCK_TOKENS),
             hashes=HASHES,
-            start=start,
-            goal=goal,
+            start=start * BLOCK_TOKENS,
+            goal=goal * BLOCK_TOKENS,
             sources=list(sources),
             take=take,
-            hash_block_size=BLOCK_TOKENS,
             limits=FetchLimits(),
             outbox=self.outbox,
             clock_ahead=self.ahead.get,
             next_number=lambda: next(self._numbers),
         )
         return Fetch(plan, self.now)
+
+    def begin(self, fetch, block_ids):
+        fetch.begin([Blocks(0, fetch.plan.start // BLOCK_TOKENS, block_ids)], self.now)
 
     def later(self, seconds):
         self.now += seconds

@@ -11,6 +11,7 @@ from connector.holder.lease_digests import DIGEST_S_MAX, DIGESTS_MAX, LeaseDiges
 from connector.layout.routes import ReaderRank
 from connector.messages import BlocksDigested, DigestBlocks, DigestLease, EngineCall, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
+from connector.reader.groups import full_attention
 from connector.scheduler.exchange_core import ExchangeCore
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.digests import digested, read_cpu_memory
@@ -142,7 +143,7 @@ class Engine:
     def __init__(self) -> None:
         self.now = 5.0
         self.holding = Holding(blocks=256)
-        self.core = ExchangeCore(HolderSettings(**ME), BLOCK_TOKENS, FetchLimits(), lambda: self.now)
+        self.core = ExchangeCore(HolderSettings(**ME), full_attention(BLOCK_TOKENS), FetchLimits(), lambda: self.now)
         self.core.bind(self.holding.pool, None)
         self.core.notifications()
 

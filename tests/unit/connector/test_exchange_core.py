@@ -13,6 +13,7 @@ from connector.holder.holder import HolderSettings
 from connector.layout.routes import PART_BYTES
 from connector.messages import Connected, EngineCall, Orders, Peer, PeerGone
 from connector.reader.fetch import FetchLimits, Outbox
+from connector.reader.groups import full_attention
 from connector.scheduler.exchange_core import ExchangeCore, GrantWays, PendingReplies
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake
@@ -27,7 +28,7 @@ class Engine:
     def __init__(self):
         self.now = 5.0
         holding = HolderSettings(worker_id=WorkerId("me"), epoch=Epoch(1))
-        self.exchange = ExchangeCore(holding, Shape().block_size, FetchLimits(), lambda: self.now)
+        self.exchange = ExchangeCore(holding, full_attention(Shape().block_size), FetchLimits(), lambda: self.now)
         self.exchange.describe(described("me"))
 
     def add_peer(self, peer: KvHandshake):
@@ -138,7 +139,9 @@ class HoldingEngine:
         self.holding = Holding()
         self.socket = Socket()
         self.ways = GrantWays(self.socket.send)
-        self.exchange = ExchangeCore(HolderSettings(**ME), BLOCK_TOKENS, FetchLimits(), lambda: 5.0, self.ways)
+        self.exchange = ExchangeCore(
+            HolderSettings(**ME), full_attention(BLOCK_TOKENS), FetchLimits(), lambda: 5.0, self.ways
+        )
         self.exchange.bind(self.holding.pool, SimpleNamespace())  # it fetches nothing
 
     def ask(self, hashes, **fields):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from connector.messages import ReadPart
 from shared.contracts.kv_exchange import GroupBlocks, KvOffer, NoGrant
 from tests.support.kv_messages import one_group
-from tests.unit.connector.fetching import HASHES, A, B, Bench, follow, source
+from tests.unit.connector.fetching import BLOCK_TOKENS, HASHES, A, B, Bench, follow, source
 
 OFFER = KvOffer(
     worker_id="a", epoch=1, lease_id="L", groups=one_group([4, 5]), boundary=64, last_hash=HASHES[1], until_s=50.0
@@ -29,16 +29,16 @@ def test_blocks_after_the_local_prefix_are_requested_by_hash(bench):
 def test_the_count_is_unknown_until_the_holder_replies(bench):
     fetch = bench.fetch(sources=[source(A)])
 
-    assert fetch.count() is None
+    assert fetch.tokens() is None
     bench.grant(fetch, request=0, blocks=[7, 8, 9])
-    assert fetch.count() == 3
+    assert fetch.tokens() == 3 * BLOCK_TOKENS
 
 
 def test_granted_blocks_are_read_into_the_allocated_blocks(bench):
     fetch = bench.fetch(start=1, sources=[source(A)])
     bench.grant(fetch, request=0, blocks=[7, 8])
 
-    fetch.begin([101, 102], bench.now)
+    bench.begin(fetch, [101, 102])
 
     (read,) = bench.reads()
     assert (read.peer, read.remote_blocks, read.local_blocks) == (A, [7, 8], [101, 102])
@@ -47,7 +47,7 @@ def test_granted_blocks_are_read_into_the_allocated_blocks(bench):
 def test_only_the_failed_part_is_missing(bench):
     fetch = bench.fetch(sources=[source(A)], goal=4)
     bench.grant(fetch, request=0, blocks=[7, 8, 9, 10])
-    fetch.begin([101, 102, 103, 104], bench.now)
+    bench.begin(fetch, [101, 102, 103, 104])
     (read,) = bench.reads()
 
     bench.part(fetch, read, first=0, count=2)
@@ -55,7 +55,7 @@ def test_only_the_failed_part_is_missing(bench):
     bench.part(fetch, read, first=3, count=1)
 
     assert fetch.over
-    assert (fetch.missing(), fetch.arrived) == ([103], 2)
+    assert (fetch.missing(), fetch.arrived) == ([103], 2 * BLOCK_TOKENS)
 
 
 def test_missing_blocks_are_requested_from_the_next_source(bench):
@@ -64,13 +64,13 @@ def test_missing_blocks_are_requested_from_the_next_source(bench):
 
     second = bench.lease_requests()[-1]
     assert (second.worker_id, second.hashes) == ("b", b"".join(HASHES[1:4]))
-    assert fetch.count() is None
+    assert fetch.tokens() is None
 
 
 def test_blocks_of_a_failed_read_are_requested_elsewhere(bench):
     fetch = bench.fetch(goal=2, sources=[source(A), source(B)])
     bench.grant(fetch, request=0, blocks=[7, 8])
-    fetch.begin([101, 102], bench.now)
+    bench.begin(fetch, [101, 102])
     (read,) = bench.reads()
     bench.part(fetch, read, first=0, count=2, failure="gone")
 
@@ -91,15 +91,15 @@ def test_two_sources_each_supply_their_part(bench):
         ("b", b"".join(HASHES[2:4])),
     ]
     bench.grant(fetch, request=1, blocks=[5, 6])
-    assert fetch.count() is None
+    assert fetch.tokens() is None
     bench.grant(fetch, request=0, blocks=[1, 2])
-    assert fetch.count() == 4
+    assert fetch.tokens() == 4 * BLOCK_TOKENS
 
 
 def test_blocks_of_a_followed_source_are_read_as_they_arrive(bench):
     fetch = bench.fetch(goal=4, sources=[follow(A)])
-    assert fetch.count() == 4
-    fetch.begin([101, 102, 103, 104], bench.now)
+    assert fetch.tokens() == 4 * BLOCK_TOKENS
+    bench.begin(fetch, [101, 102, 103, 104])
 
     bench.grant(fetch, request=0, blocks=[7, 8], final=False)
     bench.grant(fetch, request=0, blocks=[9, 10], first=2)
@@ -112,7 +112,7 @@ def test_blocks_of_a_followed_source_are_read_as_they_arrive(bench):
 
 def test_a_follow_that_ends_early_leaves_the_rest_missing(bench):
     fetch = bench.fetch(goal=3, sources=[follow(A)])
-    fetch.begin([101, 102, 103], bench.now)
+    bench.begin(fetch, [101, 102, 103])
     bench.grant(fetch, request=0, blocks=[7], final=False)
     bench.part(fetch, bench.reads()[0], first=0, count=1)
 
@@ -129,13 +129,13 @@ def test_an_unresponsive_holder_is_abandoned_after_its_deadline(bench):
     bench.later(0.6)
     fetch.on_time(bench.now)
 
-    assert (fetch.count(), fetch.over) == (0, True)
+    assert (fetch.tokens(), fetch.over) == (0, True)
     assert bench.released() == [bench.lease_requests()[0].ask_id]
 
 
 def test_an_offer_of_the_same_prompt_needs_no_lease_request(bench):
     fetch = bench.fetch(goal=2, take=OFFER)
-    fetch.begin([101, 102], bench.now)
+    bench.begin(fetch, [101, 102])
 
     assert bench.lease_requests() == []
     assert bench.reads()[0].remote_blocks == [4, 5]
@@ -156,7 +156,7 @@ def test_an_offer_of_the_same_prompt_needs_no_lease_request(bench):
 def test_an_offer_of_another_prompt_or_a_malformed_one_is_ignored(bench, wrong):
     fetch = bench.fetch(goal=2, take=replace(OFFER, **wrong))
 
-    assert fetch.count() == 0
+    assert fetch.tokens() == 0
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ def test_a_grant_that_does_not_match_the_request_is_rejected(bench, wrong):
 
     bench.grant(fetch, request=0, **({"blocks": [7, 8]} | wrong))
 
-    assert not fetch.count()
+    assert not fetch.tokens()
 
 
 def test_no_read_begins_that_might_end_after_the_lease(bench):
     fetch = bench.fetch(goal=1, sources=[source(A)])
     bench.grant(fetch, request=0, blocks=[7], until_s=bench.now + 0.2)
-    fetch.begin([101], bench.now)
+    bench.begin(fetch, [101])
 
     assert bench.reads() == []
     assert (fetch.over, fetch.missing()) == (True, [101])
@@ -191,7 +191,7 @@ def test_lease_expiry_is_converted_from_the_holders_clock(bench):
     bench.ahead[A] = 5.0
     fetch = bench.fetch(goal=1, sources=[source(A)])
     bench.grant(fetch, request=0, blocks=[7], until_s=bench.now + 9.0)
-    fetch.begin([101], bench.now)
+    bench.begin(fetch, [101])
 
     assert bench.reads()[0].until_s == pytest.approx(bench.now + 9.0 - 5.0 - 0.25)
 
@@ -200,7 +200,7 @@ def test_an_unconnected_source_is_given_up_at_its_deadline(bench):
     del bench.ahead[A]
     fetch = bench.fetch(goal=1, sources=[source(A)])
     bench.grant(fetch, request=0, blocks=[7])
-    fetch.begin([101], bench.now)
+    bench.begin(fetch, [101])
     assert not fetch.over
 
     bench.later(3.1)
@@ -212,7 +212,7 @@ def test_an_unconnected_source_is_given_up_at_its_deadline(bench):
 def test_a_stopped_fetch_releases_now_and_ends_with_its_reads(bench):
     fetch = bench.fetch(goal=2, sources=[source(A)])
     bench.grant(fetch, request=0, blocks=[7, 8])
-    fetch.begin([101, 102], bench.now)
+    bench.begin(fetch, [101, 102])
 
     fetch.stop()
 
@@ -228,14 +228,14 @@ def test_a_lost_holder_is_not_asked_to_release(bench):
 
     fetch.on_peer_gone(A, bench.now)
 
-    assert (fetch.count(), fetch.over, bench.released()) == (0, True, [])
+    assert (fetch.tokens(), fetch.over, bench.released()) == (0, True, [])
 
 
 def test_each_source_is_reported_with_its_result(bench):
     fetch = bench.fetch(goal=2, sources=[source(A)])
     bench.later(0.1)
     bench.grant(fetch, request=0, blocks=[7, 8])
-    fetch.begin([101, 102], bench.now)
+    bench.begin(fetch, [101, 102])
     bench.part(fetch, bench.reads()[0], first=0, count=2, started=5.0, ended=7.0, size=640)
 
     (report,) = fetch.reads()

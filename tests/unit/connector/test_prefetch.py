@@ -7,6 +7,7 @@ import pytest
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, Peer, ReadPart, StartFetch
 from connector.reader.fetch import FetchLimits
+from connector.reader.groups import full_attention
 from connector.reader.prefetch import HELD_SHARE_MAX
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
@@ -30,8 +31,8 @@ class Engine:
         self.pool = pool_module.BlockPool(BLOCKS, True, BLOCK_TOKENS)
         self.free_at_first = self.pool.get_num_free_blocks()
         holding = HolderSettings(worker_id=WorkerId("me"), epoch=Epoch(1))
-        self.core = ExchangeCore(holding, BLOCK_TOKENS, FetchLimits(), lambda: self.now)
-        self.core.bind(self.pool, PoolBlockAllocator(self.pool, BLOCK_TOKENS))
+        self.core = ExchangeCore(holding, full_attention(BLOCK_TOKENS), FetchLimits(), lambda: self.now)
+        self.core.bind(self.pool, PoolBlockAllocator(self.pool, self.core.reader.groups))
         for worker_id in ("p", "q"):
             shape = Shape()
             told = handshake([RankMemory(shape, 0).described()], shape, worker_id)

@@ -9,8 +9,9 @@ import pytest
 
 from connector.messages import Peer, ReadPart
 from connector.reader.fetch import FetchLimits
+from connector.reader.groups import full_attention
 from connector.reader.peers import Peers
-from connector.reader.reader import Reader
+from connector.reader.reader import Reader, Settled
 from shared.contracts.kv_exchange import KvGrant, KvGroup, KvGroupKind, KvHandshake, KvOffer, KvSource, LegOrder
 from tests.support.kv_messages import one_group
 
@@ -42,7 +43,7 @@ class Bench:
 
     def __init__(self):
         self.peers = Peers()
-        self.reader = Reader(("me", 1), 32, self.peers, FetchLimits(), lambda: 10.0)
+        self.reader = Reader(("me", 1), full_attention(32), self.peers, FetchLimits(), lambda: 10.0)
         self.connect()
 
     def connect(self):
@@ -96,10 +97,10 @@ def test_an_offered_prompt_is_fetched_except_its_partial_block(bench):
     request = Request()
 
     assert bench.reader.matched(request, HAND_OVER, 0) == 96
-    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.reader.allocated(request, [[101, 102, 103, 104]], 96)
     bench.read_all()
 
-    assert bench.reader.settle() == ({"r"}, set())
+    assert bench.reader.settle() == Settled({"r"})
     bench.reader.allocated(request, (), 0)
     transfer_report = bench.reader.finished("r", HAND_OVER, None)
     assert (transfer_report.local_tokens, transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (
@@ -114,7 +115,7 @@ def test_the_last_token_of_a_fetched_prompt_is_computed(bench):
     request = Request(tokens=96)
 
     bench.reader.matched(request, HAND_OVER, 0)
-    bench.reader.allocated(request, [101, 102, 103], 96)
+    bench.reader.allocated(request, [[101, 102, 103]], 96)
     bench.read_all()
     bench.reader.settle()
     bench.reader.allocated(request, (), 0)
@@ -126,17 +127,17 @@ def test_the_last_token_of_a_fetched_prompt_is_computed(bench):
 def test_missing_blocks_are_reported_and_the_request_continues(bench):
     request = Request()
     bench.reader.matched(request, HAND_OVER, 0)
-    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.reader.allocated(request, [[101, 102, 103, 104]], 96)
 
     bench.read_all(failure="gone")
 
-    assert bench.reader.settle() == ({"r"}, {101, 102, 103})
+    assert bench.reader.settle() == Settled({"r"}, {101, 102, 103})
 
 
 def test_a_failed_read_is_not_retried_at_the_same_source(bench):
     request = Request()
     bench.reader.matched(request, HAND_OVER, 0)
-    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.reader.allocated(request, [[101, 102, 103, 104]], 96)
     bench.read_all(failure="gone")
     bench.reader.settle()
 
@@ -146,7 +147,7 @@ def test_a_failed_read_is_not_retried_at_the_same_source(bench):
 def test_a_preempted_request_requests_its_blocks_by_hash(bench):
     request = Request()
     bench.reader.matched(request, HAND_OVER, 0)
-    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.reader.allocated(request, [[101, 102, 103, 104]], 96)
     bench.read_all()
     bench.reader.settle()
     bench.reader.allocated(request, (), 0)
@@ -155,7 +156,7 @@ def test_a_preempted_request_requests_its_blocks_by_hash(bench):
     assert bench.reader.matched(request, HAND_OVER, 0) is None
     bench.grant([7, 8, 9])
     assert bench.reader.matched(request, HAND_OVER, 0) == 96
-    bench.reader.allocated(request, [1, 2, 3, 4, 5], 96)
+    bench.reader.allocated(request, [[1, 2, 3, 4, 5]], 96)
     bench.read_all()
     bench.reader.settle()
     bench.reader.allocated(request, (), 0)
@@ -225,14 +226,14 @@ def test_a_reconnected_worker_is_used_again(bench):
 def test_an_aborted_request_keeps_its_blocks_until_reads_end(bench):
     request = Request()
     bench.reader.matched(request, HAND_OVER, 0)
-    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.reader.allocated(request, [[101, 102, 103, 104]], 96)
 
     bench.reader.finished("r", HAND_OVER, None)
-    assert bench.reader.settle() == (set(), set())
+    assert bench.reader.settle() == Settled()
     assert bench.reader.outbox.cancel
 
     bench.read_all(failure="cancelled")
-    assert bench.reader.settle() == ({"r"}, set())
+    assert bench.reader.settle() == Settled({"r"})
     assert bench.reader.idle
 
 
@@ -250,12 +251,12 @@ def test_equal_prompts_are_fetched_once(bench):
         take=msgspec.structs.replace(OFFER, lease_id="M"), sources=[KvSource(worker_id="p", epoch=1)]
     )
     assert bench.reader.matched(first, HAND_OVER, 0) == 96
-    bench.reader.allocated(first, [101, 102, 103, 104], 96)
+    bench.reader.allocated(first, [[101, 102, 103, 104]], 96)
 
     assert bench.reader.matched(second, other_offer, 0) is None
     bench.read_all()
     assert bench.reader.matched(second, other_offer, 0) is None, "not cached before the first is scheduled again"
-    assert bench.reader.settle() == ({"r"}, set())
+    assert bench.reader.settle() == Settled({"r"})
 
     assert bench.reader.matched(second, other_offer, 96) == 0
     bench.reader.allocated(second, (), 0)
@@ -269,7 +270,7 @@ def test_a_prompt_is_fetched_again_when_the_equal_fetch_breaks_off(bench, cut):
     first, second = Request(), Request(request_id="second")
     assert bench.reader.matched(first, HAND_OVER, 0) == 96
     if cut != "aborted":
-        bench.reader.allocated(first, [101, 102, 103, 104], 96)
+        bench.reader.allocated(first, [[101, 102, 103, 104]], 96)
     assert bench.reader.matched(second, READ_BACK, 0) is None
 
     if cut == "failed":
@@ -285,7 +286,7 @@ def test_a_prompt_is_fetched_again_when_the_equal_fetch_breaks_off(bench, cut):
 
 def test_a_prompt_of_which_more_is_cached_waits_for_the_fetch_that_began_before(bench):
     assert bench.reader.matched(Request(), HAND_OVER, 0) == 96
-    bench.reader.allocated(Request(), [101, 102, 103, 104], 96)
+    bench.reader.allocated(Request(), [[101, 102, 103, 104]], 96)
 
     assert bench.reader.matched(Request(request_id="second"), HAND_OVER, 32) is None
 
@@ -303,7 +304,7 @@ def test_nothing_of_ended_requests_is_kept(bench):
     for number in range(3):
         request = Request(request_id=f"r{number}")
         assert bench.reader.matched(request, HAND_OVER, 0) == 96
-        bench.reader.allocated(request, [101, 102, 103, 104], 96)
+        bench.reader.allocated(request, [[101, 102, 103, 104]], 96)
         if number == 1:
             bench.reader.finished(request.request_id, None, HAND_OVER)
         bench.read_all()

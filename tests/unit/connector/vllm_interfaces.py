@@ -49,17 +49,28 @@ INTERFACES = {
         "BlockPool.cache_partial_block BlockPool.move_block_hashes BlockPool._emit_block_removed_events "
         "BlockPool.reset_prefix_cache BlockHashToBlockMap.contain"
     ),
-    "vllm/v1/core/kv_cache_manager.py": "KVCacheBlocks KVCacheManager KVCacheManager.__init__ KVCacheManager.cache_blocks",
+    "vllm/v1/core/kv_cache_manager.py": (
+        "KVCacheBlocks KVCacheManager KVCacheManager.__init__ KVCacheManager.cache_blocks "
+        "KVCacheManager.get_computed_blocks KVCacheManager.allocate_slots "
+        "KVCacheManager.truncate_computed_blocks KVCacheManager.prefix_cache_lookup_enabled"
+    ),
     "vllm/v1/core/kv_cache_coordinator.py": (
-        "KVCacheCoordinator KVCacheCoordinator.cache_blocks KVCacheCoordinatorNoPrefixCache.find_longest_cache_hit "
+        "KVCacheCoordinator KVCacheCoordinator.cache_blocks "
+        "KVCacheCoordinatorNoPrefixCache.find_longest_cache_hit "
         "UnitaryKVCacheCoordinator.find_longest_cache_hit HybridKVCacheCoordinator.find_longest_cache_hit "
-        "HybridKVCacheCoordinator.verify_and_split_kv_cache_groups HybridKVCacheCoordinator.get_num_cacheable_tokens"
+        "HybridKVCacheCoordinator.verify_and_split_kv_cache_groups "
+        "HybridKVCacheCoordinator.get_num_cacheable_tokens KVCacheCoordinator.get_num_cacheable_tokens "
+        "KVCacheCoordinator.allocate_new_computed_blocks "
+        "HybridKVCacheCoordinator.find_longest_cache_hit_per_group"
     ),
     "vllm/v1/core/single_type_kv_cache_manager.py": (
         "SingleTypeKVCacheManager.cache_blocks FullAttentionManager.find_longest_cache_hit "
         "FullAttentionManager._cache_partial_tail_block SlidingWindowManager.find_longest_cache_hit "
-        "SlidingWindowManager.reachable_block_mask MambaManager.find_longest_cache_hit MambaManager.cache_blocks "
-        "MambaManager.allocate_new_blocks MambaManager._cache_partial_tail_block"
+        "SlidingWindowManager.reachable_block_mask MambaManager.find_longest_cache_hit "
+        "MambaManager.cache_blocks MambaManager.allocate_new_blocks MambaManager._cache_partial_tail_block "
+        "SingleTypeKVCacheManager.add_local_computed_blocks "
+        "SingleTypeKVCacheManager.allocate_external_computed_blocks FullAttentionManager.cache_blocks "
+        "SlidingWindowManager.get_num_skipped_tokens MambaManager.get_num_skipped_tokens"
     ),
     "vllm/v1/core/kv_cache_utils.py": (
         "BlockHash KVCacheBlock make_block_hash_with_group_id maybe_convert_block_hash get_request_block_hasher init_none_hash "
@@ -69,7 +80,8 @@ INTERFACES = {
         "Scheduler.__init__ Scheduler.schedule Scheduler.update_from_output Scheduler.add_request "
         "Scheduler.finish_requests Scheduler.reset_prefix_cache Scheduler.has_requests Scheduler.has_finished_requests Scheduler._free_request "
         "Scheduler._connector_finished Scheduler._update_waiting_for_remote_kv "
-        "Scheduler._update_from_kv_xfer_finished Scheduler._handle_invalid_blocks "
+        "Scheduler._update_from_kv_xfer_finished Scheduler._handle_invalid_blocks Scheduler._handle_failed_recving "
+        "Scheduler._get_local_prefix_cache_hit Scheduler._mamba_block_aligned_split "
         "Scheduler._try_schedule_encoder_inputs Scheduler._inflight_prefill_reserved_blocks "
         "Scheduler._reserve_prefill_lookahead Scheduler._update_request_with_output"
     ),

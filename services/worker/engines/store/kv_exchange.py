@@ -13,6 +13,7 @@ import msgspec
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Results
 from connector.reader.fetch import FetchLimits
+from connector.reader.groups import full_attention
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_cache import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers
@@ -40,7 +41,7 @@ class StoreExchange:
     def __init__(self, holding: HolderSettings, hash_block_size: int, tiers: Tiers, now: Callable[[], float]) -> None:
         self.tiers = tiers
         self._now = now
-        self._core = ExchangeCore(holding, hash_block_size, FetchLimits(), now)
+        self._core = ExchangeCore(holding, full_attention(hash_block_size), FetchLimits(), now)
         self._core.bind(LeasablePool(tiers.memory), tiers)
         self._waiting: list[_Waiting] = []
         self._granted_blocks = 0

@@ -14,6 +14,8 @@ from itertools import groupby
 
 import msgspec
 
+from connector.reader.groups import Blocks
+from connector.reader.prefetch import Held
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator
 from services.worker.engines.store.records import SlotRecord
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
@@ -198,7 +200,7 @@ class Tiers:
         """All: a store has no requests to keep blocks for."""
         return self.memory.blocks + self.files.slots
 
-    def hold(self, hashes: Sequence[bytes]) -> list[int]:
+    def hold(self, hashes: Sequence[bytes]) -> Held:
         """Hold the longest prefix of these that is in memory or in files."""
         held: list[int] = []
         for name in hashes:
@@ -211,17 +213,17 @@ class Tiers:
         blocks, slots = self._apart(held)
         self.memory.hold(blocks)
         self.files.hold(slots)
-        return held
+        return Held(len(held), len(held), held)
 
     def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks of memory for new content."""
         return self._allocator.allocate(count)
 
-    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+    def cache(self, hashes: Sequence[bytes], blocks: Blocks, boundary: int) -> None:
         """Make arrived blocks readable to others and queue them for saving."""
-        self._allocator.cache(hashes, first, blocks)
+        self._allocator.cache(hashes, blocks, boundary)
         if self.files.slots:
-            self._to_save.update(dict.fromkeys(hashes[first : first + len(blocks)]))
+            self._to_save.update(dict.fromkeys(hashes[blocks.first : blocks.end]))
             while len(self._to_save) > self.memory.blocks:
                 del self._to_save[next(iter(self._to_save))]
 

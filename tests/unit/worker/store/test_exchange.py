@@ -10,6 +10,7 @@ from connector.holder.holder import HolderSettings
 from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
+from connector.reader.groups import Blocks
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
@@ -42,7 +43,7 @@ class Store:
 
     def in_memory(self, names: list[bytes]) -> None:
         blocks = self.tiers.allocate(len(names))
-        self.tiers.cache(names, 0, blocks)
+        self.tiers.cache(names, Blocks(0, 0, blocks), 0)
         self.tiers.free(blocks)
 
     def ask(self, names: list[bytes], **fields):

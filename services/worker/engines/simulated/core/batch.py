@@ -169,15 +169,15 @@ class Batch:
 
     def settle(self, now: float) -> bool:
         """Apply ended reads; returns whether any ended."""
-        ended, empty = self._reader.settle()
-        for request_id in ended:
+        settled = self._reader.settle()
+        for request_id in settled.ended:
             if request_id in self._still_written:
                 self._cache.release(self._still_written.pop(request_id))
                 continue
             sequence = self.receiving.pop(request_id)
-            self._accept_received(sequence, empty, now)
+            self._accept_received(sequence, settled.empty, now)
             self._received.append(sequence)
-        return bool(ended)
+        return bool(settled.ended)
 
     def plan(self, now: float) -> Plan:
         """The next step; empty if nothing can run now."""
@@ -251,7 +251,7 @@ class Batch:
         count = min(len(sequence.tokens) - sequence.computed, budget)
         if not self._extend_blocks(sequence, sequence.computed + count):
             raise AssertionError("a sequence was admitted without free blocks for its tokens")
-        self._reader.allocated(sequence, sequence.blocks, 0)
+        self._reader.allocated(sequence, [sequence.blocks], 0)
         self._admit(sequence, now)
         if sequence.stats.scheduled_at is None:
             sequence.stats.scheduled_at = now
@@ -286,7 +286,7 @@ class Batch:
         sequence.receiving = tokens // self._settings.block_size
         self._admit(sequence, now)
         self.receiving[sequence.request_id] = sequence
-        self._reader.allocated(sequence, sequence.blocks, tokens)
+        self._reader.allocated(sequence, [sequence.blocks], tokens)
 
     def _accept_received(self, sequence: Sequence, empty: set[int], now: float) -> None:
         """Accept received blocks up to the first gap. The rest is computed, and always the last token."""

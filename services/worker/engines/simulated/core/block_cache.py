@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX
+from connector.reader.groups import Blocks
+from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX, Held
 from shared.contracts.kv_events import KvEvent, KvEventKind, block_hash64, pack_hashes
 
 CONTENT_BYTES = 8
@@ -190,20 +191,20 @@ class CacheBlockAllocator:
         """Blocks that all fetches together may pin."""
         return int(self._cache.blocks * HELD_SHARE_MAX)
 
-    def hold(self, hashes: Sequence[bytes]) -> list[int]:
+    def hold(self, hashes: Sequence[bytes]) -> Held:
         """Hold the longest cached prefix of these."""
         found = self._cache.find(hashes, len(hashes))
         self._cache.hold(found)
-        return found
+        return Held(len(found), len(found), found)
 
     def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks for new content. ``FREE_SHARE_MIN`` of all blocks stays free for requests."""
         spare = self._cache.free - int(self._cache.blocks * FREE_SHARE_MIN)
         return self._cache.take(max(0, min(count, spare))) or []
 
-    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+    def cache(self, hashes: Sequence[bytes], blocks: Blocks, _boundary: int) -> None:
         """Put them into the prefix cache."""
-        for index, block in enumerate(blocks, start=first):
+        for index, block in enumerate(blocks.ids, start=blocks.first):
             self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
 
     def free(self, blocks: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Read, ReadPart, Results
 from connector.reader.fetch import FetchLimits
+from connector.reader.groups import full_attention
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.batch import Sequence
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, LeasablePool
@@ -38,7 +39,7 @@ class Exchange:
             lease_s_max=settings.kv_lease_s,
             lease_share_max=settings.kv_lease_share_max,
         )
-        self._core = ExchangeCore(holding, settings.block_size, FetchLimits(), now)
+        self._core = ExchangeCore(holding, full_attention(settings.block_size), FetchLimits(), now)
         self._core.bind(LeasablePool(cache), CacheBlockAllocator(cache))
         self.holder = self._core.holder
         self.reader = self._core.reader
