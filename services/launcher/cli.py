@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from importlib.metadata import entry_points
+from typing import Annotated
 
 import typer
 
@@ -27,6 +28,7 @@ from services.launcher.commands import views as view_commands
 from services.launcher.commands import weights as weight_commands
 from services.launcher.commands.options import StateDir, fail, state_folder
 from services.launcher.system import state_file
+from services.launcher.version import version_line
 
 DOWN_S_MAX = 120.0
 
@@ -42,6 +44,22 @@ app = typer.Typer(
     epilog="Start with [cyan]baton up[/] (or [cyan]baton up --engine simulated[/] without vLLM), then open a second "
     "terminal for [cyan]baton workers --watch[/]. [cyan]baton doctor[/] finds problems.",
 )
+
+
+def show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(version_line())
+        raise typer.Exit
+
+
+@app.callback()
+def before_commands(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Version and commit, and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 up_command.add_to(app)
 GROUP = "baton.commands"
