@@ -18,7 +18,11 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-compiled = runpy.run_path(str(ROOT / "shared" / "compiled.py"))
+NAMESPACE = ROOT / "baton_serve"
+"""Where a distribution has the packages, see scripts/build_backend.py; a checkout has them in its root."""
+IS_CHECKOUT = not NAMESPACE.is_dir()
+PACKAGES = ROOT if IS_CHECKOUT else NAMESPACE
+compiled = runpy.run_path(str(PACKAGES / "shared" / "compiled.py"))
 
 
 class PureDistribution(Distribution):
@@ -36,7 +40,7 @@ class BuildRequestPath(build_ext):
         if not is_wanted():
             super().run()
             return
-        if self.is_in_checkout():
+        if IS_CHECKOUT:
             self.stamp().unlink(missing_ok=True)
             for outdated in earlier_builds():
                 outdated.unlink()
@@ -45,14 +49,10 @@ class BuildRequestPath(build_ext):
         self.finalize_options()
         super().run()
         if all(Path(self.get_ext_fullpath(each.name)).exists() for each in self.extensions):
-            self.stamp().write_text(compiled["digest"](ROOT))
-
-    def is_in_checkout(self) -> bool:
-        """Whether the checkout gets what is built, not a wheel."""
-        return bool(self.inplace or self.editable_mode)
+            self.stamp().write_text(compiled["digest"](PACKAGES))
 
     def stamp(self) -> Path:
-        return (ROOT if self.is_in_checkout() else Path(self.build_lib)) / compiled["STAMP"]
+        return (ROOT if IS_CHECKOUT else Path(self.build_lib, NAMESPACE.name)) / compiled["STAMP"]
 
     def build_extensions(self) -> None:
         """Compile the C files of an extension on all cores."""
@@ -86,17 +86,18 @@ def translated() -> list[Extension]:
     from mypyc.build import mypycify
 
     os.chdir(ROOT)
-    paths = [f"{module.replace('.', '/')}.py" for module in compiled["MODULES"]]
+    paths = [str(compiled["source"](module, PACKAGES).relative_to(ROOT)) for module in compiled["MODULES"]]
     folder = ROOT / "build" / "request_path"
+    group = (PACKAGES / compiled["GROUP"]).relative_to(ROOT)
     made = mypycify(
-        paths, group_name=compiled["GROUP"], multi_file=True, target_dir=str(folder), opt_level="2", debug_level="0"
+        paths, group_name=".".join(group.parts), multi_file=True, target_dir=str(folder), opt_level="2", debug_level="0"
     )
     for extension in made:
         extension.optional = True
         # Hidden names are called directly, not by way of the dynamic linker's table.
         extension.extra_compile_args = [*extension.extra_compile_args, "-fvisibility=hidden"]
         # mypyc 2.4 puts the headers of a group with a dot in its name into a folder, and looks for them outside.
-        extension.include_dirs.append(str(folder / "shared"))
+        extension.include_dirs.append(str(folder / group.parent))
     return made
 
 

@@ -10,16 +10,22 @@ ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_
 WORKDIR /opt/baton/source
 
 # No worker uses the router's native part, so this stage needs no compiler.
-FROM base AS wheel
+FROM base AS build
 COPY requirements/services.txt requirements/
 RUN sed -n '/^setuptools==/,/[^\\]$/p' requirements/services.txt > requirements/setuptools.txt \
     && pip install --no-deps --require-hashes -r requirements/setuptools.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY scripts/build_backend.py scripts/
 COPY shared shared
 COPY services services
 COPY connector connector
 COPY replay replay
-RUN pip wheel --no-deps --no-build-isolation --wheel-dir /opt/wheels .
+ARG BATON_COMMIT
+RUN _BATON_PURE=1 pip wheel --no-deps --no-build-isolation --wheel-dir /opt/wheels .
+
+# `docker buildx build --build-context wheel=dist` takes the wheels of a release instead.
+FROM scratch AS wheel
+COPY --from=build /opt/wheels/*.whl /
 
 FROM base AS cpu
 RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
@@ -30,8 +36,8 @@ RUN sed -n '/^torch==/,/[^\\]$/p' requirements/engine-cpu.txt > requirements/tor
     && { pip install --no-deps --require-hashes -r requirements/torch.txt \
          || pip install --no-deps --require-hashes -r requirements/torch.txt --extra-index-url "$TORCH_CPU_INDEX"; } \
     && pip install --no-deps --require-hashes -r requirements/engine-cpu.txt
-COPY --from=wheel /opt/wheels /opt/wheels
-RUN pip install --no-deps /opt/wheels/*.whl
+COPY --from=wheel /*.whl /opt/wheels/
+RUN pip install --no-deps --no-index --find-links /opt/wheels baton-serve
 USER baton
 WORKDIR /home/baton
 
@@ -42,7 +48,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 ARG ENGINE_LOCK=engine-cuda
 COPY requirements/${ENGINE_LOCK}.txt requirements/
 RUN pip install --no-deps --require-hashes -r "requirements/${ENGINE_LOCK}.txt"
-COPY --from=wheel /opt/wheels /opt/wheels
-RUN pip install --no-deps /opt/wheels/*.whl
+COPY --from=wheel /*.whl /opt/wheels/
+RUN pip install --no-deps --no-index --find-links /opt/wheels baton-serve
 USER baton
 WORKDIR /home/baton

@@ -16,20 +16,27 @@ WORKDIR /opt/baton/source
 COPY requirements/services.txt requirements/
 RUN pip install --no-deps --require-hashes -r requirements/services.txt
 
-# The router's prefix index and placement are compiled in this stage, so the final image needs no compiler.
+# The router's request path and index are compiled in this stage, so the final image needs no compiler.
 FROM base AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml setup.py README.md LICENSE ./
+COPY scripts/build_backend.py scripts/
 COPY shared shared
 COPY services services
 COPY connector connector
 COPY replay replay
+ARG BATON_COMMIT
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /opt/wheels .
 
-FROM base
-COPY --from=build /opt/wheels /opt/wheels
+# `docker buildx build --build-context wheel=dist` takes the wheels of a release instead.
+FROM scratch AS wheel
+COPY --from=build /opt/wheels/*.whl /
+
+FROM base AS final
+COPY --from=wheel /*.whl /opt/wheels/
 # pip leaves out what it cannot compile, and says so only in its log.
-RUN pip install --no-deps /opt/wheels/*.whl && python -c "from services.router.native import _block_table, _placement; from shared import compiled; assert compiled.IN_USE"
+RUN pip install --no-deps --no-index --find-links /opt/wheels baton-serve \
+    && python -c "from baton_serve.services.router.native import _block_table, _placement; from baton_serve.shared import compiled; assert compiled.IN_USE"
 
 USER baton
 WORKDIR /home/baton

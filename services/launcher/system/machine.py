@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,13 +19,13 @@ from typing import Any
 
 import psutil
 
-from services.launcher.system.process_plan import Machine, PlanRefused, RequiredPort
+from services.launcher.system.process_plan import MODULES, Machine, PlanRefused, RequiredPort
 from shared.contracts.channels import Party
 from shared.sockets import family_of
 
 NVIDIA_SMI_S_MAX = 30.0
-SERVICES = {f"services.{each}": each for each in (Party.ORCHESTRATOR, Party.COLLECTOR, Party.ROUTER, Party.WORKER)}
-"""The modules that services run as."""
+SERVICE = re.compile(rf"(?:\w+\.)?services\.({'|'.join(MODULES)})")
+"""A module that a service runs as: an installation has it inside a package, a checkout and earlier versions do not."""
 PORT_MAX = 65535
 COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
@@ -125,8 +126,8 @@ def service_processes() -> Iterator[tuple[psutil.Process, Party, dict[str, str]]
         with contextlib.suppress(psutil.Error, OSError):
             command = process.cmdline()
             for before, name in itertools.pairwise(command):
-                if before == "-m" and name in SERVICES:
-                    yield process, SERVICES[name], process.environ()
+                if before == "-m" and (found := SERVICE.fullmatch(name)):
+                    yield process, Party(found[1]), process.environ()
 
 
 def has_distribution(name: str) -> bool:

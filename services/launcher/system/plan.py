@@ -11,7 +11,15 @@ import msgspec
 from services.launcher.cluster.folder import SECURE, variables
 from services.launcher.system.devices import Device, share_cores, share_gpus
 from services.launcher.system.options import ModelOptions, UpOptions
-from services.launcher.system.process_plan import Machine, PlanRefused, ProcessPlan, RequiredPort, Stage, SystemPlan
+from services.launcher.system.process_plan import (
+    MODULES,
+    Machine,
+    PlanRefused,
+    ProcessPlan,
+    RequiredPort,
+    Stage,
+    SystemPlan,
+)
 from shared.addresses import url_of
 from shared.contracts.channels import Party
 from shared.contracts.ids import ALIAS_RULE, is_model_alias
@@ -100,17 +108,17 @@ def plan_nats(options: UpOptions, machine: Machine) -> ProcessPlan:
     return ProcessPlan(name="nats", stage=Stage.NATS, command=(machine.nats_server, *flags, *secured))
 
 
-def service(machine: Machine, name: str, base: Mapping[str, str], *, host: str = "", port: int = 0) -> ProcessPlan:
+def service(machine: Machine, party: Party, base: Mapping[str, str], *, host: str = "", port: int = 0) -> ProcessPlan:
     """A router, orchestrator or collector; ``host`` and ``port`` for those that serve HTTP."""
-    prefix = name.upper()
+    prefix = party.upper()
     listens = {f"{prefix}_HOST": host, f"{prefix}_PORT": str(port)} if port else {}
-    command = (machine.python, "-m", f"services.{name}")
-    return ProcessPlan(name=name, stage=Stage.SERVICES, command=command, env={**base, **listens})
+    command = (machine.python, "-m", MODULES[party])
+    return ProcessPlan(name=party.value, stage=Stage.SERVICES, command=command, env={**base, **listens})
 
 
 def plan_orchestrator(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> ProcessPlan:
     """With its planner on when scaling is allowed."""
-    return aside(service(machine, "orchestrator", {**base, **planner_limits(options), **sleep_limits(options)}))
+    return aside(service(machine, Party.ORCHESTRATOR, {**base, **planner_limits(options), **sleep_limits(options)}))
 
 
 def sleep_limits(options: UpOptions) -> dict[str, str]:
@@ -141,7 +149,7 @@ def planner_limits(options: UpOptions) -> dict[str, str]:
 def plan_collector(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> ProcessPlan:
     """On an address of its own: whoever reaches the API need not reach the console."""
     base = {**base, "COLLECTOR_INSECURE": "true"} if options.insecure else base
-    return aside(service(machine, "collector", base, host=options.collector_host, port=options.collector_port))
+    return aside(service(machine, Party.COLLECTOR, base, host=options.collector_host, port=options.collector_port))
 
 
 def aside(process: ProcessPlan) -> ProcessPlan:
@@ -153,11 +161,11 @@ def plan_routers(options: UpOptions, machine: Machine, base: Mapping[str, str]) 
     """One router on the port, or several that share it; then each also has its own port."""
     base = {**base, "ROUTER_INSECURE": "true"} if options.insecure else base
     if options.routers == 1:
-        return [service(machine, "router", base, host=options.host, port=options.port)]
+        return [service(machine, Party.ROUTER, base, host=options.host, port=options.port)]
     routers = []
     for number, port in enumerate(options.router_ports, 1):
         name = f"router-{number}"
-        alone = service(machine, "router", base, host=options.host, port=port)
+        alone = service(machine, Party.ROUTER, base, host=options.host, port=port)
         env = {**alone.env, "ROUTER_SHARED_PORT": str(options.port), "ROUTER_INSTANCE": name}
         routers.append(replace(alone, name=name, env=env))
     return routers
@@ -210,7 +218,7 @@ class WorkerPlans:
             env["WORKER_ASLEEP"] = "true"
         if device.engine_args:
             env["WORKER_ENGINE_ARGS"] = f"{device.engine_args} {settings.get('WORKER_ENGINE_ARGS', '')}".rstrip()
-        command = (self.machine.python, "-m", "services.worker")
+        command = (self.machine.python, "-m", MODULES[Party.WORKER])
         several, keeps_trying = len(self.options.models) > 1, self.options.keep_trying
         note = f"{self.options.models[model].model}, {device.text}" if several else device.text
         return ProcessPlan(

@@ -8,6 +8,16 @@ from enum import IntEnum
 
 import msgspec
 
+from shared.contracts.channels import Party
+
+MODULES = {
+    Party.ORCHESTRATOR: "services.orchestrator",
+    Party.COLLECTOR: "services.collector",
+    Party.ROUTER: "services.router",
+    Party.WORKER: "services.worker",
+}
+"""What each service runs as, in the order in which they are restarted."""
+
 
 class PlanRefused(Exception):
     """The requested system cannot be started; the message says what to do instead."""

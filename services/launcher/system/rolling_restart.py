@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import psutil
 
 from services.launcher.bus_client import first_status
-from services.launcher.system.machine import SERVICES, service_processes
+from services.launcher.system.machine import service_processes
+from services.launcher.system.process_plan import MODULES
 from shared.bus.nats_credentials import Access
 from shared.bus.port import Bus
 from shared.contracts.channels import Party
@@ -59,7 +60,7 @@ def running_processes(state_dir: str) -> list[RunningProcess]:
         if env.get("BATON_STATE_DIR") == state_dir:
             each = _running_process(process, service, env)
             found.setdefault(each.name, each)  # What a process has forked looks like it, and is younger.
-    order = list(SERVICES.values())
+    order = list(MODULES)
     return sorted(found.values(), key=lambda each: (order.index(each.service), each.name))
 
 

@@ -58,7 +58,7 @@ def test_the_light_image_holds_neither_torch_nor_vllm(system: Compose):
 
 def test_the_router_has_its_index_and_placement_in_c(system: Compose):
     """An image without compiler or headers would be built without them."""
-    import_both = "from services.router.native import _block_table, _placement"
+    import_both = "from baton_serve.services.router.native import _block_table, _placement"
     system.run("exec", "-T", "router", "python", "-c", import_both)
 
 

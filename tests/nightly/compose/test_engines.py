@@ -56,7 +56,7 @@ def test_each_engine_computes_on_half_of_the_cores(system: Compose):
     if len(cores) < 2:
         pytest.skip("one core only")
     looked = (
-        "import os; from services.worker.engines.vllm.arguments import parse_cores;"
+        "import os; from baton_serve.services.worker.engines.vllm.arguments import parse_cores;"
         "print(parse_cores(os.environ['WORKER_CPU_CORES']))"
     )
 

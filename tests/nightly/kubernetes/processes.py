@@ -61,6 +61,7 @@ class Pod:
             lambda found: found[0].replace(found[1], f"{self.root}{found[1]}"),
             text,
         )
+        text = text.replace("baton_serve.", "")  # As the packages are named in a checkout.
         return text.replace("tls://nats:4222", f"tls://127.0.0.1:{self._machine.port('nats-0', 4222)}")
 
     def _environment(self) -> dict[str, str]:

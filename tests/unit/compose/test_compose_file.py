@@ -275,7 +275,7 @@ def test_every_variable_of_the_file_is_in_its_example():
     used = {*re.findall(r"(?<!\$)\$\{(\w+)", text)} - own
 
     named = set(re.findall(r"^#? ?([A-Z_]+)=", (ROOT / "compose/env.example").read_text(), re.MULTILINE))
-    assert used - named == {"BATON_TAG", "BASE_IMAGE"}
+    assert used - named == {"BATON_COMMIT", "BATON_TAG", "BASE_IMAGE"}
 
 
 def test_a_profile_with_a_store_has_its_engines():

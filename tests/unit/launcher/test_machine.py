@@ -77,8 +77,10 @@ def test_without_nvidia_smi_there_are_no_gpus(tmp_path: Path, monkeypatch: pytes
     assert gpu_facts() == {}
 
 
-def test_running_workers_show_which_gpus_they_use():
-    waits = [sys.executable, "-c", "print(flush=True); input()", "-m", "services.worker"]
+@pytest.mark.parametrize("module", ["services.worker", "baton_serve.services.worker"])
+def test_running_workers_show_which_gpus_they_use(module: str):
+    """Those of a checkout, and of an installation."""
+    waits = [sys.executable, "-c", "print(flush=True); input()", "-m", module]
     ours = f"{os.getpid()}"  # The same test may run elsewhere on this machine.
     with subprocess.Popen(
         waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "CUDA_VISIBLE_DEVICES": f"5,{ours}"}
