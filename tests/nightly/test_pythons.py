@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
+from scripts.pythons import MINORS, pythons
+from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
+from tests.support.system import until
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = pytest.mark.timeout(7200)
 
-MINORS = (11, 12, 13)
+UV = str(Path(sys.executable).with_name("uv"))
+NOT_THERE = re.compile(r"python|pip|uvx?$|pyenv")
+"""Programs that only others than the one Python bring."""
 LOCKS = ("services", "dev", "engine-cpu", "engine-cuda", "engine-cuda-0.33", "torch-pypi")
 PLATFORMS = ("x86_64-manylinux_2_34", "aarch64-manylinux_2_34")
 """With glibc 2.34, which is older than that of Debian 12, Ubuntu 22.04 or RHEL 9."""
@@ -36,14 +42,7 @@ def test_each_locked_package_can_be_had(lock: str, minor: int, platform: str, tm
     path = tmp_path / "lock.txt"
     path.write_text(re.sub(r"^torch==\S+\+cpu(?:.*\\\n)*.*\n", "", text, flags=re.MULTILINE))
 
-    command = [
-        str(Path(sys.executable).with_name("uv")),
-        "pip",
-        "install",
-        "--dry-run",
-        "--no-deps",
-        "--require-hashes",
-    ]
+    command = [UV, "pip", "install", "--dry-run", "--no-deps", "--require-hashes"]
     command += ["--python-platform", platform, "--python-version", f"3.{minor}", "--only-binary", ":all:"]
     command += [argument for name in SOURCES for argument in ("--no-binary", name)]
     done = subprocess.run(
@@ -54,38 +53,65 @@ def test_each_locked_package_can_be_had(lock: str, minor: int, platform: str, tm
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def other_pythons() -> list[str]:
-    """Paths of the supported Pythons that run here, without the one that runs this."""
-    names = [f"python3.{minor}" for minor in MINORS if minor != sys.version_info.minor]
-    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    candidates = [shutil.which(name) or "" for name in names]
-    candidates += [str(path) for name in names for path in sorted(kept.glob(f"*/bin/{name}"))]
-    found: dict[str, str] = {}
-    for path in filter(None, candidates):
-        asked = subprocess.run([path, "-c", "import ensurepip, venv"], capture_output=True, check=False)
-        if asked.returncode == 0:
-            found.setdefault(Path(path).name, path)
-    return list(found.values())
+@pytest.fixture(params=pythons(), ids=lambda path: path.name)
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+    return Root(request.param, tmp_path)
 
 
-@pytest.mark.parametrize("engine", ["none", "cpu"])
-@pytest.mark.parametrize("python", other_pythons() or [pytest.param("", marks=pytest.mark.skip("no other Python"))])
-def test_the_project_passes_its_tests_on_other_pythons(python: str, engine: str, tmp_path: Path):
-    """From a clone: the set-up, the compiled parts and the quick tests; with an engine, those of the KV exchange."""
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone")], check=True)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("VIRTUAL_ENV", "PYTEST_"))}
-    env |= {"BATON_PYTHON": python, "BATON_ENGINE": engine}
+class Root:
+    """A clone on a machine that has this Python only, and an empty home. What uv has downloaded before stays."""
 
-    def run(*command: str) -> str:
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python, self.clone, self.programs = python, folder / "clone", folder / "programs"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(self.clone)], check=True)
+        self.programs.mkdir()
+        for path in (path for each in os.get_exec_path() for path in Path(each).glob("*")):
+            if not NOT_THERE.match(path.name) and not (self.programs / path.name).is_symlink():
+                (self.programs / path.name).symlink_to(path)
+        for name in (python.name, "python3"):
+            (self.programs / name).symlink_to(python)
+        dropped = re.compile("VIRTUAL_ENV|PYTEST_|PYENV_|PYTHON|BATON_")
+        kept = {name: value for name, value in os.environ.items() if not dropped.match(name)}
+        cache = subprocess.run([UV, "cache", "dir"], capture_output=True, text=True, check=True).stdout.strip()
+        (folder / "home").mkdir()
+        self.env = kept | {"PATH": str(self.programs), "HOME": str(folder / "home"), "UV_CACHE_DIR": cache}
+
+    def run(self, *command: str) -> str:
         done = subprocess.run(
-            command, cwd=tmp_path / "clone", env=env, text=True, check=False, timeout=MADE_S_MAX,
+            command, cwd=self.clone, env=self.env, text=True, check=False, timeout=MADE_S_MAX,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-6000:]
         return done.stdout
 
-    made = run("make", "setup-dev")
-    assert "no C compiler found" not in made
-    version = run(".venv/bin/python", "-c", "import sys; print('python%d.%d' % sys.version_info[:2])").strip()
-    assert version == Path(python).name
-    run(".venv/bin/python", "-m", "pytest", "-q", "-m", "not gpu", "-n", "2", *(QUICK if engine == "none" else ENGINES))
+
+def test_the_readmes_commands_pass_with_one_python(root: Root):
+    """`make up` until it answers, and the tests: quick ones, and those of the KV exchange with engines."""
+    port, *others = (free_port() for _ in range(3))
+    ports = f"--port {port} --collector-port {others[0]} --nats-port {others[1]}"
+    log = root.clone.with_name("up.log")
+    with log.open("wb") as output:
+        up = subprocess.Popen(
+            ["make", "up", f"ARGS={ports}"], cwd=root.clone, env=root.env, stdout=output, stderr=output,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    try:
+        until(lambda: "Baton is ready" in log.read_text() or up.poll() is not None, "it is ready", MADE_S_MAX)
+        assert up.poll() is None, log.read_text()[-6000:]
+        body = {"model": "baton-tiny", "prompt": "Once upon a time", "max_tokens": 32}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert "decode-1" in root.run(".venv/bin/baton", "explain")
+        root.run("make", "down")
+        assert up.wait(120) == 0, log.read_text()[-6000:]
+    finally:
+        if up.poll() is None:
+            os.killpg(up.pid, signal.SIGTERM)
+            up.wait(120)
+    assert "no C compiler found" not in log.read_text()
+    version = root.run(".venv/bin/python", "-c", "import sys; print('python%d.%d' % sys.version_info[:2])").strip()
+    assert version == root.python.name
+
+    root.run("make", "setup-dev")
+    for tests in (QUICK, ENGINES):
+        root.run(".venv/bin/python", "-m", "pytest", "-q", "-m", "not gpu", "-n", "2", *tests)
