@@ -67,8 +67,9 @@ fix: setup-check ## Formatter and safe automatic fixes
 	@$(PYTHON) -m ruff format .
 	@$(PYTHON) -m ruff check --fix .
 
-test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
-	@$(PYTHON) -m pytest -rs tests/engines $(ARGS)
+test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL; RELEASE=0.33: that release's Python files over the CPU build
+	@over=$$(test -z "$(RELEASE)" || $(PYTHON) -m tests.support.vllm_releases $(RELEASE)) && \
+	    PYTHONPATH=$$over $(PYTHON) -m pytest -rs tests/engines $(ARGS)
 
 test-gpu: setup-dev ## KV from GPU to GPU, for one or two NVIDIA GPUs; skips what the machine cannot run; ON_CPU=1 rehearses on the CPU
 	@ON_CPU=$(ON_CPU) $(PYTHON) -m pytest -rs -v -m gpu tests/gpu $(ARGS)

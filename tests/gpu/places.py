@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Place:
 
     environ: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
 
 
 def place(*ranks: int) -> Place:
@@ -53,4 +55,6 @@ def layout_of(where: Place, layout: str, folder: Path) -> Place:
 def start(nats_url: str, worker_id: str, folder: Path, role: str, where: Place, **environ: str) -> WorkerProcess:
     """Start a worker with a real engine there."""
     variables = {**where.environ, **environ}
-    return start_worker(nats_url, worker_id, folder, environ=variables, role=role, **where.settings)
+    return start_worker(
+        nats_url, worker_id, folder, environ=variables, python=where.python, role=role, **where.settings
+    )

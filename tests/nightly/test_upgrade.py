@@ -28,6 +28,7 @@ pytestmark = pytest.mark.nats
 
 MODEL = "baton-tiny"
 START_S_MAX = 120.0
+EQUAL_SHARES = {"old": 50, "new": 50}
 CLIENTS = 2
 PAUSE_S = 0.03
 """A client's, so that the machine has time for processes that start."""
@@ -95,8 +96,16 @@ class Clients:
                 self.told.append(ask(http, next(questions)))
 
 
-def ask(http: httpx.Client, question: tuple[int, int]) -> Told:
-    body = {"model": MODEL, "messages": turns(*question), "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+def ask(http: httpx.Client, question: tuple[int, int], **fields: object) -> Told:
+    body = {
+        "model": MODEL,
+        "messages": turns(*question),
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        **fields,
+    }
     begun_at = time.monotonic()
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -114,14 +123,13 @@ def ask(http: httpx.Client, question: tuple[int, int]) -> Told:
 class Upgrade:
     """A router and its workers on one NATS: nothing else is needed to serve."""
 
-    def __init__(self, processes: ExitStack, folder: Path, nats: NatsServer) -> None:
+    def __init__(self, processes: ExitStack, folder: Path, nats: NatsServer, **router: str) -> None:
         self._processes, self._folder = processes, folder
         self._common = {"BATON_NATS_URL": nats.url, **FAST}
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._http = processes.enter_context(httpx.Client(base_url=self.url, timeout=60.0, trust_env=False))
-        shares = json.dumps({MODEL: {"old": 50, "new": 50}})
-        self.start("router", ROUTER_PORT=str(self.port), ROUTER_REVISION_SHARES=shares)
+        self.start("router", ROUTER_PORT=str(self.port), **router)
 
     def start(self, name: str, **settings: str) -> ServiceProcess:
         process = service_process(name, self._folder, **self._common, **settings)
@@ -158,7 +166,7 @@ class Upgrade:
 @pytest.fixture
 def upgrade(tmp_path: Path, nats_server: NatsServer) -> Iterator[Upgrade]:
     with ExitStack() as processes:
-        yield Upgrade(processes, tmp_path, nats_server)
+        yield Upgrade(processes, tmp_path, nats_server, ROUTER_REVISION_SHARES=json.dumps({MODEL: EQUAL_SHARES}))
 
 
 def test_a_rolling_upgrade_under_traffic_loses_nothing(upgrade: Upgrade):

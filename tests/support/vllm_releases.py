@@ -1,7 +1,8 @@
 """vLLM's source distributions, and an older CPU build with the Python files of a newer release over it.
 
 The index has CPU builds of some releases only. Between two neighbours the compiled parts hardly change, so that an
-engine of the newer one runs with those of the older.
+engine of the newer one runs with those of the older. ``python -m tests.support.vllm_releases 0.33`` makes such a build in
+.baton/vllm and prints the folder for ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -115,3 +116,7 @@ def missing_of(line: str) -> str:
     except PackageNotFoundError:
         return f"{wanted.name}{wanted.specifier}"
     return ""
+
+
+if __name__ == "__main__":
+    print(laid_over(RELEASES[sys.argv[1]], ROOT / ".baton" / "vllm"))

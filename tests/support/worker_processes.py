@@ -76,13 +76,19 @@ async def gone(processes: list[psutil.Process]) -> bool:
 
 
 def start_worker(
-    nats_url: str, worker_id: str, run_dir: Path, *, environ: Mapping[str, str] | None = None, **settings: str
+    nats_url: str,
+    worker_id: str,
+    run_dir: Path,
+    *,
+    environ: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    **settings: str,
 ) -> WorkerProcess:
     log = run_dir / f"{worker_id}.log"
     variables = {f"WORKER_{name.upper()}": value for name, value in settings.items()}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.worker"],
+            [python, "-m", "services.worker"],
             env={
                 **os.environ,
                 "BATON_NATS_URL": nats_url,

@@ -296,7 +296,7 @@ def main() -> None:
             for release in RELEASES.keys() - found.keys():
                 found[release] = interfaces_of(fetch_sources(RELEASES[release], Path(folder)))
     for release, now in sorted(found.items()):
-        before = recorded(release) if recorded_in(release).exists() else {}
+        before = recorded(release if recorded_in(release).exists() else here)
         print(f"vLLM {release}:", "\n".join(differences(now, before)) or "nothing has changed")
         if options.write:
             recorded_in(release).write_text("".join(f"{name} {about}\n" for name, about in now.items()))
