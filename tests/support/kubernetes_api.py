@@ -1,4 +1,5 @@
-"""The part of Kubernetes' API that Baton uses, over HTTPS: Secrets, and the subresource `scale` of StatefulSets.
+"""The part of Kubernetes' API that Baton uses, over HTTPS: Secrets, and the subresource `scale` of StatefulSets; and what
+helm asks when it renders a chart for a cluster.
 
 It refuses what Kubernetes refuses: a wrong token, what the rules of the account's Role do not permit, a Secret that is
 no Secret, and a write over a newer version.
@@ -27,6 +28,18 @@ PATH = re.compile(
 )
 VALID_KEY = re.compile(r"[-._a-zA-Z0-9]+")
 VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+KINDS = {
+    "v1": ("ConfigMap", "Service", "ServiceAccount"),
+    "apps/v1": ("Deployment", "StatefulSet"),
+    "batch/v1": ("Job",),
+    "networking.k8s.io/v1": ("NetworkPolicy",),
+    "policy/v1": ("PodDisruptionBudget",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+}
+OF_HELM = {
+    "labels": {"app.kubernetes.io/managed-by": "Helm"},
+    "annotations": {"meta.helm.sh/release-name": "baton", "meta.helm.sh/release-namespace": NAMESPACE},
+}
 EVERYTHING = ({"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]},)
 Answer = tuple[int, dict[str, Any]]
 
@@ -55,6 +68,8 @@ class KubernetesApi:
         path = urlsplit(target).path
         if token != f"Bearer {self.token}":
             return 401, {"message": "Unauthorized"}
+        if found := discovered(path):
+            return 200, found
         matched = PATH.fullmatch(path)
         if matched is None:
             return 404, {"message": f"{path} not found"}
@@ -69,6 +84,10 @@ class KubernetesApi:
             return self._secret(method, name, given)
         if (group, resource, part) == ("apps", "statefulsets", "scale"):
             return self._scale(method, name, given)
+        if (resource, method, part) == ("statefulsets", "GET", "") and name in self.replicas:
+            about = {"name": name, "namespace": NAMESPACE, **OF_HELM}
+            spec = {"replicas": self.replicas[name]}
+            return 200, {"kind": "StatefulSet", "apiVersion": "apps/v1", "metadata": about, "spec": spec}
         return 404, {"message": f"{path} not found"}
 
     def _permits(self, group: str, resource: str, name: str, verb: str) -> bool:
@@ -111,6 +130,29 @@ class KubernetesApi:
             "spec": {"replicas": self.replicas[name]} if self.replicas[name] else {},
             "status": {"replicas": self.replicas[name], "selector": f"app={name}"},
         }
+
+
+def discovered(path: str) -> dict[str, Any] | None:
+    """What the server says of itself; None for another path."""
+    if path == "/version":
+        return {"major": "1", "minor": "37", "gitVersion": "v1.37.0"}
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        versions = {each: {"groupVersion": each, "version": "v1"} for each in KINDS if "/" in each}
+        groups = [
+            {"name": each.partition("/")[0], "versions": [one], "preferredVersion": one}
+            for each, one in versions.items()
+        ]
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    version = path.removeprefix("/apis/").removeprefix("/api/")
+    if version not in KINDS:
+        return None
+    resources = [
+        {"name": f"{kind.lower()}s", "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": ["get"]}
+        for kind in KINDS[version]
+    ]
+    return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
 
 
 def has(allowed: Sequence[str], wanted: str) -> bool:

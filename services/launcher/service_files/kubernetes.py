@@ -11,6 +11,7 @@ from importlib.resources import as_file, files
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from services.launcher.fleet.fleet_file import FOR_SERVICES, Fleet, HostPart, WrongFleetFile, part_of
 from services.launcher.service_files.files import CannotWriteService
@@ -18,6 +19,7 @@ from services.launcher.system.options import ModelOptions, UpOptions
 from services.launcher.system.plan import check, worker_settings
 from services.launcher.system.process_plan import PlanRefused
 from shared.contracts.workers import Role
+from shared.loopback import is_loopback
 
 CHART, OF_CHART, VALUES = "chart", "Chart.yaml", "fleet.yaml"
 KEYS_MIN = 16
@@ -96,6 +98,9 @@ def still_to_do(fleet: Fleet) -> Iterator[str]:
     for name, group in groups.items():
         if group.key_file:
             yield f"kubectl -n baton create secret generic {_key_secret(name)} --from-file=key={group.key_file}"
+    servers = {dict(group.settings).get("WORKER_ATTACH_URL", "") for group in groups.values()}
+    for url in sorted(each for each in servers if is_loopback(urlsplit(each).hostname or "")):
+        yield f"# {url} is the pod itself: attach needs an address that pods reach"
     for folder in sorted({group.model for group in groups.values() if group.model.startswith("/")}):
         yield f"# {folder} must be in the pods: worker.modelsVolume names a volume, which they have at /models"
 

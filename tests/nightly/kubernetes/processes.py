@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from base64 import b64decode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -123,9 +123,17 @@ class Pod:
                 return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=PROBE_S_MAX, trust_env=False).is_success
             except httpx.HTTPError:
                 return False
-        command = [self._text(each) for each in probe["exec"]["command"]]
-        done = subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, timeout=PROBE_S_MAX, check=False)
-        return done.returncode == 0
+        try:
+            return self.execute(probe["exec"]["command"]).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def execute(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """A command in the container, as `kubectl exec` runs it."""
+        return subprocess.run(
+            [self._text(each) for each in command],
+            cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=PROBE_S_MAX, check=False,
+        )  # fmt: skip
 
     def terminate(self) -> None:
         if self.process is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -18,18 +19,21 @@ from services.launcher.cluster.kubernetes import names_of
 from services.orchestrator.planner.scalers import StatefulSet, read_stateful_sets
 from shared.contracts.channels import CHANNELS, Party
 from shared.contracts.workers import Role
-from tests.nightly.kubernetes.conftest import Render
+from tests.nightly.kubernetes.conftest import Render, objects_of
 from tests.nightly.kubernetes.network import allows
 from tests.nightly.kubernetes.processes import Build
+from tests.support.kubernetes_api import kubernetes_api
 from tests.support.processes import ROOT
+from tests.support.system import baton
 
 pytestmark = pytest.mark.timeout(600)
 
 OVERLAYS = sorted(path.parent.name for path in (ROOT / "kubernetes").glob("*/kustomization.yaml"))
+CHART = ROOT / "services/launcher/service_files/chart"
 OLDEST, NEWEST = "1.30", "1.37"
 WORKLOADS = {"Job", "Deployment", "StatefulSet"}
 EVERYTHING: dict[str, Any] = {
-    "settings": {"WORKER_MODEL": "Qwen/Qwen3-8B", "WORKER_LEGS_MAX": 7},
+    "settings": {"WORKER_MODEL": "Qwen/Qwen3-8B", "WORKER_KV_CACHE_BYTES": 1 << 31, "ORCHESTRATOR_PLANNER_ITL_S": 0.04},
     "settingsSecret": "tokens",
     "images": {"engine": "baton-engine-cuda:dev", "pullSecrets": ["registry"]},
     "orchestrator": {"planner": True},
@@ -260,6 +264,19 @@ def test_the_chart_gives_workers_their_devices_and_places(render: Render):
     assert "tolerations" not in found["store"]
 
 
+def test_numbers_stay_what_they_are(render: Render):
+    """Helm reads all of them as floats, and writes large ones with an exponent."""
+    objects = render(EVERYTHING | {"router": {"drainSeconds": 1_000_000}})
+
+    [settings] = [
+        each["data"] for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"] != "nats"
+    ]
+    assert (settings["WORKER_KV_CACHE_BYTES"], settings["ORCHESTRATOR_PLANNER_ITL_S"]) == ("2147483648", "0.04")
+    [router] = [pod for name, pod in pods(objects) if name == "router"]
+    env = {each["name"]: each["value"] for each in router["containers"][0]["env"]}
+    assert (env["ROUTER_DRAIN_S_MAX"], env["ROUTER_LEAVE_S"]) == ("1000000", "5")
+
+
 def test_the_planner_may_scale_what_it_is_told_to_scale_and_nothing_else(render: Render):
     objects = render(EVERYTHING)
 
@@ -281,6 +298,43 @@ def test_the_planner_may_scale_what_it_is_told_to_scale_and_nothing_else(render:
     }
     off = render({"workers": EVERYTHING["workers"]})
     assert {each["metadata"]["name"] for each in off if each["kind"] == "Role"} == {"keys"}
+
+
+@pytest.mark.parametrize(
+    ("planner", "replicas"), [(True, {"prefill": 5, "decode": 3}), (False, {"prefill": 2, "decode": 1})]
+)
+def test_an_upgrade_keeps_the_replicas_that_the_planner_has_chosen(
+    planner: bool, replicas: dict[str, int], programs: dict[str, str], tmp_path: Path
+):
+    """Of other StatefulSets, and without a planner that acts, the values count."""
+    values = EVERYTHING | {"orchestrator": {"planner": planner}, "collector": {}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    with kubernetes_api(tmp_path / "account") as api:
+        api.replicas = {"prefill": 5, "decode": 3, "store": 2, "cloud": 2}
+        cluster = {"server": api.url, "certificate-authority": str(tmp_path / "account/ca.crt")}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "a", "cluster": cluster}],
+            "users": [{"name": "a", "user": {"token": api.token}}],
+            "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a", "namespace": "baton"}}],
+            "current-context": "a",
+        }
+        (tmp_path / "config").write_text(yaml.safe_dump(config))
+        command = [
+            programs["helm"],
+            "template",
+            "baton",
+            str(CHART),
+            "-f",
+            str(tmp_path / "values.yaml"),
+            "-n",
+            "baton",
+        ]
+        command += ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", str(tmp_path / "config")]
+        objects = objects_of(command)
+
+    assert {name: one["spec"]["replicas"] for name, one in groups(objects)} == {**replicas, "store": 1, "cloud": 1}
 
 
 @pytest.mark.parametrize(
@@ -308,12 +362,36 @@ def test_the_base_is_what_the_chart_renders(programs: dict[str, str]):
 def test_helm_finds_no_fault_in_the_chart(programs: dict[str, str], tmp_path: Path):
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(EVERYTHING))
-    chart = ROOT / "services/launcher/service_files/chart"
-    lint = [programs["helm"], "lint", "--strict", str(chart), "-f", str(values)]
+    lint = [programs["helm"], "lint", "--strict", str(CHART), "-f", str(values)]
 
     done = subprocess.run(lint, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_fleet_file_of_the_documentation_becomes_what_it_says(render: Render, tmp_path: Path):
+    text = (ROOT / "docs/kubernetes.md").read_text()
+    [fleet] = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    [own] = [each for each in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL) if "kind:" not in each]
+    (tmp_path / "fleet.toml").write_text(fleet)
+    code, out, err = baton("init", str(tmp_path / "chart"), "--kubernetes", str(tmp_path / "fleet.toml"))
+    assert code == 0, err
+    assert re.sub(r"/\S*/chart", "chart", out.splitlines()[1].strip()) in text.replace(" -f own.yaml", "")
+    values = yaml.safe_load((tmp_path / "chart/fleet.yaml").read_text())
+
+    objects = render(values | yaml.safe_load(own), chart=tmp_path / "chart")
+
+    found = {name: one["spec"] for name, one in groups(objects)}
+    assert {name: one["replicas"] for name, one in found.items()} == {"prefill": 2, "decode": 6}
+    for one in found.values():
+        [container] = one["template"]["spec"]["containers"]
+        assert container["image"] == "REGISTRY/baton-engine-cuda:1"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert {"name": "cache", "persistentVolumeClaim": {"claimName": "models"}} in one["template"]["spec"]["volumes"]
+    [settings] = [
+        each["data"] for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"] != "nats"
+    ]
+    assert json.loads(settings["ROUTER_SLOS"]) == {"default": {"ttft_s": 2, "itl_s": 0.1}}
 
 
 def test_the_overlay_of_the_documentation_sets_what_it_says(build: Build, tmp_path: Path):

@@ -194,6 +194,12 @@ def test_the_manifests_make_a_system_that_serves(build: Build, run):
     assert scraped.status_code == 200
     assert complete(system.metrics_key).status_code == 403, "the key for metrics asks no engine"
 
+    tools = system.machine.pod("Deployment", "tools")
+    tools.start()
+    listed = until(lambda: tools.execute(["baton", "workers"]), "the operator's commands have a place")
+    assert listed.returncode == 0, listed.stderr
+    assert {"prefill-0", "decode-0"} <= set(listed.stdout.split())
+
     router = system.pods["router-1"]
     router.terminate()
     until(lambda: not router.probe("readinessProbe"), "it is taken from the Service")
@@ -202,8 +208,7 @@ def test_the_manifests_make_a_system_that_serves(build: Build, run):
 
 
 def test_rollouts_of_workers_and_routers_lose_no_request(build: Build, run):
-    objects = build("simulated")
-    system, _ = run(objects)
+    system, _ = run(build("simulated"))
     system.start_all(prefill=2, decode=2)
     clients = Clients(system, prompt_tokens=100, tokens=120)
 

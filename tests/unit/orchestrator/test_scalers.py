@@ -150,6 +150,14 @@ async def test_replicas_change_through_the_subresource_scale_and_nothing_else(sc
     assert api.asked == [f"PUT {path}/decode/scale", f"PUT {path}/prefill/scale"]
 
 
+async def test_pods_of_other_models_stay(scale: Scale, api: KubernetesApi):
+    fleet = workers(other_0=Role.DECODE)
+
+    assert (await scale(Role.DECODE, 1, fleet, model="another")).change == 1
+    assert (await scale(Role.DECODE, 1, fleet, model="none")).refusal.endswith("has none for decode of none")
+    assert api.replicas == {"prefill": 2, "decode": 2, "other": 2}
+
+
 async def test_no_more_pods_than_there_are_keys(scale: Scale, api: KubernetesApi):
     scaled = await scale(Role.DECODE, 3)
 

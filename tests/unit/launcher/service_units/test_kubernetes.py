@@ -119,6 +119,17 @@ def test_models_have_groups_by_their_names_and_servers_their_key_from_a_secret()
     ]
 
 
+def test_what_a_host_has_and_pods_do_not_is_said():
+    fleet = read_fleet_file(
+        '[[model]]\nname = "/srv/m"\n[[host]]\nname = "one"\nworkers = [\n'
+        '{ role = "both" }, { attach = "http://127.0.0.1:30000" }]\n'
+    )
+
+    server, folder = still_to_do(fleet)
+    assert server == "# http://127.0.0.1:30000 is the pod itself: attach needs an address that pods reach"
+    assert folder.startswith("# /srv/m must be in the pods: worker.modelsVolume")
+
+
 def test_the_planner_acts_through_kubernetes_where_the_file_lets_it_act():
     assert values(FLEET.replace("[env]", '[env]\nORCHESTRATOR_PLANNER = "act"'))["orchestrator"] == {"planner": True}
 

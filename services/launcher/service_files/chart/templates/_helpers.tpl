@@ -77,3 +77,8 @@ annotations:
 {{- if not $groups }}{{ fail "workers is empty: name at least one group" }}{{ end -}}
 {{ toJson $groups }}
 {{- end }}
+
+{{/* A value as text, in quotes: Helm reads every number as a float, which it would write as 2e+09. */}}
+{{- define "baton.text" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . | quote }}{{ else }}{{ toString . | quote }}{{ end }}
+{{- end }}
