@@ -165,9 +165,11 @@ class Boundaries:
         excess = len(wanted) - self._leases.pinnable(wanted)
         if not excess:
             return None
-        full = self._groups.full
-        fewer = -(-excess // len(full)) * self._groups.groups[full[0]].block_size if full else 0
-        return min(lower, boundary - fewer), NoGrant.FULL
+        if full := self._groups.full:
+            first, blocks = parts[full[0]]
+            fitting = first + max(0, len(blocks) - -(-excess // len(full)))
+            lower = min(lower, fitting * self._groups.groups[full[0]].block_size)
+        return lower, NoGrant.FULL
 
     def _is_written(self, block: Any, own: Collection[int]) -> bool:
         """Whether another request than the ended one holds the block."""

@@ -353,7 +353,8 @@ class Holder:
         if self._boundaries is None:
             return self._grant_full(lease_id, reader_id, prompt)
         end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
-        if tries or (self._full and prompt.full_tokens > end - self._full_block_size):
+        is_ahead = self._full and prompt.full_tokens > end - self._full_block_size
+        if tries or (is_ahead and not prompt.leg_id):  # With the end of a leg comes its first token, too.
             grant = self._grant_boundary(self._boundaries, lease_id, reader_id, prompt, tries)
             if tries or grant.groups:
                 return grant

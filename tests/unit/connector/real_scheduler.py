@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from math import lcm
 from pathlib import Path
 
 import pytest
 
-from connector.holder.boundaries import one_group
+from connector.holder.boundaries import Groups
 from connector.holder.holder import Holder, HolderSettings
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvGroup, KvGroupKind
 
 BLOCK_TOKENS = 16
 BLOCKS = 40
@@ -53,20 +56,44 @@ CONNECTOR = {
 }
 
 
-def make_scheduler(
-    folder: Path, *, asynchronous: bool, with_connector: bool = False, tokens_a_step: int = TOKENS_A_STEP
-):
-    """A scheduler as EngineCore builds it, for a model that has a configuration and no weights.
+@dataclass(frozen=True)
+class Layout:
+    """The KV cache groups of a model, and how vLLM caches them."""
 
-    ``with_connector``: Baton's, with Baton's connector, instead of vLLM's own.
-    """
+    groups: tuple[KvGroup, ...]
+    unit: int = BLOCK_TOKENS
+    """``--prefix-match-unit``."""
+    caches: bool = True
+    """Whether prefix caching is on."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that every group has in whole blocks."""
+        return lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.kind is KvGroupKind.STATE for group in self.groups)
+
+
+def full(block_size: int) -> KvGroup:
+    return KvGroup(kind=KvGroupKind.FULL, block_size=block_size)
+
+
+def window(block_size: int, tokens: int) -> KvGroup:
+    return KvGroup(kind=KvGroupKind.WINDOW, block_size=block_size, window=tokens)
+
+
+def state(block_size: int) -> KvGroup:
+    return KvGroup(kind=KvGroupKind.STATE, block_size=block_size)
+
+
+PLAIN = Layout((full(BLOCK_TOKENS),))
+
+
+@cache
+def _config(folder: Path, layout: Layout, *, with_connector: bool, tokens_a_step: int):
     config = pytest.importorskip("vllm.config")
-    import torch
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
     (folder / "config.json").write_text(json.dumps(MODEL))
     model = config.ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048)
     limits = config.SchedulerConfig(
@@ -77,31 +104,77 @@ def make_scheduler(
         is_encoder_decoder=False,
         async_scheduling=False,
     )
-    cache = config.CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
+    smallest = min(group.block_size for group in layout.groups)
+    cached = config.CacheConfig(block_size=smallest, enable_prefix_caching=layout.caches, prefix_match_unit=layout.unit)
     transfer = config.KVTransferConfig(**CONNECTOR) if with_connector else None
     whole = config.VllmConfig(
-        model_config=model, cache_config=cache, scheduler_config=limits, kv_transfer_config=transfer
+        model_config=model, cache_config=cached, scheduler_config=limits, kv_transfer_config=transfer
     )
-    whole.cache_config.num_gpu_blocks = BLOCKS
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=1, dtype=torch.float32)
+    whole.cache_config.mamba_cache_mode = "align" if layout.caches else "none"
+    return whole
+
+
+def _spec(group: KvGroup, *, caches: bool):
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    if group.kind is KvGroupKind.STATE:
+        mode = "align" if caches else "none"
+        return MambaSpec(block_size=group.block_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+    about = {"block_size": group.block_size, "num_kv_heads": 2, "head_size": 1, "dtype": torch.float32}
+    if group.kind is KvGroupKind.WINDOW:
+        return SlidingWindowSpec(**about, sliding_window=group.window)
+    return FullAttentionSpec(**about)
+
+
+def make_scheduler(
+    folder: Path,
+    *,
+    asynchronous: bool,
+    with_connector: bool = False,
+    tokens_a_step: int = TOKENS_A_STEP,
+    layout: Layout = PLAIN,
+    blocks: int = BLOCKS,
+    retention: int | None = 0,
+    kind: type | None = None,
+):
+    """A scheduler as EngineCore builds it, for a model that has a configuration and no weights.
+
+    ``with_connector``: Baton's, with Baton's connector, instead of vLLM's own. ``retention``: vLLM's
+    ``prefix_cache_retention_interval``. ``kind``: another class of scheduler.
+    """
+    whole = _config(folder, layout, with_connector=with_connector, tokens_a_step=tokens_a_step)
+    from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    whole.cache_config.num_gpu_blocks = blocks
+    caches = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer {number}"], _spec(group, caches=layout.caches))
+            for number, group in enumerate(layout.groups)
+        ],
+        prefix_cache_retention_interval=retention,
+    )
+    block_size, unit = resolve_kv_cache_block_sizes(caches, whole)
+    caches.hash_block_size = unit
+    caches.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(caches, whole, block_size, unit)
     if with_connector:
         from connector.scheduler.engine_scheduler import BatonAsyncScheduler, BatonScheduler
 
         kinds = BatonAsyncScheduler, BatonScheduler
     else:
         kinds = AsyncScheduler, Scheduler
-    return (kinds[0] if asynchronous else kinds[1])(
+    return (kind or (kinds[0] if asynchronous else kinds[1]))(
         vllm_config=whole,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=BLOCKS,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-            hash_block_size=BLOCK_TOKENS,
-            cache_hit_alignment_tokens=BLOCK_TOKENS,
-        ),
+        kv_cache_config=caches,
         structured_output_manager=StructuredOutputManager(whole),
-        block_size=BLOCK_TOKENS,
-        hash_block_size=BLOCK_TOKENS,
+        block_size=block_size,
+        hash_block_size=unit,
         log_stats=False,
     )
 
@@ -122,26 +195,51 @@ class Running:
 
     tokens: list[int]
     prefixes: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
+    """Block tables by group."""
 
 
 class Engine:
     """Schedules up to ``depth`` steps ahead, computes them in order, and reports both to the holder."""
 
-    def __init__(self, folder: Path, *, depth: int) -> None:
-        self.scheduler = make_scheduler(folder, asynchronous=depth > 1)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        depth: int,
+        layout: Layout = PLAIN,
+        blocks: int = BLOCKS,
+        retention: int | None = 0,
+        kind: type | None = None,
+    ) -> None:
+        self.scheduler = make_scheduler(
+            folder, asynchronous=depth > 1, layout=layout, blocks=blocks, retention=retention, kind=kind
+        )
+        # As vLLM does for a connector that reads: a step in flight may still write into blocks of an ended request.
+        self.scheduler.defer_block_free = depth > 1
         self.depth = depth
+        self.layout = layout
+        self.unit = self.scheduler.hash_block_size
         self.now = 0.0
-        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.manager = self.scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(WorkerId("p"), Epoch(1), lease_share_max=0.3), lambda: self.now)
-        self.holder.bind(self.pool, one_group(BLOCK_TOKENS))
+        aligned = self.scheduler.kv_cache_config.cache_hit_alignment_tokens
+        groups = Groups(list(layout.groups), self.unit, aligned)
+        from connector.scheduler.connector_scheduler import boundary_finder  # imports vLLM
+
+        self.holder.bind(self.pool, groups, boundary_finder(self.manager.coordinator))
         self.holder.watch(self.pool)
-        self.memory = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
+        self.alignment = aligned
+        largest = max(group.block_size for group in layout.groups)
+        self.memory: list[list[tuple[int, int]]] = [[(-1, 0)] * largest for _ in range(blocks)]
+        """What each slot of a block holds: the group and the prefix. A state has the first slot only."""
         self.running: dict[str, Running] = {}
         self.requests: dict = {}
         self.queue: deque = deque()
         self.preemptions = 0
+        self.copies = 0
 
     def add(self, request_id: str, prompt: list[int], answer_tokens: int) -> list[bytes]:
         """Add a request; returns the full hashes of its prompt."""
@@ -156,7 +254,7 @@ class Engine:
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=answer_tokens, ignore_eos=True),
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+            block_hasher=get_request_block_hasher(self.unit, sha256_cbor),
         )
         self.requests[request_id] = request
         self.scheduler.add_request(request)
@@ -187,6 +285,9 @@ class Engine:
         from vllm.v1.outputs import ModelRunnerOutput
 
         step, work = self.queue.popleft()
+        for copy in step.kv_cache_block_copies or ():
+            self.copies += 1
+            self.memory[copy.dst_block_id] = list(self.memory[copy.src_block_id])
         sampled = [self._write(*one) for one in work]
         ids = [one[0] for one in work]
         self.holder.computed(step)
@@ -195,23 +296,30 @@ class Engine:
         )
         self.scheduler.update_from_output(step, output)
 
-    def holds(self, block_id: int, names: list[int], index: int) -> bool:
-        """Whether the block holds the KV of block ``index`` of a prompt with these prefix hashes."""
-        return self.memory[block_id] == names[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+    def holds(self, block_id: int, names: list[int], index: int, number: int = 0, end: int | None = None) -> bool:
+        """Whether the block holds what block ``index`` of group ``number`` has of a prompt with these prefix hashes,
+        up to its token ``end``.
+        """
+        group = self.layout.groups[number]
+        begin, stop = index * group.block_size, (index + 1) * group.block_size
+        end = stop if end is None else min(stop, end)
+        wanted = names[end - 1 : end] if group.kind is KvGroupKind.STATE else names[begin:end]
+        return self.memory[block_id][: len(wanted)] == [(number, name) for name in wanted]
 
     def _take_tables(self, step) -> list[tuple]:
-        """(request id, state, current blocks, computed tokens, scheduled tokens) of each request in the step."""
+        """(request id, state, current block tables, computed tokens, scheduled tokens) of each request in the step."""
         known = step.scheduled_cached_reqs
         for new in step.scheduled_new_reqs:
             self.running[new.req_id] = Running(
-                list(new.prompt_token_ids), prefixes(new.prompt_token_ids), list(new.block_ids[0])
+                list(new.prompt_token_ids), prefixes(new.prompt_token_ids), [list(ids) for ids in new.block_ids]
             )
         for request_id, blocks in zip(known.req_ids, known.new_block_ids, strict=True):
-            state = self.running[request_id]
+            running = self.running[request_id]
             if request_id in known.resumed_req_ids:
                 self.preemptions += 1
-                state.blocks = []
-            state.blocks = state.blocks + list(blocks[0] if blocks else [])
+                running.blocks = [[] for _ in self.layout.groups]
+            if blocks:
+                running.blocks = [before + list(more) for before, more in zip(running.blocks, blocks, strict=True)]
         computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         computed |= dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
         return [
@@ -219,11 +327,23 @@ class Engine:
             for request_id, count in step.num_scheduled_tokens.items()
         ]
 
-    def _write(self, request_id: str, state: Running, blocks: list[int], computed: int, count: int) -> list[int]:
-        for at in range(computed, computed + count):
-            self.memory[blocks[at // BLOCK_TOKENS]][at % BLOCK_TOKENS] = state.prefixes[at]
-        if computed + count < len(state.tokens):
+    def _write(
+        self, request_id: str, running: Running, blocks: list[list[int]], computed: int, count: int
+    ) -> list[int]:
+        end = computed + count
+        for number, group in enumerate(self.layout.groups):
+            table, size, memory = blocks[number], group.block_size, self.memory
+            if group.kind is not KvGroupKind.STATE:
+                for at in range(computed, end):
+                    memory[table[at // size]][at % size] = number, running.prefixes[at]
+                continue
+            if computed:
+                before, now = table[(computed - 1) // size], table[(end - 1) // size]
+                assert memory[before][0] == (number, running.prefixes[computed - 1]), "the scheduler lost a state"
+                memory[now][0] = memory[before][0]
+            memory[table[(end - 1) // size]][0] = number, running.prefixes[end - 1]
+        if end < len(running.tokens):
             return []
-        state.tokens.append(next_token(state.tokens))
-        state.prefixes.append(hash((state.prefixes[-1], state.tokens[-1])))
-        return state.tokens[-1:]
+        running.tokens.append(next_token(running.tokens))
+        running.prefixes.append(hash((running.prefixes[-1], running.tokens[-1])))
+        return running.tokens[-1:]
