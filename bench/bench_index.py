@@ -19,7 +19,14 @@ import msgspec
 import numpy as np
 
 from bench.index_load import Load, applied, call_us, rates, rss_bytes, unpacked
-from services.router.state.block_table import IS_COMPILED, BlockTable, PythonBlockTable, block_table
+from services.router.state.block_table import (
+    BOUNDARY,
+    IS_COMPILED,
+    BlockTable,
+    Boundaries,
+    PythonBlockTable,
+    block_table,
+)
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, KvSnapshot
 
@@ -42,6 +49,10 @@ ROWS = {
     "absent_p50_us": "look-up of a prompt that no worker holds, µs: p50",
     "absent_p99_us": "... p99",
     "absent_cpu_us": "... CPU, mean",
+    "boundary_p50_us": "look-up of the boundary at the end of a prompt that is held, µs: p50",
+    "boundary_cpu_us": "... CPU, mean",
+    "without_cpu_us": "... of a prompt that is held without any boundary: CPU, mean",
+    "window_cpu_us": "... of windows of 32 blocks, all held: CPU, mean",
     "stored_per_s": "blocks stored, from wire bytes: per second",
     "stored_per_cpu_s": "... per second of CPU",
     "removed_per_s": "blocks removed one by one, from wire bytes: per second",
@@ -93,7 +104,9 @@ class Ours:
         said |= rates("stored", load.chains() * load.holders * load.blocks, used)
         for kind, sample in (("found", prompts), ("packed", chains), ("absent", absent)):
             said |= call_us(kind, index.match_depths, sample)
+        said |= self.measure_boundaries(prompts, absent)
         assert index.match_depths(prompts[0]).max() == load.blocks
+        said |= self.measure_boundaries(prompts, absent)
         everybody = np.ones(len(index.slots), np.bool_)
         said |= call_us("held", index.held, [prompt[100] for prompt in prompts])
         said |= call_us("cover", lambda chain: index.cover(chain, 0, load.blocks, everybody), chains)
@@ -102,6 +115,29 @@ class Ours:
         cleared = KvEvent(kind=KvEventKind.CLEARED)
         batches = [self.batch(worker, cleared) for worker in range(0, load.workers, 10)]
         return said | call_us("clear", self.apply, batches)
+
+    def measure_boundaries(self, prompts: list[list[int]], absent: list[list[int]]) -> dict[str, float]:
+        """Look-ups in a model with boundaries: some prompts are held without any, then end at one, and at last all
+        blocks of windows are held. The workers hold no boundary afterwards.
+        """
+        index, state, window = self.index, Boundaries(1), Boundaries(1, window_blocks=32)
+        rows = range(self.load.workers)
+        for row in rows:
+            index.table.store(row, BOUNDARY, absent[row % len(absent)][:1])
+        said = call_us("without", lambda prompt: index.match_boundaries(prompt, state), prompts)
+        holders = [np.flatnonzero(index.match_depths(prompt) == self.load.blocks).tolist() for prompt in prompts]
+        holding = [(row, prompt) for those, prompt in zip(holders, prompts, strict=True) for row in those]
+        for row, prompt in holding:
+            index.table.store(row, BOUNDARY, prompt[-1:])
+        said |= call_us("boundary", lambda prompt: index.match_boundaries(prompt, state), prompts)
+        assert index.match_boundaries(prompts[0], state).max() == self.load.blocks
+        for row, prompt in holding:
+            index.table.store(row, BOUNDARY, prompt)
+        said |= call_us("window", lambda prompt: index.match_boundaries(prompt, window), prompts)
+        assert index.match_boundaries(prompts[0], window).max() == self.load.blocks
+        for row in rows:
+            index.table.remove(row, BOUNDARY, index.table.blocks(row, BOUNDARY))
+        return said
 
 
 def rebuilt(load: Load, table: BlockTable) -> dict[str, float]:

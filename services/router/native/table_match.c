@@ -188,25 +188,23 @@ static bool in_memory(struct block_table *table, uint64_t block, life_t life)
 /* Rows without a boundary so far, as bits by life, and those of them of which blocks of a window are being counted. */
 struct waiting {
     uint64_t lives[LIVES_MAX / 64 + 1], counting[LIVES_MAX / 64 + 1];
-    uint32_t beyond; /* rows on which full attention reaches beyond the first block */
-    size_t furthest;
-    int32_t *reach;   /* by row, in full-attention blocks */
-    int32_t *counted; /* by row; the boundary is in `out` meanwhile */
+    int32_t *reach;     /* by row, in full-attention blocks */
+    int32_t *counted;   /* by row; the boundary is in `out` meanwhile */
+    uint32_t *reaching; /* number of rows by reach */
+    size_t furthest;    /* no row reaches further */
 };
 
 static void wait_for_all(const struct block_table *table, struct waiting *waiting, uint32_t rows)
 {
     memset(waiting->lives, 0, table_words(table) * sizeof *waiting->lives);
     memset(waiting->counting, 0, table_words(table) * sizeof *waiting->counting);
-    waiting->beyond = 0;
-    waiting->furthest = 0;
     for (uint32_t row = 0; row < rows && row < table->rows; row++) {
         life_t life = table->life_of[row];
         if (life == NO_LIFE || !table->lives[life].counts[BOUNDARY])
             continue;
         size_t reach = (size_t)waiting->reach[row];
         waiting->lives[life / 64] |= 1ull << life % 64;
-        waiting->beyond += reach > 0;
+        waiting->reaching[reach]++;
         waiting->furthest = reach > waiting->furthest ? reach : waiting->furthest;
     }
 }
@@ -247,7 +245,7 @@ static void count_in(struct block_table *table, struct waiting *waiting, const u
                 continue;
             waiting->lives[word] &= ~bit;
             waiting->counting[word] &= ~bit;
-            waiting->beyond -= reach > 0;
+            waiting->reaching[reach]--;
         }
 }
 
@@ -261,8 +259,10 @@ void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t 
     memset(out, 0, rows * sizeof *out);
     if (!map->block_count || !rows || !count)
         return;
-    waiting.reach = must(calloc(rows, 2 * sizeof *waiting.reach));
+    waiting.reach = must(calloc(2 * (size_t)rows + whole + 1, sizeof *waiting.reach));
     waiting.counted = waiting.reach + rows;
+    waiting.reaching = (uint32_t *)waiting.counted + rows;
+    waiting.furthest = 0;
     if (stride == 1)
         table_depths(table, blocks, count, waiting.reach, rows);
     else if (whole) {
@@ -273,12 +273,14 @@ void table_boundaries(struct block_table *table, const uint64_t *blocks, size_t 
         free(strided);
     }
     wait_for_all(table, &waiting, rows);
-    size_t end = count / window * window, last = waiting.furthest * stride + stride - 1;
-    if (stride && end > last)
-        end = last / window * window;
-    for (set_t before = 0; end; end -= window) {
-        /* What is left can only be within the first block of full attention. */
-        if (stride && !waiting.beyond && end >= stride && (end = (stride - 1) / window * window) == 0)
+    set_t before = 0;
+    for (size_t end = count / window * window; end; end -= window) {
+        while (waiting.furthest && !waiting.reaching[waiting.furthest])
+            waiting.furthest--;
+        size_t last = waiting.furthest * stride + stride - 1;
+        if (stride && end > last)
+            end = last / window * window;
+        if (!end || !waiting.reaching[waiting.furthest])
             break;
         if (end > AHEAD * window)
             map_prefetch(map, blocks[end - AHEAD * window - 1]);

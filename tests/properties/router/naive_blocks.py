@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -31,8 +33,11 @@ KINDS = (
     Boundaries(1, 1, 1, 3),
     Boundaries(2, 2, 1, 3),
     Boundaries(0, 4, 2, 2),
+    Boundaries(200),
+    Boundaries(0, 200),
+    Boundaries(1, 1, 1, 200),
 )
-"""Kinds of models."""
+"""Kinds of models, also with larger units than any prompt here."""
 
 
 class NaiveBlocks:
@@ -90,11 +95,11 @@ class NaiveBlocks:
             assert table.count(row) == sum(len(self.held[row, tier]) for tier in range(len(TIERS)))
             assert table.xor(row) == digest_xor(xors)
 
-    def assert_matched_by(self, table: BlockTable, chain: list[int]) -> None:
+    def assert_matched_by(self, table: BlockTable, chain: list[int], kinds: Sequence[Boundaries]) -> None:
         depths = np.full(self.rows, -7, np.int32)
         table.depths(chain, depths)
         assert depths.tolist() == [self.depth(row, chain) for row in range(self.rows)]
-        for at in (*KINDS, Boundaries(len(chain) + 9), Boundaries(0, len(chain) + 9), Boundaries(1, 1, 1, 99)):
+        for at in kinds:
             table.boundaries(chain, at, depths)
             assert depths.tolist() == [self.boundary(row, chain, at) for row in range(self.rows)]
         everybody = set[int]().union(*self.held.values())

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.state.block_table import IS_COMPILED, TIERS, PythonBlockTable, block_table
 from shared.contracts.kv_events import pack_hashes
-from tests.properties.router.naive_blocks import TABLES, NaiveBlocks
+from tests.properties.router.naive_blocks import KINDS, TABLES, NaiveBlocks
 from tests.support.examples import examples
 
 ROWS = 5
@@ -53,7 +53,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @rule(chain=st.lists(BLOCK, max_size=16))
     def chains_are_matched(self, chain):
-        self.model.assert_matched_by(self.table, chain)
+        self.model.assert_matched_by(self.table, chain, KINDS)
 
     @rule(
         chain=BLOCKS,
@@ -108,7 +108,7 @@ def test_a_fleet_that_lives_through_much_is_known_block_by_block(make, rows, cha
             table.store(row, tier, pack_hashes(chain))
             model.held[row, tier] |= set(chain)
         if turn % 10 == 0:
-            model.assert_matched_by(table, chain)
+            model.assert_matched_by(table, chain, [KINDS[turn // 10 % len(KINDS)]])
             allowed = [chance.random() < 0.5 for _ in range(rows)]
             found = table.cover(pack_hashes(chain), 1, len(chain), np.array(allowed))
             assert found == model.cover(chain, 1, len(chain), allowed)
