@@ -197,7 +197,8 @@ def _facts(decision: DecisionRecord) -> Table:
     if threshold := explanation.threshold_text(decision):
         table.add_row("threshold", threshold)
     for source in decision.sources:
-        table.add_row("KV from", f"{source.worker_id}, {_blocks(source.first, source.end)}")
+        until = f", up to the boundary at {counted(source.boundary)} tokens" if source.boundary else ""
+        table.add_row("KV from", f"{source.worker_id}, {_blocks(source.first, source.end)}{until}")
     if decision.attempt > 1:
         table.add_row("attempt", f"{decision.attempt}; the previous one: baton explain {decision.earlier}")
     if decision.tenant or decision.priority:
