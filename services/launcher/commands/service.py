@@ -1,4 +1,4 @@
-"""``baton service``: files with which systemd, Podman or Slurm run a fleet; a restart of processes in turn."""
+"""``baton service``: files with which systemd, Podman, Docker or Slurm run a fleet; a restart of processes in turn."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from services.launcher.service_files.files import HostService
     from services.launcher.system.rolling_restart import RunningProcess
 
+COMPOSE_FILE = "baton.compose.yaml"
 VARIABLES_FILE = "service.env"
 """File in the state directory, for its owner only: it may have variables such as HF_TOKEN."""
 SYSTEM_UNITS, USER_UNITS = "/etc/systemd/system", "~/.config/systemd/user"
@@ -49,8 +50,11 @@ class Kind(StrEnum):
 
     SYSTEMD = "systemd"
     QUADLET = "quadlet"
+    COMPOSE = "compose"
     SLURM = "slurm"
 
+
+CONTAINERS = {Kind.QUADLET, Kind.COMPOSE}
 
 EPILOG = """[bold]Examples[/]
 
@@ -62,6 +66,8 @@ EPILOG = """[bold]Examples[/]
 
 [cyan]baton service install --kind quadlet --image localhost/baton-engine-cuda:dev[/]   in a container, with the token
 
+[cyan]baton service install --kind compose --image baton-engine-cuda:dev --config fleet.toml[/]   the same with Docker
+
 [cyan]baton service install --kind slurm --config fleet.toml[/]   one job for all hosts
 
 Then, without --user as root: [cyan]systemctl --user daemon-reload; systemctl --user enable --now baton[/],
@@ -72,7 +78,7 @@ UPGRADE_EPILOG = """[bold]Examples[/]
 
 [cyan]baton service upgrade gpu-1-decode-1 router[/]   these processes"""
 
-service = typer.Typer(no_args_is_help=True, help="Run a host with systemd or Podman, a fleet with Slurm.")
+service = typer.Typer(no_args_is_help=True, help="Run a host with systemd, Podman or Docker, a fleet with Slurm.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -86,8 +92,10 @@ class Installation:
     name: str
     text: str
     folder: str
-    """The folder in which systemd, Podman or Slurm looks for the file."""
+    """The folder in which the program that runs it looks for the file."""
     variables: str = ""
+    has_variables: bool = False
+    """Whether the file itself has the variables, so that only its owner may read it."""
     folders: Sequence[str] = ()
     """Folders that must exist, because a container writes there."""
     head: tuple[Fleet, HostPart] | None = None
@@ -99,9 +107,11 @@ class Installation:
 def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
     config: Config = None,
     name: Name = "",
-    kind: Annotated[Kind, typer.Option(help="A systemd unit, a Podman quadlet, or an sbatch file.")] = Kind.SYSTEMD,
+    kind: Annotated[
+        Kind, typer.Option(help="A systemd unit, a Podman quadlet, a compose file, or an sbatch file.")
+    ] = Kind.SYSTEMD,
     user: User = False,
-    image: Annotated[str, typer.Option(help="Image of the container (quadlet).", metavar="IMAGE")] = "",
+    image: Annotated[str, typer.Option(help="Image of the container (quadlet, compose).", metavar="IMAGE")] = "",
     out: Annotated[Path | None, typer.Option(help="Write the file into this folder.", metavar="DIR")] = None,
     only_print: Annotated[bool, typer.Option("--print", help="Print file and variables, and write none.")] = False,
     state_dir: StateDir = None,
@@ -115,7 +125,7 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
     if not (out or only_print):
         check_program(kind)
     try:
-        made = slurm_job(config, folder) if kind is Kind.SLURM else service_of(config, name, folder, image, user)
+        made = slurm_job(config, folder) if kind is Kind.SLURM else service_of(kind, config, name, folder, image, user)
     except CannotWriteService as refused:
         fail(str(refused))
     if only_print:
@@ -128,14 +138,17 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
     place = out or Path(made.folder).expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)
-        (place / made.name).write_text(made.text, encoding="utf-8")
+        if made.has_variables:
+            write_private(place / made.name, made.text.encode())
+        else:
+            (place / made.name).write_text(made.text, encoding="utf-8")
         if made.variables:
             write_private(folder / VARIABLES_FILE, made.variables.encode())
         for needed in made.folders:
             Path(needed).mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}. Write the file elsewhere with --out, or use --user.")
-    is_elsewhere = out and kind is not Kind.SLURM
+    is_elsewhere = out and made.folder != "."
     print(f"Written: {place / made.name}. {f'Copy it to {made.folder}, then' if is_elsewhere else 'To start'}:")
     for line in made.then:
         print(f"  {line}")
@@ -143,12 +156,14 @@ def install(  # noqa: PLR0913, PLR0917  # one parameter per option is how the co
 
 def check_options(kind: Kind, *, name: str, user: bool, image: str) -> None:
     """Exits if an option has no effect, or one is missing."""
-    if image and kind is not Kind.QUADLET:
-        fail("--image is for containers: add --kind quadlet.")
-    if kind is Kind.QUADLET and not image:
+    if image and kind not in CONTAINERS:
+        fail("--image is for containers: add --kind quadlet or --kind compose.")
+    if kind in CONTAINERS and not image:
         fail(
-            "--kind quadlet needs --image. compose/engine.Dockerfile and light.Dockerfile (simulated engines) make one."
+            f"--kind {kind} needs --image. compose/engine.Dockerfile and light.Dockerfile (simulated engines) make one."
         )
+    if kind is Kind.COMPOSE and user:
+        fail("--user has no effect with --kind compose: the processes run as the owner of the state directory.")
     if kind is Kind.SLURM and (name or user):
         fail(f"{'--name' if name else '--user'} has no effect with --kind slurm: one job runs all hosts of the file.")
 
@@ -159,6 +174,8 @@ def check_program(kind: Kind) -> None:
         fail(
             "Slurm is not here: sbatch was not found. Run this where jobs are submitted, or write the file with --out."
         )
+    if kind is Kind.COMPOSE and not shutil.which("docker"):
+        fail("Docker is not here. Install it, or write the file for another host with --out.")
     if kind is Kind.QUADLET and podman_version() < PODMAN_MIN:
         fail("Podman 4.5 or newer is not here. Install it, or write the file for another host with --out.")
 
@@ -174,8 +191,8 @@ def podman_version() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", done.stdout)[:2]))
 
 
-def service_of(config: Path | None, name: str, state_dir: Path, image: str, user: bool) -> Installation:
-    """A unit, or a quadlet if there is an image; exits with the reason if the host cannot run."""
+def service_of(kind: Kind, config: Path | None, name: str, state_dir: Path, image: str, user: bool) -> Installation:
+    """What runs one host; exits with the reason if it cannot."""
     from services.launcher.service_files import files
     from services.launcher.system.process_plan import STOP_SPARE_S
 
@@ -196,7 +213,8 @@ def service_of(config: Path | None, name: str, state_dir: Path, image: str, user
     then += ["loginctl enable-linger    # it keeps running when you log out"] if user else []
     head = (head_of_fleet, part) if head_of_fleet else None
     if image:
-        return replace(container_of(config, part, host, state_dir, image, then), head=head)
+        then = then if kind is Kind.QUADLET else [f"docker compose -f {COMPOSE_FILE} up -d"]
+        return replace(container_of(kind, config, part, host, state_dir, image, then), head=head)
     return Installation(
         name="baton.service",
         text=files.systemd_unit(host, owner_of(state_dir)),
@@ -208,9 +226,9 @@ def service_of(config: Path | None, name: str, state_dir: Path, image: str, user
 
 
 def container_of(
-    config: Path | None, part: HostPart, host: HostService, state_dir: Path, image: str, then: list[str]
+    kind: Kind, config: Path | None, part: HostPart, host: HostService, state_dir: Path, image: str, then: list[str]
 ) -> Installation:
-    """A quadlet; exits if the cache of models is somewhere that the container would not find."""
+    """A container; exits if the cache of models is somewhere that it would not find."""
     from services.launcher.service_files import files
     from services.launcher.system import machine
 
@@ -230,6 +248,10 @@ def container_of(
         gid=os.getegid(),
         has_gpus=part.engine == "vllm" and bool(part.gpus or machine.gpus()),
     )
+    folders = [f"{state_dir}/cache", str(models)]
+    if kind is Kind.COMPOSE:
+        text = files.compose_file(host, container)
+        return Installation(name=COMPOSE_FILE, text=text, has_variables=True, folder=".", folders=folders, then=then)
     if container.has_gpus and not any([*Path(each).glob("nvidia*")] for each in CDI_FOLDERS):
         cdi = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml    # as root, once: containers see the GPUs"
         then = [cdi, *then]
@@ -238,7 +260,7 @@ def container_of(
         text=files.quadlet(host, container),
         folder=SYSTEM_QUADLETS if host.of_system else USER_QUADLETS,
         variables=files.plain_variables(files.container_variables(host, container)),
-        folders=[f"{state_dir}/cache", str(models)],
+        folders=folders,
         then=then,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,23 +84,33 @@ def systemd_unit(host: HostService, user: str) -> str:
 
 def quadlet(host: HostService, container: Container) -> str:
     """``baton.container``. Raises CannotWriteService."""
-    written = (container.state_dir, container.models)
-    reads = [
-        each for each in dict.fromkeys(container.reads) if not PurePosixPath(each).is_relative_to(container.state_dir)
-    ]
-    volumes = [_volume(each, "rw") for each in written] + [_volume(each, "ro") for each in reads]
     return filled(
         "baton.container",
         image=in_unit(container.image),
         command=command_line(host.command),
         variables=in_unit(host.variables_file),
         user=f"User={container.uid}\nGroup={container.gid}" if host.of_system else "UserNS=keep-id",
-        volumes="\n".join(f"Volume={each}" for each in volumes),
+        volumes="\n".join(f"Volume={in_unit(each)}" for each in _volumes(container)),
         devices=(GPU_DEVICES + (LOCKED_MEMORY if host.of_system else "")) if container.has_gpus else "",
         upgrade=command_line(host.upgrade),
         stop_s=f"{host.stop_s:.0f}",
         systemd_stop_s=f"{host.stop_s + STOP_SPARE_S:.0f}",
         wanted_by="multi-user.target" if host.of_system else "default.target",
+    )
+
+
+def compose_file(host: HostService, container: Container) -> str:
+    """``baton.compose.yaml``, with the variables. Raises CannotWriteService."""
+    gpus = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    return filled(
+        "baton.compose.yaml",
+        image=_in_compose(container.image),
+        command=_in_compose(list(host.command)),
+        variables=_in_compose(container_variables(host, container)),
+        user=_in_compose(f"{container.uid}:{container.gid}"),
+        volumes=_in_compose(_volumes(container)),
+        devices=_in_compose({"resources": {"reservations": {"devices": [gpus]}}} if container.has_gpus else {}),
+        stop_s=f"{host.stop_s:.0f}",
     )
 
 
@@ -165,7 +176,20 @@ def _quoted_value(name: str, value: str) -> str:
     return f'"{escaped}"'
 
 
+def _volumes(container: Container) -> list[str]:
+    reads = [
+        each for each in dict.fromkeys(container.reads) if not PurePosixPath(each).is_relative_to(container.state_dir)
+    ]
+    written = (container.state_dir, container.models)
+    return [_volume(each, "rw") for each in written] + [_volume(each, "ro") for each in reads]
+
+
 def _volume(path: str, mode: str) -> str:
     if ":" in path or " " in path:
         raise CannotWriteService(f"{path}: a container cannot have a folder with a colon or a space in its path")
-    return in_unit(f"{path}:{path}:{mode}")
+    return f"{path}:{path}:{mode}"
+
+
+def _in_compose(value: object) -> str:
+    """As JSON, which YAML contains; compose would replace ``$NAME``."""
+    return json.dumps(value).replace("$", "$$")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.nightly.compose.conftest import ROOT
+from tests.support.system import baton
 
 pytestmark = pytest.mark.compose
 
@@ -143,3 +144,33 @@ def test_every_file_that_a_container_mounts_is_in_the_repository():
     for name, service in services(f"{ALL_WORKERS},observability").items():
         for volume in service.get("volumes", []):
             assert volume["type"] == "volume" or Path(volume["source"]).exists(), (name, volume["source"])
+
+
+def test_the_file_of_a_fleets_host_resolves_to_its_command_and_its_variables(tmp_path: Path):
+    (tmp_path / "fleet.toml").write_text(
+        'engine = "simulated"\n[[host]]\nname = "one"\naddress = "127.0.0.1"\nworkers = [{ role = "both" }]\n'
+    )
+    state, token = str(tmp_path / "state"), "a $HOME ${X} \"b\" 'c' # d"
+    code, out, err = baton(
+        "service", "install", "--kind", "compose", "--image", "baton-light:dev", "--config", str(tmp_path / "fleet.toml"),
+        "--name", "one", "--state-dir", state, "--out", str(tmp_path), env={"HF_TOKEN": token, "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert code == 0, out + err
+
+    [(name, service)] = services("", str(tmp_path / "baton.compose.yaml")).items()
+
+    assert name == "baton"
+    assert [each.replace("$$", "$") for each in service["command"]] == [
+        "baton", "up", "--config", str(tmp_path / "fleet.toml"), "--name", "one", "--keep-trying", "--state-dir", state
+    ]  # fmt: skip
+    assert service["environment"]["HF_TOKEN"].replace("$$", "$") == token
+    assert {service["pid"], service["ipc"], service["network_mode"]} == {"host"}
+    assert (service["read_only"], service["cap_drop"], service["user"]) == (
+        True,
+        ["ALL"],
+        f"{os.geteuid()}:{os.getegid()}",
+    )
+    mounts = {each["target"]: each.get("read_only", False) for each in service["volumes"]}
+    assert mounts[state] is False
+    assert mounts[str(tmp_path / "fleet.toml")] is True
+    assert service["stop_grace_period"] == "2m55s"

@@ -102,6 +102,13 @@ def of_each_host(file: Path, kind: Kind, key: str, *options: str) -> Iterator[Wo
         yield from hosts_of_command(line)
 
 
+def of_containers(file: Path) -> Iterator[Worker]:
+    """One on each host."""
+    for host in ("one", "two", "three"):
+        [service] = yaml.safe_load(installed(file, Kind.COMPOSE, "--name", host, "--image", "x"))["services"].values()
+        yield from hosts_of_command(shlex.join(service["command"]))
+
+
 def of_job(file: Path) -> Iterator[Worker]:
     """The job starts `baton up --config FILE --name HOST` on the first node and joins the others with their tokens."""
     text = installed(file, Kind.SLURM)
@@ -128,6 +135,7 @@ FORMS: dict[str, Callable[[Path], Sequence[Worker] | Iterator[Worker]]] = {
     ],
     Kind.SYSTEMD.value: lambda file: of_each_host(file, Kind.SYSTEMD, "ExecStart"),
     Kind.QUADLET.value: lambda file: of_each_host(file, Kind.QUADLET, "Exec", "--image", "x"),
+    Kind.COMPOSE.value: of_containers,
     Kind.SLURM.value: of_job,
     "kubernetes": of_chart,
 }

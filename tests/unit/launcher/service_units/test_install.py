@@ -19,7 +19,7 @@ name = "one"
 address = "127.0.0.1"
 workers = [{ role = "both" }]
 """
-QUADLET, SLURM = ("--kind", "quadlet"), ("--kind", "slurm")
+QUADLET, SLURM, COMPOSE = ("--kind", "quadlet"), ("--kind", "slurm"), ("--kind", "compose")
 
 
 @pytest.fixture
@@ -43,7 +43,10 @@ def install(fleet: Path, *options: str, path: str = "/nowhere") -> tuple[int, st
     ("options", "text"),
     [
         (QUADLET, "--kind quadlet needs --image"),
-        (("--image", "x"), "--image is for containers: add --kind quadlet"),
+        (COMPOSE, "--kind compose needs --image"),
+        ((*COMPOSE, "--image", "x", "--user"), "--user has no effect with --kind compose"),
+        ((*COMPOSE, "--image", "x"), "Docker is not here"),
+        (("--image", "x"), "--image is for containers: add --kind quadlet or --kind compose"),
         ((*SLURM, "--user"), "--user has no effect with --kind slurm"),
         ((*SLURM, "--name", "one"), "--name has no effect with --kind slurm"),
         (SLURM, "sbatch was not found"),
@@ -107,6 +110,18 @@ def test_files_and_folders_of_a_container_are_written(fleet: Path):
     assert "Copy it to /etc/containers/systemd, then:" in " ".join(output.split())
 
 
+def test_a_compose_file_has_the_variables_and_is_for_its_owner_only(fleet: Path):
+    out = fleet.parent / "files"
+
+    code, output = install(fleet, *COMPOSE, "--image", "localhost/x", "--name", "one", "--out", str(out))
+
+    assert code == 0, output
+    assert (out / "baton.compose.yaml").stat().st_mode & 0o777 == 0o600
+    assert not (fleet.parent / "state" / "service.env").exists()
+    assert (fleet.parent / "state" / "cache").is_dir()
+    assert "docker compose -f baton.compose.yaml up -d" in output
+
+
 def test_the_first_api_key_of_a_job_is_shown_here_and_not_in_its_output(fleet: Path):
     code, output = install(fleet, *SLURM, "--out", str(fleet.parent))
 
@@ -116,7 +131,9 @@ def test_the_first_api_key_of_a_job_is_shown_here_and_not_in_its_output(fleet: P
     assert "baton.sbatch    # with your options" in output
 
 
-@pytest.mark.parametrize("options", [("--name", "one"), (*QUADLET, "--image", "x", "--name", "one"), SLURM])
+@pytest.mark.parametrize(
+    "options", [("--name", "one"), *((*kind, "--image", "x", "--name", "one") for kind in (QUADLET, COMPOSE)), SLURM]
+)
 def test_print_writes_nothing_and_shows_what_would_be_written(fleet: Path, options: tuple[str, ...]):
     before = sorted(fleet.parent.rglob("*"))
 

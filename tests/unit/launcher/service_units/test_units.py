@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from services.launcher.fleet.fleet_file import HostPart
 from services.launcher.service_files.files import (
@@ -18,6 +19,7 @@ from services.launcher.service_files.files import (
     Container,
     HostService,
     command_line,
+    compose_file,
     container_variables,
     folders_read,
     host_stop_s,
@@ -130,6 +132,25 @@ def test_the_head_host_may_stop_as_long_as_its_stages_after_each_other():
     assert host_stop_s(part, {}, is_head=False) == 615
     assert host_stop_s(part, {}, is_head=True) == 615 + 45 + 45 + 25
     assert host_stop_s(part, {"WORKER_DRAIN_S_MAX": "5"}, is_head=False) == 20
+
+
+def test_a_container_of_compose_runs_the_host_as_a_quadlet_does():
+    [service] = yaml.safe_load(compose_file(HOST, CONTAINER).replace("$$", "$"))["services"].values()
+    podman = parsed(quadlet(HOST, CONTAINER))
+
+    assert service["command"] == list(HOST.command)
+    assert service["environment"] == container_variables(HOST, CONTAINER)
+    assert service["environment"]["HF_TOKEN"] == 'a "b" $c'
+    assert service["user"] == f"{podman['User'][0]}:{podman['Group'][0]}" == "1000:1001"
+    assert service["volumes"] == podman["Volume"]
+    assert service["stop_grace_period"] == "600s"
+    assert service["tmpfs"] == ["/tmp:exec,mode=1777"]
+    assert {service["network_mode"], service["pid"], service["ipc"]} == {"host"}
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    [device] = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"]) == ("nvidia", "all")
+    [without] = yaml.safe_load(compose_file(HOST, replace(CONTAINER, has_gpus=False)))["services"].values()
+    assert without["deploy"] == {}
 
 
 def test_values_that_would_add_a_line_are_refused():
