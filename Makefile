@@ -22,7 +22,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds outside catalogue wheel dist lock clean
+.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds bench-serving outside catalogue wheel dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ bench-scale: setup-dev ## Routers among 1,000 played workers with 10 million blo
 
 bench-seeds: setup-dev ## What the threads behind Baton claim, measured here, on real engines; half an hour, fetches vLLM's multi-turn script; GPU=1: on NVIDIA GPUs
 	@$(PYTHON) -m bench.seeds $(if $(GPU),--gpu) $(ARGS)
+
+bench-serving: setup-dev ## What a user would pick instead, on real engines beside Baton; 25 minutes, fetches two routers and vLLM's sources; ARGS=--quick: five; GPU=1: on NVIDIA GPUs
+	@$(PYTHON) -m bench.serving $(if $(GPU),--gpu) $(ARGS)
 
 outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
 	@$(PYTHON) -m tests.outside $(ARGS)

@@ -1,9 +1,12 @@
-"""Routers of other projects that ``make bench-router PEERS=1`` measures: from PyPI, each in a venv of its own below ``.peers/``."""
+"""Routers of other projects that ``make bench-router PEERS=1`` and ``make bench-serving`` measure: from PyPI, each in a venv of its own below
+``.peers/``.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,15 +43,23 @@ class Peer:
 
     def command(self, port: int, metrics_port: int, prefill: list[int], decode: list[int], policy: str) -> list[str]:
         """Start it in front of engines with these ports."""
-        command = [str(self.venv / "bin" / self.package), *self.arguments, "--policy", policy]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
-        command += ["--log-level", "error"]
+        command = self._command(port, metrics_port, [*self.arguments, "--policy", policy])
         for number, engine in enumerate(prefill):
             bootstrap = [str(9000 + number)] if self.bootstrap_port else []
             command += ["--prefill", f"http://127.0.0.1:{engine}", *bootstrap]
         for engine in decode:
             command += ["--decode", f"http://127.0.0.1:{engine}"]
         return command
+
+    def whole_command(self, port: int, metrics_port: int, engines: list[int]) -> list[str]:
+        """Start it in front of engines that do both, placing by what is cached where."""
+        urls = [f"http://127.0.0.1:{engine}" for engine in engines]
+        whole = [argument for argument in self.arguments if not argument.endswith("-disaggregation")]
+        return self._command(port, metrics_port, [*whole, "--policy", "cache_aware", "--worker-urls", *urls])
+
+    def _command(self, port: int, metrics_port: int, arguments: Sequence[str]) -> list[str]:
+        command = [str(self.venv / "bin" / self.package), *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        return [*command, "--prometheus-port", str(metrics_port), "--log-level", "error"]
 
 
 NO_BREAKER = "--disable-circuit-breaker"

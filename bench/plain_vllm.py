@@ -1,7 +1,8 @@
 """vLLM's own OpenAI server over the engine that a worker would start: ``python -m bench.plain_vllm --port 8001``.
 
 It reads the worker's WORKER_* variables. Left out is what only Baton has: its KV connector and scheduler, KV events, and the details of each
-step. The executor is the worker's, so that the same processes are compared, and the threads of a CPU engine are bound alike.
+step. The executor is the worker's, so that the same processes are compared, and the threads of a CPU engine are bound alike. With
+WORKER_CONNECTOR=upstream the engine has vLLM's own KV connector, for a proxy that hands over between such servers.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model import ensure_tiny_model
 from shared.runtime.settings import load, load_common
 
-OPTIONS_OF_BATON = ("--kv-transfer-config", "--kv-events-config")
+CONNECTOR, EVENTS = "--kv-transfer-config", "--kv-events-config"
 FLAGS_OF_BATON = ("--enable-logging-iteration-details",)
 
 
 def plain_arguments(settings: Settings, model: str, *, on_cpu: bool = True) -> list[str]:
     """The worker's arguments for vLLM without what only Baton needs."""
     typed, plain = iter(arguments(settings, model, on_cpu=on_cpu, events=("", ""), otlp_endpoint="")), []
+    left_out = (EVENTS,) if settings.connector == "upstream" else (CONNECTOR, EVENTS)
     for word in typed:
-        if word in OPTIONS_OF_BATON:
+        if word in left_out:
             next(typed)
         elif word not in FLAGS_OF_BATON:
             plain.append(word)

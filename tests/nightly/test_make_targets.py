@@ -34,6 +34,7 @@ TARGETS = {
     "bench-fleet": {"ARGS": "--times 1 --no-page"},
     "bench-scale": {"ARGS": "--quick --out {out}/scale.md"},
     "bench-seeds": {"ARGS": "--quick --out {out}/seeds.md"},
+    "bench-serving": {"ARGS": "--quick --out {out}/serving.md"},
     "outside": {"ARGS": "--only vllm-pd,vllm-bench --scratch {out}/outside --page {out}/outside.md"},
 }
 HERE = {"up", "doctor", "down", "audit"}
