@@ -52,7 +52,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         dtype="simulated",
         block_size=settings.block_size,
         kv_layout=f"simulated-{settings.kv_bytes_per_token}",
-        connector=f"baton-{PROTOCOL_VERSION}/simulated",
+        connector=f"baton-{PROTOCOL_VERSION}/simulated" if settings.other_groups is None else "none",
         # Block contents are computed with Python's ``hash``, which may differ between versions.
         engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
     )
@@ -61,7 +61,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         models=model.names,
         max_model_len=settings.max_model_len,
         fingerprint=fingerprint,
-        hashing=HashScheme(block_size=settings.block_size),
+        hashing=scheme_of(settings),
         kv_tokens=settings.kv_blocks * settings.block_size,
         legs_max=legs_max,
         step_tokens_max=settings.max_num_batched_tokens,
@@ -69,6 +69,17 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         adapters_at_once_max=ADAPTERS_MAX,
         paths=PATHS,
         renders=True,
+    )
+
+
+def scheme_of(settings: SimulationSettings) -> HashScheme:
+    """How the simulated engine names blocks, and where its prefixes can be of use."""
+    others, size = settings.other_groups, settings.block_size
+    if others is None:
+        return HashScheme(block_size=size, index_block=size)
+    window = 0 if others.interval else size
+    return HashScheme(
+        block_size=size, index_block=size, boundaries=True, window_block=window, window_blocks=others.window_blocks
     )
 
 

@@ -81,6 +81,8 @@ class Sequence:
     stats: SequenceStats
     hashes: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    kept: deque[list[int]] = field(default_factory=deque)
+    """Blocks of the other groups that it holds, by the block of full attention with which they end."""
     computed: int = 0
     receiving: int = 0
     """Number of blocks, after the computed ones, that are being read from other engines."""
@@ -118,6 +120,7 @@ class Batch:
         self._settings = settings
         self._cache = cache
         self._reader = reader
+        self._others = settings.other_groups
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.receiving: dict[str, Sequence] = {}
@@ -195,7 +198,7 @@ class Batch:
         index = 0
         while index < len(self.running) and budget:
             sequence = self.running[index]
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = self._next_tokens(sequence, budget)
             while not self._extend_blocks(sequence, sequence.computed + count):
                 preempted = True
                 if self._preempt_youngest() is sequence:
@@ -248,7 +251,7 @@ class Batch:
 
     def _run(self, sequence: Sequence, plan: Plan, budget: int, now: float) -> int:
         """Put an admitted sequence into the step; enough blocks are free for it."""
-        count = min(len(sequence.tokens) - sequence.computed, budget)
+        count = self._next_tokens(sequence, budget)
         if not self._extend_blocks(sequence, sequence.computed + count):
             raise AssertionError("a sequence was admitted without free blocks for its tokens")
         self._reader.allocated(sequence, [sequence.blocks], 0)
@@ -265,13 +268,61 @@ class Batch:
         # The last token is always computed, since the next one follows from it.
         reusable = (len(sequence.tokens) - 1) // size
         held = self._cache.find(sequence.hashes, reusable)
+        del held[self._boundary(sequence, len(held)) :]
         blocks_needed = -(-len(sequence.tokens) // size) - len(held)
-        if blocks_needed > self._cache.free_after_holding(held):
+        kept = self._others.needed(len(held)) if self._others is not None else ()
+        with_kept = [block for number in kept for block in self._cache.kept(sequence.hashes[number - 1]) or ()]
+        if blocks_needed > self._cache.free_after_holding([*held, *with_kept]):
             return False
         self._cache.hold(held)
+        for number in kept:
+            self._hold_kept(sequence, number)
         sequence.blocks = held
         sequence.computed = len(held) * size
         return True
+
+    def _next_tokens(self, sequence: Sequence, budget: int) -> int:
+        """A step ends at the prompt's last boundary where a state is to be kept there."""
+        count = min(len(sequence.tokens) - sequence.computed, budget)
+        if self._others is not None and self._others.interval:
+            left = self._last_boundary(sequence) - sequence.computed
+            return min(count, left) if left > 0 else count
+        return count
+
+    def _last_boundary(self, sequence: Sequence) -> int:
+        size = self._settings.block_size
+        return (sequence.prompt_tokens - 1) // size * size
+
+    def _boundary(self, sequence: Sequence, blocks: int) -> int:
+        """The largest number of these full blocks after which all groups have what the sequence needs."""
+        others, kept = self._others, self._cache.kept
+        if others is None:
+            return blocks
+        while blocks and any(kept(sequence.hashes[number - 1]) is None for number in others.needed(blocks)):
+            blocks -= 1
+        return blocks
+
+    def keep(self, sequence: Sequence, blocks: int) -> None:
+        """So many of its blocks are full: keep what the other groups need after them. Called at the end of a step."""
+        others = self._others
+        if others is None:
+            return
+        end = blocks * self._settings.block_size
+        is_due = end == self._last_boundary(sequence) or (others.interval and blocks % others.interval == 0)
+        if not others.interval or (is_due and end == sequence.computed):
+            self._hold_kept(sequence, blocks)
+
+    def _hold_kept(self, sequence: Sequence, number: int) -> None:
+        """Hold the blocks of the other groups that end with its full block of this number, while it is within their
+        window; those of a state are a copy, which it does not use any more.
+        """
+        assert self._others is not None
+        kept = self._cache.keep(sequence.hashes[number - 1], self._others.groups)
+        if kept is None:
+            return
+        sequence.kept.append(kept)
+        while len(sequence.kept) > (0 if self._others.interval else self._others.window_blocks):
+            self._cache.release(sequence.kept.popleft())
 
     def _admit(self, sequence: Sequence, now: float) -> None:
         stats = sequence.stats
@@ -321,5 +372,7 @@ class Batch:
         return True
 
     def _release_blocks(self, sequence: Sequence) -> None:
+        while sequence.kept:
+            self._cache.release(sequence.kept.pop())
         self._cache.release(sequence.blocks)
         sequence.blocks = []

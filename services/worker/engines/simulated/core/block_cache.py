@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from connector.reader.groups import Blocks
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX, Held
-from shared.contracts.kv_events import KvEvent, KvEventKind, block_hash64, pack_hashes
+from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
 
 CONTENT_BYTES = 8
 
@@ -23,6 +23,7 @@ class _Change:
     kind: KvEventKind
     hashes: list[bytes]
     parent: bytes | None = None
+    tier: KvTier = KvTier.DEVICE
 
 
 class BlockCache:
@@ -40,6 +41,10 @@ class BlockCache:
         self._holders = [0] * blocks
         self._names: list[bytes | None] = [None] * blocks
         self._named: dict[bytes, int] = {}
+        self._kept: dict[bytes, list[int]] = {}
+        """By the name of a full block, those of the other groups that end with it."""
+        self._keeps: dict[int, bytes] = {}
+        """The keys of ``_kept`` by block."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._changes: list[_Change] = []
         self.evicted_total = 0
@@ -74,6 +79,25 @@ class BlockCache:
             found.append(block)
         return found
 
+    def keep(self, name: bytes, count: int) -> list[int] | None:
+        """Hold what the other groups keep at the end of the block of this name: ``count`` blocks, perhaps those of an
+        earlier sequence. None if too few are free.
+        """
+        kept = self.kept(name)
+        if kept is not None:
+            self.hold(kept)
+            return kept
+        kept = self.take(count)
+        if kept is not None and self.prefix_caching:
+            self._kept[name] = kept
+            self._keeps.update(dict.fromkeys(kept, name))
+            self._tell(KvEventKind.STORED, name, None, KvTier.BOUNDARY)
+        return kept
+
+    def kept(self, name: bytes) -> list[int] | None:
+        """The blocks of the other groups that end with the block of this name."""
+        return self._kept.get(name)
+
     def free_after_holding(self, held: Iterable[int]) -> int:
         """Blocks that would be free after holding those in ``held``."""
         return len(self._free) - sum(not self._holders[block] for block in held)
@@ -96,7 +120,13 @@ class BlockCache:
         if name is not None:
             self._names[block] = None
             del self._named[name]
-            self._tell_removed(name)
+            self._tell(KvEventKind.REMOVED, name, None, KvTier.DEVICE)
+            self.evicted_total += 1
+        elif block in self._keeps:
+            name = self._keeps[block]
+            for each in self._kept.pop(name):
+                del self._keeps[each]
+            self._tell(KvEventKind.REMOVED, name, None, KvTier.BOUNDARY)
             self.evicted_total += 1
         self._holders[block] = 1
         return block
@@ -107,7 +137,7 @@ class BlockCache:
             return
         self._names[block] = name
         self._named[name] = block
-        self._tell_stored(name, parent)
+        self._tell(KvEventKind.STORED, name, parent, KvTier.DEVICE)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one hold from each block. The end of a prefix is evicted before its beginning."""
@@ -116,7 +146,7 @@ class BlockCache:
             if self._holders[block]:
                 continue
             self._free[block] = None
-            if self._names[block] is None:
+            if self._names[block] is None and block not in self._keeps:
                 self._free.move_to_end(block, last=False)
 
     def take_events(self) -> list[KvEvent]:
@@ -126,6 +156,7 @@ class BlockCache:
             KvEvent(
                 kind=change.kind,
                 hashes=pack_hashes(map(block_hash64, change.hashes)),
+                tier=change.tier,
                 parent=None if change.parent is None else block_hash64(change.parent),
             )
             for change in changes
@@ -133,22 +164,20 @@ class BlockCache:
 
     def whole_as_events(self) -> list[KvEvent]:
         """Events that bring any reader to the present state."""
-        stored = pack_hashes(map(block_hash64, self._named))
-        return [KvEvent(kind=KvEventKind.CLEARED), KvEvent(kind=KvEventKind.STORED, hashes=stored)]
+        held = ((KvTier.DEVICE, self._named), (KvTier.BOUNDARY, self._kept))
+        stored = [(tier, pack_hashes(map(block_hash64, names))) for tier, names in held if names]
+        return [
+            KvEvent(kind=KvEventKind.CLEARED),
+            *(KvEvent(kind=KvEventKind.STORED, hashes=hashes, tier=tier) for tier, hashes in stored),
+        ]
 
-    def _tell_stored(self, name: bytes, parent: bytes | None) -> None:
+    def _tell(self, kind: KvEventKind, name: bytes, parent: bytes | None, tier: KvTier) -> None:
         last = self._changes[-1] if self._changes else None
-        if last and last.kind is KvEventKind.STORED and last.hashes[-1] == parent:
+        is_next = last is not None and (last.kind, last.tier) == (kind, tier)
+        if last is not None and is_next and (kind is KvEventKind.REMOVED or last.hashes[-1] == parent):
             last.hashes.append(name)
         else:
-            self._changes.append(_Change(KvEventKind.STORED, [name], parent))
-
-    def _tell_removed(self, name: bytes) -> None:
-        last = self._changes[-1] if self._changes else None
-        if last and last.kind is KvEventKind.REMOVED:
-            last.hashes.append(name)
-        else:
-            self._changes.append(_Change(KvEventKind.REMOVED, [name]))
+            self._changes.append(_Change(kind, [name], parent, tier))
 
 
 @dataclass(frozen=True, slots=True)

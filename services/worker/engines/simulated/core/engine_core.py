@@ -208,6 +208,7 @@ class EngineCore:
         if index == len(hashes):
             self._hasher.extend(hashes, sequence.tokens, sequence.params.cache_salt, sequence.params.adapter)
         self.cache.name(sequence.blocks[index], hashes[index], hashes[index - 1] if index else None)
+        self.batch.keep(sequence, index + 1)
 
     def _end(self, step: _Step, now: float) -> list[tuple[Sequence, int]]:
         self.measures.step_finished(step.totals)

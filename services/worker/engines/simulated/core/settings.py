@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from services.worker.engines.simulated.core.groups import OTHER_GROUPS, Kind, OtherGroups
 from services.worker.engines.simulated.core.step_models import (
     FOREVER,
     NOISE_STEPS,
@@ -100,6 +101,10 @@ class StepTiming:
 class SimulatedProfile(StepTiming):
     """What an operator chooses for simulated engines: see ``read_profile``."""
 
+    groups: Kind = "full"
+    """What the model's layers are. full: all have full attention; window: most have a sliding window; state: most have
+    a recurrent state. Only workers with full attention alone exchange KV.
+    """
     kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=0)] = 4096
     transfer: Transfer = "tcp"
     """What copies the bytes. auto: NIXL if it is installed, otherwise TCP; memory: within this process only. NIXL
@@ -188,6 +193,11 @@ class SimulationSettings(SimulatedProfile):
     max_num_seqs: int = 256
     """Sequences in one step, at most."""
     prefix_caching: bool = True
+
+    @property
+    def other_groups(self) -> OtherGroups | None:
+        """None: the model has full attention alone."""
+        return OTHER_GROUPS[self.groups]
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
