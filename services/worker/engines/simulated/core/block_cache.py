@@ -42,7 +42,7 @@ class BlockCache:
         self._names: list[bytes | None] = [None] * blocks
         self._named: dict[bytes, int] = {}
         self._kept: dict[bytes, list[int]] = {}
-        """By the name of a full block, those of the other groups that end with it."""
+        """Blocks of the other groups by the name of the full block with which they end."""
         self._keeps: dict[int, bytes] = {}
         """The keys of ``_kept`` by block."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
