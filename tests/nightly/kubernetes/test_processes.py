@@ -35,6 +35,7 @@ class System:
         self.machine = machine
         self.pods: dict[str, Pod] = {}
         self._routers = 0
+        self._ending: set[str] = set()
         api.rules = machine.rules_of("keys")
         keys = machine.pod("Job", "keys")
         keys.start()
@@ -63,10 +64,12 @@ class System:
         return self.machine.pod("Deployment", "router", self._routers)
 
     def end(self, pod: Pod) -> None:
-        """As kubelet does: SIGTERM, and no more than the grace period."""
+        """As kubelet does: SIGTERM, and no more than the grace period. A Service leaves out such pods."""
+        self._ending.add(pod.name)
         pod.terminate()
         assert pod.wait() == 0, pod.said
         del self.pods[pod.name]
+        self._ending.remove(pod.name)
 
     def roll(self, name: str, number: int) -> None:
         """As a StatefulSet is rolled out: the last pod first, each ready before the next."""
@@ -88,12 +91,15 @@ class System:
             self.end(pod)
 
     def ready_routers(self) -> list[str]:
-        routers = [pod for name, pod in list(self.pods.items()) if name.startswith("router-")]
+        here = [pod for name, pod in list(self.pods.items()) if name not in self._ending]
+        routers = [pod for pod in here if pod.name.startswith("router-")]
         return [f"http://127.0.0.1:{pod.ports['http']}" for pod in routers if pod.probe("readinessProbe")]
 
 
 class Clients:
-    """Stream answers one after another through a Service, which has the routers that were ready at the last probe."""
+    """Stream answers one after another through a Service, which has the routers that were ready at the last probe, and
+    learns only then that one ends.
+    """
 
     def __init__(self, system: System, prompt_tokens: int, tokens: int) -> None:
         self._system = system
