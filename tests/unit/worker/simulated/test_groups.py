@@ -18,7 +18,7 @@ from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.model import scheme_of
 from services.worker.kv_events import HeldBlocks
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_events import KvEventBatch, KvSnapshot, block_hash64
+from shared.contracts.kv_events import KvEventBatch, KvSnapshot, KvTier, block_hash64, unpack_hashes
 from shared.contracts.workers import Role
 from tests.support.fleet_builders import record
 
@@ -87,6 +87,11 @@ def test_a_thousand_predictions_of_cached_tokens_are_exact(groups, kv_blocks):
 
     assert right >= 990
     assert found >= 200
+    for one in WORKERS:
+        whole = HeldBlocks()
+        whole.apply(fleet.engines[one].cache.whole_as_events())
+        for tier in KvTier:
+            assert set(unpack_hashes(whole.packed(tier))) == set(unpack_hashes(fleet.held[one].packed(tier)))
 
 
 def run(core: EngineCore, prompt: list[int], answer_tokens: int) -> Sequence:
