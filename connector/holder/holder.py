@@ -116,6 +116,8 @@ class Holder:
         self._full: list[int] = []
         """Groups with full attention that goes ahead."""
         self._full_block_size = 1
+        self._full_hashes = 1
+        """Hashes of a full-attention block."""
         self._order: list[int] = []
         """Groups in the order in which their blocks are pinned."""
         self._boundaries: Boundaries | None = None
@@ -134,6 +136,7 @@ class Holder:
         self._full, self._order = groups.full, groups.order
         if self._full:
             self._full_block_size = groups.groups[self._full[0]].block_size
+            self._full_hashes = self._full_block_size // groups.hash_block_size
         self.blocks = len(pool.blocks)
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(self.blocks * self._settings.lease_share_max)))
         self._pending_writes = PendingWrites(self.blocks)
@@ -173,6 +176,7 @@ class Holder:
         follows = request.follow_s > 0
         tries = 0 if follows and not leg_ended else TRIED_MAX
         grant = self._next_grant(request.ask_id, request.reader_id, followed, tries)
+        grant = grant or self._empty_grant(request.ask_id, request.reader_id, NoGrant.NOT_HELD)
         if follows:
             if grant.reason is None or (grant.reason is NoGrant.NOT_HELD and leg_ended):
                 return self._last(grant, followed)
@@ -246,7 +250,9 @@ class Holder:
         grant of it has ended.
         """
         lease = self._leases.find(lease_id)
-        return (lease.groups, lease.boundary) if lease is not None and lease.groups else ([], 0)
+        if lease is None or not lease.groups:
+            return [], 0
+        return [list(chain(*of_grants)) for of_grants in zip(*lease.groups, strict=True)], lease.boundary
 
     def release_own(self, offer_id: str) -> None:
         """End an offer that nobody will read."""
@@ -259,7 +265,7 @@ class Holder:
 
     def watch(self, pool: Any) -> None:
         """Follow what vLLM's block pool names while it schedules. Call after ``bind``."""
-        self._pending_writes.watch(pool)
+        self._pending_writes.watch(pool, names_again=not self.groups.is_dense)
 
     def begin_step(self) -> None:
         """The engine begins to schedule a step."""
@@ -345,40 +351,6 @@ class Holder:
             return NoGrant.DRAINING
         return NoGrant.FULL if self._leases.is_full() else None
 
-    def _next_grant(self, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt, tries: int) -> KvGrant:
-        """Pin what is ready of the rest. A grant that leaves some has a reason.
-
-        ``tries``: 0 while the prompt is computed; then the number of boundaries to try, the longest first.
-        """
-        if self._boundaries is None:
-            return self._grant_full(lease_id, reader_id, prompt)
-        end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
-        is_ahead = self._full and prompt.full_tokens > end - self._full_block_size
-        if tries or (is_ahead and not prompt.leg_id):  # With the end of a leg comes its first token, too.
-            grant = self._grant_boundary(self._boundaries, lease_id, reader_id, prompt, tries)
-            if tries or grant.groups:
-                return grant
-        return self._grant_full(lease_id, reader_id, prompt)
-
-    def _grant_full(self, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt) -> KvGrant:
-        """Pin the next full-attention blocks that are cached and computed, as many as the limits allow."""
-        ready = self._ready(prompt)
-        pinnable = self._leases.pinnable([block.block_id for row in ready for block in row])
-        held = ready[: pinnable // len(self._full)] if ready else []
-        first = prompt.full_tokens // self._full_block_size
-        prompt.full_tokens += len(held) * self._full_block_size
-        unit, reason = self.groups.hash_block_size, None
-        if self._boundaries is not None or prompt.full_tokens < (prompt.first + len(prompt.hashes)) * unit:
-            reason = NoGrant.FULL if len(held) < len(ready) else NoGrant.NOT_HELD
-        if not held:
-            return self._empty_grant(lease_id, reader_id, reason)
-        parts = [Part(0, ())] * len(self.groups.groups)
-        for place, group in enumerate(self._full):
-            parts[group] = Part(first, [row[place] for row in held])
-        return self._grant(
-            lease_id, reader_id, prompt, parts, prompt.full_tokens if self._boundaries is None else 0, reason
-        )
-
     def _hashes_of(self, request: LeaseKv) -> list[bytes] | None:
         """None if the message is malformed."""
         if not 0 < len(request.hashes) <= LEASE_BLOCKS_MAX * FULL_HASH_BYTES or len(request.hashes) % FULL_HASH_BYTES:
@@ -390,30 +362,68 @@ class Holder:
             return None
         return unpack_full_hashes(request.hashes)
 
-    def _ready(self, prompt: FollowedPrompt) -> list[list[Any]]:
-        """The next blocks of the full-attention groups that are cached and computed, up to the first gap."""
+    def _next_grant(self, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt, tries: int) -> KvGrant | None:
+        """Pin what is ready of the rest; None if nothing is. A grant that leaves some has a reason.
+
+        ``tries``: 0 while the prompt is computed; then the number of boundaries to try, the longest first.
+        """
+        boundaries = self._boundaries
+        if boundaries is not None:
+            end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
+            is_ahead = self._full and prompt.full_tokens > end - self._full_block_size
+            if tries or (is_ahead and not prompt.leg_id):  # With the end of a leg comes its first token, too.
+                grant = self._grant_boundary(boundaries, lease_id, reader_id, prompt, tries)
+                if tries or (grant is not None and grant.groups):
+                    return grant
+        ready = self._ready(prompt)
+        return self._grant_full(lease_id, reader_id, prompt, ready) if ready else None
+
+    def _grant_full(self, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt, ready: Sequence[Any]) -> KvGrant:
+        """Pin as many of these full-attention blocks as the limits allow."""
+        groups, size, is_dense = self._full, self._full_block_size, self._boundaries is None
+        count = self._leases.pinnable([block.block_id for block in ready]) // len(groups)
+        first = prompt.full_tokens // size
+        prompt.full_tokens += count * size
+        reason = None
+        if not is_dense or prompt.full_tokens < (prompt.first + len(prompt.hashes)) * size:
+            reason = NoGrant.FULL if count * len(groups) < len(ready) else NoGrant.NOT_HELD
+        if not count:
+            return self._empty_grant(lease_id, reader_id, reason)
+        parts = [Part(0, ())] * len(self.groups.groups)
+        for place, group in enumerate(groups):
+            parts[group] = Part(first, ready[place : count * len(groups) : len(groups)])
+        return self._grant(lease_id, reader_id, prompt, parts, prompt.full_tokens if is_dense else 0, reason)
+
+    def _ready(self, prompt: FollowedPrompt) -> list[Any]:
+        """The next blocks of the full-attention groups that are cached and computed, up to the first gap; those of all
+        groups beside each other.
+        """
         find, is_pending, groups = self._pool.get_cached_block, self._pending_writes.writes, self._full
-        ready: list[list[Any]] = []
+        ready: list[Any] = []
         if not groups:
             return ready
-        unit, stride = self.groups.hash_block_size, self._full_block_size // self.groups.hash_block_size
-        next_end = prompt.full_tokens // unit + stride - prompt.first
-        for block_hash in islice(prompt.hashes, next_end - 1, None, stride):
+        stride = self._full_hashes
+        end = (prompt.full_tokens // self._full_block_size + 1) * stride - prompt.first
+        for block_hash in islice(prompt.hashes, end - 1, None, stride):
             cached = find(block_hash, groups)
-            if cached is None or any(is_pending(block.block_id) for block in cached):
+            if cached is None or is_pending(cached[0].block_id):
                 break
-            ready.append(cached)
+            if len(cached) > 1 and any(is_pending(block.block_id) for block in cached):
+                break
+            ready += cached
         return ready
 
     def _grant_boundary(
         self, boundaries: Boundaries, lease_id: str, reader_id: WorkerId, prompt: FollowedPrompt, tries: int
-    ) -> KvGrant:
-        """Pin what the reader lacks at the longest boundary; without ``tries`` only at the last one of the prompt."""
+    ) -> KvGrant | None:
+        """Pin what the reader lacks at the longest boundary; without ``tries`` only at the last one of the prompt.
+        None: there is none. A grant of nothing: it is blocked.
+        """
         end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
         end -= end % self.groups.alignment
         parts, boundary, reason = boundaries.longest(prompt, least=1 if tries else end, tries=tries)
         if not boundary:
-            return self._empty_grant(lease_id, reader_id, reason)
+            return self._empty_grant(lease_id, reader_id, reason) if prompt.is_blocked else None
         return self._grant(lease_id, reader_id, prompt, parts, boundary, None if boundary == end else NoGrant.NOT_HELD)
 
     def _offered(self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[Part], int]:
@@ -465,14 +475,14 @@ class Holder:
         assert followed is not None
         if self._draining or now >= followed.until_s:
             return self._stop_following(lease, followed, NoGrant.DRAINING if self._draining else NoGrant.FOLLOW_OVER)
-        leg_ended, is_stuck = followed.leg_id in self._ended_legs, now >= followed.stuck_since_s + FULL_S_MAX
-        tries = (TRIED_MAX if is_stuck else 1) if leg_ended else 0
+        leg_ended, tries = followed.leg_id in self._ended_legs, 0
+        if leg_ended:
+            tries = TRIED_MAX if now >= followed.stuck_since_s + FULL_S_MAX else 1
         grant = self._next_grant(lease.lease_id, lease.reader_id, followed, tries)
-        is_blocked = grant.reason is NoGrant.FULL or followed.is_blocked
-        if not grant.groups and not is_blocked:
+        if grant is None:
             return self._stop_following(lease, followed, NoGrant.FOLLOW_OVER) if leg_ended else None
         followed.progress(now, granted=bool(grant.groups))
-        is_last = grant.reason is None or (leg_ended and grant.reason is NoGrant.NOT_HELD and not is_blocked)
+        is_last = grant.reason is None or (leg_ended and grant.reason is NoGrant.NOT_HELD and bool(grant.groups))
         if is_last or now >= followed.stuck_since_s + FULL_S_MAX:
             self._leases.stop_following(lease.lease_id)
             return self._last(replace(grant, lease_id=lease.lease_id), followed)
@@ -492,11 +502,13 @@ class Holder:
     def _pin(
         self, lease_id: str, reader_id: WorkerId, parts: Sequence[Part], until_s: float, boundary: int
     ) -> list[GroupBlocks]:
-        blocks = [block for group in self._order for block in parts[group].blocks]
         groups = [[block.block_id for block in part.blocks] for part in parts]
+        blocks, block_ids = parts[0].blocks, groups[0]
+        if len(parts) > 1:
+            blocks = [block for group in self._order for block in parts[group].blocks]
+            block_ids = [block.block_id for block in blocks]
         self._pool.touch(blocks)
-        pinned = groups[0] if len(groups) == 1 else [block.block_id for block in blocks]
-        self._leases.grant(lease_id, reader_id, pinned, until_s, groups, boundary)
+        self._leases.grant(lease_id, reader_id, block_ids, until_s, groups, boundary)
         return [
             GroupBlocks(first=part.first, block_ids=pack_block_ids(ids))
             for part, ids in zip(parts, groups, strict=True)

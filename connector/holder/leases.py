@@ -70,8 +70,8 @@ class Lease:
     """Only this reader may release it."""
     grants: dict[int, list[int]] = field(default_factory=dict)
     """Block ids by number of the grant."""
-    groups: list[list[int]] = field(default_factory=list)
-    """The blocks of all grants by KV cache group; none once a grant has ended."""
+    groups: list[Sequence[list[int]]] = field(default_factory=list)
+    """The blocks of each grant by KV cache group; none once a grant has ended."""
     boundary: int = 0
     """Tokens at which every group has what it needs, with all grants."""
     followed: FollowedPrompt | None = None
@@ -150,13 +150,11 @@ class LeaseTable:
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = Lease(lease_id, reader_id)
+        if lease.groups or not lease.ever_granted:
+            lease.groups.append(groups)
         if not lease.ever_granted:
             lease.ever_granted = True
-            lease.groups = [list(blocks) for blocks in groups]
             self.totals.granted += 1
-        elif lease.groups:
-            for before, more in zip(lease.groups, groups, strict=True):
-                before.extend(more)
         lease.boundary = boundary
         self._grant_number += 1
         lease.grants[self._grant_number] = block_ids

@@ -50,14 +50,15 @@ class PendingWrites:
         self._open.pop(id(step), None)
         self._computed = next(iter(self._open.values())) - 1 if self._open else self._scheduled
 
-    def watch(self, pool: Any) -> None:
-        """Have vLLM's block pool report each block that it names: all of its ways to name one pass this method. It also
-        names blocks again that have the name, in every step.
+    def watch(self, pool: Any, *, names_again: bool) -> None:
+        """Have vLLM's block pool report each block that it names: all of its ways to name one pass this method.
+        ``names_again``: the model has hashes inside blocks, which vLLM gives to a block again in every step.
         """
-        insert, names = pool._insert_block_hash, pool.cached_block_hash_to_block
+        insert = pool._insert_block_hash
+        names = pool.cached_block_hash_to_block if names_again else None
 
         def insert_and_note(key: Any, block: Any, num_tokens: int | None) -> None:
-            if not names.contain(key, block.block_id):
+            if names is None or not names.contain(key, block.block_id):
                 self.named(block.block_id)
             insert(key, block, num_tokens)
 

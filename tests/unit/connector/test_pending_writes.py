@@ -83,7 +83,7 @@ def test_an_unknown_step_changes_nothing(pending_writes):
 
 def test_every_way_in_which_vllm_names_a_block_is_noted(pending_writes):
     pool = pytest.importorskip("vllm.v1.core.block_pool").BlockPool(BLOCKS, True, BLOCK_TOKENS)
-    pending_writes.watch(pool)
+    pending_writes.watch(pool, names_again=True)
     full, partial, copy = pool.get_new_blocks(3)
     request = SimpleNamespace(block_hashes=chain(2))
     pending_writes.begin_step()
@@ -97,3 +97,16 @@ def test_every_way_in_which_vllm_names_a_block_is_noted(pending_writes):
     pool.move_block_hashes(partial, copy)
     pending_writes.scheduled(Step())
     assert written(pending_writes) == [full.block_id, partial.block_id, copy.block_id]
+
+
+def test_a_block_that_gets_its_name_again_is_not_written_again(pending_writes):
+    pool = pytest.importorskip("vllm.v1.core.block_pool").BlockPool(BLOCKS, True, BLOCK_TOKENS)
+    pending_writes.watch(pool, names_again=True)
+    (partial,) = pool.get_new_blocks(1)
+    for number in range(2):
+        step = Step()
+        pending_writes.begin_step()
+        pool.cache_partial_block(SimpleNamespace(block_hashes=chain(2)), partial, 2 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS)
+        pending_writes.scheduled(step)
+        assert written(pending_writes) == ([] if number else [partial.block_id])
+        pending_writes.computed(step)
