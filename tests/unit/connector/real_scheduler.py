@@ -56,6 +56,10 @@ CONNECTOR = {
 }
 
 
+Settings = tuple[tuple[str, object], ...]
+"""Names and values of ``kv_connector_extra_config``."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The KV cache groups of a model, and how vLLM caches them."""
@@ -92,7 +96,7 @@ PLAIN = Layout((full(BLOCK_TOKENS),))
 
 
 @cache
-def _config(folder: Path, layout: Layout, *, with_connector: bool, tokens_a_step: int):
+def _config(folder: Path, layout: Layout, *, with_connector: bool, tokens_a_step: int, settings: Settings):
     config = pytest.importorskip("vllm.config")
     (folder / "config.json").write_text(json.dumps(MODEL))
     model = config.ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=2048)
@@ -106,7 +110,8 @@ def _config(folder: Path, layout: Layout, *, with_connector: bool, tokens_a_step
     )
     smallest = min(group.block_size for group in layout.groups)
     cached = config.CacheConfig(block_size=smallest, enable_prefix_caching=layout.caches, prefix_match_unit=layout.unit)
-    transfer = config.KVTransferConfig(**CONNECTOR) if with_connector else None
+    extra = {**CONNECTOR["kv_connector_extra_config"], **dict(settings)}
+    transfer = config.KVTransferConfig(**{**CONNECTOR, "kv_connector_extra_config": extra}) if with_connector else None
     whole = config.VllmConfig(
         model_config=model, cache_config=cached, scheduler_config=limits, kv_transfer_config=transfer
     )
@@ -114,7 +119,7 @@ def _config(folder: Path, layout: Layout, *, with_connector: bool, tokens_a_step
     return whole
 
 
-def _spec(group: KvGroup, *, caches: bool):
+def spec_of(group: KvGroup, *, caches: bool):
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -137,13 +142,14 @@ def make_scheduler(
     blocks: int = BLOCKS,
     retention: int | None = 0,
     kind: type | None = None,
+    settings: Settings = (),
 ):
     """A scheduler as EngineCore builds it, for a model that has a configuration and no weights.
 
     ``with_connector``: Baton's, with Baton's connector, instead of vLLM's own. ``retention``: vLLM's
-    ``prefix_cache_retention_interval``. ``kind``: another class of scheduler.
+    ``prefix_cache_retention_interval``. ``kind``: another class of scheduler. ``settings``: of the connector.
     """
-    whole = _config(folder, layout, with_connector=with_connector, tokens_a_step=tokens_a_step)
+    whole = _config(folder, layout, with_connector=with_connector, tokens_a_step=tokens_a_step, settings=settings)
     from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -155,7 +161,7 @@ def make_scheduler(
         num_blocks=blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[
-            KVCacheGroupSpec([f"layer {number}"], _spec(group, caches=layout.caches))
+            KVCacheGroupSpec([f"layer {number}"], spec_of(group, caches=layout.caches))
             for number, group in enumerate(layout.groups)
         ],
         prefix_cache_retention_interval=retention,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from connector.reader.groups import GroupPlan
 from shared.contracts.kv_exchange import GroupBlocks, KvGroup, KvGroupKind, pack_block_ids
 from tests.support.examples import examples
-from tests.support.kv_groups import LAYOUTS, SEVERAL, cache_config_of, manager_of, plan_of
+from tests.unit.connector.kv_groups import LAYOUTS, SEVERAL, cache_config_of, manager_of, plan_of
 
 TOKENS_MAX = 400
 BLOCKS = 400
@@ -20,8 +20,8 @@ BLOCKS = 400
 def positions(plan: GroupPlan, layout, data, *, before: int = TOKENS_MAX) -> tuple[int, int]:
     """How far full attention is cached, and a later boundary."""
     boundary = data.draw(st.integers(1, before // plan.alignment)) * plan.alignment
-    steps = (boundary - 1) // layout.scheduler_block if plan.full else 0
-    return data.draw(st.integers(0, steps)) * layout.scheduler_block, boundary
+    steps = (boundary - 1) // layout.block_size if plan.full else 0
+    return data.draw(st.integers(0, steps)) * layout.block_size, boundary
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -34,7 +34,7 @@ def test_the_needed_blocks_are_those_that_vllm_allocates_for_a_fetch(name, data)
     have, boundary = positions(plan, layout, data)
     cached = [
         manager.block_pool.get_new_blocks(have // size) if number in plan.full else []
-        for number, size in enumerate(layout.block_sizes)
+        for number, size in enumerate(group.block_size for group in layout.groups)
     ]
 
     manager.coordinator.allocate_new_computed_blocks("r", tuple(cached), have, boundary - have)

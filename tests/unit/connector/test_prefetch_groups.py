@@ -22,7 +22,7 @@ from shared.contracts.kv_exchange import (
     pack_full_hashes,
 )
 from tests.support.kv_engines import RankMemory, Shape, handshake
-from tests.support.kv_groups import LAYOUTS, SEVERAL, manager_of, plan_of
+from tests.unit.connector.kv_groups import LAYOUTS, SEVERAL, manager_of, plan_of
 
 BLOCKS = 100
 TOKENS = 256

@@ -1,0 +1,224 @@
+"""Handoffs between two of vLLM's schedulers, of models with windows and states: each token is computed from right KV."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from shared.contracts.ids import LegId
+from shared.contracts.kv_exchange import LegOrder
+from tests.unit.connector.kv_groups import LAYOUTS
+from tests.unit.connector.test_recomputes_beside_ready import SHARE, FixedShare
+from tests.unit.connector.two_engines import Pair, answer_of, whole_block
+
+SEVERAL = [name for name in LAYOUTS if name != "full"]
+ANSWER = 6
+
+
+def prompt_of(tokens: int, salt: int = 0) -> list[int]:
+    return [(7 * at + salt) % 97 for at in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture
+def pair(folder):
+    with ExitStack() as opened:
+
+        def make(layout: str, *, depth: int = 2, **more: Any) -> Pair:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+            from connector.connector import BatonConnector
+
+            if layout != "full" and not issubclass(BatonConnector, SupportsHMA):
+                pytest.skip("the connector refuses models with such groups")
+            return opened.enter_context(closing(Pair(folder, LAYOUTS[layout], depth=depth, **more)))
+
+        yield make
+
+
+def hand_over(pair: Pair, prompt: list[int], name: str = "r", order: LegOrder | None = None) -> None:
+    """A prefill leg at ``p`` that ``d`` follows."""
+    pair.p.order(name, prompt, 1, LegOrder(leg_id=LegId(name)))
+    pair.d.order(name, prompt, ANSWER, order or pair.follow(name))
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_streamed_handoff_continues_as_one_engine_would(pair, layout, depth):
+    for tokens in (130, 129, 128, 127, 97, 33, 32, 20):
+        with closing(pair(layout, depth=depth)) as engines:
+            check_a_streamed_handoff(engines, tokens)
+
+
+def check_a_streamed_handoff(pair, tokens):
+    prompt = prompt_of(tokens)
+    hand_over(pair, prompt)
+    pair.run()
+
+    assert pair.d.answer("r")[: tokens + ANSWER] == answer_of(prompt, ANSWER)
+    boundary = pair.d.plan.last_boundary(tokens)
+    assert bool(pair.d.reads) == bool(boundary)
+    assert pair.d.hit(answer_of(prompt, 1)) >= boundary, "it can be lent again"
+    for engine in (pair.p, pair.d):
+        assert engine.pool.get_num_free_blocks() == engine.free_at_first
+
+
+def run_one(pair: Pair, prompt: list[int], name: str, order: LegOrder) -> None:
+    """A request at ``d``, to its end."""
+    pair.d.order(name, prompt, ANSWER, order)
+    pair.run()
+    assert pair.d.answer(name)[: len(prompt) + ANSWER] == answer_of(prompt, ANSWER)
+
+
+def prefill(pair: Pair, prompt: list[int], name: str = "r", order: LegOrder | None = None) -> None:
+    """A request at ``p``, to its end."""
+    pair.p.order(name, prompt, 1, order or LegOrder())
+    pair.run()
+
+
+@pytest.mark.parametrize("tokens", [130, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_offer_is_taken_and_continues_as_one_engine_would(pair, layout, tokens):
+    pair = pair(layout)
+    prompt = prompt_of(tokens)
+    prefill(pair, prompt, order=LegOrder(leg_id=LegId("r"), offer=True, offer_id="o"))
+    offer = pair.p.offer()
+    assert (offer.boundary if offer is not None else 0) == pair.d.plan.last_boundary(tokens)
+
+    run_one(pair, prompt, "r", LegOrder(take=offer))
+
+    assert sum(len(read.local_blocks) for read in pair.d.reads) == (blocks_of(pair, 0, offer.boundary) if offer else 0)
+    assert pair.p.side.holder.counts.leases == 0
+
+
+def blocks_of(pair: Pair, have: int, boundary: int) -> int:
+    """Blocks of all groups that a boundary needs."""
+    plan = pair.d.plan
+    return sum(len(plan.needed(number, have, boundary)) for number in range(len(plan.groups)))
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_full_attention_that_is_cached_beyond_the_other_groups_is_not_read_again(pair, layout):
+    """Read-back of a conversation whose states and windows ``d`` has lost."""
+    pair = pair(layout)
+    prompt = prompt_of(200)
+    prefill(pair, prompt)
+    run_one(pair, prompt, "first", pair.by_hash())
+    plan, pool = pair.d.plan, pair.d.pool
+    boundary = plan.last_boundary(200)
+    for block in pool.blocks:
+        names = pool.cached_block_hashes_by_block.get(block.block_id, ()) or [block.block_hash]
+        if block.block_hash is not None and all(
+            name[32:] != number.to_bytes(4, "big") for name in names for number in plan.full
+        ):
+            pool._maybe_evict_cached_block(block)
+    pair.d.reads.clear()
+
+    run_one(pair, prompt, "again", pair.by_hash())
+
+    read = sum(len(read.local_blocks) for read in pair.d.reads)
+    have = (boundary - 1) // whole_block(LAYOUTS[layout]) * whole_block(LAYOUTS[layout]) if plan.full else 0
+    assert read == blocks_of(pair, have, boundary)
+
+
+@pytest.mark.parametrize("failing", ["first group", "last group", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_holder_that_ends_during_a_read_costs_a_second_read_or_the_prompt_and_no_token(pair, layout, failing):
+    pair = pair(layout)
+    prompt = prompt_of(150)
+    last = len(LAYOUTS[layout].groups) - 1
+    group = {"first group": 0, "last group": last, "all": None}[failing]
+    broken = []
+
+    def fails(read) -> bool:
+        is_hit = (group is None or read.group == group) and len(broken) < (2 if group is not None else 99)
+        if is_hit:
+            broken.append(read)
+        return is_hit
+
+    pair.fails = fails
+    hand_over(pair, prompt)
+    pair.run()
+
+    assert broken
+    assert pair.d.answer("r")[: 150 + ANSWER] == answer_of(prompt, ANSWER)
+    for engine in (pair.p, pair.d):
+        assert engine.pool.get_num_free_blocks() == engine.free_at_first
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_full_attention_that_arrived_before_a_failure_is_cached(pair, layout):
+    pair = pair(layout)
+    plan = pair.d.plan
+    if not plan.full:
+        pytest.skip("it has no full attention")
+    prompt = prompt_of(150)
+    prefill(pair, prompt)
+    pair.fails = lambda read: read.group not in plan.full
+    run_one(pair, prompt, "r", pair.by_hash())
+
+    full = [read for read in pair.d.reads if read.group == plan.full[0]]
+    assert len(full[0].local_blocks) > 1
+    assert all(len(read.local_blocks) <= 1 + plan.alignment // plan.stride for read in full[1:]), "the rest is here"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_several_requests_and_turns_continue_as_one_engine_would(pair, layout):
+    pair = pair(layout, retention=None if len(LAYOUTS[layout].groups) > 1 else 0, blocks=200)
+    prompts = {f"r{number}": prompt_of(90 + 37 * number, number % 2) for number in range(4)}
+    for name, prompt in prompts.items():
+        hand_over(pair, prompt, name)
+    pair.run()
+    for name, prompt in prompts.items():
+        assert pair.d.answer(name)[: len(prompt) + ANSWER] == answer_of(prompt, ANSWER)
+        longer = [*answer_of(prompt, ANSWER), *prompt_of(60, 5)]
+        hand_over(pair, longer, f"{name}+")
+        pair.run()
+        assert pair.d.answer(f"{name}+")[: len(longer) + ANSWER] == answer_of(longer, ANSWER)
+    for engine in (pair.p, pair.d):
+        assert engine.pool.get_num_free_blocks() == engine.free_at_first
+
+
+@pytest.mark.parametrize("layout", ["states", "states and half a block", "state and window"])
+def test_a_recompute_in_small_parts_leaves_right_states_in_the_cache(pair, layout):
+    pair = pair(layout, retention=None, blocks=200)
+    pair.d.side.share = FixedShare()
+    pair.d.order("ready", prompt_of(10), 150, LegOrder())
+    pair.run(until=lambda: bool(pair.d.steps and "ready" in pair.d.running))
+    prompt = prompt_of(200)
+    pair.d.order("lost", prompt, ANSWER, LegOrder(recomputes=True))
+    pair.run()
+
+    parts = [step["lost"] for step in pair.d.steps if step.get("lost", 1) > 1]
+    assert max(parts) <= SHARE
+    assert sum(parts) >= 199
+    assert pair.d.answer("lost")[: 200 + ANSWER] == answer_of(prompt, ANSWER)
+    for tokens in (200, 150, 120):
+        run_one(pair, prompt[:tokens], f"again-{tokens}", LegOrder())
+        assert pair.d.steps[-ANSWER][f"again-{tokens}"] == 1
+
+
+@pytest.mark.parametrize("spare", range(3, 12))
+def test_an_answer_begins_before_its_kv_is_there_only_with_a_block_for_the_token_in_each_group(pair, spare):
+    pair = pair("states")
+    prompt = prompt_of(128)
+    prefill(pair, prompt, order=LegOrder(leg_id=LegId("r"), offer=True, offer_id="o"))
+    offer = pair.p.offer()
+    scheduler, pool = pair.d.scheduler, pair.d.pool
+    others = pool.get_new_blocks(pool.get_num_free_blocks() - blocks_of(pair, 0, 96) - spare)
+    pair.d.order("r", prompt, ANSWER, LegOrder(take=offer))
+    pair.d.schedule()
+    pair.d.compute()
+    free = pool.get_num_free_blocks() - scheduler._inflight_prefill_reserved_blocks()
+    if scheduler.requests["r"].num_computed_tokens:
+        begins = scheduler.requests["r"].num_tokens == 129
+        assert free >= 0 if begins else free < 4, "each of four groups ends a block with the prompt"
+    pool.free_blocks(others)
+    pair.run()
+    assert pair.d.answer("r")[: 128 + ANSWER] == answer_of(prompt, ANSWER)
