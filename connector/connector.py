@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
@@ -82,7 +83,7 @@ def refusals_saved(file: str) -> Iterator[None]:
         raise
 
 
-class BatonConnector(KVConnectorBase_V1):
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """Both roles. vLLM makes one object per role, in one process or in several."""
 
     _cache_hit_source = CacheHitSource.P2P
@@ -172,10 +173,6 @@ class BatonConnector(KVConnectorBase_V1):
         """Orders for the worker role in this step."""
         self.connector_scheduler.holder.scheduled(scheduler_output)
         return self.connector_scheduler.step_orders(scheduler_output.total_num_scheduled_tokens)
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """What vLLM calls while its hybrid KV cache manager is off."""
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -38,10 +38,6 @@ EXCHANGED_QUANTISATION = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_
 READABLE_LAYOUTS = ("LBHNC", "BLHNC")
 """vLLM's names: L layers, B blocks, H heads, N tokens, C content, outermost first."""
 ALTERNATIVE = "run this model with WORKER_CONNECTOR=upstream"
-WINDOW_TYPES = ("sliding_attention", "chunked_attention")
-"""Layer types in a model's configuration."""
-TOKENS_PRICED = 32_768
-"""Longest prompt for which the price of windows is logged."""
 RETAINED_BLOCKS = 8
 """Blocks between the states that an engine keeps of an answer. Each takes a block of every group with a state."""
 SUPPORTED = ("0.32", "0.33")
@@ -118,15 +114,25 @@ def _parallel_refusals(parallel: Any) -> list[str]:
 
 def _model_refusals(vllm_config: Any) -> list[str]:
     model = vllm_config.model_config
-    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
-        why = "has layers with a state (Mamba, linear attention, short convolution)"
-        return [f"{model.architecture} {why}, which blocks of tokens do not contain; {ALTERNATIVE}"]
+    if getattr(model, "is_attention_free", False):
+        return [f"no layer of {model.architecture} has attention, so its KV has no blocks of tokens; {ALTERNATIVE}"]
     if getattr(model, "is_encoder_decoder", False):
         return [f"{model.architecture} has an encoder, whose KV does not belong to the prompt's tokens; {ALTERNATIVE}"]
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is False:
-        why = "the hybrid KV cache manager is on: layers with a window would keep only some blocks of a prefix"
-        return [f"{why}; leave out --no-disable-hybrid-kv-cache-manager"]
+    if getattr(model, "is_hybrid", False):
+        return _hybrid_refusals(vllm_config)
     return []
+
+
+def _hybrid_refusals(vllm_config: Any) -> list[str]:
+    about = f"{vllm_config.model_config.architecture} has layers with a state"
+    refusals = []
+    if not vllm_config.cache_config.enable_prefix_caching:
+        why = "which engines exchange where the prefix cache keeps it, and prefix caching is off"
+        refusals.append(f"{about}, {why}; leave out --no-enable-prefix-caching")
+    if vllm_config.speculative_config is not None:
+        why = "which vLLM does not keep right together with speculative decoding and prefix caching"
+        refusals.append(f"{about}, {why}; leave out --speculative-config")
+    return refusals
 
 
 def _layout_refusals(layout: str | None, heads: int) -> list[str]:
@@ -139,11 +145,6 @@ def _layout_refusals(layout: str | None, heads: int) -> list[str]:
 
 def _cache_refusals(kv_cache_config: Any, ranks: int, kv_heads: int) -> list[str]:
     """``kv_heads``: of the whole model. At most one, of the first layer that is refused."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) > 1:
-        kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs(group).values()}))
-        about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid models do"
-        return [f"{about}: a prefix is then not one chain of blocks; {ALTERNATIVE}"]
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
             return [f"layer {group.layer_names[0]} keeps its KV in two places (HiSparse); {ALTERNATIVE}"]
@@ -162,13 +163,9 @@ def _layer_refusal(name: str, spec: Any, ranks: int, kv_heads: int) -> str:
         return f"layer {name} is of kind {kind}, whose blocks are not known to represent a prefix; {ALTERNATIVE}"
     if not spec.prefix_cacheable:
         return f"layer {name} ({kind}) computes its window again instead of caching it; {ALTERNATIVE}"
-    if kind == "SlidingWindowSpec":
-        # vLLM turns windows into full attention only if some layer has full attention.
-        about = (
-            f"every layer attends to {spec.sliding_window} tokens only ({kind}), and vLLM frees the blocks before them"
-        )
-        return f"{about}, so no prefix is complete; {ALTERNATIVE}"
     if KIND_OF_SPEC[kind] is KvGroupKind.STATE:
+        if spec.mamba_cache_mode == "align":
+            return ""
         return f"layer {name} keeps no state of a prefix (mamba_cache_mode {spec.mamba_cache_mode}); {ALTERNATIVE}"
     return _attention_refusal(name, spec, ranks, kv_heads)
 
@@ -195,23 +192,6 @@ def _heads_of_layer(name: str, spec: Any, ranks: int, kv_heads: int) -> int:
     raise UnsupportedLayout(
         f"layer {name} has one KV head on each of {ranks} ranks, where other layers have {kv_heads} over all ranks: it"
         f" is not known which ranks hold the same head; set --tensor-parallel-size to 1, or {ALTERNATIVE}"
-    )
-
-
-def window_price(model_config: Any) -> str:
-    """What it costs that layers with a window keep the KV of all tokens; empty if the model has no such layers."""
-    text = model_config.hf_text_config
-    types = list(getattr(text, "layer_types", None) or ())
-    windowed = sum(kind in WINDOW_TYPES for kind in types)
-    window = getattr(text, "attention_chunk_size", None) or getattr(text, "sliding_window", None)
-    tokens = min(int(model_config.max_model_len), TOKENS_PRICED)
-    if not windowed or not window or window >= tokens:
-        return ""
-    needed = (len(types) - windowed) * tokens + windowed * int(window)
-    return (
-        f"{windowed} of {len(types)} layers attend to {window} tokens but keep the KV of all, so that prefixes can be"
-        f" exchanged: a prompt of {tokens} tokens takes {len(types) * tokens / needed:.1f} times the KV memory that it"
-        " takes with vLLM's hybrid manager"
     )
 
 

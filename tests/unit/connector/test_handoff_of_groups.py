@@ -31,12 +31,6 @@ def pair(folder):
     with ExitStack() as opened:
 
         def make(layout: str, *, depth: int = 2, **more: Any) -> Pair:
-            from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
-
-            from connector.connector import BatonConnector
-
-            if layout != "full" and not issubclass(BatonConnector, SupportsHMA):
-                pytest.skip("the connector refuses models with such groups")
             return opened.enter_context(closing(Pair(folder, LAYOUTS[layout], depth=depth, **more)))
 
         yield make

@@ -15,7 +15,6 @@ from connector.layout.engine_layout import (
     refuse_unsupported,
     regions_of,
     required_layout,
-    window_price,
 )
 from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import UnsupportedLayout
@@ -50,11 +49,11 @@ def latent():
     return spec_of("MLAAttention", block_size=TOKENS, num_kv_heads=1, head_size=SIZE)
 
 
-def mamba():
+def mamba(mode="none"):
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    return MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
+    return MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
 
 
 def quantised(mode, **changes):
@@ -188,17 +187,17 @@ def test_older_shapes_are_known(shape, dims):
     assert dims_of("layer", shape, attention(), BLOCKS) == dims
 
 
-def cache_config(block_size=TOKENS, layout=None):
+def cache_config(block_size=TOKENS, layout=None, *, caching=True):
     from vllm.config import CacheConfig
 
-    config = CacheConfig(block_size=block_size)
+    config = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
     config.kv_cache_layout = layout
     return config
 
 
 def engine(
-    spec=None, *, groups=1, kv_heads=HEADS, mla=False, hybrid_off=True, model=None, cache=None, **parallel
-):  # fmt: skip
+    spec=None, *, kv_heads=HEADS, mla=False, model=None, cache=None, drafts=False, kept_elsewhere=False, **parallel
+):
     """The configuration that refuse_unsupported and required_layout read."""
     sizes = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
@@ -208,16 +207,15 @@ def engine(
 
     about = {"architecture": "TinyForCausalLM", **(model or {})}
     model = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: kv_heads, **about)
-    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=hybrid_off)
-    specs = [interface.KVCacheGroupSpec([f"layers.{n}"], spec or attention()) for n in range(groups)]
+    group = interface.KVCacheGroupSpec(["layers.0"], spec or attention(), enable_kv_transfer=not kept_elsewhere)
     return (
         SimpleNamespace(
             model_config=model,
             parallel_config=SimpleNamespace(**(sizes | parallel)),
-            scheduler_config=scheduler,
+            speculative_config=object() if drafts else None,
             cache_config=cache or cache_config(),
         ),
-        interface.KVCacheConfig(BLOCKS, [], specs),
+        interface.KVCacheConfig(BLOCKS, [], [group]),
     )
 
 
@@ -231,6 +229,11 @@ def test_the_layout_of_a_single_head_does_not_matter():
     one = engine(attention(num_kv_heads=1), tensor_parallel_size=HEADS, cache=cache_config(layout="LBNHC"))
 
     refuse_unsupported(*one)
+
+
+def test_windows_and_states_are_served():
+    refuse_unsupported(*engine(windows("SlidingWindow", sliding_window=64)))
+    refuse_unsupported(*engine(mamba(mode="align"), model={"is_hybrid": True}))
 
 
 def test_windows_and_chunks_that_keep_all_blocks_are_served():
@@ -253,10 +256,13 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
         (lambda: engine(nnodes=2), "nnodes is 2: a lease ends at an instant of one host's clock"),
         (lambda: engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
         (
-            lambda: engine(windows("SlidingWindow", sliding_window=64)),
-            "every layer attends to 64 tokens only .SlidingWindowSpec.*; run this model with WORKER_CONNECTOR=upstream",
+            lambda: engine(windows("ChunkedLocalAttention", attention_chunk_size=64)),
+            "kind ChunkedLocalAttentionSpec.*; unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
         ),
-        (lambda: engine(windows("ChunkedLocalAttention", attention_chunk_size=64)), "kind ChunkedLocalAttentionSpec"),
+        (
+            lambda: engine(windows("SlidingWindowMLA", sliding_window=64, bounded_replay=True)),
+            "computes its window again",
+        ),
         (lambda: engine(rswa()), "kind RSWASpec"),
         (lambda: engine(layers_of_kinds(attention(), rswa())), "layer layers.1 is of kind RSWASpec"),
         (lambda: engine(mamba()), "layer layers.0 keeps no state of a prefix"),
@@ -268,49 +274,26 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
             "layer layers.1 has one KV head on each of 2 ranks, where other layers have 4",
         ),
         (lambda: engine(attention(num_head_slots=2)), "packs 4 KV heads into 2"),
-        (lambda: engine(model={"is_hybrid": True}), "TinyForCausalLM has layers with a state"),
-        (lambda: engine(model={"is_encoder_decoder": True}), "TinyForCausalLM has an encoder"),
-        (lambda: engine(hybrid_off=False), "leave out --no-disable-hybrid-kv-cache-manager"),
+        (lambda: engine(model={"is_attention_free": True}), "no layer of TinyForCausalLM has attention"),
         (
-            lambda: engine(kv_heads=6, tensor_parallel_size=4, model={"is_hybrid": True}),
-            "a state .*6 KV heads do not divide",
+            lambda: engine(model={"is_hybrid": True}, cache=cache_config(caching=False)),
+            "TinyForCausalLM has layers with a state, .* prefix caching is off; leave out --no-enable-prefix-caching",
         ),
+        (
+            lambda: engine(model={"is_hybrid": True}, drafts=True),
+            "has layers with a state, .*leave out --speculative-config",
+        ),
+        (lambda: engine(model={"is_encoder_decoder": True}), "TinyForCausalLM has an encoder"),
+        (lambda: engine(kept_elsewhere=True), "layer layers.0 keeps its KV in two places"),
         (
             lambda: engine(cache=cache_config(layout="LBNHC")),
             "layout is LBNHC, in which the heads .* apart; .* or set it to HND, or choose another --attention-backend",
         ),
-        (lambda: engine(groups=2), "2 KV cache groups .* not one chain of blocks"),
     ],
 )
 def test_unsupported_engines_are_refused_at_start_with_a_reason(which, why):
     with pytest.raises(UnsupportedEngine, match=why):
         refuse_unsupported(*which())
-
-
-def model_with(types, max_model_len=16_384, **values):
-    text = SimpleNamespace(layer_types=types, **values)
-    return SimpleNamespace(hf_text_config=text, max_model_len=max_model_len)
-
-
-def test_the_memory_price_of_windows_is_told():
-    gemma = model_with((["sliding_attention"] * 5 + ["full_attention"]) * 4, sliding_window=1024)
-    llama = model_with(["chunked_attention"] * 3 + ["full_attention"], sliding_window=None, attention_chunk_size=8192)
-
-    assert "20 of 24 layers attend to 1024 tokens" in window_price(gemma)
-    assert "a prompt of 16384 tokens takes 4.6 times the KV memory" in window_price(gemma)
-    assert "a prompt of 16384 tokens takes 1.6 times" in window_price(llama)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        model_with(["full_attention"] * 4, sliding_window=1024),
-        model_with(["sliding_attention", "full_attention"], max_model_len=1024, sliding_window=1024),
-        model_with(None),
-    ],
-)
-def test_windows_that_cost_nothing_have_no_price(model):
-    assert window_price(model) == ""
 
 
 @pytest.mark.parametrize(

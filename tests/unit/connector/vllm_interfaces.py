@@ -25,7 +25,7 @@ INTERFACES = {
     "vllm/exceptions.py": "VLLMValidationError VLLMValidationError.__init__ QueueOverflowError QueueOverflowError.__init__",
     f"{KV}/kv_connector/v1/base.py": (
         "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole KVConnectorTransferResults "
-        "KVConnectorWorkerMetadata KVConnectorBase_V1.bind_kv_cache_manager"
+        "KVConnectorWorkerMetadata KVConnectorBase_V1.bind_kv_cache_manager SupportsHMA"
     ),
     f"{KV}/kv_transfer_state.py": "get_kv_transfer_group has_kv_transfer_group",
     f"{KV}/kv_connector/v1/nixl/connector.py": "NixlPullConnector.__init__",
