@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from connector.layout.tensors import PROTOCOL_VERSION, Content, contents_of, why_malformed
-from shared.contracts.kv_exchange import FULL_HASH_BYTES, GROUP, KvGroup, KvHandshake, KvLayer, KvPlane
+from shared.contracts.kv_exchange import FULL_HASH_BYTES, GROUP, KvGroup, KvGroupKind, KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
 """A block counts as at least this much of a store's memory. Simulated blocks are a few bytes long; without a minimum,
@@ -67,9 +67,15 @@ class BlockShape:
 
 
 def shape_of(handshake: KvHandshake) -> BlockShape:
-    """Shape of a worker's blocks. Raises ValueError for a malformed handshake."""
+    """Shape of a worker's blocks. Raises ValueError for a malformed handshake, and for a model whose blocks are not all
+    of one shape.
+    """
     if why := why_malformed(handshake):
         raise ValueError(why)
+    if kinds := [str(group.kind) for group in handshake.groups if group.kind is not KvGroupKind.FULL]:
+        raise ValueError(f"a store keeps full attention only, and the model has {', '.join(kinds)}: run none for it")
+    if len(handshake.groups) > 1:
+        raise ValueError(f"the model has {len(handshake.groups)} KV cache groups, a store keeps one: run none for it")
     layers = tuple(contents_of(handshake.ranks[0]).items())
     return BlockShape(
         handshake.fingerprint, handshake.hash_block_size, handshake.alignment, tuple(handshake.groups), layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import pytest
 
 from connector.holder.holder import HolderSettings
@@ -16,7 +17,7 @@ from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Tiers
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes
+from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes
 from shared.contracts.load import StoreState
 from tests.support.kv_engines import RankMemory, Shape, handshake
 from tests.support.kv_messages import blocks_of
@@ -257,6 +258,23 @@ def test_a_store_copies_a_block_in_one_piece_where_the_engine_keeps_layers_toget
     there, _ = spans_of(route, [3, 9], [0, 5])
 
     assert there[:, 1].tolist() == [shape_of(peer).block_bytes] * 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ([{"kind": KvGroupKind.FULL}] * 2, "2 KV cache groups"),
+        ([{"kind": KvGroupKind.WINDOW, "window": 64}], "window"),
+        ([{"kind": KvGroupKind.STATE}, {"kind": KvGroupKind.FULL}], "state"),
+    ],
+)
+def test_a_store_refuses_models_with_other_groups_than_one_of_full_attention(groups, why):
+    shape = Shape(layers=2, groups=len(groups))
+    peer = handshake([RankMemory(shape, 0).described()], shape)
+    groups = [KvGroup(block_size=shape.block_size, **one) for one in groups]
+
+    with pytest.raises(ValueError, match=f"{why}.*run none for it"):
+        shape_of(msgspec.structs.replace(peer, groups=groups))
 
 
 def test_blocks_of_another_fingerprint_shape_or_length_have_another_identity():
