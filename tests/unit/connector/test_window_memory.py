@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.kv_groups import Layout, manager_of
+
+from tests.unit.connector.kv_groups import manager_of
+from tests.unit.connector.real_scheduler import Layout, full, window
 
 PROMPT, STEP = 2016, 256
 LAYERS = 4
@@ -34,6 +36,6 @@ def test_a_long_prompt_takes_little_more_than_its_full_attention():
     """The bound is 0.55 of what it took while all layers kept all blocks."""
     pytest.importorskip("vllm.v1.core.kv_cache_manager")
 
-    now = held_layers(Layout(("window 32 64", "full 32"), 32))
+    now = held_layers(Layout((window(32, 64), full(32)), 32))
 
-    assert now <= 0.55 * held_layers(Layout(("full 32",), 32))
+    assert now <= 0.55 * held_layers(Layout((full(32),), 32))
