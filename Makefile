@@ -22,7 +22,7 @@ test: JOBS = 4
 nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds bench-serving outside catalogue wheel dist lock clean
+.PHONY: help setup setup-dev setup-check test-tools llama-server up down doctor test nightly check fix test-vllm test-gpu compose-test chaos fuzz audit bench-router bench-worker bench-kv bench-placement bench-replay bench-planner bench-role-shift bench-telemetry bench-fleet bench-scale bench-seeds bench-serving gpu-proof outside catalogue wheel dist lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ bench-seeds: setup-dev ## What the threads behind Baton claim, measured here, on
 
 bench-serving: setup-dev ## What a user would pick instead, on real engines beside Baton; 25 minutes, fetches two routers and vLLM's sources; ARGS=--quick: five; GPU=1: on NVIDIA GPUs
 	@$(PYTHON) -m bench.serving $(if $(GPU),--gpu) $(ARGS)
+
+gpu-proof: setup-dev ## Baton on one NVIDIA GPU, shown in ten minutes, one page; ON_CPU=1 rehearses it on the CPU; not yet run on a GPU
+	@ON_CPU=$(ON_CPU) $(PYTHON) -m bench.gpu_proof $(ARGS)
 
 outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
 	@$(PYTHON) -m tests.outside $(ARGS)

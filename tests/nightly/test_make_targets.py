@@ -35,6 +35,7 @@ TARGETS = {
     "bench-scale": {"ARGS": "--quick --out {out}/scale.md"},
     "bench-seeds": {"ARGS": "--quick --out {out}/seeds.md"},
     "bench-serving": {"ARGS": "--quick --out {out}/serving.md"},
+    "gpu-proof": {"ON_CPU": "1", "ARGS": "--out {out}/gpu-proof.md"},
     "outside": {"ARGS": "--only vllm-pd,vllm-bench --scratch {out}/outside --page {out}/outside.md"},
 }
 HERE = {"up", "doctor", "down", "audit"}
