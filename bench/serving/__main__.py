@@ -139,7 +139,7 @@ class Bench:
     def _measure(self, one: Contender, load: Load) -> None:
         counts, cpu_s = one.counts(), one.cpu_s()
         result = self._client.run(one, load.run)
-        used_s = {what: now - cpu_s[what] for what, now in one.cpu_s().items()}
+        used_s = one.used_s(cpu_s)
         counted = one.counts().since(counts)
         if one.hands_over and not (counted.handoffs and counted.handoff_bytes):
             raise RunFailed(f"{one.name}, {load.name}: hands every prompt over, but no engine has read KV")
@@ -151,8 +151,8 @@ class Bench:
 def idle(one: Contender) -> dict[str, float]:
     before, begun_at = one.cpu_s(), time.monotonic()
     time.sleep(IDLE_S)
-    after, took_s = one.cpu_s(), time.monotonic() - begun_at
-    return {what: (after[what] - before[what]) / took_s for what in before}
+    used_s, took_s = one.used_s(before), time.monotonic() - begun_at
+    return {what: used / took_s for what, used in used_s.items()}
 
 
 def measure(on: Engines, size: Size, rounds: int) -> Bench:

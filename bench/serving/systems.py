@@ -70,8 +70,21 @@ class Contender:
     hands_over: bool = False
     """A run without a handoff means nothing."""
 
-    def cpu_s(self) -> dict[str, float]:
-        return {what: sum(cpu_s(one.pid) for one in those) for what, those in self.processes.items()}
+    def cpu_s(self) -> dict[tuple[str, int], float]:
+        """CPU seconds of each process since its start; without those that have ended, as a worker's trials do."""
+        found: dict[tuple[str, int], float] = {}
+        for what, those in self.processes.items():
+            for one in those:
+                with contextlib.suppress(OSError):
+                    found[what, one.pid] = cpu_s(one.pid)
+        return found
+
+    def used_s(self, before: Mapping[tuple[str, int], float]) -> dict[str, float]:
+        """CPU seconds since ``cpu_s`` said ``before``, by what the processes are."""
+        used = dict.fromkeys(self.processes, 0.0)
+        for (what, pid), now_s in self.cpu_s().items():
+            used[what] += now_s - before.get((what, pid), now_s)
+        return used
 
 
 class Fleet(Protocol):

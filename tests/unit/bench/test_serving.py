@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench.peer_checks import RunFailed
@@ -85,6 +88,20 @@ def test_the_page_says_where_disaggregated_systems_lose():
     assert all(f"## {load.name}\n" in page for load in loads)
     assert page.count(f"| {AUTO} |") >= len(loads)
     assert page.count(f"| {APART} |") >= len(loads)
+
+
+def test_a_process_that_ends_in_a_run_ends_no_benchmark():
+    """A worker's trials end when they have passed."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as short:
+        own, child = psutil.Process(), psutil.Process(short.pid)
+        one = Contender("one", "", "", lambda: Counts(0.0, 0.0, 0.0), {"server": [own], "trial": [child]})
+        before = one.cpu_s()
+        short.communicate(b"\n")
+        sum(range(2_000_000))
+        used_s = one.used_s(before)
+
+    assert used_s["server"] > 0.0
+    assert used_s["trial"] == 0.0
 
 
 def test_rates_are_shares_of_what_one_engine_completes():
