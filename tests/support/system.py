@@ -102,7 +102,8 @@ def environment() -> dict[str, str]:
     """Ours, less what would change the system; wide enough that no word of a table is cut."""
     prefixes = ("BATON_", "ROUTER_", "WORKER_", "COLLECTOR_", "ORCHESTRATOR_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    return {**kept, "COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {**kept, "COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def end_with_the_tests() -> None:

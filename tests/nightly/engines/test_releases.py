@@ -16,11 +16,11 @@ from threading import Event
 import httpx
 import pytest
 
-from tests.nightly.test_upgrade import CONVERSATIONS, Clients, Upgrade, ask, nothing_is_lost, served_by
+from tests.nightly.test_upgrade import CONVERSATIONS, MODEL, TOKENS, Clients, Upgrade, ask, nothing_is_lost, served_by
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer
 from tests.support.processes import ROOT, ServiceProcess
-from tests.support.system import until
+from tests.support.system import System, until
 from tests.support.vllm_releases import RELEASES, fetch_sources, laid_over
 from tests.unit.connector.vllm_interfaces import differences, installed_release, interfaces_of, recorded
 
@@ -128,3 +128,23 @@ def test_a_fleet_moves_to_the_release_under_traffic(release: str, folder: Path, 
     ]
     assert ("old-decode", "old-prefill") in reads
     assert all(reader.partition("-")[0] == holder.partition("-")[0] for reader, holder in reads)
+
+
+@pytest.mark.parametrize("release", sorted(RELEASES))
+def test_requests_that_come_during_a_pause_are_served_after_it(release: str, folder: Path, tmp_path: Path):
+    paths = [str(ROOT)] if release == HERE else [str(ROOT), str(laid_over(RELEASES[release], folder))]
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": TOKENS}
+    with (
+        System(tmp_path, "--both", "1", "--open", env={"PYTHONPATH": os.pathsep.join(paths)}) as system,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        system.wait_ready(START_S_MAX)
+        (worker,) = system.fleet().values()
+        assert worker["record"]["fingerprint"]["engine_version"].startswith(f"vllm-{release}.")
+        for mode in ("wait", "abort"):
+            paused = system.http.post("/pause", params={"mode": mode, "clear_cache": "false"})
+            assert paused.json() == {"status": "paused"}
+            asked = thread.submit(system.http.post, "/v1/completions", json=body)
+            until(lambda: system.fleet_metrics().sum("baton_worker_legs") == 1, "the worker has the request", 60.0)
+            assert system.http.post("/resume").json() == {"status": "resumed"}
+            assert asked.result(60.0).status_code == 200
