@@ -58,16 +58,22 @@ def bytes_at(peer: KvHandshake, boundary: int) -> int:
 
 
 async def from_own_cache(
-    driver: Driver, worker: str, prompt: Sequence[int], hashing: HashScheme, tokens: int = ANSWER
+    driver: Driver,
+    worker: str,
+    prompt: Sequence[int],
+    hashing: HashScheme,
+    tokens: int = ANSWER,
+    *,
+    begins: bool = True,
 ) -> list[int]:
     """What an engine answers that has computed the prompt before and continues from its own cache.
 
-    It has the answer's first token in its prompt, as an engine has that was handed it, so that both compute equally many
-    tokens after the boundary: in bfloat16 a gated delta net's state depends on that. With a prompt of whole units that
-    would be another boundary.
+    ``begins``: with the answer's first token in its prompt, as an engine that was handed it. Then both compute equally
+    many tokens after the boundary: in bfloat16 a gated delta net's state depends on that. With a prompt of whole units
+    that would be another boundary.
     """
     begun: list[int] = []
-    if len(prompt) % hashing.align or not hashing.boundaries:
+    if begins and (len(prompt) % hashing.align or not hashing.boundaries):
         first = await driver.leg(worker, LegKind.AGGREGATED, prompt, fields={"max_tokens": 1})
         assert first.report.cached_tokens == hashing.usable(len(prompt)), first.report
         begun = first.token_ids
@@ -109,10 +115,11 @@ async def prove_handoffs(driver: Driver, hashing: HashScheme, prompts: Sequence[
             about = (hand_over.__name__, tokens, report)
             assert report.fetched_tokens in {boundary, tokens - 1}, about
             assert sum(read.bytes for read in report.reads) == bytes_at(peer, boundary), (about, peer.groups)
-            own = (
-                from_own_cache(driver, PREFILL, prompt, hashing) if looks_up else driver.alone(PREFILL, prompt, ANSWER)
-            )
-            assert token_ids == await own, about
+            if looks_up:
+                own = await from_own_cache(driver, PREFILL, prompt, hashing, begins=report.first_token_received)
+            else:
+                own = await driver.alone(PREFILL, prompt, ANSWER)
+            assert token_ids == own, about
             answers.append(tuple(token_ids))
     assert len(set(answers)) == len(answers), "the answers do not depend on the prompts"
 
