@@ -154,8 +154,9 @@ def compiler(machine: str, tools: Path, python: str) -> dict[str, str]:
 
 
 def run(command: Sequence[str | Path]) -> None:
-    """Raises Refused."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    """With the programs of the tools, which some of them call. Raises Refused."""
+    env = {**os.environ, "PATH": f"{TOOLS / 'tools/bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise Refused(f"{done.stdout}\n{' '.join(map(str, command))} failed.")
 
