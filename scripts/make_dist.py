@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from build_backend import NAMESPACE, build_sdist  # This folder is on the path of its scripts.
@@ -69,7 +71,8 @@ def main() -> None:
 def make_release(folder: Path) -> None:
     tools = environment("tools", Path(sys.executable), "dist")
     say("building the source distribution")
-    sources = folder / build_sdist(str(folder))
+    with redirect_stdout(io.StringIO()):  # setuptools names every file.
+        sources = folder / build_sdist(str(folder))
     for python in pythons():
         builds = environment(python.name, python, "services")
         for machine in (platform.machine(), *({CROSS} - {platform.machine()})):
