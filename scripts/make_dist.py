@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / ".baton" / "dist"
 """Environments of the tools, and of the Pythons that have none here."""
 LOCKS = ("services", "engine-cpu", "engine-cuda", "engine-cuda-0.33")
-GLIBC = "2_34"
-"""The oldest that the wheels run with: that of RHEL 9 and Ubuntu 22.04."""
+GLIBC_MINOR = 34
+"""2.34 is the oldest glibc that the wheels run with: that of RHEL 9."""
 CROSS = "aarch64"
 C_MODULES = ("_block_table", "_placement", "_tokenize")
 NATIVE = (
@@ -81,8 +81,10 @@ def make_release(folder: Path) -> None:
                 packed.extractall(scratch, filter="data")
                 (project,) = Path(scratch).iterdir()
                 wheel = make_wheel(builds, Path(scratch), compiler(machine, tools, python.name), project)
-                target = ["--plat", f"manylinux_{GLIBC}_{machine}", "--wheel-dir", folder]
-                run([tools.with_name("auditwheel"), "repair", *target, wheel])
+                run([tools.with_name("auditwheel"), "repair", "--plat", "auto", "--wheel-dir", folder, wheel])
+    for path in folder.glob("*.whl"):
+        if max(map(int, re.findall(r"linux_2_(\d+)_", path.name)), default=GLIBC_MINOR + 1) > GLIBC_MINOR:
+            raise Refused(f"{path.name} needs a newer glibc than 2.{GLIBC_MINOR}: make it on an older distribution.")
     say("writing SBOMs and sums")
     for lock in LOCKS:
         listed = ["requirements", ROOT / "requirements" / f"{lock}.txt", "--pyproject", ROOT / "pyproject.toml"]
@@ -148,7 +150,7 @@ def compiler(machine: str, tools: Path, python: str) -> dict[str, str]:
     if machine == platform.machine():
         # Python's own command may have paths of this machine in what it links.
         return {"LDSHARED": f"{os.environ.get('CC', 'cc')} -shared"}
-    zig = f"{tools} -m ziglang cc -target {machine}-linux-gnu.{GLIBC.replace('_', '.')}"
+    zig = f"{tools} -m ziglang cc -target {machine}-linux-gnu.2.{GLIBC_MINOR}"
     suffix = f".cpython-{python.removeprefix('python').replace('.', '')}-{machine}-linux-gnu.so"
     return {
         "CC": zig, "LDSHARED": f"{zig} -shared", "SETUPTOOLS_EXT_SUFFIX": suffix,
