@@ -62,7 +62,7 @@ class Profile(StepTiming):
 def profile_like(name: str, kv_blocks: int) -> Profile:
     """An engine with the speeds of simulated engines of this name."""
     simulated = asdict(SIMULATED[name])
-    del simulated["transfer"]
+    del simulated["transfer"], simulated["groups"]
     return Profile(kv_blocks=kv_blocks, **simulated)
 
 
