@@ -148,3 +148,5 @@ def test_requests_that_come_during_a_pause_are_served_after_it(release: str, fol
             until(lambda: system.fleet_metrics().sum("baton_worker_legs") == 1, "the worker has the request", 60.0)
             assert system.http.post("/resume").json() == {"status": "resumed"}
             assert asked.result(60.0).status_code == 200
+        retries = system.metrics().sum("baton_router_retries_total")
+        assert not retries, "the engine has refused a request, and the router has tried again"
