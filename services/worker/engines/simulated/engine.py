@@ -25,7 +25,7 @@ from services.worker.engines.port import (
 from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.core.settings import SimulationSettings, tokens_max
 from services.worker.engines.simulated.jobs import JobMaker, SimulatedRenderer, engine_tokens
 from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
 from services.worker.engines.simulated.model import (
@@ -81,7 +81,8 @@ def simulation_settings(settings: Settings, epoch: int = 0) -> SimulationSetting
         kv_lease_s=settings.kv_lease_s,
         block_size=settings.block_tokens,
         kv_blocks=kv_blocks,
-        max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_tokens),
+        max_model_len=settings.max_model_len
+        or max(1, min(defaults.max_model_len, tokens_max(profile.groups, kv_blocks, settings.block_tokens))),
         max_num_seqs=settings.legs_max,
     )
 

@@ -28,8 +28,9 @@ from connector.worker.transfer_thread import Copier, TransferThread
 from services.worker.engines.port import EngineDead
 from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
+from services.worker.engines.simulated.core.groups import kv_groups
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import GROUP, KvGroup, KvGroupKind, KvHandshake, KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 from shared.sockets import family_of
 
 REPLY_S_MAX = 1.0
@@ -236,8 +237,12 @@ def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -
     size = CONTENT_BYTES * settings.kv_blocks
     agent.register([Region(cache.address, size + PROBE_BYTES, "cpu", 0)])
     plane = KvPlane(offset=0, head_bytes=CONTENT_BYTES, heads=1, total=1)
-    layer = KvLayer(name="layer", group=GROUP, base=cache.address, block_stride=CONTENT_BYTES, planes=[plane])
-    memory = KvRank(rank=0, agent=agent.metadata(), device="cpu", device_id=0, layers=[layer])
+    groups = kv_groups(settings.other_groups, settings.block_size)
+    layers = [
+        KvLayer(name=f"layer.{group}", group=group, base=cache.address, block_stride=CONTENT_BYTES, planes=[plane])
+        for group in range(len(groups))
+    ]
+    memory = KvRank(rank=0, agent=agent.metadata(), device="cpu", device_id=0, layers=layers)
     handshake = KvHandshake(
         worker_id=WorkerId(settings.worker_id),
         epoch=Epoch(settings.epoch),
@@ -246,7 +251,7 @@ def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -
         clock_s=0.0,
         hash_block_size=settings.block_size,
         alignment=settings.block_size,
-        groups=[KvGroup(kind=KvGroupKind.FULL, block_size=settings.block_size)],
+        groups=groups,
         blocks=settings.kv_blocks,
         ranks=[memory],
     )

@@ -51,8 +51,8 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         revision=model.revision,
         dtype="simulated",
         block_size=settings.block_size,
-        kv_layout=f"simulated-{settings.kv_bytes_per_token}",
-        connector=f"baton-{PROTOCOL_VERSION}/simulated" if settings.other_groups is None else "none",
+        kv_layout=f"simulated-{settings.groups}-{settings.kv_bytes_per_token}",
+        connector=f"baton-{PROTOCOL_VERSION}/simulated",
         # Block contents are computed with Python's ``hash``, which may differ between versions.
         engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
     )

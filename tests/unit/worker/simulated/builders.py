@@ -2,7 +2,7 @@
 
 from services.worker.engines.simulated.core.batch import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.core.settings import SimulationSettings, tokens_max
 from shared.contracts.kv_exchange import KvOffer, KvSource, LegOrder
 from tests.unit.worker.simulated.fleet import Fleet, Member
 
@@ -21,7 +21,8 @@ INSTANT = {
 
 def settings(**changes) -> SimulationSettings:
     values = {"block_size": BLOCK, "kv_blocks": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4, **changes}
-    values.setdefault("max_model_len", values["kv_blocks"] * values["block_size"])
+    longest = tokens_max(values.get("groups", "full"), values["kv_blocks"], values["block_size"])
+    values.setdefault("max_model_len", longest)
     return SimulationSettings(**values)
 
 

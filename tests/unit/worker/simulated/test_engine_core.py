@@ -1,6 +1,7 @@
 """The simulated engine keeps its limits, and its tokens depend on its KV."""
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers
 
 
 def keeps_its_limits(core):
-    uses = Counter(block for sequence in core.batch.unfinished() for block in sequence.blocks)
+    uses = Counter(block for one in core.batch.unfinished() for block in chain(one.blocks, *one.kept))
     uses += core.exchange.holder._leases._pins
     assert core.cache._holders == [uses[block] for block in range(core.cache.blocks)]
     assert len(core.batch.running) <= core.settings.max_num_seqs

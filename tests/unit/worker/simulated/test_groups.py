@@ -14,7 +14,7 @@ from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 from services.worker.engines.simulated.core.batch import RequestParams, Sequence
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.core.settings import SimulationSettings, tokens_max
 from services.worker.engines.simulated.model import scheme_of
 from services.worker.kv_events import HeldBlocks
 from shared.contracts.ids import Epoch, WorkerId
@@ -28,7 +28,9 @@ KINDS = pytest.mark.parametrize("groups", ["full", "window", "state"])
 
 
 def settings(groups: str, kv_blocks: int) -> SimulationSettings:
-    return SimulationSettings(groups=groups, kv_blocks=kv_blocks, max_model_len=min(1024, 32 * kv_blocks))
+    return SimulationSettings(
+        groups=groups, kv_blocks=kv_blocks, max_model_len=min(1024, tokens_max(groups, kv_blocks, 32))
+    )
 
 
 class Fleet:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
-from connector.reader.reader import Reader
+from connector.reader.reader import Reader, Settled
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
@@ -83,6 +83,9 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     kept: deque[list[int]] = field(default_factory=deque)
     """Blocks of the other groups that it holds, by the block of full attention with which they end."""
+    wrong: int = 0
+    """Differs from 0 if the other groups held anything else than they should where it continued: then what it computes
+    is wrong, too."""
     computed: int = 0
     receiving: int = 0
     """Number of blocks, after the computed ones, that are being read from other engines."""
@@ -162,7 +165,9 @@ class Batch:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or aborted sequence. The reader must know already."""
         if self.receiving.pop(sequence.request_id, None) is not None:
-            self._still_written[sequence.request_id], sequence.blocks = sequence.blocks, []
+            self._still_written[sequence.request_id] = [*sequence.blocks, *chain.from_iterable(sequence.kept)]
+            sequence.blocks = []
+            sequence.kept.clear()
             return
         for group in (self.running, self._received, self.waiting):
             if sequence in group:
@@ -178,7 +183,10 @@ class Batch:
                 self._cache.release(self._still_written.pop(request_id))
                 continue
             sequence = self.receiving.pop(request_id)
-            self._accept_received(sequence, settled.empty, now)
+            if request_id in settled.failed:
+                self._try_again(sequence, settled.failed[request_id])
+                continue
+            self._accept_received(sequence, settled, now)
             self._received.append(sequence)
         return bool(settled.ended)
 
@@ -227,7 +235,8 @@ class Batch:
         asking = 0
         while asking < len(self.waiting) and budget and len(self.running) + asking < self._settings.max_num_seqs:
             sequence = self.waiting[asking]
-            if not self._hold_prefix(sequence):
+            boundary = self._hold_prefix(sequence)
+            if boundary is None:
                 break
             fetched = self._reader.matched(sequence, sequence.params.order, sequence.computed)
             if fetched is None and sequence.request_id not in self._reader.refused:
@@ -241,6 +250,7 @@ class Batch:
             elif fetched:
                 self._receive(sequence, fetched, now)
             else:
+                self._continue_at(sequence, boundary)
                 budget -= self._run(sequence, plan, budget, now)
 
     def _refuse(self, sequence: Sequence) -> None:
@@ -262,24 +272,44 @@ class Batch:
         plan.append((sequence, count))
         return count
 
-    def _hold_prefix(self, sequence: Sequence) -> bool:
-        """Hold the cached prefix, if there are blocks for the remaining tokens as well; returns whether it did."""
-        size = self._settings.block_size
+    def _hold_prefix(self, sequence: Sequence) -> int | None:
+        """Hold what is cached of full attention, if there are blocks for the remaining tokens as well; returns after
+        how many of its blocks all groups can continue, or None without room. Full attention beyond counts if a fetch
+        can bring what the others lack, up to less than the end of the fetch: otherwise nothing would be fetched.
+        """
+        size, cache, others = self._settings.block_size, self._cache, self._others
         # The last token is always computed, since the next one follows from it.
-        reusable = (len(sequence.tokens) - 1) // size
-        held = self._cache.find(sequence.hashes, reusable)
-        del held[self._boundary(sequence, len(held)) :]
-        blocks_needed = -(-len(sequence.tokens) // size) - len(held)
-        kept = self._others.needed(len(held)) if self._others is not None else ()
-        with_kept = [block for number in kept for block in self._cache.kept(sequence.hashes[number - 1]) or ()]
-        if blocks_needed > self._cache.free_after_holding([*held, *with_kept]):
-            return False
-        self._cache.hold(held)
-        for number in kept:
-            self._hold_kept(sequence, number)
+        held = cache.find(sequence.hashes, (len(sequence.tokens) - 1) // size)
+        boundary = cache.boundary(sequence.hashes, len(held))
+        blocks = -(-len(sequence.tokens) // size)
+        kept = chain.from_iterable(cache.kept_at(sequence.hashes, boundary))
+        if blocks - boundary > cache.free_after_holding([*held[:boundary], *kept]):
+            return None
+        here = boundary
+        if others is not None:
+            goal = self._reader.goal(sequence, sequence.params.order, boundary * size)
+            if goal > boundary * size:
+                here = max(boundary, min(len(held), (goal - 1) // size))
+                if blocks - here + others.blocks_at(goal // size) > cache.free_after_holding(held[:here]):
+                    return None
+        del held[here:]
+        cache.hold(held)
         sequence.blocks = held
-        sequence.computed = len(held) * size
-        return True
+        sequence.computed = here * size
+        sequence.wrong = 0
+        return boundary
+
+    def _continue_at(self, sequence: Sequence, boundary: int) -> None:
+        """Nothing is fetched: keep the held blocks up to the boundary, and hold what the other groups have there."""
+        if self._others is None:
+            return
+        self._cache.release(sequence.blocks[boundary:])
+        del sequence.blocks[boundary:]
+        sequence.computed = boundary * self._settings.block_size
+        for number in self._others.needed(boundary):
+            kept = self._hold_kept(sequence, number)
+            assert kept is not None, "it was cached a moment ago"
+            sequence.wrong ^= self._cache.wrong(sequence.blocks[number - 1], kept)
 
     def _next_tokens(self, sequence: Sequence, budget: int) -> int:
         """A step ends at the prompt's last boundary where a state is to be kept there."""
@@ -293,15 +323,6 @@ class Batch:
         size = self._settings.block_size
         return (sequence.prompt_tokens - 1) // size * size
 
-    def _boundary(self, sequence: Sequence, blocks: int) -> int:
-        """The largest number of these full blocks after which all groups have what the sequence needs."""
-        others, kept = self._others, self._cache.kept
-        if others is None:
-            return blocks
-        while blocks and any(kept(sequence.hashes[number - 1]) is None for number in others.needed(blocks)):
-            blocks -= 1
-        return blocks
-
     def keep(self, sequence: Sequence, blocks: int) -> None:
         """So many of its blocks are full: keep what the other groups need after them. Called at the end of a step."""
         others = self._others
@@ -312,15 +333,19 @@ class Batch:
         if not others.interval or (is_due and end == sequence.computed):
             self._hold_kept(sequence, blocks)
 
-    def _hold_kept(self, sequence: Sequence, number: int) -> None:
+    def _hold_kept(self, sequence: Sequence, number: int) -> list[int] | None:
         """Hold the blocks of the other groups that end with its full block of this number, while it is within their
-        window; those of a state are a copy, which it does not use any more.
+        window; those of a state are a copy, which it does not use any more. None: too few are free.
         """
+        kept = self._cache.keep(sequence.hashes[number - 1], sequence.blocks[number - 1])
+        if kept is not None:
+            sequence.kept.append(kept)
+            self._drop_kept(sequence)
+        return kept
+
+    def _drop_kept(self, sequence: Sequence) -> None:
+        """Release what it holds of the other groups and does not use any more."""
         assert self._others is not None
-        kept = self._cache.keep(sequence.hashes[number - 1], self._others.groups)
-        if kept is None:
-            return
-        sequence.kept.append(kept)
         while len(sequence.kept) > (0 if self._others.interval else self._others.window_blocks):
             self._cache.release(sequence.kept.popleft())
 
@@ -335,24 +360,61 @@ class Batch:
         if not self._extend_blocks(sequence, len(sequence.tokens)):
             raise AssertionError("a sequence was admitted without free blocks for its tokens")
         sequence.receiving = tokens // self._settings.block_size
+        tables = [sequence.blocks, *self._take_kept(sequence, tokens)]
         self._admit(sequence, now)
         self.receiving[sequence.request_id] = sequence
-        self._reader.allocated(sequence, [sequence.blocks], tokens)
+        self._reader.allocated(sequence, tables, tokens, [(), *map(set, tables[1:])])
 
-    def _accept_received(self, sequence: Sequence, empty: set[int], now: float) -> None:
+    def _take_kept(self, sequence: Sequence, tokens: int) -> list[list[int]]:
+        """Blocks for what the other groups need at the end of a fetch, by group, each at its place in the prompt."""
+        if self._others is None:
+            return []
+        numbers = self._others.needed((sequence.computed + tokens) // self._settings.block_size)
+        for _number in numbers:
+            taken = self._cache.take(self._others.groups)
+            assert taken is not None, "a sequence was admitted without free blocks for what it fetches"
+            sequence.kept.append(taken)
+        before = [0] * (numbers.start - 1)
+        return [[*before, *of_group] for of_group in zip(*sequence.kept, strict=True)]
+
+    def _accept_received(self, sequence: Sequence, settled: Settled, now: float) -> None:
         """Accept received blocks up to the first gap. The rest is computed, and always the last token."""
         size = self._settings.block_size
         here = sequence.computed // size
-        arrived = takewhile(lambda block: block not in empty, sequence.blocks[here : here + sequence.receiving])
+        arrived = takewhile(lambda block: block not in settled.empty, sequence.blocks[here : here + sequence.receiving])
         tokens = min(len(list(arrived)) * size, len(sequence.tokens) - 1 - sequence.computed)
         sequence.receiving = 0
         sequence.computed += tokens
         self._name_blocks(sequence)
+        kept = self._accept_kept(sequence)
         if not sequence.num_preemptions:
             stats = sequence.stats
             stats.received_tokens = tokens
             stats.received_s = now - stats.admitted_at if stats.admitted_at is not None else 0.0
-            stats.received_bytes = tokens * self._settings.kv_bytes_per_token
+            stats.received_bytes = (tokens + kept * size) * self._settings.kv_bytes_per_token
+
+    def _accept_kept(self, sequence: Sequence) -> int:
+        """Name what arrived of the other groups; returns how many blocks that were."""
+        if self._others is None:
+            return 0
+        boundary = sequence.computed // self._settings.block_size
+        for number, kept in zip(self._others.needed(boundary), sequence.kept, strict=True):
+            self._cache.name_kept(sequence.hashes[number - 1], kept)
+            sequence.wrong ^= self._cache.wrong(sequence.blocks[number - 1], kept)
+        self._drop_kept(sequence)
+        return self._others.blocks_at(boundary)
+
+    def _try_again(self, sequence: Sequence, full_end: int) -> None:
+        """Not all of a boundary arrived, so none of it is of use: ask again, as the first of those that wait. Full
+        attention that arrived is cached.
+        """
+        sequence.computed = full_end
+        self._name_blocks(sequence)
+        self._release_blocks(sequence)
+        sequence.computed = sequence.receiving = 0
+        if not sequence.num_preemptions:
+            sequence.stats.admitted_at = None
+        self.waiting.appendleft(sequence)
 
     def _name_blocks(self, sequence: Sequence) -> None:
         parent = None

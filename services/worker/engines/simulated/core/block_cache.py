@@ -8,9 +8,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+from connector.holder.boundaries import Part
 from connector.reader.groups import Blocks
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX, Held
+from services.worker.engines.simulated.core.groups import OtherGroups
+from services.worker.engines.simulated.core.tokens import kept_content
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
 
 CONTENT_BYTES = 8
@@ -33,9 +37,11 @@ class BlockCache:
     its name until it is allocated again. The block that has been free for longest is allocated first.
     """
 
-    def __init__(self, blocks: int, *, prefix_caching: bool = True) -> None:
+    def __init__(self, blocks: int, *, prefix_caching: bool = True, others: OtherGroups | None = None) -> None:
+        """``others``: groups beside full attention."""
         self.blocks = blocks
         self.prefix_caching = prefix_caching
+        self.others = others
         self.contents = array("q", bytes(CONTENT_BYTES * (blocks + 1)))
         """The content of each block (see ``tokens``), in memory that never moves. The last element is for probes."""
         self._holders = [0] * blocks
@@ -69,6 +75,13 @@ class BlockCache:
     def block_of(self, name: bytes) -> int | None:
         return self._named.get(name)
 
+    def block_in(self, group: int, name: bytes) -> int | None:
+        """The block of a group that is cached under this name; group 0 is that of full attention."""
+        if not group:
+            return self._named.get(name)
+        kept = self._kept.get(name)
+        return None if kept is None else kept[group - 1]
+
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest cached prefix of ``hashes``, at most ``limit``. Does not hold them."""
         found: list[int] = []
@@ -79,20 +92,50 @@ class BlockCache:
             found.append(block)
         return found
 
-    def keep(self, name: bytes, count: int) -> list[int] | None:
-        """Hold what the other groups keep at the end of the block of this name: ``count`` blocks, perhaps those of an
-        earlier sequence. None if too few are free.
+    def boundary(self, hashes: Sequence[bytes], blocks: int) -> int:
+        """The largest number of these blocks, at most ``blocks``, after which all groups have what a prompt needs."""
+        others = self.others
+        if others is None:
+            return blocks
+        while blocks and any(hashes[number - 1] not in self._kept for number in others.needed(blocks)):
+            blocks -= 1
+        return blocks
+
+    def kept_at(self, hashes: Sequence[bytes], boundary: int) -> list[list[int]]:
+        """What the other groups keep for a boundary after so many blocks, by the block with which it ends."""
+        numbers = () if self.others is None else self.others.needed(boundary)
+        return [self._kept[hashes[number - 1]] for number in numbers]
+
+    def keep(self, name: bytes, full: int) -> list[int] | None:
+        """Hold what the other groups keep at the end of the block ``full`` of this name: a block each, perhaps those of
+        an earlier sequence. None if too few are free.
         """
+        assert self.others is not None
         kept = self.kept(name)
         if kept is not None:
             self.hold(kept)
             return kept
-        kept = self.take(count)
-        if kept is not None and self.prefix_caching:
-            self._kept[name] = kept
-            self._keeps.update(dict.fromkeys(kept, name))
-            self._tell(KvEventKind.STORED, name, None, KvTier.BOUNDARY)
+        kept = self.take(self.others.groups)
+        if kept is not None:
+            for group, block in enumerate(kept, 1):
+                self.contents[block] = kept_content(self.contents[full], group)
+            self.name_kept(name, kept)
         return kept
+
+    def name_kept(self, name: bytes, kept: list[int]) -> None:
+        """Name held blocks of the other groups by the block with which they end. Others of one name stay nameless."""
+        if name in self._kept or not self.prefix_caching:
+            return
+        self._kept[name] = kept
+        self._keeps.update(dict.fromkeys(kept, name))
+        self._tell(KvEventKind.STORED, name, None, KvTier.BOUNDARY)
+
+    def wrong(self, full: int, kept: Sequence[int]) -> int:
+        """Differs from 0 if the other groups keep anything else than what belongs to the end of the block ``full``."""
+        content, wrong = self.contents[full], 0
+        for group, block in enumerate(kept, 1):
+            wrong ^= self.contents[block] ^ kept_content(content, group)
+        return wrong
 
     def kept(self, name: bytes) -> list[int] | None:
         """The blocks of the other groups that end with the block of this name."""
@@ -195,10 +238,25 @@ class LeasablePool:
         self.enable_caching = cache.prefix_caching
         self._cache = cache
 
-    def get_cached_block(self, block_hash: bytes, _groups: list[int]) -> list[NumberedBlock] | None:
-        """The block cached under this hash, in a list as in vLLM, or None."""
-        block = self._cache.block_of(block_hash)
-        return None if block is None else [self.blocks[block]]
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[NumberedBlock] | None:
+        """The blocks of these groups that are cached under this hash, or None if one is not."""
+        found: list[NumberedBlock] = []
+        for group in groups:
+            if (block := self._cache.block_in(group, block_hash)) is None:
+                return None
+            found.append(self.blocks[block])
+        return found
+
+    def find_boundary(self, hashes: list[bytes], tokens_max: int, *, block_size: int) -> tuple[list[Part], int]:
+        """See ``connector.holder.boundaries.FindBoundary``."""
+        cache = self._cache
+        found = cache.find(hashes, tokens_max // block_size)
+        boundary = cache.boundary(hashes, len(found))
+        kept = cache.kept_at(hashes, boundary)
+        first = [0, *[boundary - len(kept)] * (len(kept[0]) if kept else 0)]
+        blocks = [found[:boundary], *zip(*kept, strict=True)]
+        parts = [Part(at, [self.blocks[block] for block in of]) for at, of in zip(first, blocks, strict=True)]
+        return parts, boundary * block_size
 
     def touch(self, blocks: Sequence[NumberedBlock]) -> None:
         self._cache.hold([block.block_id for block in blocks])
@@ -214,6 +272,8 @@ class CacheBlockAllocator:
 
     def __init__(self, cache: BlockCache) -> None:
         self._cache = cache
+        self._arrived: dict[bytes, list[int]] = {}
+        """Blocks of other groups that came with one prompt, by the name that they get with the last group's."""
 
     @property
     def fetch_blocks_max(self) -> int:
@@ -223,8 +283,10 @@ class CacheBlockAllocator:
     def hold(self, hashes: Sequence[bytes]) -> Held:
         """Hold the longest cached prefix of these."""
         found = self._cache.find(hashes, len(hashes))
-        self._cache.hold(found)
-        return Held(len(found), len(found), found)
+        boundary = self._cache.boundary(hashes, len(found))
+        held = [*found, *chain.from_iterable(self._cache.kept_at(hashes, boundary))]
+        self._cache.hold(held)
+        return Held(len(found), boundary, held)
 
     def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks for new content. ``FREE_SHARE_MIN`` of all blocks stays free for requests."""
@@ -232,9 +294,21 @@ class CacheBlockAllocator:
         return self._cache.take(max(0, min(count, spare))) or []
 
     def cache(self, hashes: Sequence[bytes], blocks: Blocks, _boundary: int) -> None:
-        """Put them into the prefix cache."""
+        """Put them into the prefix cache. Groups come in order, with equally many blocks of each but full attention."""
         for index, block in enumerate(blocks.ids, start=blocks.first):
-            self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
+            if blocks.group:
+                self._cache_kept(hashes[index], blocks.group, block)
+            else:
+                self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
+
+    def _cache_kept(self, name: bytes, group: int, block: int) -> None:
+        others = self._cache.others
+        assert others is not None
+        arrived = [block] if group == 1 else [*self._arrived.pop(name), block]
+        if group == others.groups:
+            self._cache.name_kept(name, arrived)
+        else:
+            self._arrived[name] = arrived
 
     def free(self, blocks: Sequence[int]) -> None:
         self._cache.release(blocks)

@@ -55,7 +55,9 @@ class EngineCore:
 
     def __init__(self, settings: SimulationSettings, model: ModelTokens) -> None:
         self.settings = settings
-        self.cache = BlockCache(settings.kv_blocks, prefix_caching=settings.prefix_caching)
+        self.cache = BlockCache(
+            settings.kv_blocks, prefix_caching=settings.prefix_caching, others=settings.other_groups
+        )
         self.exchange = Exchange(settings, self.cache, lambda: self._now)
         self.batch = Batch(settings, self.cache, self.exchange.reader)
         self.measures = Measures()
@@ -197,6 +199,7 @@ class EngineCore:
             start = index * size
             held = sequence.tokens[start : min(start + size, end)]
             previous = contents[blocks[index - 1]] if index else root_content(sequence.params.adapter)
+            previous ^= sequence.wrong
             contents[blocks[index]] = block_content(previous, held)
             if len(held) == size:
                 filled.append((sequence, index))

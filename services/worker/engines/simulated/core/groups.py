@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from shared.contracts.kv_exchange import KvGroup, KvGroupKind
+
 Kind = Literal["full", "window", "state"]
 
 
@@ -23,6 +25,15 @@ class OtherGroups(NamedTuple):
         """The numbers of full blocks at which a prompt needs what is kept, if it continues after so many."""
         return range(max(0, blocks - self.window_blocks) + 1, blocks + 1)
 
+    @property
+    def blocks_max(self) -> int:
+        """Blocks of these groups that a sequence needs, at most."""
+        return self.groups * self.window_blocks
+
+    def blocks_at(self, blocks: int) -> int:
+        """How many blocks these groups have at a boundary after so many full blocks."""
+        return self.groups * len(self.needed(blocks))
+
 
 OTHER_GROUPS: dict[Kind, OtherGroups | None] = {
     "full": None,
@@ -31,3 +42,13 @@ OTHER_GROUPS: dict[Kind, OtherGroups | None] = {
     # As Qwen3-Next has it: three layers with a state for each layer of full attention.
     "state": OtherGroups(groups=3, interval=8),
 }
+
+
+def kv_groups(others: OtherGroups | None, block_size: int) -> list[KvGroup]:
+    """The groups as peers know them: first full attention, then the others."""
+    groups = [KvGroup(kind=KvGroupKind.FULL, block_size=block_size)]
+    if others is not None:
+        kind = KvGroupKind.STATE if others.interval else KvGroupKind.WINDOW
+        window = 0 if others.interval else others.window_blocks * block_size
+        groups += [KvGroup(kind=kind, block_size=block_size, window=window)] * others.groups
+    return groups

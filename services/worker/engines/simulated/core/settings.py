@@ -103,9 +103,10 @@ class SimulatedProfile(StepTiming):
 
     groups: Kind = "full"
     """What the model's layers are. full: all have full attention; window: most have a sliding window; state: most have
-    a recurrent state. Only workers with full attention alone exchange KV.
+    a recurrent state.
     """
     kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    """Bytes of full attention. A block of a window or with a state is as large as one of full attention, as in vLLM."""
     transfer: Transfer = "tcp"
     """What copies the bytes. auto: NIXL if it is installed, otherwise TCP; memory: within this process only. NIXL
     imports torch, with which a worker takes three times as long to start.
@@ -171,6 +172,12 @@ def read_profile(text: str) -> SimulatedProfile:
         raise ValueError(f"{where.rstrip('`')}: {wrong}") from error
 
 
+def tokens_max(groups: Kind, kv_blocks: int, block_size: int) -> int:
+    """Tokens of the longest sequence for which there is room, beside what the other groups keep of it."""
+    others = OTHER_GROUPS[groups]
+    return (kv_blocks - (others.blocks_max if others is not None else 0)) * block_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSettings(SimulatedProfile):
     """Settings of one simulated engine. Raises ValueError for values that cannot work."""
@@ -203,10 +210,10 @@ class SimulationSettings(SimulatedProfile):
         for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len > self.kv_blocks * self.block_size:
+        if self.max_model_len > tokens_max(self.groups, self.kv_blocks, self.block_size):
             raise ValueError(
                 f"max_model_len {self.max_model_len} does not fit into {self.kv_blocks} KV blocks of {self.block_size}"
-                " tokens: lower it or raise the KV cache"
+                f" tokens with groups={self.groups}: lower it or raise the KV cache"
             )
 
 

@@ -46,6 +46,11 @@ def block_content(previous: int, tokens: Sequence[int]) -> int:
     return hash((previous, tuple(tokens)))
 
 
+def kept_content(full: int, group: int) -> int:
+    """What another group than that of full attention keeps at the end of a block whose content is ``full``."""
+    return hash((full, -group))
+
+
 class TokenSampler:
     """Chooses among the given ids and ``eos``."""
 

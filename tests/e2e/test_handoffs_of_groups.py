@@ -1,0 +1,48 @@
+"""A system whose model has recurrent state: prompts are handed over, and turns read back, at exactly known boundaries."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import SPEEDS, START_S_MAX
+from tests.e2e.test_handoffs import BLOCK, ask, grown, tokens
+from tests.support.prompts import VOCABULARY
+from tests.support.system import System, until
+
+pytestmark = pytest.mark.nats
+
+CONVERSATIONS = 4
+LONG = 41 * BLOCK
+"""No turn of a conversation ends at a multiple of eight blocks, at which states of answers are kept, too."""
+
+
+def test_turns_of_conversations_are_handed_over_at_boundaries_that_the_router_knows(tmp_path: Path):
+    fleet = ("--open", "--engine", "simulated", "--prefill", "1", "--decode", "1")
+    with System(tmp_path, *fleet, env={"WORKER_SIMULATED": f"{SPEEDS},groups=state"}) as system:
+        system.wait_ready(START_S_MAX).until_exact(2)
+        before, draw = system.fleet_metrics(), random.Random(53)
+        cached = tails = 0
+        for number in range(CONVERSATIONS):
+            prompt, known = draw.choices(VOCABULARY, k=LONG + number * 13), 0
+            for _turn in range(2):
+                apart = ask(system, prompt)
+                system.until_exact(2)
+                assert apart.headers["x-baton-handoff"] == "streamed"
+                assert tokens(apart) == tokens(ask(system, prompt, "aggregated"))
+                system.until_exact(2)
+                assert apart.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == known
+                cached += known
+                known = (len(prompt) - 1) // BLOCK * BLOCK
+                tails += len(prompt) - known
+                prompt = prompt + draw.choices(VOCABULARY, k=2 * BLOCK)
+
+        until(
+            lambda: grown(system, before, "baton_fleet_handoffs_total", handoff="streamed") == 2 * CONVERSATIONS,
+            "all handoffs are told",
+        )
+        assert grown(system, before, "baton_fleet_recomputed_tokens_total") == tails
+        assert grown(system, before, "baton_fleet_cached_tokens_actual_total") >= cached
+        assert grown(system, before, "baton_fleet_cached_tokens_missed_total") == 0
