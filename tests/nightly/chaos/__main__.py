@@ -7,7 +7,9 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
+from services.worker.engines.simulated.core.groups import Kind
 from tests.nightly.chaos.chaos import Report, opened_run
 from tests.nightly.chaos.dense import run_dense
 from tests.nightly.chaos.faults import MENU, WORKERS_ONLY
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--host", default=LOOPBACK, help="address of everybody, such as ::1")
     parser.add_argument("--dense", action="store_true", help="a small fleet, and a fault every 1.2 s (see dense.py)")
     parser.add_argument("--workers-only", action="store_true", help="only workers die or freeze: no request may fail")
+    parser.add_argument("--groups", choices=get_args(Kind), default="full", help="what the models' layers are")
     parser.add_argument("--logs", type=Path, default=None, help="folder for what the processes said")
     given = parser.parse_args()
     report = asyncio.run(run(given))
@@ -43,9 +46,9 @@ async def run(given: argparse.Namespace) -> Report:
     if given.dense:
         print("the dense profile", flush=True)
         with tempfile.TemporaryDirectory(prefix="baton-chaos-") as scratch:
-            return await run_dense(given.seed, given.logs or Path(scratch))
+            return await run_dense(given.seed, given.logs or Path(scratch), given.groups)
     others = max(1, given.workers // 8)
-    stores = max(1, given.workers // 16)
+    stores = max(1, given.workers // 16) if given.groups == "full" else 0  # A store refuses the others.
     engines = given.workers - 2 * others - stores
     prefill = max(2, engines * 2 // 5)
     both = max(0, engines // 10)
@@ -58,6 +61,7 @@ async def run(given: argparse.Namespace) -> Report:
         adapter=True,
         planner=True,
         keys=True,
+        groups=given.groups,
         nats_nodes=given.nats_nodes,
         host=given.host,
         proxied_share=min(1.0, 12 / given.workers),

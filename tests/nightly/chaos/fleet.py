@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.worker.engines.simulated.core.groups import Kind
 from shared.addresses import host_port
 from tests.nightly.chaos.faults import STORE, Cast, Part
 from tests.nightly.chaos.keys import KeysFile
@@ -76,6 +77,8 @@ class Size:
     """Of the workers, how many have a line that can be troubled; of the others, all."""
     skewed_share: float = 0.5
     """Of the workers, how many have clocks of another machine."""
+    groups: Kind = "full"
+    """What the layers of the models are."""
     nats_nodes: int = 1
     host: str = LOOPBACK
     """The address of everybody."""
@@ -221,6 +224,7 @@ class Fleet:
             skew = skew_of(chance) if chance.random() < self.size.skewed_share else None
             proxied = chance.random() < self.size.proxied_share
             own = {**PACE, "WORKER_WORKER_ID": worker_id, "WORKER_ROLE": role, "WORKER_KV_HOST": host}
+            own["WORKER_SIMULATED"] += f",groups={self.size.groups}"
             own |= of_roles.get(role, {})
             (await self.add("worker", worker_id, own, lines if proxied else None)).start(skew)
         access = {} if self.keys is None else {"ROUTER_KEYS_FILE": str(self.keys.path), "ROUTER_METRICS": "open"}
