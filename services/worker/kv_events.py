@@ -56,6 +56,8 @@ class EventTranslation:
         """``hashes`` are full hashes of blocks of a group, one after the other in a prompt; ``parent`` is that of the
         block before them.
         """
+        if not (tiers := self._told(tier, group)):
+            return []
         short, copies = [block_hash64(full) for full in hashes], self._copies[tier, group]
         new: list[int] = []
         for block in short:
@@ -66,7 +68,7 @@ class EventTranslation:
         before = None if parent is None else block_hash64(parent)
         return [
             KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(held), tier=told, parent=before)
-            for told in self._told(tier, group)
+            for told in tiers
             if (held := short if len(self._groups[told]) == 1 else self._completed(told, new))
         ]
 

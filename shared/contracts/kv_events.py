@@ -44,7 +44,7 @@ class KvTier(StrEnum):
     """Host memory: loaded into the engine before use."""
     DISK = "disk"
     BOUNDARY = "boundary"
-    """No memory: blocks that all KV cache groups but full attention hold on the device (see
+    """No memory: blocks that all KV cache groups but full attention hold, in whatever memory of the worker (see
     ``HashScheme.boundaries``).
     """
 

@@ -67,7 +67,7 @@ class StoreState(Message, frozen=True, kw_only=True):
     """What a store holds, and what it has done since it started. Blocks are in memory (host) or in files (disk)."""
 
     block_bytes: int = 0
-    """Size of one whole block."""
+    """Size of one whole block; of several KV cache groups, of the largest one's, for which all take as much room."""
     host_blocks: int = 0
     host_blocks_max: int = 0
     """Capacity of its memory."""

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from connector.reader.groups import Blocks
+from connector.reader.groups import Blocks, full_attention
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.files import StoreFiles, content_at
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Job, JobKind, Tiers
@@ -84,7 +84,7 @@ class StoreLife(RuleBasedStateMachine):
             memory=(base, BLOCKS * BLOCK_BYTES),
             io="plain",
         )
-        self.tiers = Tiers(BlockCache(BLOCKS), FileTier(SLOTS), JOB_BLOCKS)
+        self.tiers = Tiers(BlockCache(BLOCKS), FileTier(SLOTS), JOB_BLOCKS, full_attention(1))
         self.tiers.files.restore(self.files.restored)
         self.told = HeldBlocks()
         self.job, self.leased = None, []
@@ -96,7 +96,7 @@ class StoreLife(RuleBasedStateMachine):
         room = self.tiers.allocate(len(names) - len(held))
         for name, block in zip(names[len(held) :], room, strict=False):
             self.block(block)[:] = content_of(self.identity, name)
-        self.tiers.cache(names, Blocks(0, len(held), room), 0)
+        self.tiers.cache(names, Blocks(0, len(held), room), len(names))
         self.tiers.free([*held, *room])
         if copied:
             self.all_is_copied()

@@ -162,6 +162,7 @@ class StoreEngine(Engine, EngineExchange):
             BlockCache(blocks),
             FileTier(storage.files.slots if storage.files else 0),
             max(1, JOB_BYTES // shape.block_bytes),
+            shape.plan,
         )
         if storage.files is not None:
             tiers.files.restore(storage.files.restored)
@@ -172,7 +173,7 @@ class StoreEngine(Engine, EngineExchange):
             lease_share_max=LEASE_SHARE_MAX,
         )
         self._shape = shape
-        self._core = StoreExchange(holding, shape.hash_block_size, tiers, time.monotonic)
+        self._core = StoreExchange(holding, tiers, time.monotonic)
         self._mover, handshake = make_mover(options.identity, shape, storage.arena.address, blocks, self._wake_loop)
         self._core.describe(handshake)
         self._listeners: list[Callable[[EngineNotification], None]] = []
@@ -199,7 +200,7 @@ class StoreEngine(Engine, EngineExchange):
     def load(self) -> EngineLoad:
         """``kv_tokens_used`` counts the tokens in the blocks of memory that hold named content."""
         state = self._core.state(self._shape.block_bytes, self._jobs.disk_free_bytes())
-        return EngineLoad(kv_tokens_used=state.host_blocks * self._shape.block_size, store=state)
+        return EngineLoad(kv_tokens_used=state.host_blocks * self._shape.block_tokens, store=state)
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
         self._load_listeners.append(listener)
@@ -296,7 +297,7 @@ def facts_of(options: StoreOptions, blocks: int, note: str) -> EngineFacts:
         max_model_len=record.max_model_len,
         fingerprint=record.fingerprint,
         hashing=record.hashing,
-        kv_tokens=blocks * options.partner.shape.block_size,
+        kv_tokens=blocks * options.partner.shape.block_tokens,
         legs_max=0,
         step_tokens_max=record.step_tokens_max,
         note=note,

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from connector.holder.boundaries import Part
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Results
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import full_attention
 from connector.scheduler.exchange_core import ExchangeCore
-from services.worker.engines.simulated.core.block_cache import LeasablePool
+from services.worker.engines.simulated.core.block_cache import LeasablePool, NumberedBlock
+from services.worker.engines.store.records import name_in
 from services.worker.engines.store.tiers import Job, Tiers
 from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, blocks_in, unpack_full_hashes
 from shared.contracts.load import StoreState
@@ -35,14 +36,48 @@ class _Waiting:
     until: float
 
 
+class StorePool(LeasablePool):
+    """The blocks in memory, by hash and group. They are not written while they have a name."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        super().__init__(tiers.memory)
+        self._tiers = tiers
+        self._block_of = tiers.memory.block_of
+
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[NumberedBlock] | None:
+        """The blocks of these groups, or None if one is not in memory."""
+        found: list[NumberedBlock] = []
+        for group in groups:
+            block = self._block_of(name_in(block_hash, group) if group else block_hash)
+            if block is None:
+                return None
+            found.append(self.blocks[block])
+        return found
+
+    def find_boundary(self, hashes: list[bytes], tokens: int) -> tuple[list[Part], int]:
+        """See ``connector.holder.boundaries.FindBoundary``."""
+        memory, plan = self._tiers.memory, self._tiers.plan
+        found = self._tiers.find(hashes[: tokens // plan.unit], lambda name: memory.block_of(name) is not None)
+        if not found.boundary:
+            return [], 0
+        parts = []
+        for number in range(len(plan.groups)):
+            needed = plan.needed(number, 0, found.boundary)
+            names = (name_in(plan.name_of(hashes, number, index, found.boundary), number) for index in needed)
+            blocks = [self.blocks[block] for block in map(memory.block_of, names) if block is not None]
+            parts.append(Part(needed.start, blocks))
+        return parts, found.boundary
+
+
 class StoreExchange:
     """``now`` returns the time on the store's clock."""
 
-    def __init__(self, holding: HolderSettings, hash_block_size: int, tiers: Tiers, now: Callable[[], float]) -> None:
+    def __init__(self, holding: HolderSettings, tiers: Tiers, now: Callable[[], float]) -> None:
         self.tiers = tiers
         self._now = now
-        self._core = ExchangeCore(holding, full_attention(hash_block_size), FetchLimits(), now)
-        self._core.bind(LeasablePool(tiers.memory), tiers)
+        self._core = ExchangeCore(holding, tiers.plan, FetchLimits(), now)
+        pool = StorePool(tiers)
+        self._core.bind(pool, tiers, pool.find_boundary)
         self._waiting: list[_Waiting] = []
         self._granted_blocks = 0
 

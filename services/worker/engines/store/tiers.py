@@ -2,23 +2,24 @@
 
 Other workers read memory only. Blocks that arrive in memory are saved to files soon after. Requested blocks that are
 only in files are loaded into memory. Loads and saves are jobs of a few blocks each; loads come first.
+
+Blocks of all KV cache groups share memory and files, each under its own name (see ``records.name_in``).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, islice, takewhile
 
-import msgspec
-
-from connector.reader.groups import Blocks
+from connector.reader.groups import Blocks, GroupPlan
 from connector.reader.prefetch import Held
-from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator
-from services.worker.engines.store.records import SlotRecord
-from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
+from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, Change
+from services.worker.engines.store.records import SlotRecord, group_of, name_in
+from services.worker.kv_events import EventTranslation
+from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier
 
 
 @dataclass(slots=True)
@@ -130,13 +131,11 @@ class FileTier:
             for at, (name, entry) in enumerate(self._by_name.items(), 1)
         ]
 
-    def take_events(self) -> list[KvEvent]:
+    def take_changes(self) -> list[Change]:
         """Changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return [
-            KvEvent(
-                kind=kind, hashes=pack_hashes(block_hash64(name) for _kind, name in same), tier=KvTier.DISK, parent=None
-            )
+            Change(kind, [name for _kind, name in same])
             for kind, same in groupby(changes, key=lambda change: change[0])
         ]
 
@@ -146,6 +145,37 @@ class FileTier:
 
     def _tell(self, kind: KvEventKind, name: bytes) -> None:
         self._changes.append((kind, name))
+
+
+class StoreEvents:
+    """Tells routers of both tiers. To full attention the tiers are apart; a boundary may need blocks of both, so a
+    block of the other groups counts in either.
+    """
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self._translation = EventTranslation([number in plan.full for number in range(len(plan.groups))])
+
+    def of(self, tier: KvTier, changes: Iterable[Change]) -> Iterator[KvEvent]:
+        for change in changes:
+            for group, same in groupby(change.hashes, key=group_of):
+                names = list(same)
+                for told in (tier, KvTier.BOUNDARY):
+                    if change.kind is KvEventKind.STORED:
+                        yield from self._translation.stored(names, change.parent, told, group)
+                    else:
+                        yield from self._translation.removed(names, told, group)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a prompt can use of the blocks that are held, in tokens."""
+
+    names: list[bytes]
+    """Blocks of full attention, then those that the other groups need at the boundary."""
+    full: int
+    """The end of full attention."""
+    boundary: int
+    """A request can continue here."""
 
 
 SAVE_AGAIN_S = 10.0
@@ -182,9 +212,11 @@ class Counts:
 class Tiers:
     """A ``connector.reader.prefetch.BlockAllocator``. Slots of the file are numbered after the blocks of memory."""
 
-    def __init__(self, memory: BlockCache, files: FileTier, job_blocks_max: int) -> None:
+    def __init__(self, memory: BlockCache, files: FileTier, job_blocks_max: int, plan: GroupPlan) -> None:
         self.memory = memory
         self.files = files
+        self.plan = plan
+        self._events = StoreEvents(plan)
         self._allocator = CacheBlockAllocator(memory)
         self._job_blocks_max = job_blocks_max
         self._to_load: dict[bytes, None] = {}
@@ -201,19 +233,63 @@ class Tiers:
         return self.memory.blocks + self.files.slots
 
     def hold(self, hashes: Sequence[bytes]) -> Held:
-        """Hold the longest prefix of these that is in memory or in files."""
-        held: list[int] = []
-        for name in hashes:
+        """Hold what is in memory or in files of a prompt with these hashes."""
+        found = self.find(hashes, self._is_kept)
+        blocks: list[int] = []
+        slots: list[int] = []
+        for name in found.names:
             if (block := self.memory.block_of(name)) is not None:
-                held.append(block)
+                blocks.append(block)
             elif (slot := self.files.slot_of(name)) is not None:
-                held.append(self.memory.blocks + slot)
-            else:
-                break
-        blocks, slots = self._apart(held)
+                slots.append(slot)
         self.memory.hold(blocks)
         self.files.hold(slots)
-        return Held(len(held), len(held), held)
+        unit = self.plan.unit
+        return Held(
+            found.full // unit, found.boundary // unit, [*blocks, *(self.memory.blocks + slot for slot in slots)]
+        )
+
+    def find(self, hashes: Sequence[bytes], is_held: Callable[[bytes], bool]) -> Found:
+        """What a prompt with these hashes can use of the blocks for whose names ``is_held`` is true."""
+        plan = self.plan
+        runs: list[tuple[int, list[bytes]]] = []
+        for number in plan.full:
+            size = plan.groups[number].block_size
+            each: Iterable[bytes] = islice(hashes, size // plan.unit - 1, None, size // plan.unit)
+            if number:
+                each = (name_in(block_hash, number) for block_hash in each)
+            runs.append((size, list(takewhile(is_held, each))))
+        full = min((size * len(run) for size, run in runs), default=0) // plan.stride * plan.stride
+        names = [name for size, run in runs for name in run[: full // size]]
+        if plan.keeps_prefix:
+            return Found(names, full, full)
+        boundary = plan.cut(len(hashes) * plan.unit)
+        if plan.full:
+            boundary = min(boundary, plan.cut(full + plan.stride))
+        while boundary > 0:
+            needed: list[bytes] = []
+            for end, name in self._needed(hashes, full, boundary):
+                if not is_held(name):
+                    boundary = plan.cut(end - 1)  # Those between need the same block.
+                    break
+                needed.append(name)
+            else:
+                return Found([*names, *needed], full, boundary)
+        return Found(names, full, 0)
+
+    def _needed(self, hashes: Sequence[bytes], full: int, boundary: int) -> Iterator[tuple[int, bytes]]:
+        """The end and the name of each block with which a prompt continues at the boundary, where full attention is
+        held up to ``full``. Groups that need few come first.
+        """
+        plan = self.plan
+        for number in sorted(range(len(plan.groups)), key=lambda number: plan.groups[number].window):
+            size = plan.groups[number].block_size
+            for index in plan.needed(number, full, boundary):
+                end = min((index + 1) * size, boundary)
+                yield end, name_in(plan.name_of(hashes, number, index, boundary), number)
+
+    def _is_kept(self, name: bytes) -> bool:
+        return self.memory.block_of(name) is not None or self.files.slot_of(name) is not None
 
     def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks of memory for new content."""
@@ -221,9 +297,19 @@ class Tiers:
 
     def cache(self, hashes: Sequence[bytes], blocks: Blocks, boundary: int) -> None:
         """Make arrived blocks readable to others and queue them for saving."""
-        self._allocator.cache(hashes, blocks, boundary)
+        unit, group, before = self.plan.unit, blocks.group, max(0, blocks.first - 1)
+        step = self.plan.groups[group].block_size // unit
+        names = list(hashes[(before + 1) * step - 1 : min(boundary // unit, blocks.end * step) : step])
+        if before + len(names) < blocks.end:
+            names.append(hashes[boundary // unit - 1])
+        if group:
+            names = [name_in(block_hash, group) for block_hash in names]
+        parent = names.pop(0) if blocks.first else None
+        for name, block in zip(names, blocks.ids, strict=True):
+            self.memory.name(block, name, parent)
+            parent = name
         if self.files.slots:
-            self._to_save.update(dict.fromkeys(hashes[blocks.first : blocks.end]))
+            self._to_save.update(dict.fromkeys(names))
             while len(self._to_save) > self.memory.blocks:
                 del self._to_save[next(iter(self._to_save))]
 
@@ -234,15 +320,11 @@ class Tiers:
         self.files.release(slots)
 
     def requested(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Note that a reader requests these. Returns the blocks to load first, as many as memory can take."""
-        chain: list[bytes] = []
-        missing: list[bytes] = []
-        for name in hashes:
-            if self.memory.block_of(name) is None:
-                if self.files.slot_of(name) is None:
-                    break
-                missing.append(name)
-            chain.append(name)
+        """Note that a reader requests these. Returns the blocks to load first, as many as memory can take; of a model
+        for which a part is of no use, all or none.
+        """
+        chain = self.find(hashes, self._is_kept).names
+        missing = [name for name in chain if self.memory.block_of(name) is None]
         self.files.used(chain)
         if not missing:
             return []
@@ -250,7 +332,7 @@ class Tiers:
         self.memory.hold(present)  # Loading must not evict blocks of the same chain.
         loadable = self.memory.free
         self.memory.release(present)
-        return missing[:loadable]
+        return missing[:loadable] if self.plan.keeps_prefix or len(missing) <= loadable else []
 
     def load(self, names: Iterable[bytes]) -> None:
         """Queue these for loading."""
@@ -272,16 +354,14 @@ class Tiers:
             self._saved(job, checksums, now)
 
     def take_events(self) -> list[KvEvent]:
-        memory = [msgspec.structs.replace(event, tier=KvTier.HOST) for event in self.memory.take_events()]
-        return [*memory, *self.files.take_events()]
+        memory, files = self.memory.take_changes(), self.files.take_changes()
+        return [*self._events.of(KvTier.HOST, memory), *self._events.of(KvTier.DISK, files)]
 
     def whole_as_events(self) -> list[KvEvent]:
         held = ((KvTier.HOST, self.memory.hashes()), (KvTier.DISK, self.files.names()))
-        stored = [
-            KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(map(block_hash64, names)), tier=tier)
-            for tier, names in held
-        ]
-        return [KvEvent(kind=KvEventKind.CLEARED), *stored]
+        events = StoreEvents(self.plan)
+        stored = (events.of(tier, [Change(KvEventKind.STORED, list(names))]) for tier, names in held)
+        return [KvEvent(kind=KvEventKind.CLEARED), *(event for each in stored for event in each)]
 
     def _next_load(self) -> Job | None:
         names: list[bytes] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 
 import msgspec
@@ -11,13 +12,13 @@ from connector.holder.holder import HolderSettings
 from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
-from connector.reader.groups import Blocks
+from connector.reader.groups import Blocks, full_attention
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Tiers
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGroup, KvGroupKind, KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes
+from shared.contracts.kv_exchange import KvHandshake, KvRank, LeaseKv, NoGrant, ReleaseKv, pack_full_hashes
 from shared.contracts.load import StoreState
 from tests.support.kv_engines import RankMemory, Shape, handshake
 from tests.support.kv_messages import blocks_of
@@ -34,9 +35,9 @@ def chain(number: int, length: int) -> list[bytes]:
 class Store:
     def __init__(self) -> None:
         self.now = 100.0
-        self.tiers = Tiers(BlockCache(BLOCKS), FileTier(SLOTS), JOB_BLOCKS)
+        self.tiers = Tiers(BlockCache(BLOCKS), FileTier(SLOTS), JOB_BLOCKS, full_attention(32))
         holding = HolderSettings(worker_id=STORE, epoch=Epoch(1), lease_share_max=1.0)
-        self.exchange = StoreExchange(holding, 32, self.tiers, lambda: self.now)
+        self.exchange = StoreExchange(holding, self.tiers, lambda: self.now)
         self.asks = 0
 
     def in_files(self, names: list[bytes]) -> None:
@@ -44,7 +45,7 @@ class Store:
 
     def in_memory(self, names: list[bytes]) -> None:
         blocks = self.tiers.allocate(len(names))
-        self.tiers.cache(names, Blocks(0, 0, blocks), 0)
+        self.tiers.cache(names, Blocks(0, 0, blocks), 32 * len(names))
         self.tiers.free(blocks)
 
     def ask(self, names: list[bytes], **fields):
@@ -260,21 +261,53 @@ def test_a_store_copies_a_block_in_one_piece_where_the_engine_keeps_layers_toget
     assert there[:, 1].tolist() == [shape_of(peer).block_bytes] * 2
 
 
-@pytest.mark.parametrize(
-    ("groups", "why"),
-    [
-        ([{"kind": KvGroupKind.FULL}] * 2, "2 KV cache groups"),
-        ([{"kind": KvGroupKind.WINDOW, "window": 64}], "window"),
-        ([{"kind": KvGroupKind.STATE}, {"kind": KvGroupKind.FULL}], "state"),
-    ],
-)
-def test_a_store_refuses_models_with_other_groups_than_one_of_full_attention(groups, why):
-    shape = Shape(layers=2, groups=len(groups))
-    peer = handshake([RankMemory(shape, 0).described()], shape)
-    groups = [KvGroup(block_size=shape.block_size, **one) for one in groups]
+def test_blocks_of_all_groups_fit_into_the_same_places():
+    shape = Shape(layers=5, groups=2)
+    mine = shape_of(handshake([RankMemory(shape, 0).described()], shape))
+    layers = mine.at(1 << 20)
 
-    with pytest.raises(ValueError, match=f"{why}.*run none for it"):
-        shape_of(msgspec.structs.replace(peer, groups=groups))
+    one = sum(plane.head_bytes * plane.heads for plane in layers[0].planes)
+    assert mine.block_bytes == 3 * one, "that of the group with three of the five layers"
+    places = [(layer.group, layer.base - (1 << 20), layer.block_stride) for layer in layers]
+    assert places == [(0, 0, 3 * one), (1, 0, 3 * one), (0, one, 3 * one), (1, one, 3 * one), (0, 2 * one, 3 * one)]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"hash_block_size": 3}, {"hash_block_size": 16, "alignment": 16}, {"alignment": 12}]
+)
+def test_blocks_that_end_between_hashes_are_refused(fields):
+    shape = Shape()
+    peer = handshake([RankMemory(shape, 0).described()], shape)
+
+    with pytest.raises(ValueError, match="hashes are of"):
+        shape_of(msgspec.structs.replace(peer, **fields))
+
+
+def test_blocks_of_two_groups_pass_through_a_store_unchanged():
+    shape = Shape(layers=5, groups=2)
+    engine, reader = RankMemory(shape, 0), RankMemory(shape, 0)
+    engine.fill()
+    peer = handshake([engine.described()], shape)
+    arena = ctypes.create_string_buffer(8 * shape_of(peer).block_bytes)
+    layers = shape_of(peer).at(ctypes.addressof(arena))
+    stored = KvRank(rank=0, agent=b"", device="cpu", device_id=0, layers=layers)
+    held, copies = {0: [3, 4], 1: [3, 9]}, {0: [0, 1], 1: [2, 5]}
+
+    move(stored, peer, held, copies)
+    move(reader.described(), handshake([stored], shape), copies, held)
+
+    for layer in range(5):
+        for block in range(shape.blocks):
+            is_held = block in held[layer % 2]
+            assert (reader.block(layer, block) == engine.block(layer, block) * is_held).all()
+
+
+def move(to: KvRank, peer: KvHandshake, theirs: dict[int, list[int]], own: dict[int, list[int]]) -> None:
+    """Copy a peer's blocks of each group."""
+    for route in routes_to(ReaderRank(to, 1), peer):
+        there, here = spans_of(route, theirs[route.group], own[route.group])
+        for source, target in zip(there.tolist(), here.tolist(), strict=True):
+            ctypes.memmove(target[0], source[0], source[1])
 
 
 def test_blocks_of_another_fingerprint_shape_or_length_have_another_identity():

@@ -9,7 +9,7 @@ import pytest
 
 from connector.transfer.agent import TransferFailed
 from services.worker.engines.store.files import FolderTaken, PlainFile, StoreFiles, open_file
-from services.worker.engines.store.records import SlotRecord
+from services.worker.engines.store.records import RECORD, SlotRecord, name_in, pack_record, read_records
 from services.worker.engines.store.tiers import Job, JobKind
 
 BLOCKS, SLOTS, BLOCK_BYTES = 4, 8, 4096
@@ -153,3 +153,20 @@ def test_plain_files_replace_a_failing_nixl_plugin_unless_required():
     assert isinstance(open_file("auto", 0, refuses), PlainFile)
     with pytest.raises(TransferFailed):
         open_file("nixl", 0, refuses)
+
+
+def test_records_keep_the_group_of_a_block():
+    kept = [SlotRecord(name_in(NAMES[0], group), group % SLOTS, MINE[:16], 1 + group) for group in (0, 1, 2, 7)]
+    packed = bytearray(SLOTS * RECORD.size)
+    for record in kept:
+        packed[record.slot * RECORD.size : (record.slot + 1) * RECORD.size] = pack_record(MINE, record)
+
+    assert read_records(MINE, bytes(packed), SLOTS) == kept
+    packed[RECORD.size + RECORD.size - 9] ^= 3  # the group of the second record
+    assert read_records(MINE, bytes(packed), SLOTS) == [kept[0], *kept[2:]]
+
+
+def test_records_of_the_first_group_are_those_of_stores_that_knew_no_other():
+    packed = pack_record(MINE, SlotRecord(b"n" * 32, 3, b"c" * 16, 7))
+
+    assert packed.hex() == "6e" * 32 + "63" * 16 + "0700000000000000" + "c977c8d5d2f184aa"

@@ -21,7 +21,7 @@ CONTENT_BYTES = 8
 
 
 @dataclass(slots=True)
-class _Change:
+class Change:
     """Consecutive changes of one kind, which become one event."""
 
     kind: KvEventKind
@@ -52,7 +52,7 @@ class BlockCache:
         self._keeps: dict[int, bytes] = {}
         """The keys of ``_kept`` by block."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
-        self._changes: list[_Change] = []
+        self._changes: list[Change] = []
         self.evicted_total = 0
         """Cached blocks evicted for new content."""
 
@@ -192,9 +192,13 @@ class BlockCache:
             if self._names[block] is None and block not in self._keeps:
                 self._free.move_to_end(block, last=False)
 
-    def take_events(self) -> list[KvEvent]:
+    def take_changes(self) -> list[Change]:
         """Changes since the last call, in order."""
         changes, self._changes = self._changes, []
+        return changes
+
+    def take_events(self) -> list[KvEvent]:
+        """As ``take_changes``, as events."""
         return [
             KvEvent(
                 kind=change.kind,
@@ -202,7 +206,7 @@ class BlockCache:
                 tier=change.tier,
                 parent=None if change.parent is None else block_hash64(change.parent),
             )
-            for change in changes
+            for change in self.take_changes()
         ]
 
     def whole_as_events(self) -> list[KvEvent]:
@@ -220,7 +224,7 @@ class BlockCache:
         if last is not None and is_next and (kind is KvEventKind.REMOVED or last.hashes[-1] == parent):
             last.hashes.append(name)
         else:
-            self._changes.append(_Change(kind, [name], parent, tier))
+            self._changes.append(Change(kind, [name], parent, tier))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,8 @@ class NumberedBlock:
     """A block of vLLM's pool, reduced to its number."""
 
     block_id: int
+    ref_cnt: int = 0
+    """Holds of requests that may write into it while it has a name. There are none."""
 
 
 class LeasablePool:
