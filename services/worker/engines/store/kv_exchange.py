@@ -5,7 +5,7 @@ Requested blocks that are only in files are loaded before the lease is granted, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +15,7 @@ from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Results
 from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
-from services.worker.engines.simulated.core.block_cache import LeasablePool, NumberedBlock
+from services.worker.engines.simulated.core.block_cache import NumberedBlock
 from services.worker.engines.store.records import name_in
 from services.worker.engines.store.tiers import Job, Tiers
 from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, blocks_in, unpack_full_hashes
@@ -36,11 +36,12 @@ class _Waiting:
     until: float
 
 
-class StorePool(LeasablePool):
-    """The blocks in memory, by hash and group. They are not written while they have a name."""
+class StorePool:
+    """The blocks in memory as a ``connector.holder.holder.Pool``. They are not written while they have a name."""
 
     def __init__(self, tiers: Tiers) -> None:
-        super().__init__(tiers.memory)
+        self.blocks: Sequence[NumberedBlock] = [NumberedBlock(number) for number in range(tiers.memory.blocks)]
+        self.enable_caching = True
         self._tiers = tiers
         self._block_of = tiers.memory.block_of
 
@@ -67,6 +68,14 @@ class StorePool(LeasablePool):
             blocks = [self.blocks[block] for block in map(memory.block_of, names) if block is not None]
             parts.append(Part(needed.start, blocks))
         return parts, found.boundary
+
+    def touch(self, blocks: Sequence[NumberedBlock]) -> None:
+        self._tiers.memory.hold([block.block_id for block in blocks])
+
+    def free_blocks(self, ordered_blocks: Iterable[NumberedBlock]) -> None:
+        """Remove one hold from each block; the first block is evicted first."""
+        ordered = [block.block_id for block in ordered_blocks]
+        self._tiers.memory.release(ordered[::-1])
 
 
 class StoreExchange:
