@@ -175,3 +175,26 @@ async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world
         assert len(told.disk_hashes) == full * HASH_BYTES
         assert (await driver.fetch("s1", twice)).held == full
         assert (await driver.fetch("s1", once)).held == 0
+
+
+@pytest.mark.parametrize("groups", ["window", "state"])
+async def test_copies_of_windows_and_states_survive_a_restart(world: World, groups: str):
+    model = {"simulated": f"{SETTINGS['simulated']},groups={groups}"}
+    store = {**STORE, **model, "store_memory_bytes": STORE["store_files_bytes"]}
+    world.start("p1", role="prefill", **model)
+    world.start("d1", role="decode", **model)
+    world.start("s1", **store)
+    prompt, full = draw(20), PROMPT_TOKENS // BLOCK
+    async with driver_of(world) as driver:
+        await driver.leg("p1", LegKind.AGGREGATED, prompt)
+        copied = await driver.fetch("s1", prompt, driver.source("p1"))
+        assert (copied.fetched, copied.failure) == (full, "")
+        boundaries = (await until_saved(driver, full)).boundary_hashes
+        assert boundaries
+
+    assert world.workers.pop("s1").stop() == 0
+    world.start("s1", **store)
+    async with driver_of(world) as driver:
+        told = await snapshot(driver)
+        assert (told.host_hashes, sorted(told.boundary_hashes)) == (b"", sorted(boundaries))
+        assert await read(driver, prompt) == full * BLOCK
