@@ -10,7 +10,7 @@ from connector.reader.fetch import Fetch
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGrant, NoGrant
 from tests.support.kv_messages import one_group
-from tests.unit.connector.fetching import HASHES, Bench
+from tests.unit.connector.fetching import BLOCK_TOKENS, HASHES, Bench
 
 PEERS = [("a", 1), ("b", 1), ("c", 1)]
 CONTENT = {name: index for index, name in enumerate(HASHES)}
@@ -19,8 +19,12 @@ CONTENT = {name: index for index, name in enumerate(HASHES)}
 @st.composite
 def sources(draw):
     first = draw(st.integers(0, 4))
+    end = draw(st.integers(first + 1, 8))
     return Source(
-        peer=draw(st.sampled_from(PEERS)), first=first, end=draw(st.integers(first + 1, 8)), follow=draw(st.booleans())
+        peer=draw(st.sampled_from(PEERS)),
+        first=first * BLOCK_TOKENS,
+        end=end * BLOCK_TOKENS,
+        follow=draw(st.booleans()),
     )
 
 
@@ -93,14 +97,15 @@ class World:
         self.fetch.on_time(self.bench.now)
 
 
-def allocate(fetch: Fetch, now: float) -> None:
+def allocate(bench: Bench, fetch: Fetch) -> None:
     """Allocate blocks once the fetch knows their number, as the reader does; with none, stop the fetch."""
     if fetch.begun or fetch.stopped:
         return
-    blocks = fetch.count()
-    if blocks:
-        fetch.begin([100 + fetch.plan.start + at for at in range(blocks)], now)
-    elif blocks == 0:
+    tokens = fetch.tokens()
+    if tokens:
+        first = fetch.plan.start // BLOCK_TOKENS
+        bench.begin(fetch, [100 + first + at for at in range(tokens // BLOCK_TOKENS)])
+    elif tokens == 0:
         fetch.stop()
 
 
@@ -114,7 +119,7 @@ def test_a_fetch_ends_with_the_right_blocks_and_no_leases(data):
     events = st.sampled_from([world.answer, world.answer, world.read, world.read, world.wait, world.lose])
     for event in data.draw(st.lists(events, max_size=25)):
         event()
-        allocate(fetch, bench.now)
+        allocate(bench, fetch)
     if data.draw(st.booleans()):
         fetch.stop()
 
@@ -122,10 +127,10 @@ def test_a_fetch_ends_with_the_right_blocks_and_no_leases(data):
         world.read()
         bench.later(1.0)
         fetch.on_time(bench.now)
-        allocate(fetch, bench.now)
+        allocate(bench, fetch)
 
     assert fetch.over
-    assert all(world.memory[100 + start + at] == start + at for at in range(fetch.arrived))
+    assert all(world.memory[100 + start + at] == start + at for at in range(fetch.arrived // BLOCK_TOKENS))
     left = {name for name, request in world.leased.items() if (request.worker_id, request.epoch) not in world.gone}
     assert left <= set(bench.released())
     assert len(bench.released()) == len(set(bench.released()))
@@ -140,9 +145,10 @@ def test_what_counts_as_arrived_was_written(data):
     blocks_allocated = []
     for _ in range(30):
         data.draw(st.sampled_from([world.answer, world.read, world.wait]))()
-        if not fetch.begun and (blocks := fetch.count()):
-            blocks_allocated = [100 + at for at in range(blocks)]
-            fetch.begin(blocks_allocated, bench.now)
+        if not fetch.begun and (tokens := fetch.tokens()):
+            blocks_allocated = [100 + at for at in range(tokens // BLOCK_TOKENS)]
+            bench.begin(fetch, blocks_allocated)
 
-    assert fetch.arrived <= len(blocks_allocated)
-    assert set(blocks_allocated[: fetch.arrived]) <= world.memory.keys()
+    arrived = fetch.arrived // BLOCK_TOKENS
+    assert arrived <= len(blocks_allocated)
+    assert set(blocks_allocated[:arrived]) <= world.memory.keys()
