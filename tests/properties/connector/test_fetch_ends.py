@@ -62,6 +62,7 @@ class World:
             worker_id=request.worker_id,
             epoch=request.epoch,
             ask_id=request.ask_id,
+            lease_id=request.ask_id if granted else "",
             groups=one_group([CONTENT[name] for name in granted], request.first + given_before),
             last_hash=granted[-1] if granted else b"",
             until_s=self.bench.now + self.draw(st.floats(0.1, 20)),
