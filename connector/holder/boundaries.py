@@ -1,22 +1,19 @@
-"""Boundaries of a prompt: numbers of tokens after which a reader can continue, because every KV cache group of the
-engine has what it needs there. Full attention needs the blocks of all tokens, a window those of the last tokens, a
-recurrent state one block with the state after exactly so many tokens.
+"""Boundaries that an engine can lend: its prefix cache has the blocks that each KV cache group needs there (see
+``GroupPlan``), and no step still writes into them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from connector.holder.leases import FollowedPrompt, LeaseTable
 from connector.holder.pending_writes import PendingWrites
-from shared.contracts.kv_exchange import KvGroup, KvGroupKind, NoGrant
+from connector.reader.groups import GroupPlan
+from shared.contracts.kv_exchange import KvGroupKind, NoGrant
 
 TRIED_MAX = 5
 """Boundaries that are tried for a lease, the longest first: blocks of one may still be written, or be too many."""
-ORDER = (KvGroupKind.FULL, KvGroupKind.WINDOW, KvGroupKind.STATE)
-"""Order of the blocks of a lease: they are freed from the last one on, and the pool evicts in the order of freeing."""
 
 
 class Part(NamedTuple):
@@ -39,58 +36,16 @@ class CachedBlocks(Protocol):
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The KV cache groups of an engine and their units, as in ``KvHandshake``."""
-
-    groups: Sequence[KvGroup]
-    hash_block_size: int
-    alignment: int
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether every end of a block is a boundary: the only group has full attention."""
-        return len(self.groups) == 1 and self.groups[0].kind is KvGroupKind.FULL
-
-    def lent_hashes(self, prompt_tokens: int) -> int:
-        """How many hashes of a prompt name what can be lent of it. A reader computes at least the last token, to which
-        it could not return from a boundary at the end.
-        """
-        tokens = prompt_tokens if self.is_dense else max(0, prompt_tokens - 1)
-        return tokens // self.alignment * self.alignment // self.hash_block_size
-
-    @property
-    def full(self) -> list[int]:
-        """The groups with full attention, if their blocks have equally many tokens. Otherwise none: their blocks are
-        granted with the others'.
-        """
-        full = [number for number, group in enumerate(self.groups) if group.kind is KvGroupKind.FULL]
-        return full if len({self.groups[number].block_size for number in full}) == 1 else []
-
-    @property
-    def order(self) -> list[int]:
-        """The groups in ``ORDER``."""
-        return sorted(range(len(self.groups)), key=lambda number: ORDER.index(self.groups[number].kind))
-
-
-def one_group(block_size: int) -> Groups:
-    """The only group of a model has full attention."""
-    return Groups([KvGroup(kind=KvGroupKind.FULL, block_size=block_size)], block_size, block_size)
-
-
-def needed(group: KvGroup, boundary: int) -> range:
-    """Indices of the blocks that a group needs at a boundary."""
-    end = -(-boundary // group.block_size)
-    if group.kind is KvGroupKind.WINDOW:
-        return range(max(0, boundary - group.window + 1) // group.block_size, end)
-    return range(end - 1 if group.kind is KvGroupKind.STATE else 0, end)
-
-
 class Boundaries:
     """Finds the boundaries that an engine can lend, and the blocks to pin for them."""
 
     def __init__(
-        self, groups: Groups, pool: CachedBlocks, find: FindBoundary, leases: LeaseTable, pending_writes: PendingWrites
+        self,
+        groups: GroupPlan,
+        pool: CachedBlocks,
+        find: FindBoundary,
+        leases: LeaseTable,
+        pending_writes: PendingWrites,
     ) -> None:
         self.find = find
         self._groups = groups
@@ -104,7 +59,7 @@ class Boundaries:
         """The longest boundary, of at least so many tokens, at which all blocks may be pinned, and those of them that
         the reader lacks. 0: there is none, for this reason. ``own``: blocks of the ended request that has computed it.
         """
-        unit = self._groups.hash_block_size
+        unit = self._groups.unit
         begin, most = prompt.first * unit, len(prompt.hashes) * unit
         reason = NoGrant.NOT_HELD
         prompt.is_blocked = False
@@ -129,13 +84,12 @@ class Boundaries:
         """What the reader lacks of the blocks that were found. None: a window needs earlier blocks than the engine does
         for its own requests, and they are not cached, or the reader has sent no hashes of them.
         """
-        unit = self._groups.hash_block_size
+        unit = self._groups.unit
         parts = []
         for number, (group, part) in enumerate(zip(self._groups.groups, found, strict=True)):
-            begin, indices = prompt.first * unit // group.block_size, needed(group, boundary)
-            if group.kind is KvGroupKind.FULL:
-                indices = range(min(prompt.full_tokens // group.block_size, indices.stop), indices.stop)
-            elif indices.start < begin:
+            begin = prompt.first * unit // group.block_size
+            indices = self._groups.needed(number, prompt.full_tokens, boundary)
+            if indices.start < begin and group.kind is not KvGroupKind.FULL:
                 return None
             known = begin + part.first
             blocks = []
@@ -165,7 +119,7 @@ class Boundaries:
         excess = len(wanted) - self._leases.pinnable(wanted)
         if not excess:
             return None
-        if full := self._groups.full:
+        if full := self._groups.ahead:
             first, blocks = parts[full[0]]
             fitting = first + max(0, len(blocks) - -(-excess // len(full)))
             lower = min(lower, fitting * self._groups.groups[full[0]].block_size)

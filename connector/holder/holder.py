@@ -24,9 +24,10 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from connector.holder.boundaries import TRIED_MAX, Boundaries, FindBoundary, Groups, Part
+from connector.holder.boundaries import TRIED_MAX, Boundaries, FindBoundary, Part
 from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
 from connector.holder.pending_writes import PendingWrites
+from connector.reader.groups import GroupPlan
 from shared.bounded import Bounded
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (
@@ -112,14 +113,12 @@ class Holder:
         self._first_tokens = Bounded[LegId, FirstToken](ENDED_LEGS_NOTED_MAX)
         self._unwanted_offers = Bounded[str, None](UNWANTED_OFFERS_NOTED_MAX)
         self._pool: Pool
-        self.groups = Groups([], 1, 1)
+        self.groups = GroupPlan([], 1, 1)
         self._full: list[int] = []
         """Groups with full attention that goes ahead."""
         self._full_block_size = 1
         self._full_hashes = 1
         """Hashes of a full-attention block."""
-        self._order: list[int] = []
-        """Groups in the order in which their blocks are pinned."""
         self._boundaries: Boundaries | None = None
         """None: every end of a block is one."""
         self.blocks = 0
@@ -127,20 +126,20 @@ class Holder:
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
         self._pending_writes = PendingWrites(blocks=0)
 
-    def bind(self, pool: Pool, groups: Groups, find_boundary: FindBoundary | None = None) -> None:
-        """Set the engine's blocks. Called once, before all other methods. Groups that are not dense need
-        ``find_boundary``.
+    def bind(self, pool: Pool, groups: GroupPlan, find_boundary: FindBoundary | None = None) -> None:
+        """Set the engine's blocks. Called once, before all other methods. ``find_boundary``: needed
+        unless each prefix of the blocks is of use.
         """
         self._pool = pool
         self.groups = groups
-        self._full, self._order = groups.full, groups.order
+        self._full = groups.ahead
         if self._full:
             self._full_block_size = groups.groups[self._full[0]].block_size
-            self._full_hashes = self._full_block_size // groups.hash_block_size
+            self._full_hashes = self._full_block_size // groups.unit
         self.blocks = len(pool.blocks)
         self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(self.blocks * self._settings.lease_share_max)))
         self._pending_writes = PendingWrites(self.blocks)
-        if not groups.is_dense:
+        if not groups.keeps_prefix:
             assert find_boundary is not None
             self._boundaries = Boundaries(groups, pool, find_boundary, self._leases, self._pending_writes)
 
@@ -167,7 +166,7 @@ class Holder:
         followed = FollowedPrompt(
             hashes=hashes,
             first=request.first,
-            full_tokens=max(request.first * self.groups.hash_block_size, request.have // size * size),
+            full_tokens=max(request.first * self.groups.unit, request.have // size * size),
             hold_s=min(request.hold_s, self._settings.lease_s_max),
             until_s=now + min(request.follow_s, FOLLOW_S_MAX),
             follow_s=min(request.follow_s, FOLLOW_S_MAX),
@@ -214,7 +213,7 @@ class Holder:
         vLLM frees the request's blocks when it finishes; without this pin they could be evicted before the decode
         worker has read them.
         """
-        hashes = hashes[: min(self.groups.lent_hashes(prompt_tokens), LEASE_BLOCKS_MAX)]
+        hashes = hashes[: min(self.groups.last_lent(prompt_tokens) // self.groups.unit, LEASE_BLOCKS_MAX)]
         if not hashes or not any(block_ids) or offer_id in self._unwanted_offers:
             return None
         lends = not self._draining and not self._leases.is_full()
@@ -231,14 +230,14 @@ class Holder:
             lease_id=lease_id,
             groups=self._pin(lease_id, ANYONE, parts, until_s, boundary),
             boundary=boundary,
-            last_hash=bytes(hashes[boundary // self.groups.hash_block_size - 1]),
+            last_hash=bytes(hashes[boundary // self.groups.unit - 1]),
             until_s=until_s,
             first_token=first_token,
         )
 
     def held(self, hashes: list[bytes]) -> int:
         """How many of a prompt's hashes precede the longest boundary in the cache."""
-        unit = self.groups.hash_block_size
+        unit = self.groups.unit
         if self._boundaries is not None:
             return self._boundaries.find(hashes, len(hashes) * unit)[1] // unit
         # A cache evicts the end of a prompt before its beginning, so a binary search will do.
@@ -265,7 +264,7 @@ class Holder:
 
     def watch(self, pool: Any) -> None:
         """Follow what vLLM's block pool names while it schedules. Call after ``bind``."""
-        self._pending_writes.watch(pool, names_again=not self.groups.is_dense)
+        self._pending_writes.watch(pool, names_again=not self.groups.keeps_prefix)
 
     def begin_step(self) -> None:
         """The engine begins to schedule a step."""
@@ -296,8 +295,8 @@ class Holder:
         """Record how many tokens of a leg's prompt were cached when it was scheduled; its last grant to a reader says
         so.
         """
-        if lent := self.groups.lent_hashes(prompt_tokens):
-            name = bytes(hashes[lent - 1])
+        if lent := self.groups.last_lent(prompt_tokens):
+            name = bytes(hashes[lent // self.groups.unit - 1])
             self._prompts.pop(name, None)
             self._prompts[name] = leg_id, cached_tokens
 
@@ -357,7 +356,7 @@ class Holder:
             return None
         if not (0 <= request.first <= CHAIN_BLOCKS_MAX and 0 <= request.have <= PROMPT_TOKENS_MAX):
             return None
-        begin = request.first * self.groups.hash_block_size
+        begin = request.first * self.groups.unit
         if any(begin % group.block_size for group in self.groups.groups):
             return None
         return unpack_full_hashes(request.hashes)
@@ -369,7 +368,7 @@ class Holder:
         """
         boundaries = self._boundaries
         if boundaries is not None:
-            end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
+            end = (prompt.first + len(prompt.hashes)) * self.groups.unit
             is_ahead = self._full and prompt.full_tokens > end - self._full_block_size
             if tries or (is_ahead and not prompt.leg_id):  # With the end of a leg comes its first token, too.
                 grant = self._grant_boundary(boundaries, lease_id, reader_id, prompt, tries)
@@ -419,8 +418,7 @@ class Holder:
         """Pin what the reader lacks at the longest boundary; without ``tries`` only at the last one of the prompt.
         None: there is none. A grant of nothing: it is blocked.
         """
-        end = (prompt.first + len(prompt.hashes)) * self.groups.hash_block_size
-        end -= end % self.groups.alignment
+        end = self.groups.cut((prompt.first + len(prompt.hashes)) * self.groups.unit)
         parts, boundary, reason = boundaries.longest(prompt, least=1 if tries else end, tries=tries)
         if not boundary:
             return self._empty_grant(lease_id, reader_id, reason) if prompt.is_blocked else None
@@ -431,9 +429,7 @@ class Holder:
         if self._boundaries is None:
             held = block_ids[GROUP][: len(hashes)]
             held = held[: self._leases.pinnable(held)]
-            return [Part(0, [self._pool.blocks[block_id] for block_id in held])], len(
-                held
-            ) * self.groups.hash_block_size
+            return [Part(0, [self._pool.blocks[block_id] for block_id in held])], len(held) * self.groups.unit
         prompt = FollowedPrompt(list(hashes), hold_s=0.0, until_s=0.0, full_tokens=0)
         own = set(chain(*block_ids))
         parts, boundary, _reason = self._boundaries.longest(prompt, least=1, tries=TRIED_MAX, own=own)
@@ -456,7 +452,7 @@ class Holder:
             lease_id=lease_id,
             groups=self._pin(lease_id, reader_id, parts, until_s, boundary),
             boundary=boundary,
-            last_hash=prompt.hashes[(boundary or prompt.full_tokens) // self.groups.hash_block_size - prompt.first - 1],
+            last_hash=prompt.hashes[(boundary or prompt.full_tokens) // self.groups.unit - prompt.first - 1],
             until_s=until_s,
         )
 
@@ -505,7 +501,7 @@ class Holder:
         groups = [[block.block_id for block in part.blocks] for part in parts]
         blocks, block_ids = parts[0].blocks, groups[0]
         if len(parts) > 1:
-            blocks = [block for group in self._order for block in parts[group].blocks]
+            blocks = [block for group in self.groups.order for block in parts[group].blocks]
             block_ids = [block.block_id for block in blocks]
         self._pool.touch(blocks)
         self._leases.grant(lease_id, reader_id, block_ids, until_s, groups, boundary)

@@ -1,4 +1,4 @@
-"""Which blocks of each KV cache group a reader needs to continue a prompt, and whether a grant has them.
+"""Which blocks of each KV cache group an engine needs to continue a prompt, and whether a grant has them.
 
 A full-attention layer needs the blocks of all tokens before the boundary, a layer with a window those of its last
 tokens, a recurrent layer the one block with the state after them. Only at a boundary can a request continue. Positions
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from math import lcm
 
 from shared.contracts.kv_exchange import GroupBlocks, KvGroup, KvGroupKind, unpack_block_ids
+
+ORDER = (KvGroupKind.FULL, KvGroupKind.WINDOW, KvGroupKind.STATE)
+"""Order of the blocks of a lease: they are freed from the last one on, and the pool evicts in the order of freeing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +52,28 @@ class GroupPlan:
         """Each prefix of the blocks is of use. Otherwise a prompt continues at a boundary only, for which each group
         must have what it needs.
         """
+        self.ahead = self.full if len({groups[number].block_size for number in self.full}) == 1 else []
+        """Numbers of the groups whose blocks are granted ahead of a boundary: those with full attention, if the blocks
+        of these have equally many tokens. Otherwise none: full attention is granted with the others.
+        """
+        self.order = sorted(range(len(groups)), key=lambda number: ORDER.index(groups[number].kind))
+        """Numbers of the groups in ``ORDER``."""
         self.stride = lcm(*(groups[number].block_size for number in self.full)) if self.full else alignment
         """``KvSource.first`` and ``end`` count blocks of so many tokens."""
         self._all = lcm(*(group.block_size for group in groups))
         self._widest = max((group.window for group in groups), default=0)
-        self._drafts = drafts
+        self._drafts = drafts and not self.keeps_prefix
 
     def last_boundary(self, tokens: int) -> int:
-        """How many tokens of a prompt another engine's KV may replace. Never all if a group has a state: it cannot be
-        computed back, and the last token is computed here.
+        """How many tokens of a prompt another engine's KV may replace."""
+        return max(0, self.cut(tokens) - self.alignment) if self._drafts else self.last_lent(tokens)
+
+    def last_lent(self, tokens: int) -> int:
+        """How many tokens of a prompt an engine lends, with or without a drafter. Never all if a prompt continues at a
+        boundary only: the reader computes at least the last token, and could not return to it from a boundary at the
+        end.
         """
-        if self.keeps_prefix:
-            return tokens // self.unit * self.unit
-        if self._drafts:
-            return max(0, tokens // self.alignment - 1) * self.alignment
-        return max(0, tokens - 1) // self.alignment * self.alignment
+        return self.cut(tokens if self.keeps_prefix else max(0, tokens - 1))
 
     def cut(self, tokens: int) -> int:
         """The last position up to ``tokens`` at which the KV that comes may end."""

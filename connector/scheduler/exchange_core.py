@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.holder.boundaries import FindBoundary, Groups
+from connector.holder.boundaries import FindBoundary
 from connector.holder.holder import NO_LEASES, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
 from connector.holder.lease_digests import LeaseDigests
@@ -210,8 +210,7 @@ class ExchangeCore:
 
     def bind(self, pool: Pool, allocator: BlockAllocator, find_boundary: FindBoundary | None = None) -> None:
         """Set the engine's blocks. Called once, before all other methods. ``find_boundary``: see ``Holder.bind``."""
-        groups = self._groups
-        self.holder.bind(pool, Groups(groups.groups, groups.unit, groups.alignment), find_boundary)
+        self.holder.bind(pool, self._groups, find_boundary)
         self.prefetcher.bind(allocator)
         self._speed_tests.bind(allocator)
         self._hot = HotChains(self.holder.held)

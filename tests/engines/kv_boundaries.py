@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from connector.holder.boundaries import needed
 from connector.layout.routes import block_bytes_of
+from connector.reader.groups import GroupPlan
 from shared.contracts.channels import KV_HANDSHAKE
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import (
@@ -50,9 +50,10 @@ async def handshake_of(driver: Driver, worker: str) -> KvHandshake:
 
 def bytes_at(peer: KvHandshake, boundary: int) -> int:
     """Bytes of what all groups need at a boundary: full attention, windows and states."""
+    plan = GroupPlan(peer.groups, peer.hash_block_size, peer.alignment)
     return sum(
-        len(needed(group, boundary)) * sum(block_bytes_of(rank, number) for rank in peer.ranks)
-        for number, group in enumerate(peer.groups)
+        len(plan.needed(number, 0, boundary)) * sum(block_bytes_of(rank, number) for rank in peer.ranks)
+        for number in range(len(peer.groups))
         if boundary
     )
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.holder.boundaries import one_group
 from connector.holder.holder import Holder, HolderSettings
+from connector.reader.groups import full_attention
 from shared.contracts.kv_exchange import KvOffer, LeaseKv, ReleaseKv, pack_full_hashes
 
 BLOCK_TOKENS = 16
@@ -43,7 +43,7 @@ class Holding:
         self.pool = pool_module.BlockPool(blocks, True, BLOCK_TOKENS)
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(**ME, **settings), lambda: self.now)
-        self.holder.bind(self.pool, one_group(BLOCK_TOKENS))
+        self.holder.bind(self.pool, full_attention(BLOCK_TOKENS))
         self.holder.watch(self.pool)
 
     def offer(self, hashes: list[bytes], block_ids: list[int], offer_id: str = "") -> KvOffer | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from connector.holder.boundaries import needed
 from shared.contracts.ids import LegId
 from shared.contracts.kv_exchange import (
     GroupBlocks,
@@ -137,7 +136,7 @@ class Reader:
                 assert not boundary or max(first, indices.stop) >= -(-boundary // group.block_size)
                 assert not boundary or not indices or indices.stop == -(-boundary // group.block_size)
             else:
-                assert indices == (needed(group, boundary) if boundary else range(0))
+                assert indices == (engine.holder.groups.needed(number, 0, boundary) if boundary else range(0))
             if boundary % group.block_size:
                 self.seen["inside a block"] += 1
             end = boundary or indices.stop * group.block_size

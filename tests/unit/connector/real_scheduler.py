@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from connector.holder.boundaries import Groups
 from connector.holder.holder import Holder, HolderSettings
+from connector.reader.groups import GroupPlan
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGroup, KvGroupKind
 
@@ -232,7 +232,7 @@ class Engine:
         self.free_at_first = self.pool.get_num_free_blocks()
         self.holder = Holder(HolderSettings(WorkerId("p"), Epoch(1), lease_share_max=0.3), lambda: self.now)
         aligned = self.scheduler.kv_cache_config.cache_hit_alignment_tokens
-        groups = Groups(list(layout.groups), self.unit, aligned)
+        groups = GroupPlan(list(layout.groups), self.unit, aligned)
         from connector.scheduler.connector_scheduler import boundary_finder  # imports vLLM
 
         self.holder.bind(self.pool, groups, boundary_finder(self.manager.coordinator))

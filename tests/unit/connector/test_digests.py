@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from connector.holder.boundaries import Groups
 from connector.holder.holder import HolderSettings
 from connector.holder.lease_digests import DIGEST_S_MAX, DIGESTS_MAX, LeaseDigests
 from connector.layout.routes import ReaderRank
 from connector.messages import BlocksDigested, DigestBlocks, DigestLease, EngineCall, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import full_attention
+from connector.reader.groups import GroupPlan, full_attention
 from connector.scheduler.exchange_core import ExchangeCore
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.digests import digested, read_cpu_memory
@@ -214,13 +213,13 @@ def test_digests_are_bounded_in_number_and_time(leasing: Engine):
 class OneLease:
     """The part of a holder that digests need, with a lease of a state and of full attention that ends within a block."""
 
-    groups = Groups(
+    groups = GroupPlan(
         [
             KvGroup(kind=KvGroupKind.STATE, block_size=64),
             KvGroup(kind=KvGroupKind.FULL, block_size=64),
             KvGroup(kind=KvGroupKind.WINDOW, block_size=32, window=40),
         ],
-        hash_block_size=32,
+        unit=32,
         alignment=32,
     )
 
