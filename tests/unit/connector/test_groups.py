@@ -1,4 +1,4 @@
-"""What a reader needs at a boundary is what vLLM's own managers keep and allocate for it."""
+"""What a request needs at a boundary is what vLLM's own managers keep and allocate for it."""
 
 from __future__ import annotations
 
@@ -81,9 +81,11 @@ def test_the_last_boundary_leaves_a_token_and_less_than_an_alignment_to_compute(
         assert plan.last_boundary(tokens) == tokens // 16 * 16
         return
     for drafts in (False, True):
-        ours = GroupPlan(plan.groups, plan.unit, plan.alignment, drafts=drafts).last_boundary(tokens)
-        assert ours == get_mamba_prefill_checkpoint_position(tokens, plan.alignment, drafts)
-        assert ours < tokens
+        ours = GroupPlan(plan.groups, plan.unit, plan.alignment, drafts=drafts)
+        last = ours.last_boundary(tokens)
+        assert last == get_mamba_prefill_checkpoint_position(tokens, plan.alignment, drafts)
+        assert last <= ours.last_lent(tokens) == get_mamba_prefill_checkpoint_position(tokens, plan.alignment, False)
+        assert ours.last_lent(tokens) < tokens
 
 
 STATES = [KvGroup(kind=KvGroupKind.STATE, block_size=64), KvGroup(kind=KvGroupKind.FULL, block_size=64)]
