@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "services", "connector", "replay")
 PURE = {
-    "connector": "messages",
+    "connector": "groups messages",
     "connector.holder": "*",
     "connector.layout": "bounds routes tensors",
-    "connector.reader": "fetch groups lease_request peers prefetch reader speed_test",
+    "connector.reader": "fetch lease_request peers prefetch reader speed_test",
     "connector.scheduler": "exchange_core recompute_share",
     "services.collector": "aggregated_estimate disaggregation_report",
     "services.collector.console": "events health requests state tables traffic views",

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from connector.groups import GroupPlan
 from connector.holder.leases import FollowedPrompt, LeaseTable
 from connector.holder.pending_writes import PendingWrites
-from connector.reader.groups import GroupPlan
 from shared.contracts.kv_exchange import KvGroupKind, NoGrant
 
 TRIED_MAX = 5

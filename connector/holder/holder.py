@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from connector.groups import GroupPlan
 from connector.holder.boundaries import TRIED_MAX, Boundaries, FindBoundary, Part
 from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
 from connector.holder.pending_writes import PendingWrites
-from connector.reader.groups import GroupPlan
 from shared.bounded import Bounded
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from connector.groups import Blocks, GroupPlan
 from connector.messages import PeerKey, Read, ReadPart
-from connector.reader.groups import Blocks, GroupPlan
 from connector.reader.lease_request import LeaseRequest, Segment, Source
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from connector.groups import Blocks
 from connector.messages import PeerKey
-from connector.reader.groups import Blocks
 from shared.contracts.ids import NO_LEG, Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import KvRead
 

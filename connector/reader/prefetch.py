@@ -13,9 +13,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from connector.groups import Blocks
 from connector.messages import FetchEnded, PeerKey, ReadPart, StartFetch
 from connector.reader.fetch import Fetch
-from connector.reader.groups import Blocks
 from connector.reader.reader import Reader
 from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
 

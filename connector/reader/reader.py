@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+from connector.groups import Blocks, GroupPlan
 from connector.messages import PeerKey, ReadPart
 from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
-from connector.reader.groups import Blocks, GroupPlan
 from connector.reader.lease_request import Source
 from connector.reader.peers import Peers
 from shared.contracts.ids import WorkerId

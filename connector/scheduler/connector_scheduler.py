@@ -21,12 +21,12 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from vllm.v1.engine import EngineCoreOutputs
 from zmq.constants import Flag, SocketOption, SocketType
 
+from connector.groups import Blocks, GroupPlan
 from connector.holder.boundaries import FindBoundary, Part
 from connector.holder.holder import HolderSettings
 from connector.layout.tensors import PROTOCOL_VERSION
 from connector.messages import ConnectorSettings, EngineCall, EngineNotification, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import Blocks, GroupPlan
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX, Held
 from connector.reader.reader import Settled
 from connector.scheduler.engine_loop import IDLE_WAIT_S_MAX, READ_WAIT_S_MAX, CallsDuringSteps, IdleWait

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from connector.groups import GroupPlan
 from connector.holder.boundaries import FindBoundary
 from connector.holder.holder import NO_LEASES, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
@@ -30,7 +31,6 @@ from connector.messages import (
     ReadPart,
 )
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import GroupPlan
 from connector.reader.peers import Peers, key_of
 from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from connector.groups import GroupPlan
 from connector.layout.routes import block_bytes_of
-from connector.reader.groups import GroupPlan
 from shared.contracts.channels import KV_HANDSHAKE
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import (

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from connector.reader.groups import Blocks, full_attention
+from connector.groups import Blocks, full_attention
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.files import StoreFiles, content_at
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, FileTier, Job, JobKind, Tiers

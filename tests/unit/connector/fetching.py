@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
+from connector.groups import Blocks, full_attention
 from connector.messages import ReadPart
 from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
-from connector.reader.groups import Blocks, full_attention
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import KvGrant
 from tests.support.kv_messages import one_group

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from connector.groups import full_attention
 from connector.holder.holder import Holder, HolderSettings
-from connector.reader.groups import full_attention
 from shared.contracts.kv_exchange import KvOffer, LeaseKv, ReleaseKv, pack_full_hashes
 
 BLOCK_TOKENS = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from connector.reader.groups import GroupPlan
+from connector.groups import GroupPlan
 from tests.unit.connector.real_scheduler import PLAIN, Layout, full, spec_of, state, window
 
 LAYOUTS = {

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from connector.groups import GroupPlan
 from connector.holder.holder import Holder, HolderSettings
-from connector.reader.groups import GroupPlan
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGroup, KvGroupKind
 

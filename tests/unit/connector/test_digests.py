@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from connector.groups import GroupPlan, full_attention
 from connector.holder.holder import HolderSettings
 from connector.holder.lease_digests import DIGEST_S_MAX, DIGESTS_MAX, LeaseDigests
 from connector.layout.routes import ReaderRank
 from connector.messages import BlocksDigested, DigestBlocks, DigestLease, EngineCall, Orders, RankAggregation, Results
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import GroupPlan, full_attention
 from connector.scheduler.exchange_core import ExchangeCore
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.digests import digested, read_cpu_memory

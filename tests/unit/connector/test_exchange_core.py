@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from connector.groups import full_attention
 from connector.holder.holder import HolderSettings
 from connector.layout.routes import PART_BYTES
 from connector.messages import Connected, EngineCall, Orders, Peer, PeerGone
 from connector.reader.fetch import FetchLimits, Outbox
-from connector.reader.groups import full_attention
 from connector.scheduler.exchange_core import ExchangeCore, GrantWays, PendingReplies
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake

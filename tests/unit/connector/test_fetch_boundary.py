@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
+from connector.groups import Blocks, GroupPlan
 from connector.messages import ReadPart
 from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
-from connector.reader.groups import Blocks, GroupPlan
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import GroupBlocks, KvGrant, KvGroup, KvGroupKind, KvOffer, NoGrant, pack_block_ids
 from tests.unit.connector.fetching import ME, A, B

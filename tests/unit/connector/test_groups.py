@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.reader.groups import GroupPlan
+from connector.groups import GroupPlan
 from shared.contracts.kv_exchange import GroupBlocks, KvGroup, KvGroupKind, pack_block_ids
 from tests.support.examples import examples
 from tests.unit.connector.kv_groups import LAYOUTS, SEVERAL, cache_config_of, manager_of, plan_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from connector.groups import full_attention
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, Peer, ReadPart, StartFetch
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import full_attention
 from connector.reader.prefetch import HELD_SHARE_MAX
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from connector.groups import full_attention
 from connector.messages import Peer, ReadPart
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import full_attention
 from connector.reader.peers import Peers
 from connector.reader.reader import Reader, Settled
 from shared.contracts.kv_exchange import KvGrant, KvGroup, KvGroupKind, KvHandshake, KvOffer, KvSource, LegOrder

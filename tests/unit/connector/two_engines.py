@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import msgspec
 import zmq
 
+from connector.groups import GroupPlan
 from connector.messages import Connected, EngineCall, EngineNotification, Orders, Peer, Read, ReadPart, Results
-from connector.reader.groups import GroupPlan
 from connector.reader.peers import key_of
 from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.kv_exchange import (

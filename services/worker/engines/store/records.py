@@ -16,8 +16,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from connector.groups import GroupPlan
 from connector.layout.tensors import PROTOCOL_VERSION, Content, contents_of, why_malformed
-from connector.reader.groups import GroupPlan
 from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGroup, KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024

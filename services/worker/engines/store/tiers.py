@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, islice, takewhile
 
-from connector.reader.groups import Blocks, GroupPlan
+from connector.groups import Blocks, GroupPlan
 from connector.reader.prefetch import Held
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, Change
 from services.worker.engines.store.records import SlotRecord, group_of, name_in

@@ -8,11 +8,11 @@ import hashlib
 import msgspec
 import pytest
 
+from connector.groups import Blocks, full_attention
 from connector.holder.holder import HolderSettings
 from connector.layout.routes import ReaderRank, routes_to, spans_of
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
-from connector.reader.groups import Blocks, full_attention
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
 from services.worker.engines.store.records import SlotRecord, shape_of

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from connector.groups import Blocks
 from connector.holder.boundaries import Part
-from connector.reader.groups import Blocks
 from connector.reader.prefetch import FREE_SHARE_MIN, HELD_SHARE_MAX, Held
 from services.worker.engines.simulated.core.groups import OtherGroups
 from services.worker.engines.simulated.core.tokens import kept_content

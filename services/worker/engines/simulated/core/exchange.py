@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from connector.groups import GroupPlan
 from connector.holder.holder import HolderSettings
 from connector.messages import EngineCall, EngineNotification, Orders, Read, ReadPart, Results
 from connector.reader.fetch import FetchLimits
-from connector.reader.groups import GroupPlan
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.batch import Sequence
 from services.worker.engines.simulated.core.block_cache import BlockCache, CacheBlockAllocator, LeasablePool
