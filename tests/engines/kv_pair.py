@@ -50,6 +50,8 @@ class Model:
     """Of a worker that serves it."""
     block: int = BLOCK
     """Tokens of a KV block."""
+    decode_tokens: int = DECODE_TOKENS
+    """What the decode engine's blocks hold, if all of them are of layers with full attention."""
 
 
 TINY = Model()
@@ -121,7 +123,7 @@ def start_decode(url: str, folder: Path, model: Model) -> WorkerProcess:
         cpu_cores="1",
         kv_lease_s=str(LEASE_S),
         max_model_len="2000",
-        engine_args=f"--num-gpu-blocks-override {DECODE_TOKENS // model.block}",
+        engine_args=f"--num-gpu-blocks-override {model.decode_tokens // model.block}",
         **model.settings,
     )
 
