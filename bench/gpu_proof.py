@@ -44,7 +44,7 @@ PART_S_MAX = 300.0
 ON_CPU = bool(os.environ.get("ON_CPU"))
 PROMPTS = (40, 333, 1000, 3000)
 """Tokens of the prompts that are handed over."""
-TOKENS, HISTORY, LONG_ANSWER = 32, 500, 200
+TOKENS, HISTORY, LONG_ANSWER, NEXT = 32, 500, 200, 100
 EXACT_ARGS = "--dtype float32 --attention-backend TRITON_ATTN --enforce-eager"
 """On a GPU: engines that compute the same tokens whatever they batch. Only this backend computes with float32."""
 SEEN = {"WORKER_MAX_MODEL_LEN": "4096", "WORKER_KV_FETCH_MIN_TOKENS": str(BLOCK), "ROUTER_FETCH_TOKENS_MIN": str(BLOCK)}
@@ -101,9 +101,10 @@ class Model:
         self.explained = said.rstrip().splitlines()
         history = asker.prompt(HISTORY)
         history += asker.complete(history, "disaggregated", LONG_ANSWER)
+        history += asker.prompt(NEXT)
         received = asker.received_by_prefill()
-        # Whether to read back so little is placement's to decide, by how busy it finds the workers: here it is told to.
-        told = {"mode": "disaggregated", "sources": [asker.worker("decode")]}
+        # Placement would let the decode worker, which has most of the prompt, compute the rest.
+        told = {"prefill_worker": asker.worker("prefill"), "sources": [asker.worker("decode")]}
         self.turn_is_equal = asker.alone(history) == asker.complete(history, "disaggregated", baton=told)
         self.read_back_tokens = int(asker.received_by_prefill() - received)
 
