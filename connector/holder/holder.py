@@ -369,7 +369,7 @@ class Holder:
         boundaries = self._boundaries
         if boundaries is not None:
             end = (prompt.first + len(prompt.hashes)) * self.groups.unit
-            is_ahead = self._full and prompt.full_tokens > end - self._full_block_size
+            is_ahead = not self._full or prompt.full_tokens > end - self._full_block_size
             if tries or (is_ahead and not prompt.leg_id):  # With the end of a leg comes its first token, too.
                 grant = self._grant_boundary(boundaries, lease_id, reader_id, prompt, tries)
                 if tries or (grant is not None and grant.groups):
