@@ -88,6 +88,22 @@ def test_a_prompt_that_is_cached_needs_no_leg(tmp_path):
     assert (blocks_in(last), last.boundary, last.final, last.reason) == ([(6, 3), (9, 0)], 144, True, None)
 
 
+def test_windows_alone_are_lent_as_soon_as_they_are_computed_without_a_leg(tmp_path):
+    engine = engine_of(tmp_path, "only a window")
+    hashes = engine.add("r", PROMPT, 9)
+    hashes = hashes[: (len(PROMPT) - 1) // engine.unit]
+    first = ask(engine, hashes, follow_s=30.0)
+    (last,) = [grant for _time in range(5) for grant in step(engine)]
+
+    assert (first.groups, first.final) == ([], False)
+    assert (last.boundary, last.last_hash, last.final, last.reason) == (
+        len(hashes) * engine.unit,
+        hashes[-1],
+        True,
+        None,
+    )
+
+
 def test_only_what_the_reader_lacks_is_pinned(tmp_path):
     engine = engine_of(tmp_path, "window")
     hashes = ended(engine)
