@@ -125,10 +125,10 @@ bench-scale: setup-dev ## Routers among 1,000 played workers with 10 million blo
 bench-seeds: setup-dev ## What the threads behind Baton claim, measured here, on real engines; half an hour, fetches vLLM's multi-turn script; GPU=1: on NVIDIA GPUs
 	@$(PYTHON) -m bench.seeds $(if $(GPU),--gpu) $(ARGS)
 
-bench-serving: setup-dev ## What a user would pick instead, on real engines beside Baton; 25 minutes, fetches two routers and vLLM's sources; ARGS=--quick: five; GPU=1: on NVIDIA GPUs
+bench-serving: setup-dev ## What a user would pick instead, on real engines beside Baton; half an hour or so, fetches two routers and vLLM's sources; ARGS=--quick: some of it; GPU=1: on NVIDIA GPUs
 	@$(PYTHON) -m bench.serving $(if $(GPU),--gpu) $(ARGS)
 
-gpu-proof: setup-dev ## Baton on one NVIDIA GPU, shown in ten minutes, one page; ON_CPU=1 rehearses it on the CPU; not yet run on a GPU
+gpu-proof: setup-dev ## Baton on one NVIDIA GPU, on one page; begins nothing after ten minutes; ON_CPU=1 rehearses it on the CPU; not yet run on a GPU
 	@ON_CPU=$(ON_CPU) $(PYTHON) -m bench.gpu_proof $(ARGS)
 
 outside: setup-dev ## Suites of other projects against one engine and against P/D; an hour, fetches them; ARGS="--list", ARGS="--only langchain"
@@ -143,7 +143,7 @@ wheel: setup ## Build the wheel for this Python into dist/; pip install "dist/WH
 	@rm -rf dist
 	@$(PYTHON) scripts/make_dist.py $(if $(PURE),--pure,--here) dist
 
-dist: setup ## Build a release into dist/: wheels for each Python that is here, for x86-64 and Arm, the sources, SBOMs, sums; ten minutes
+dist: setup ## Build a release into dist/: wheels for each Python that is here, for x86-64 and Arm, the sources, SBOMs, sums; compiles for each
 	@rm -rf dist
 	@$(PYTHON) scripts/make_dist.py dist
 

@@ -241,7 +241,7 @@ def prove_goodput() -> list[str]:
     lines = [
         "## Goodput of P/D beside engines that do both",
         "",
-        f"{on.said}. As in [serving.md](serving.md); the SLO is 5 times the TTFT and 3 times the TPOT of one request alone with `--both 2`,",
+        f"{on.said}. As `make bench-serving` measures it; the SLO is 5 times the TTFT and 3 times the TPOT of one request alone with `--both 2`,",
         "and rates are shares of what that completes in a closed loop.",
         "",
     ]
