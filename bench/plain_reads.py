@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from connector.transfer.agent import Spans, TransferFailed, TransferState
-from connector.transfer.nixl_agent import BACKENDS, MEMORY, STATES, NixlAgent
+from connector.transfer.nixl_agent import MEMORY, NixlAgent
 
 SOCKET = "KV_BENCH_PLAIN_READS"
 """Variable of the engine's environment: where it takes orders."""
@@ -82,17 +82,14 @@ class PlainReads(NixlAgent):
             return None
         name = names.pop()
         there, here = (np.concatenate([read[side] for read in reads]) for side in (1, 2))
-        agent = self._connections[name].first.agent
-        pieces = [
-            agent.get_xfer_descs(spans, memory) for spans, memory in zip((there, here), self._memories, strict=True)
-        ]
-        handle = agent.initialize_xfer("READ", *reversed(pieces), name, backends=BACKENDS)
+        peer = self._connections[name].first
+        handle = peer.prepare(there, here, self._memories)
         began = time.perf_counter()
-        agent.transfer(handle)
-        while (state := STATES[agent.check_xfer_state(handle)]) is TransferState.RUNNING:
+        peer.agent.transfer(handle)
+        while (state := peer.state(handle)) is TransferState.RUNNING:
             time.sleep(POLL_S)
         took_s = time.perf_counter() - began
-        agent.release_xfer_handle(handle)
+        peer.release(handle)
         if state is TransferState.FAILED:
             raise TransferFailed("a plain read failed")
         return PlainRead(int(there[:, 1].sum()), len(there), took_s)
