@@ -48,6 +48,7 @@ collector = {{ port = {free_port()} }}
             + """
 [[host]]
 name = "one"
+cores = [1]
 workers = [{ role = "prefill" }]
 [[host]]
 name = "two"

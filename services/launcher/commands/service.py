@@ -246,7 +246,7 @@ def container_of(
         reads=[*([str(config.expanduser().absolute())] if config else []), *reads],
         uid=os.geteuid(),
         gid=os.getegid(),
-        has_gpus=part.engine == "vllm" and bool(part.gpus or machine.gpus()),
+        has_gpus=part.engine == "vllm" and not part.cores and bool(part.gpus or machine.gpus()),
     )
     folders = [f"{state_dir}/cache", str(models)]
     if kind is Kind.COMPOSE:

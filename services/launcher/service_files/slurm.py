@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.launcher.fleet.fleet_file import Fleet, WrongFleetFile, part_of
+from services.launcher.fleet.fleet_file import Fleet, HostTable, WrongFleetFile, part_of
 from services.launcher.service_files.files import filled, host_stop_s, one_line
 
 SIGNAL_S_MAX = 65535
@@ -44,20 +44,19 @@ def sbatch_file(fleet: Fleet, job: SlurmJob) -> str:
 
 def _check(fleet: Fleet) -> None:
     for host in fleet.host:
-        if host.gpus or host.cores:
-            key = "gpus" if host.gpus else "cores"
-            raise WrongFleetFile(f'[[host]] "{host.name}" {key}: Slurm chooses them: leave {key} out')
         if host is not fleet.head and not host.workers:
             raise WrongFleetFile(f'[[host]] "{host.name}" workers: it has none, so its node would idle: leave it out')
 
 
 def _directives(fleet: Fleet, job: SlurmJob) -> str:
     gpus = gpus_per_node(fleet)
+    cpus = max((core + 1 for host in fleet.host for core in host.cores), default=0)
     options = {
         "job-name": "baton",
         "nodes": str(len(fleet.host)),
         "ntasks-per-node": "1",
         **({"gpus-per-node": str(gpus)} if gpus else {}),
+        **({"mincpus": str(cpus)} if cpus else {}),
         "exclusive": "",
         "mem": "0",
         "signal": f"B:TERM@{stop_time_s(fleet, job.inherited)}",
@@ -71,10 +70,19 @@ def _directives(fleet: Fleet, job: SlurmJob) -> str:
 
 
 def gpus_per_node(fleet: Fleet) -> int:
-    """The most GPUs that a host needs: nodes of a job are alike."""
+    """The most GPUs that a host needs: nodes of a job are alike. Slurm numbers a job's GPUs from 0, and a host
+    takes those that it names, so the job has as many as the highest number needs.
+    """
     if fleet.engine == "simulated":
         return 0
-    return max(sum(sum(each.gpu_counts) for each in part_of(fleet, host.name).models) for host in fleet.host)
+    return max(_gpus_of(fleet, host) for host in fleet.host)
+
+
+def _gpus_of(fleet: Fleet, host: HostTable) -> int:
+    if host.cores:
+        return 0
+    engines = sum(sum(each.gpu_counts) for each in part_of(fleet, host.name).models)
+    return max(host.gpus) + 1 if host.gpus and engines else engines
 
 
 def stop_time_s(fleet: Fleet, inherited: Mapping[str, str]) -> int:

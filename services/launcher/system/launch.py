@@ -150,13 +150,16 @@ async def join_with_token(options: UpOptions) -> int:
 
 
 def narrowed(here: Machine, options: UpOptions) -> Machine:
-    """The machine with the cores and GPUs that workers may use. Raises PlanRefused if it does not have them."""
+    """The machine with the cores or GPUs that workers may use: no GPUs if cores are named. Raises PlanRefused if it
+    does not have them.
+    """
     for kind, wanted, found in (("core", options.cores, here.cores), ("GPU", options.gpus, here.gpus)):
         if missing := [each for each in wanted if each not in found]:
             raise PlanRefused(
                 f"This machine has no {kind} {missing[0]}; it has {', '.join(map(str, found)) or 'none'}."
             )
-    return msgspec.structs.replace(here, cores=options.cores or here.cores, gpus=options.gpus or here.gpus)
+    gpus = () if options.cores else options.gpus or here.gpus
+    return msgspec.structs.replace(here, cores=options.cores or here.cores, gpus=gpus)
 
 
 def named(model: ModelOptions, running: Sequence[RunningModel]) -> ModelOptions:

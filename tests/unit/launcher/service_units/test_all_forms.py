@@ -1,4 +1,6 @@
-"""One fleet file, and every form that runs it: each starts the same workers of the same models, with as many GPUs."""
+"""One fleet file, and every form that runs it: each starts the same workers of the same models, with as many GPUs, or on
+cores.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from services.launcher.commands.service import Kind
 from services.launcher.fleet.fleet_file import Fleet, part_of, read_fleet_file
 from services.launcher.fleet.head import create_fleet_keys, make_token, nats_url_of
 from services.launcher.fleet.joining import store
+from services.launcher.system.launch import narrowed
 from services.launcher.system.options import UpOptions
 from services.launcher.system.plan import plan_workers
 from services.launcher.system.process_plan import Machine
@@ -37,17 +40,24 @@ address = "127.0.0.1"
 workers = [{ model = "A", role = "prefill", count = 3 }, { model = "A", role = "store" }]
 [[host]]
 name = "two"
+gpus = [1, 2, 3, 4, 5, 6]
 workers = [{ model = "A", role = "decode", count = 2, gpus_per_worker = 2 }, { model = "B", role = "both", count = 2 }]
 [[host]]
 name = "three"
 workers = [{ model = "A", role = "prefill", count = 1 }, { model = "B", attach = "http://127.0.0.1:1=b" }]
+[[host]]
+name = "four"
+cores = [2, 3]
+workers = [{ model = "B", role = "both" }]
 """
+HOSTS = ("one", "two", "three", "four")
 WORKERS = Counter(
     {
-        ("A", "prefill", 1): 4, ("A", "store", 0): 1, ("A", "decode", 2): 2, ("B", "both", 1): 2, ("B", "attached", 0): 1
+        ("A", "prefill", 1): 4, ("A", "store", 0): 1, ("A", "decode", 2): 2, ("B", "both", 1): 2, ("B", "attached", 0): 1,
+        ("B", "both", 0): 1,
     }
 )  # fmt: skip
-MACHINE = Machine(python="python", nats_server="/n", cores=(0,), gpus=tuple(map(str, range(8))))
+MACHINE = Machine(python="python", nats_server="/n", cores=(0, 1, 2, 3), gpus=tuple(map(str, range(8))))
 Worker = tuple[str, str, int]
 """Model, role and GPUs."""
 
@@ -69,8 +79,16 @@ def file(tmp_path: Path) -> Iterator[Path]:
 def of_host(fleet: Fleet, name: str) -> Iterator[Worker]:
     """What `baton up --config` and `baton join` start there."""
     part = part_of(fleet, name)
-    options = UpOptions(models=part.models, engine=part.engine, host_name=name, join=True, state_dir="/s")
-    for plan in plan_workers(options, MACHINE, {}, ())[0]:
+    options = UpOptions(
+        models=part.models,
+        engine=part.engine,
+        host_name=name,
+        join=True,
+        state_dir="/s",
+        gpus=part.gpus,
+        cores=part.cores,
+    )
+    for plan in plan_workers(options, narrowed(MACHINE, options), {}, ())[0]:
         env = plan.env
         if env["WORKER_ENGINE"] == "attached":
             yield env["WORKER_MODEL"], "attached", 0
@@ -96,7 +114,7 @@ def installed(file: Path, kind: Kind, *options: str) -> str:
 
 
 def of_each_host(file: Path, kind: Kind, key: str, *options: str) -> Iterator[Worker]:
-    for host in ("one", "two", "three"):
+    for host in HOSTS:
         text = installed(file, kind, "--name", host, *options)
         [line] = re.findall(rf"^{key}=(.*)$", text, re.MULTILINE)
         yield from hosts_of_command(line)
@@ -104,7 +122,7 @@ def of_each_host(file: Path, kind: Kind, key: str, *options: str) -> Iterator[Wo
 
 def of_containers(file: Path) -> Iterator[Worker]:
     """One on each host."""
-    for host in ("one", "two", "three"):
+    for host in HOSTS:
         [service] = yaml.safe_load(installed(file, Kind.COMPOSE, "--name", host, "--image", "x"))["services"].values()
         yield from hosts_of_command(shlex.join(service["command"]))
 
@@ -115,7 +133,8 @@ def of_job(file: Path) -> Iterator[Worker]:
     [config] = re.findall(r"^fleet=(.*)$", text, re.MULTILINE)
     [hosts] = re.findall(r"^hosts=\((.*)\)$", text, re.MULTILINE)
     [gpus] = re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", text, re.MULTILINE)
-    assert gpus == "6"
+    [cpus] = re.findall(r"^#SBATCH --mincpus=(\d+)$", text, re.MULTILINE)
+    assert (gpus, cpus) == ("7", "4")
     for host in shlex.split(hosts):
         yield from of_host(read_fleet_file(Path(shlex.split(config)[0]).read_text(), "127.0.0.1"), host)
 
@@ -130,9 +149,7 @@ def of_chart(file: Path) -> Iterator[Worker]:
 
 
 FORMS: dict[str, Callable[[Path], Sequence[Worker] | Iterator[Worker]]] = {
-    "up": lambda file: [
-        worker for host in ("one", "two", "three") for worker in of_host(read_fleet_file(file.read_text()), host)
-    ],
+    "up": lambda file: [worker for host in HOSTS for worker in of_host(read_fleet_file(file.read_text()), host)],
     Kind.SYSTEMD.value: lambda file: of_each_host(file, Kind.SYSTEMD, "ExecStart"),
     Kind.QUADLET.value: lambda file: of_each_host(file, Kind.QUADLET, "Exec", "--image", "x"),
     Kind.COMPOSE.value: of_containers,

@@ -56,9 +56,15 @@ def test_the_signal_before_the_time_limit_leaves_time_to_drain():
     assert asked(written(drain="600"))["signal"] == f"B:TERM@{615 * 2 + 45 * 2 + 25}"
 
 
-def test_devices_are_slurms_business():
-    with pytest.raises(WrongFleetFile, match=r'"two" gpus: Slurm chooses them'):
-        written(FLEET.replace('name = "two"', 'name = "two"\ngpus = [0, 1]'))
+def test_a_job_asks_for_the_gpus_and_cores_that_hosts_name():
+    """By number, so it needs as many as the highest number says. A host with cores uses no GPU."""
+    named = FLEET.replace('name = "two"', 'name = "two"\ngpus = [0, 2, 9]')
+    on_cores = FLEET.replace('name = "two"', 'name = "two"\ncores = [4, 5, 15]')
+
+    assert (asked(written(named))["gpus-per-node"], "mincpus" in asked(written(named))) == ("10", False)
+    assert (asked(written(on_cores))["gpus-per-node"], asked(written(on_cores))["mincpus"]) == ("2", "16")
+    both = on_cores.replace('name = "one"', 'name = "one"\ncores = [0]')
+    assert "gpus-per-node" not in asked(written(both))
 
 
 def test_a_host_without_workers_is_refused():
