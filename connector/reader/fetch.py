@@ -73,6 +73,8 @@ class FetchPlan:
     """Full hashes of the prompt, from the first on."""
     start: int
     """Full attention is here up to this position."""
+    common: int
+    """All groups are here up to this position."""
     goal: int
     """The last position up to which KV is of use."""
     sources: list[Source]
@@ -89,8 +91,19 @@ class FetchPlan:
     """Numbers unique among all fetches of this reader."""
 
 
+def first_hash(plan: FetchPlan, have: int) -> int:
+    """Index of the first hash of a lease request. Where full attention goes beyond the other groups, a holder's longest
+    boundary may lie between: then its hashes are sent, too, if all are not too many.
+    """
+    groups = plan.groups
+    if groups.keeps_prefix:
+        return groups.hashes_from(have)
+    first = groups.hashes_from(min(have, plan.common))
+    return first if plan.goal // groups.unit - first <= LEASE_BLOCKS_MAX else groups.hashes_from(have)
+
+
 def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
-    first = plan.groups.hashes_from(request.first)
+    first = first_hash(plan, request.first)
     return LeaseKv(
         worker_id=WorkerId(request.peer[0]),
         epoch=Epoch(request.peer[1]),
@@ -469,7 +482,7 @@ class Fetch:
         groups, plan = self._groups, self.plan
         promised = (self._progress[number].promised * groups.groups[number].block_size for number in groups.full)
         have = min(promised, default=plan.start) // groups.stride * groups.stride
-        hashes_max = (groups.hashes_from(have) + LEASE_BLOCKS_MAX) * groups.unit
+        hashes_max = (first_hash(plan, have) + LEASE_BLOCKS_MAX) * groups.unit
         for source in sorted(plan.sources, key=lambda source: not source.follow):
             end = groups.cut(min(source.end, self.end, hashes_max))
             if (source.peer, WHOLE) in self._spent or end <= plan.start or (self.begun and end < self.end):

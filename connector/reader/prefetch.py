@@ -135,7 +135,8 @@ class Prefetcher:
             return
         start = min(held.full * groups.unit, goal - 1) // groups.stride * groups.stride
         sources = self._reader.sources(order.fetch.sources, len(hashes) * groups.unit)
-        fetch = Fetch(self._reader.plan(hashes, start, goal, sources, LegOrder(wait_s_max=seconds)), now)
+        common = held.boundary * groups.unit
+        fetch = Fetch(self._reader.plan(hashes, start, common, goal, sources, LegOrder(wait_s_max=seconds)), now)
         self.under_way.append(Prefetch(order, fetch, hashes, held, now, now + seconds))
         self.advance()
 

@@ -438,14 +438,17 @@ class Reader:
         """No read of an ended request is under way."""
         return not self.unfinished and not any(state.aborted for state in self.fetching.values())
 
-    def plan(self, hashes: Sequence[bytes], start: int, goal: int, sources: list[Source], order: LegOrder) -> FetchPlan:
-        """A plan for the KV from ``start`` to ``goal``, in tokens of a prompt with these hashes."""
+    def plan(
+        self, hashes: Sequence[bytes], start: int, common: int, goal: int, sources: list[Source], order: LegOrder
+    ) -> FetchPlan:
+        """A plan for the KV from ``start`` to ``goal``, in tokens of a prompt with these hashes. See ``FetchPlan``."""
         self.unknown_peers.update(source.peer for source in sources if self._peers.clock_ahead_s(source.peer) is None)
         return FetchPlan(
             reader=self._key,
             groups=self.groups,
             hashes=hashes,
             start=start,
+            common=common,
             goal=goal,
             sources=sources,
             follow_s=order.wait_s_max,
@@ -539,7 +542,7 @@ class Reader:
             return None
         hashes, take = list(request.block_hashes), scope.take
         state.fetches += 1
-        plan = self.plan(hashes, start, scope.goal, scope.sources, state.order)
+        plan = self.plan(hashes, start, common, scope.goal, scope.sources, state.order)
         if take is not None:
             plan.take = take
             state.first_token = take.first_token

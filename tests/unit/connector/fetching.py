@@ -39,6 +39,7 @@ class Bench:
             groups=full_attention(BLOCK_TOKENS),
             hashes=HASHES,
             start=start * BLOCK_TOKENS,
+            common=start * BLOCK_TOKENS,
             goal=goal * BLOCK_TOKENS,
             sources=list(sources),
             take=take,

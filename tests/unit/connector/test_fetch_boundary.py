@@ -59,7 +59,7 @@ class Bench:
         self._numbers = count(1)
         self.ended = 0
 
-    def fetch(self, *peers, start=0, goal=PROMPT - UNIT, follow=False, take=None, ends=()):
+    def fetch(self, *peers, start=0, common=None, goal=PROMPT - UNIT, follow=False, take=None, ends=()):
         sources = [
             Source(peer=peer, first=0, end=end, follow=follow and peer == A)
             for peer, end in zip(peers, ends or [PROMPT] * len(peers), strict=True)
@@ -69,6 +69,7 @@ class Bench:
             groups=GROUPS,
             hashes=HASHES,
             start=start,
+            common=start if common is None else common,
             goal=goal,
             sources=sources,
             take=take,

@@ -97,12 +97,13 @@ def blocks_of(pair: Pair, have: int, boundary: int) -> int:
     return sum(len(plan.needed(number, have, boundary)) for number in range(len(plan.groups)))
 
 
+@pytest.mark.parametrize("own", [0, 100], ids=["", "and its answer"])
 @pytest.mark.parametrize("layout", SEVERAL)
-def test_full_attention_that_is_cached_beyond_the_other_groups_is_not_read_again(pair, layout):
-    """Read-back of a conversation whose states and windows ``d`` has lost."""
+def test_full_attention_that_is_cached_beyond_the_other_groups_is_not_read_again(pair, layout, own):
+    """Read-back of a conversation whose states and windows ``d`` has lost; ``own`` tokens of it, ``p`` does not have."""
     pair = pair(layout)
-    prompt = prompt_of(200)
-    prefill(pair, prompt)
+    prompt = prompt_of(200 + own)
+    prefill(pair, prompt[:200])
     run_one(pair, prompt, "first", pair.by_hash())
     plan, pool = pair.d.plan, pair.d.pool
     boundary = plan.last_boundary(200)
