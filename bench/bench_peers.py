@@ -6,7 +6,8 @@ Baton's nats-server is on core 1, too, and for latencies also on core 0: there i
 CPU is user + system time of the router's process minus its idle share. Beside each figure stands the time of constant work on core 0,
 taken just before. Each round starts all processes anew, in another order: two processes of one router can differ by a tenth for as long
 as they live. A run in which a request fails, an answer is short, or a router does not do what the row says, ends with status 1
-and prints no figure.
+and prints no figure: Baton's router must have reported of each request that KV moved between its workers. Prompts are prose
+that no engine has. The engines of other routers move none, which is no work of their routers.
 """
 
 from __future__ import annotations
@@ -25,23 +26,30 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.bench_router import (
     CHECKOUT,
-    LONG_BYTES,
+    COMMAND,
+    LATENCY_TOKENS,
+    LONG_TOKENS,
+    NONE_MOVED,
     OTHER_CORE,
+    OUT,
     ROUTER_CORE,
-    SHORT_BYTES,
+    SHORT_TOKENS,
     System,
     load,
     pin,
     running,
+    send,
     wait_for,
+    write_part,
 )
-from bench.kv_bench_page import commit, machine, median_interval, table
+from bench.handoffs import Moved, check_moved
+from bench.kv_bench_page import measuring, median_interval, table
 from bench.peer_checks import RunFailed, check_answers, check_decisions, check_legs
 from bench.peer_routers import PEERS, Peer
 from tests.support.nats_server import free_port
@@ -102,21 +110,29 @@ def make_rows(quick: bool) -> list[Row]:
     conversations = 8 if quick else 16
     rows = [
         Row(
-            f"short prompt, {connections} connections",
+            f"{tokens:,} tokens, {connections} connection{'s' if connections > 1 else ''}",
             1,
-            {"connections": connections, "requests": count},
+            {"connections": connections, "requests": count * size, "prompt_tokens": tokens},
             "µs/request",
             cpu_us,
-            count,
+            count * size,
         )
-        for connections, count in ((64, 600 * size), (1, 200 * size))
+        for tokens, connections, count in (
+            (SHORT_TOKENS, 64, 600),
+            (SHORT_TOKENS, 1, 200),
+            (500, 64, 300),
+            (2000, 64, 128),
+            (2000, 1, 64),
+            (LONG_TOKENS, 16, 48),
+            (30_000, 4, 16),
+        )
     ]
     for streams in (16, 64, 256, 1024):
         count = max(2 * streams, 512 * size)
         label = f"{streams} streams of {STREAM_TOKENS} tokens"
         many = {"connections": streams, "requests": count, "stream": True, "max_tokens": STREAM_TOKENS}
         rows.append(Row(label, 1, many, "s/100k events", cpu_s_of_events, count))
-    paced = {"connections": 64, "rate": RATE, "seconds": 3.0 * size, "max_tokens": 1, "warm_up": 0.5}
+    paced = {"connections": 64, "rate": RATE, "seconds": 3.0 * size, "max_tokens": LATENCY_TOKENS, "warm_up": 0.5}
     for where, core in (("", ROUTER_CORE), (", nats-server with the engines", OTHER_CORE)):
         for part in ("p50", "p99"):
             label = f"latency at {RATE} requests/s, {part}{where}"
@@ -126,9 +142,11 @@ def make_rows(quick: bool) -> list[Row]:
         "conversations": conversations,
         "turns_from": 1,
         "turns_to": 8,
-        "prompt_bytes": LONG_BYTES,
+        "prompt_tokens": LONG_TOKENS,
     }
-    rows.append(Row("32 KB prompts, next turns", 2, turns, "µs/request", cpu_us, conversations * 7, turns=True))
+    rows.append(
+        Row(f"{LONG_TOKENS:,} tokens, next turns", 2, turns, "µs/request", cpu_us, conversations * 7, turns=True)
+    )
     return rows
 
 
@@ -144,27 +162,38 @@ class Contender:
     is_direct: bool = False
     then_port: int = 0
 
-    def measure(self, row: Row, seed: int) -> tuple[float, dict[str, Any]]:
-        """CPU seconds of the router, and the client's result. Raises RunFailed."""
-        options = {"prompt_bytes": SHORT_BYTES, "max_tokens": 16, "seed": seed, **row.options}
+    def measure(self, row: Row, number: int) -> tuple[float, dict[str, Any]]:
+        """CPU seconds of the router in the round of this number, and the client's result. Raises RunFailed."""
+        seed = f"{number} {row.label}"
+        options = {"prompt_tokens": SHORT_TOKENS, "max_tokens": 16, "seed": seed, **row.options}
         if self.system.nats_pid:
             pin(self.system.nats_pid, row.nats_core)
         if self.then_port:
             options["then_port"] = self.then_port
         if row.turns:
-            first = load(self.port, **options | {"turns_from": 0, "turns_to": 1})
-            check_answers(first, row.options["conversations"])
+            self.send(row.options["conversations"], **options | {"turns_from": 0, "turns_to": 1})
             time.sleep(SETTLE_S)
         served = self.served() if self.served else []
         before, begun_at = self.system.cpu_s(), time.monotonic()
-        result = load(self.port, **options)
-        check_answers(result, row.requests)
+        result = self.send(row.requests, **options)
         cpu_s = 0.0 if self.is_direct else self.system.worked_s(before, begun_at)
         if self.served is not None:
             result["repeated_legs"] = check_legs(served, self.served(), result["sent"])
         elif not self.is_direct:
             check_decisions(self.decisions(), min(result["sent"], DECISIONS_LISTED), next_turns=row.turns)
         return cpu_s, result
+
+    def send(self, requests: int, **options: Any) -> dict[str, Any]:
+        """The client's result, and with ``moved`` what Baton's workers moved. 0 ``requests``: as many as were sent. Raises
+        RunFailed.
+        """
+        handoffs = self.system.handoffs
+        since = handoffs.seen if handoffs is not None else 0
+        result = load(self.port, **options)
+        check_answers(result, requests)
+        if handoffs is not None:
+            result["moved"] = check_moved(handoffs.reported(since, result["sent"]), result["sent"])
+        return result
 
     def decisions(self) -> list[dict[str, Any]]:
         """The newest that Baton keeps."""
@@ -263,6 +292,8 @@ class Figures:
     loops_ms: list[float] = field(default_factory=list)
     repeated_legs: int = 0
     """Legs that the router sent again by itself, of all rounds."""
+    moved: Moved = NONE_MOVED
+    """By Baton's workers, of all rounds."""
 
 
 Measured = dict[str, dict[str, Figures]]
@@ -286,6 +317,7 @@ def measure(rows: Sequence[Row], contenders: Sequence[Contender], number: int, m
                 figures.values.append(row.figure(result, cpu_s))
                 figures.loops_ms.append(loop_ms)
                 figures.repeated_legs += result.get("repeated_legs", 0)
+                figures.moved += result.get("moved", NONE_MOVED)
                 print(f"{row.label}: {contender.name}: {figures.values[-1]:.3f} {row.unit}", file=sys.stderr)
 
 
@@ -337,18 +369,25 @@ def page(
             f"{shown(by_router[name].values)} @ {statistics.median(by_router[name].loops_ms):.1f}" for name in names
         ]
         ratios = [ratio(by_router[baton].values, by_router[name].values) for name in names[1:]]
-        lines.append([label, *figures, *ratios])
-    head = " | ".join(["", *names, *(f"{baton} / {name}" for name in names[1:])])
+        lines.append([label, *figures, *ratios, measured[row.label][baton].moved.said])
+    head = " | ".join(["", *names, *(f"{baton} / {name}" for name in names[1:]), f"handoffs of {baton}"])
     return [
-        f"`make bench-router PEERS=1`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M UTC}, on {machine()};",
-        f"load average {os.getloadavg()[1]:.1f} (5 minutes, the benchmark included), kernel {platform.release()}. Medians of {rounds} rounds with the least and",
-        "the greatest, and after @ the CPU milliseconds of constant work on the router's core before each run (median). Ratios are medians of",
-        "the rounds' ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %).",
+        "## Beside other routers",
+        "",
+        "sglang-router and vllm-router, from PyPI, in their P/D modes, run beside Baton's router on core 0, each over simulated engines of its own on",
+        "core 1: the same engine in a Baton worker, or behind uvicorn. With one engine of each role they place round robin, else by their",
+        "`cache_aware` policy. All get the same requests from the same client, which checks the number of tokens in each answer; of next turns the",
+        "predicted cached tokens are those that the engine had. Their circuit breakers are off, and they may send a leg again by themselves.",
+        "",
+        f"Kernel {platform.release()}. Medians of {rounds} rounds, each of which starts all processes anew, with the least and the greatest, and",
+        "after @ the CPU milliseconds of constant work on the router's core before each run (median). Ratios are medians of",
+        "the rounds' ratios, with the sign test's interval (at 5 rounds the least and the greatest: 94 %). Handoffs are the requests of which KV moved",
+        "between Baton's workers, of all rounds; the engines of other routers count a prefill and a decode leg for each request, and move none.",
         "",
         *table(head, lines),
         repeated_in(rows, measured, names),
         "",
-        f"Calls per short request ({PROFILED_CONNECTIONS} connections, cProfile, what an idle router calls taken off): "
+        f"Calls per request of {SHORT_TOKENS} tokens ({PROFILED_CONNECTIONS} connections, cProfile, what an idle router calls taken off): "
         + "; ".join(f"{name} {shown(counted)}" for name, counted in calls.items()),
         "",
     ]
@@ -359,11 +398,11 @@ def calls_per_request(checkout: Path, requests: int, rounds: int) -> list[float]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "calls"
 
-        def calls(system: System, work: Callable[[], Any]) -> tuple[int, float, Any]:
+        def calls(system: System, work: Callable[[], Any]) -> tuple[int, float]:
             path.unlink(missing_ok=True)
             os.kill(system.router_pid, signal.SIGUSR1)
             begun_at = time.monotonic()
-            result = work()
+            work()
             os.kill(system.router_pid, signal.SIGUSR2)
             took_s = time.monotonic() - begun_at
             deadline = time.monotonic() + READY_S_MAX
@@ -371,17 +410,16 @@ def calls_per_request(checkout: Path, requests: int, rounds: int) -> list[float]
                 if time.monotonic() > deadline:
                     raise RunFailed(f"the profiled router wrote no count within {READY_S_MAX} s")
                 time.sleep(0.01)
-            return int(path.read_text()), took_s, result
+            return int(path.read_text()), took_s
 
         with running(1, checkout, (str(CHECKOUT / PROFILED_ROUTER), str(path))) as system:
-            options = {"connections": PROFILED_CONNECTIONS, "prompt_bytes": SHORT_BYTES, "requests": requests}
-            load(system.port, **options)
-            idle, idle_s, _ = calls(system, lambda: time.sleep(PROFILED_IDLE_S))
+            options = {"connections": PROFILED_CONNECTIONS, "prompt_tokens": SHORT_TOKENS, "requests": requests}
+            send(system, seed="warm-up", **options)
+            idle, idle_s = calls(system, lambda: time.sleep(PROFILED_IDLE_S))
             counted = []
-            for _ in range(rounds):
-                count, took_s, result = calls(system, lambda: load(system.port, **options))
+            for number in range(rounds):
                 try:
-                    check_answers(result, requests)
+                    count, took_s = calls(system, partial(send, system, seed=number, **options))
                 except RunFailed as failed:
                     raise RunFailed(f"{failed}\n{system.router_log()}") from failed
                 counted.append((count - idle / idle_s * took_s) / requests)
@@ -410,7 +448,7 @@ def run(arguments: argparse.Namespace) -> list[str]:
                     stack.enter_context(starts[(number + place) % len(starts)]) for place in range(len(starts))
                 ]
                 for contender in contenders:
-                    check_answers(load(contender.port, connections=16, requests=WARM_UP_REQUESTS), WARM_UP_REQUESTS)
+                    contender.send(WARM_UP_REQUESTS, connections=16, requests=WARM_UP_REQUESTS, seed="warm-up")
                 measure(of_fleet, contenders, number, measured)
     calls = [calls_per_request(path, PROFILED_REQUESTS, ROUNDS_MIN) for _, path in batons]
     return page(rows, measured, names, rounds, dict(zip(names, calls, strict=False)))
@@ -423,11 +461,20 @@ def main(argv: list[str] | None = None, run: Callable[[argparse.Namespace], list
     parser.add_argument("--rows", default="", help="only rows whose label contains this")
     parser.add_argument("--also", type=Path, action="append", default=[], help="another checkout of Baton, set up")
     parser.add_argument("--no-peers", action="store_true", help="only Baton, with --also")
+    parser.add_argument(
+        "--out", type=Path, help="the page; with all rows and no other checkout docs/benchmarks/router.md"
+    )
+    arguments = parser.parse_args(argv)
     try:
-        lines = run(parser.parse_args(argv))
+        with measuring() as measured:
+            lines = run(arguments)
     except (RunFailed, subprocess.CalledProcessError) as failed:
         sys.exit(f"no figures: {failed}")
     print("\n".join(lines))
+    is_whole = not (arguments.rows or arguments.also or arguments.no_peers)
+    if out := arguments.out or (OUT if is_whole else None):
+        said = f"{COMMAND} PEERS=1{' ARGS=--quick' if arguments.quick else ''}"
+        write_part("peers", lines, measured.said, said, out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A real nats-server, a real router alone on the first core, nearly instant simulated workers and the load client
 on the second. The router's CPU seconds (user and system, from /proc) per request and per relayed event do not depend on
-the workers' or the client's speed; latencies are compared with the same engine directly behind uvicorn.
+the workers' or the client's speed; latencies are compared with the same engine directly behind uvicorn. Prompts are prose
+that no engine has, and a run in which the KV of a request did not move ends with status 1 and writes no page.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.kv_bench_page import commit, machine, with_interval
+from bench.handoffs import HandoffTap, Moved, check_moved, moved
+from bench.kv_bench_page import Measured, commit, measuring, with_interval
+from bench.kv_bench_page import page as page_of
 from bench.peer_checks import RunFailed, check_answers
 from tests.support.nats_server import NatsServer, free_port
 
@@ -30,7 +33,7 @@ ROUTER_CORE, OTHER_CORE = "0", "1"
 READY_S_MAX = 60.0
 IDLE_S, IDLE_WINDOWS = 1.5, 3
 LOG_SHOWN_CHARS = 3000
-SHORT_BYTES, LONG_BYTES = 200, 32_768
+SHORT_TOKENS, LONG_TOKENS = 100, 8000
 CHECKOUT = Path(__file__).resolve().parents[1]
 FAST = {
     "WORKER_ENGINE": "simulated",
@@ -39,21 +42,30 @@ FAST = {
 }
 """Nearly instant: the speed of an engine that takes no time at all cannot be learned."""
 COMMAND = "make bench-router"
-OTHERS = "## Beside other routers"
-"""The part of the page that tells of ``bench.bench_peers``; it is kept."""
+OUT = Path("docs/benchmarks/router.md")
 ROUNDS = 6
 """The fewest with which the sign test gives a 95 % interval."""
 ROUTER = ("-m", "services.router")
+STREAM_TOKENS = 256
+LATENCY_TOKENS = 2
+"""The decode engine needs the KV for the second token; the first one comes with it."""
+CACHED_PROMPTS = 8
+"""In turn: after the first turn both engines have them."""
+WARM_UP_REQUESTS = 200
+NONE_MOVED = Moved(0, 0, 0)
 
 
 class System:
     """Processes of one run; the router's CPU time."""
 
-    def __init__(self, directory: Path, nats_url: str, checkout: Path = CHECKOUT) -> None:
-        """``checkout``: of the router and its workers, with its ``.venv``."""
+    def __init__(
+        self, directory: Path, nats_url: str, checkout: Path = CHECKOUT, handoffs: HandoffTap | None = None
+    ) -> None:
+        """``checkout``: of the router and its workers, with its ``.venv``. ``handoffs``: what hears of Baton's."""
         self._directory = directory
         self._checkout = checkout
         self.nats_url = nats_url
+        self.handoffs = handoffs
         self._environ = {**os.environ, **FAST, "BATON_NATS_URL": nats_url, "BATON_LOG_LEVEL": "warning"}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: dict[int, Path] = {}
@@ -61,6 +73,7 @@ class System:
         self.router_pid = 0
         self.nats_pid = 0
         """0: no NATS is used."""
+        self.worker_pids: dict[str, int] = {}
         self.idle_cpu = 0.0
         """CPU seconds per second of an idle router."""
 
@@ -89,7 +102,10 @@ class System:
     def start_fleet(self, pairs: int, router: Sequence[str] = ROUTER) -> None:
         for number in range(pairs):
             for role in ("prefill", "decode"):
-                self.start(OTHER_CORE, "-m", "services.worker", WORKER_ROLE=role, WORKER_WORKER_ID=f"{role}-{number}")
+                name = f"{role}-{number}"
+                self.worker_pids[name] = self.start(
+                    OTHER_CORE, "-m", "services.worker", WORKER_ROLE=role, WORKER_WORKER_ID=name
+                )
         self.router_pid = self.start(ROUTER_CORE, *router, ROUTER_PORT=str(self.port), ROUTER_LOG_REQUESTS="false")
         wait_for(f"http://127.0.0.1:{self.port}/ready")
         wait_for(f"http://127.0.0.1:{self.port}/metrics", exact=2 * pairs)
@@ -160,13 +176,22 @@ def load(port: int, **options: Any) -> dict[str, Any]:
     return json.loads(subprocess.run(client, check=True, capture_output=True).stdout)
 
 
-def cost(system: System, **options: Any) -> dict[str, Any]:
-    """A closed-loop run, with the router's CPU time minus its idle share. Raises RunFailed."""
-    before, begun_at = system.cpu_s(), time.monotonic()
+def send(system: System, *, moves: bool = True, **options: Any) -> tuple[dict[str, Any], Moved]:
+    """Run the load client once at Baton's router. ``moves``: each request must move KV. Raises RunFailed."""
+    assert system.handoffs is not None
+    since = system.handoffs.seen
     result = load(system.port, **options)
-    check_answers(result)
+    check_answers(result, options.get("requests", 0))
+    finished = system.handoffs.reported(since, result["sent"])
+    return result, check_moved(finished, result["sent"]) if moves else moved(finished)
+
+
+def cost(system: System, **options: Any) -> tuple[dict[str, Any], Moved]:
+    """``send`` with the router's CPU time minus its idle share. Raises RunFailed."""
+    before, begun_at = system.cpu_s(), time.monotonic()
+    result, handoffs = send(system, **options)
     result["cpu_s"] = system.worked_s(before, begun_at)
-    return result
+    return result, handoffs
 
 
 def pin(pid: int, *cores: str | int) -> None:
@@ -185,9 +210,13 @@ def floor(url: str, rate: int) -> dict[str, float]:
 @contextlib.contextmanager
 def running(pairs: int, checkout: Path = CHECKOUT, router: Sequence[str] = ROUTER) -> Iterator[System]:
     """``router``: what the checkout's Python runs."""
-    with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch), has_buckets=True) as nats:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        NatsServer(Path(scratch), has_buckets=True) as nats,
+        HandoffTap(nats.url, {int(OTHER_CORE)}) as handoffs,
+    ):
         pin(nats.pid, OTHER_CORE)
-        system = System(Path(scratch), nats.url, checkout)
+        system = System(Path(scratch), nats.url, checkout, handoffs)
         system.nats_pid = nats.pid
         try:
             system.start_fleet(pairs, router)
@@ -196,27 +225,77 @@ def running(pairs: int, checkout: Path = CHECKOUT, router: Sequence[str] = ROUTE
             system.stop()
 
 
-def measure_requests(pairs: int, seconds: float) -> list[str]:
+@dataclass(frozen=True)
+class Prompts:
+    """The requests of one row."""
+
+    tokens: int
+    connections: int
+    """Fewer for long prompts, of which the engines' caches hold few."""
+    requests: int
+    cached: bool = False
+    """Prompts that both engines have cached, so that no KV moves."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.tokens:,} tokens{', KV cached on both engines' if self.cached else ''}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options = {"connections": self.connections, "requests": self.requests, "prompt_tokens": self.tokens}
+        return options | ({"prompts": CACHED_PROMPTS} if self.cached else {})
+
+
+def prompts_of(quick: bool) -> list[Prompts]:
+    """About eight seconds each on a processor of 2022, or two."""
+    part = 4 if quick else 1
+    return [
+        Prompts(SHORT_TOKENS, 64, 4800 // part, cached=True),
+        Prompts(SHORT_TOKENS, 64, 4800 // part),
+        Prompts(500, 64, 2400 // part),
+        Prompts(2000, 64, 800 // part),
+        Prompts(LONG_TOKENS, 16, 240 // part),
+        Prompts(30_000, 4, 64 // part),
+    ]
+
+
+def measure_requests(pairs: int, *, quick: bool) -> list[str]:
     rows = []
     with running(pairs) as system:
         print(f"{pairs}P+{pairs}D: idle CPU {system.idle_cpu:.1%}", file=sys.stderr)
-        for name, size in (("short", SHORT_BYTES), ("8k tokens", LONG_BYTES)):
-            result = cost(system, connections=64, seconds=seconds, prompt_bytes=size)
-            per_thousand = result["cpu_s"] / result["ended"] * 1000
-            row = f"| {pairs}P+{pairs}D | {name} | {result['requests_per_s']:.0f} | {per_thousand:.3f} | {result['latency_ms']['p50']:.1f} / {result['latency_ms']['p99']:.1f} | {system.rss_mb():.0f} |"
+        warm_up(system)
+        for number, prompts in enumerate(prompts_of(quick)):
+            if prompts.cached:
+                send(system, moves=False, seed=number, **prompts.options)
+            result, found = cost(system, moves=not prompts.cached, seed=number, **prompts.options)
+            per_request = result["cpu_s"] / result["ended"] * 1e3
+            row = (
+                f"| {pairs}P+{pairs}D | {prompts.label} | {prompts.connections} | {result['requests_per_s']:.0f}"
+                f" | {per_request:.3f} | {result['latency_ms']['p50']:.1f} / {result['latency_ms']['p99']:.1f}"
+                f" | {found.said} | {system.rss_mb():.0f} |"
+            )
             rows.append(show(row))
     return rows
 
 
-def measure_streams(seconds: float) -> list[str]:
+def warm_up(system: System) -> None:
+    send(system, seed="warm-up", connections=16, requests=WARM_UP_REQUESTS, prompt_tokens=SHORT_TOKENS)
+
+
+def measure_streams(*, quick: bool) -> list[str]:
     rows = []
     with running(1) as system:
+        warm_up(system)
         for streams in (16, 64, 256):
-            tokens = 256
-            result = cost(system, connections=streams, seconds=seconds, stream=True, max_tokens=tokens)
-            events = result["ended"] * (tokens + 1)
-            row = f"| {streams} | {result['events_per_s']:.0f} | {result['cpu_s'] / events * 1e5:.2f} | {result['first_event_ms'].get('p50', 0):.1f} |"
-            rows.append(show(row))
+            options = {"connections": streams, "requests": max(2 * streams, 256 if quick else 1024), "seed": streams}
+            result, found = cost(system, stream=True, max_tokens=STREAM_TOKENS, prompt_tokens=SHORT_TOKENS, **options)
+            events = result["ended"] * (STREAM_TOKENS + 1)
+            rows.append(
+                show(
+                    f"| {streams} | {result['events_per_s']:.0f} | {result['cpu_s'] / events * 1e5:.2f}"
+                    f" | {result['first_event_ms'].get('p50', 0):.1f} | {found.said} |"
+                )
+            )
     return rows
 
 
@@ -227,32 +306,38 @@ def measure_latency(seconds: float, rounds: int) -> list[str]:
         direct = free_port()
         system.start(OTHER_CORE, "-m", "bench.direct_engine", f"--port={direct}")
         wait_for(f"http://127.0.0.1:{direct}/health")
-        for rate, name, size in (
-            (50, "short", SHORT_BYTES),
-            (200, "short", SHORT_BYTES),
-            (10, "8k tokens", LONG_BYTES),
-        ):
-            found: dict[int, list[dict[str, float]]] = {direct: [], system.port: []}
+        warm_up(system)
+        for rate, tokens in ((50, SHORT_TOKENS), (200, SHORT_TOKENS), (50, 500), (10, LONG_TOKENS)):
+            alone, routed, handoffs = [], [], []
             for number in range(rounds):
                 options = {
                     "connections": 64,
                     "rate": rate,
                     "seconds": seconds,
-                    "prompt_bytes": size,
-                    "seed": number + 1,
+                    "prompt_tokens": tokens,
+                    "seed": f"{rate} {tokens} {number}",
+                    "max_tokens": LATENCY_TOKENS,
                 }
-                for port in (direct, system.port)[:: -1 if number % 2 else 1]:
-                    result = load(port, max_tokens=1, **options)
-                    check_answers(result)
-                    found[port].append(result["latency_ms"])
-            rows.append(
-                show(latency_row(f"{rate} | {name}", found[direct], found[system.port], floor(system.nats_url, rate)))
-            )
+                for is_direct in (False, True) if number % 2 else (True, False):
+                    if is_direct:
+                        result = load(direct, **options)
+                        check_answers(result)
+                        alone.append(result["latency_ms"])
+                    else:
+                        result, found = send(system, **options)
+                        routed.append(result["latency_ms"])
+                        handoffs.append(found)
+            name = f"{rate} | {tokens:,} tokens"
+            rows.append(show(latency_row(name, alone, routed, floor(system.nats_url, rate), handoffs)))
     return rows
 
 
 def latency_row(
-    name: str, alone: list[dict[str, float]], routed: list[dict[str, float]], bare: dict[str, float]
+    name: str,
+    alone: list[dict[str, float]],
+    routed: list[dict[str, float]],
+    bare: dict[str, float],
+    handoffs: list[Moved],
 ) -> str:
     """Medians of the rounds, and of their differences with intervals."""
     cells = [
@@ -260,7 +345,7 @@ def latency_row(
     ]
     for part in ("p50", "p99"):
         cells.append(with_interval([one[part] - other[part] for one, other in zip(routed, alone, strict=True)], ".2f"))
-    return f"| {name} | {' | '.join(cells)} | {2 * bare['p50']:.2f} |"
+    return f"| {name} | {' | '.join(cells)} | {2 * bare['p50']:.2f} | {sum(handoffs, NONE_MOVED).said} |"
 
 
 def show(row: str) -> str:
@@ -268,60 +353,97 @@ def show(row: str) -> str:
     return row
 
 
-def page(command: str, requests: list[str], streams: list[str], latency: list[str], rounds: int) -> str:
-    return "\n".join(
-        [
-            "# Cost of the router",
-            "",
-            f"`{command}`, commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, on {machine()}.",
-            "The router alone on core 0; nats-server, nearly instant simulated workers and the load client on core 1.",
-            "Every request is disaggregated: a prefill leg on one worker, a decode leg on another. With 2P+2D the prompt",
-            "is tokenized and its prefix looked up block by block; with one prefill worker there is no choice.",
-            "CPU is user + system time of the router's process minus its idle share (about 1 %). Throughput is bounded",
-            "by the core that workers, NATS and client share: CPU seconds are the figure to compare.",
-            "",
-            "## Requests, not streamed, 16 tokens, 64 connections",
-            "",
-            "| fleet | prompt | requests/s | router CPU s per 1,000 requests | latency p50 / p99 ms | router RSS MB |",
-            "|---|---|---|---|---|---|",
-            *requests,
-            "",
-            "## Streams of 256 tokens, short prompts, 1P+1D",
-            "",
-            "| streams | events/s | router CPU s per 100,000 events | time to first event p50 ms |",
-            "|---|---|---|---|",
-            *streams,
-            "",
-            "## Latency, Poisson arrivals, one token, 1P+1D against one engine behind uvicorn",
-            "",
-            "Added latency includes everything that disaggregation needs: the router, four NATS hops and the second engine.",
-            "The last column is a lower bound: two round trips over this nats-server with raw sockets on both ends.",
-            "",
-            f"Medians of {rounds} rounds; differences are between runs of one round, with the same arrivals (sign test: with 6 rounds or",
-            "more, 95 % intervals).",
-            "",
-            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 ms | added p99 ms | two raw round trips p50 ms |",
-            "|---|---|---|---|---|---|---|",
-            *latency,
-            "",
-        ]
-    )
+def requests_part(_page: Path, *, quick: bool) -> list[str]:
+    return [
+        "## Requests, not streamed, 16 tokens",
+        "",
+        "Throughput is bounded by the core that workers, NATS and client share: CPU is the figure to compare.",
+        "",
+        "| fleet | prompt | connections | requests/s | router CPU ms per request | latency p50 / p99 ms | handoffs | router RSS MB |",
+        "|---|---|---|---|---|---|---|---|",
+        *measure_requests(1, quick=quick),
+        *measure_requests(2, quick=quick),
+    ]
+
+
+def streams_part(_page: Path, *, quick: bool) -> list[str]:
+    return [
+        f"## Streams of {STREAM_TOKENS} tokens, prompts of {SHORT_TOKENS} tokens, 1P+1D",
+        "",
+        "| streams | events/s | router CPU s per 100,000 events | time to first event p50 ms | handoffs |",
+        "|---|---|---|---|---|",
+        *measure_streams(quick=quick),
+    ]
+
+
+def latency_part(_page: Path, *, quick: bool) -> list[str]:
+    rounds = 2 if quick else ROUNDS
+    return [
+        f"## Latency, Poisson arrivals, {LATENCY_TOKENS} tokens, 1P+1D against one engine behind uvicorn",
+        "",
+        "Added latency includes everything that disaggregation needs: the router, four NATS hops, the second engine and its",
+        "read of the KV, without which there is no second token. The last but one column is a lower bound: two round trips",
+        "over this nats-server with raw sockets on both ends.",
+        "",
+        f"Medians of {rounds} rounds; differences are between runs of one round, with the same arrivals (sign test: with 6 rounds or",
+        "more, 95 % intervals).",
+        "",
+        "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 ms | added p99 ms | two raw round trips p50 ms | handoffs |",
+        "|---|---|---|---|---|---|---|---|",
+        *measure_latency(1.0 if quick else 4.0, rounds),
+    ]
+
+
+def handoff_part(page: Path, *, quick: bool) -> list[str]:
+    from bench import handoff_cost  # It runs this module's fleets.
+
+    return handoff_cost.measure(page, quick=quick)
+
+
+PARTS: dict[str, Callable[..., list[str]]] = {
+    "requests": requests_part,
+    "handoff": handoff_part,
+    "streams": streams_part,
+    "latency": latency_part,
+}
+ORDER = (*PARTS, "peers", "notes")
+"""The parts of the page: ``bench.bench_peers`` measures the peers; the notes are written by hand."""
+HEAD = [
+    "# Cost of the router",
+    "",
+    f"`{COMMAND}`; one part: `ARGS='--only handoff'`; short form: `ARGS=--quick`; beside other routers: `PEERS=1`.",
+    "The router alone on core 0; nats-server, nearly instant simulated workers and the load client on core 1. Every request",
+    "is disaggregated: a prefill leg on one worker, a decode leg on another. Prompts are prose that no engine has, unless a",
+    "row says that their KV is cached. *Handoffs* are the requests that moved KV from their prefill to their decode worker,",
+    "as the router reports of each, and the bytes, of which a simulated engine counts 4,096 for a token. A run in which one",
+    "of the others moved none ends without figures. CPU is user + system time of a process minus its idle share.",
+]
+
+
+def write_part(name: str, lines: list[str], said: str, command: str, path: Path) -> None:
+    """Put a part into the page; the others stay."""
+    measured = Measured(lines=lines, said=f"{said}\n`{command}`, commit {commit()}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page_of(HEAD, {name: measured}, ORDER, path.read_text() if path.exists() else ""))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="short runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/router.md"))
+    parser.add_argument("--quick", action="store_true", help="short runs: three minutes")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument("--out", type=Path, default=OUT, help="the page")
     arguments = parser.parse_args()
-    seconds = 2.0 if arguments.quick else 8.0
-    requests = measure_requests(1, seconds) + measure_requests(2, seconds)
-    rounds = 2 if arguments.quick else ROUNDS
+    if unknown := set(arguments.only.split(",")) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     command = f"{COMMAND} ARGS=--quick" if arguments.quick else COMMAND
-    text = page(command, requests, measure_streams(seconds), measure_latency(seconds / 2, rounds), rounds)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    _before, heading, others = (arguments.out.read_text() if arguments.out.exists() else "").partition(OTHERS)
-    arguments.out.write_text(f"{text}\n{heading}{others}" if heading else text)
-    print(text)
+    for name in arguments.only.split(","):
+        try:
+            with measuring() as measured:
+                lines = PARTS[name](arguments.out, quick=arguments.quick)
+        except RunFailed as failed:
+            sys.exit(f"no figures: {failed}")
+        write_part(name, lines, measured.said, command, arguments.out)
+    print(arguments.out.read_text())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, Self, TypeVar
@@ -51,8 +52,9 @@ BATCHES_PER_S = 10.0
 """Steps of a worker that store or remove blocks. One batch of KV events each."""
 EXACT_S_MAX = 120.0
 SETTLE_S = 2.0
-PROMPT_BYTES = 4096
-"""The client has 512 prompts of this size."""
+PROMPT_TOKENS, PROMPTS = 1000, 512
+"""Of the client, which sends them in turn."""
+SENT = {"prompt_tokens": PROMPT_TOKENS, "prompts": PROMPTS, "max_tokens": COMPLETION_TOKENS}
 CONNECTIONS = 64
 """Of the client, for each router."""
 DECISIONS_LISTED = 100
@@ -466,8 +468,8 @@ def measure_routers(size: Size) -> tuple[list[Served], list[float]]:
         system.report(QUIET_REPORTS_PER_S)
         system.order("join", count=size.workers)
         system.order("fill")
-        client = make_parser().parse_args(["--port=0", f"--prompt-bytes={PROMPT_BYTES}"])
-        bodies = [request.partition(b"\r\n\r\n")[2].decode() for request in make_requests(client)]
+        client = make_parser().parse_args(["--port=0", f"--prompt-tokens={PROMPT_TOKENS}", f"--prompts={PROMPTS}"])
+        bodies = [request.partition(b"\r\n\r\n")[2].decode() for request in islice(make_requests(client), PROMPTS)]
         system.order("fill_prompts", bodies=bodies)
         routers = [system.router(shared_port=shared_port)]
         system.await_exact(routers[0])
@@ -494,7 +496,7 @@ def share_beside_requests(system: System, router: Router) -> list[float]:
     def cores() -> float:
         seconds, client = system.size.share_s, {"connections": CONNECTIONS, "rate": REQUESTS_PER_S, "warm_up": 0.5}
         cpu_s, begun = router.cpu_s(), time.monotonic()
-        result = load(router.port, prompt_bytes=PROMPT_BYTES, max_tokens=COMPLETION_TOKENS, seconds=seconds, **client)
+        result = load(router.port, **SENT, seconds=seconds, **client)
         used = (router.cpu_s() - cpu_s) / (time.monotonic() - begun)
         check_answers(result)
         return used
@@ -520,13 +522,7 @@ def serve_rounds(system: System, routers: list[Router], port: int, to: Served) -
 
 def run_client(system: System, port: int, to: Served) -> dict[str, Any]:
     """The client's prompts are always those that workers hold."""
-    return load(
-        port,
-        connections=CONNECTIONS * to.routers,
-        requests=system.size.requests * to.routers,
-        prompt_bytes=PROMPT_BYTES,
-        max_tokens=COMPLETION_TOKENS,
-    )
+    return load(port, connections=CONNECTIONS * to.routers, requests=system.size.requests * to.routers, **SENT)
 
 
 def serve_round(system: System, routers: list[Router], port: int, to: Served) -> None:
@@ -671,7 +667,7 @@ def routers_lines(size: Size, served: list[Served], shares: list[float]) -> list
     return [
         "## Routers that share a port",
         "",
-        f"Disaggregated requests with {PROMPT_BYTES:,} bytes of prompt, {CONNECTIONS} connections and {size.requests:,} requests for each router that serves; medians of",
+        f"Requests of a prefill and a decode leg, with {PROMPT_TOKENS:,} tokens of prompt that played workers hold, so that no KV moves; {CONNECTIONS} connections and {size.requests:,} requests for each router that serves; medians of",
         f"the runs with the least and the greatest. The workers report {QUIET_REPORTS_PER_S:g} time a second meanwhile; what a router uses without requests is",
         "taken off. Every request got its tokens and was a prefill and a decode leg; the newest decisions of each router were exact, and the",
         "workers had the cached tokens that they predicted. The router that serves alone or beside others is on core 0, the others on core 1;",

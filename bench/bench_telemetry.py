@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,7 @@ SEED = 7
 RESAMPLES = 4000
 ALL_EVERY = 4
 """Every so many rounds the router that traces everything has its turn."""
-COMMON: dict[str, Any] = vars(load_client.make_parser().parse_args(["--port=0"])) | {
-    "connections": 32,
-    "warm_up": 0.05,
-    "seed": SEED,
-}
+COMMON: dict[str, Any] = vars(load_client.make_parser().parse_args(["--port=0"])) | {"connections": 32, "warm_up": 0.05}
 KINDS: dict[str, dict[str, Any]] = {
     "short requests, 16 tokens": {},
     "streams of 128 tokens": {"connections": 16, "stream": True, "max_tokens": 128},
@@ -60,6 +57,7 @@ class Router:
     pid: int
     us: dict[str, list[float]] = field(default_factory=dict)
     """CPU microseconds per request, of each round, by kind of request."""
+    runs: Iterator[int] = field(default_factory=count)
 
     def cpu_ns(self) -> int:
         """CPU of all live threads."""
@@ -69,7 +67,9 @@ class Router:
     def round(self, kind: str, seconds: float) -> None:
         """Serve for a while. Idle CPU is not subtracted: it is the same for all."""
         before = self.cpu_ns()
-        asked = argparse.Namespace(**COMMON | KINDS[kind] | {"port": self.port, "seconds": seconds})
+        asked = argparse.Namespace(
+            **COMMON | KINDS[kind] | {"port": self.port, "seconds": seconds, "seed": f"{self.port} {next(self.runs)}"}
+        )
         result = uvloop.run(load_client.run(asked))
         assert not result["errors"], result["first_error"]
         self.us.setdefault(kind, []).append((self.cpu_ns() - before) / 1e3 / result["sent"])

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from bench.handoffs import Handoffs
 from tests.support.kv_driver import Driver, driving
 from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer, free_port
@@ -35,6 +36,8 @@ class BenchFleet:
     driver: Driver
     http: httpx.AsyncClient
     """At the router, if there is one."""
+    handoffs: Handoffs
+    """What routers report."""
 
     @property
     def tap(self) -> Tap:
@@ -115,7 +118,9 @@ async def bench_fleet(
         await tap.until(lambda: running.keys() <= tap.loads.keys(), "all workers are heard")
         if router is not None:
             await router_ready(http, len(running))
-        yield BenchFleet(folder, nats, running, driver, http)
+        handoffs = Handoffs()
+        await handoffs.open(tap.bus)
+        yield BenchFleet(folder, nats, running, driver, http, handoffs)
 
 
 async def router_ready(http: httpx.AsyncClient, workers: int) -> None:

@@ -3,7 +3,7 @@
 Closed loop: each connection sends its next request when it has its answer. Open loop (``--rate``): Poisson arrivals;
 latency counts from the scheduled arrival, so that a stall does not hide the requests that it delayed.
 ``--requests`` and ``--conversations`` send a given number of requests instead, without a warm-up.
-Prints one line of JSON.
+Each prompt is new prose, unless ``--prompts`` says how many there are. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 import uvloop
 
-SENTENCE = "The relay of a request begins with its prompt and ends with the last token of its completion. "
-PREFIXES = 8
-"""Different beginnings, used in turn; three quarters of a prompt are its beginning."""
-SHARED_PART = 0.75
-TURN_SENTENCES = 4
+from bench.prose import Prose
+
+TURN_TOKENS = 100
 """That a turn of a conversation adds."""
 DRAIN_S = 5.0
 """After the measured time: for answers that are on the way."""
@@ -57,7 +55,7 @@ class Answers:
 
     def fail(self, why: bytes) -> None:
         self.errors += 1
-        self.first_error = self.first_error or why[:200].decode("latin-1")
+        self.first_error = self.first_error or why[:800].decode("latin-1")
 
 
 class Connection(asyncio.Protocol):
@@ -196,26 +194,24 @@ def request_of(arguments: argparse.Namespace, prompt: str) -> bytes:
     return head.encode() + body
 
 
-def make_requests(arguments: argparse.Namespace) -> list[bytes]:
-    """Distinct requests, used in turn: more than a run sends, because a decode worker that has a prompt answers alone."""
-    size, requests = arguments.prompt_bytes, []
-    for number in range(16_384 if size < 4096 else 2048):
-        group = number % PREFIXES
-        beginning = (f"Document {group}. " + SENTENCE * (size // len(SENTENCE) + 1))[: int(size * SHARED_PART)]
-        ending = (f" Question {number} of {arguments.seed}. " + SENTENCE * (size // len(SENTENCE) + 1))[
-            : size - len(beginning)
-        ]
-        requests.append(request_of(arguments, beginning + ending))
-    return requests
+def make_requests(arguments: argparse.Namespace) -> Iterator[bytes]:
+    """The requests of a run. None begins like another one, or one of another seed, unless they are used in turn."""
+    prose = Prose(f"requests {arguments.seed}")
+    new = (request_of(arguments, prose.text(arguments.prompt_tokens)) for _ in count())
+    if arguments.prompts:
+        return cycle(list(islice(new, arguments.prompts)))
+    # Made before the run, where their number is known: making them takes time of the engines' core.
+    known = arguments.requests or int(1.2 * arguments.rate * (arguments.warm_up + arguments.seconds))
+    return chain(list(islice(new, known)), new)
 
 
 def turns(arguments: argparse.Namespace, conversation: int) -> Iterator[bytes]:
     """The requests of one conversation: each prompt is the one before it and some sentences more."""
-    size = arguments.prompt_bytes
-    prompt = (f"Conversation {conversation} of {arguments.seed}. " + SENTENCE * (size // len(SENTENCE) + 1))[:size]
+    prose = Prose(f"conversation {conversation} of {arguments.seed}")
+    prompt = prose.text(arguments.prompt_tokens)
     for turn in range(arguments.turns_to):
         if turn:
-            prompt += f" Turn {turn}. " + SENTENCE * TURN_SENTENCES
+            prompt += f"\n\n{prose.text(TURN_TOKENS)}"
         if turn >= arguments.turns_from:
             yield request_of(arguments, prompt)
 
@@ -228,7 +224,7 @@ def make_scripts(arguments: argparse.Namespace) -> list[Iterator[bytes]]:
             chain.from_iterable(turns(arguments, number) for number in range(first, arguments.conversations, each))
             for first in range(each)
         ]
-    requests = cycle(make_requests(arguments))
+    requests = make_requests(arguments)
     shared = islice(requests, arguments.requests) if arguments.requests else requests
     return [shared] * each
 
@@ -344,9 +340,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=0.0, help="requests per second; 0: closed loop")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--prompt-bytes", type=int, default=200)
+    parser.add_argument("--prompt-tokens", type=int, default=100, help="of baton-tiny's tokenizer, about")
+    parser.add_argument("--prompts", type=int, default=0, help="send so many prompts in turn; 0: a new one each time")
     parser.add_argument("--model", default="baton-tiny")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", default="1", help="each has prompts and arrivals of its own")
     parser.add_argument("--requests", type=int, default=0, help="send so many, for as long as it takes")
     parser.add_argument("--conversations", type=int, default=0, help="send turns of so many conversations")
     parser.add_argument("--turns-from", type=int, default=0, help="the first turn of each that is sent")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from bench.load_client import SENTENCE
 from bench.peer_checks import RunFailed
-from services.worker.tiny_model import CORPUS
+from bench.prose import Prose
 from shared.bus.leg_inbox import Leg, LegInbox, LegReader
 from shared.bus.port import Bus
 from shared.contracts.ids import LegId, RequestId, RouterId
@@ -26,8 +24,8 @@ from shared.contracts.inference import FrameKind, LegKind, StartLeg
 from shared.contracts.workers import WorkerRecord
 
 PATH = "/v1/completions"
-PROMPT_BYTES = 250
-"""64 tokens of baton-tiny, within a few."""
+PROMPT_TOKENS = 64
+"""Of baton-tiny, about."""
 DEADLINE_S = 60.0
 RUN_S_MAX = 120.0
 LAST_CHUNK = b"\r\n0\r\n\r\n"
@@ -51,8 +49,7 @@ class Answer:
 
 def make_text(chars: int) -> str:
     """The same text each time."""
-    draw, words = random.Random(1), sorted(set(CORPUS.read_text(encoding="utf-8").split()))
-    return " ".join(draw.choices(words, k=chars))[:chars]
+    return Prose("known").text(chars)[:chars]
 
 
 def make_bodies(count: int, *, tokens: int, stream: bool, seed: str, history: str = "") -> list[bytes]:
@@ -60,8 +57,8 @@ def make_bodies(count: int, *, tokens: int, stream: bool, seed: str, history: st
     fields: dict[str, Any] = {"model": "baton-tiny", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    prompts = (history + (f"{number} of {seed}: " + SENTENCE * 4)[:PROMPT_BYTES] for number in range(count))
-    return [json.dumps({**fields, "prompt": prompt}).encode() for prompt in prompts]
+    prose = Prose(seed)
+    return [json.dumps({**fields, "prompt": history + prose.text(PROMPT_TOKENS)}).encode() for _ in range(count)]
 
 
 class Run:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.handoffs import DISAGGREGATED
 from bench.kv_bench_fleet import BenchFleet
 from bench.kv_bench_page import table
 from bench.seeds.engines import Engines
@@ -21,7 +22,8 @@ TOKENS_OUT = 64
 LOAD_SHARE = 0.45
 """The load of one engine, as a share of the requests that it completes in a second when it always has ``AT_ONCE``."""
 AT_ONCE = 8
-WARM_UPS = 8
+WARM_UPS, WARM_UP_SEEDS = 8, 100
+"""Requests before each measurement, with prompts of their own: one that was sent before is cached, and moves no KV."""
 RUN_S_MAX = 300.0
 Options = dict[str, str]
 ALONE: Options = {"mode": "aggregated", "decode_worker": "b1"}
@@ -66,7 +68,7 @@ async def measure(engines: Engines, size: Size) -> list[str]:
         ):
             rows.append(await row(fleet, engines, size, name=name, load=load, one_s=one_s, options=options, seed=seed))
     async with engines.fleet({"p1": "prefill", "d1": "decode"}) as fleet:
-        apart: Options = {"mode": "disaggregated"}
+        apart: Options = {"mode": DISAGGREGATED}
         rows.append(await row(fleet, engines, size, name="1P1D", load=2, one_s=one_s, options=apart, seed=9))
     return lines(rows, size, one_s)
 
@@ -74,10 +76,16 @@ async def measure(engines: Engines, size: Size) -> list[str]:
 async def row(
     fleet: BenchFleet, engines: Engines, size: Size, *, name: str, load: int, one_s: float, options: Options, seed: int
 ) -> Row:
-    """One fleet under ``load`` times the load of one engine."""
-    before = await moved(fleet)
-    count = load * size.requests
+    """One fleet under ``load`` times the load of one engine. Raises RunFailed for a request that should be handed over and
+    moved no KV.
+    """
+    since = len(fleet.handoffs.finished)
+    await serve(fleet, engines, size, options, seed=WARM_UP_SEEDS + seed, count=WARM_UPS, per_s=0.0)
+    since += len(await fleet.handoffs.reported(since, WARM_UPS))
+    before, count = await moved(fleet), load * size.requests
     found = await serve(fleet, engines, size, options, seed=seed, count=count, per_s=load * one_s)
+    if options["mode"] == DISAGGREGATED:
+        await fleet.handoffs.check(since, count)
     reads, read_bytes = (later - earlier for later, earlier in zip(await moved(fleet), before, strict=True))
     return Row(
         name=name,
@@ -111,7 +119,7 @@ async def serve(
             *("--endpoint", "/v1/completions", "--model", TINY_MODEL, "--tokenizer", str(engines.model_dir)),
             *("--dataset-name", "random", "--random-input-len", str(size.prompt_tokens)),
             *("--random-output-len", str(TOKENS_OUT), "--ignore-eos", "--num-prompts", str(count), *arrivals),
-            *("--num-warmups", str(WARM_UPS), "--seed", str(seed), "--extra-body", json.dumps({"baton": options})),
+            *("--seed", str(seed), "--extra-body", json.dumps({"baton": options})),
             *("--disable-tqdm", "--save-result", "--result-dir", name, "--result-filename", "result.json"),
         ]
         log = folder / "log"
@@ -147,8 +155,7 @@ def lines(rows: list[Row], size: Size, one_s: float) -> list[str]:
         f"the load; {last.handoffs} handoffs, {last.bytes / 1e6:.0f} MB.",
         "",
         f"`vllm bench serve`, random prompts of {size.prompt_tokens} tokens, {TOKENS_OUT} tokens each, Poisson arrivals. The load of one engine is",
-        f"{one_s:.2f} requests/s, {LOAD_SHARE:.0%} of what it completes with {AT_ONCE} requests at a time. KV reads include those of {WARM_UPS}",
-        "requests before each measurement.",
+        f"{one_s:.2f} requests/s, {LOAD_SHARE:.0%} of what it completes with {AT_ONCE} requests at a time. Of 1P1D, KV moved for each request.",
         "",
         *table(
             "engines | requests/s | completed | TTFT ms p50 | p99 | TPOT ms p50 | p99 | TPOT p50 to the first row | KV reads | KV MB",

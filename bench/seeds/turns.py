@@ -88,8 +88,11 @@ async def measure(engines: Engines, size: Size) -> list[str]:
 async def converse(
     fleet: BenchFleet, engines: Engines, size: Size, command_line: list[Any], prefill: str, caching: str, how: str
 ) -> Run:
-    """One run, whose conversations no engine has seen. ``prefill``: the id of the prefill worker."""
+    """One run, whose conversations no engine has seen. ``prefill``: the id of the prefill worker. Raises RunFailed for a
+    request that moved no KV from the prefill to the decode engine.
+    """
     reads, read_bytes = await moved(fleet)
+    since = len(fleet.handoffs.finished)
     fetched = fleet.tap.loads[prefill].received_tokens_total
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -108,6 +111,7 @@ async def converse(
             print(log[-LOG_SHOWN:])
             raise RuntimeError(f"vLLM's multi-turn script ended with {code}, or requests failed; see its log above")
         stats = json.loads(found.read_text())
+    await fleet.handoffs.check(since, len(stats))
     later = [one["ttft_ms"] for one in stats if one["input_num_turns"] > 1]
     after = await moved(fleet)
     _p25, p50, p75 = quantiles(later, n=4)

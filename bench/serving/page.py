@@ -155,7 +155,7 @@ def lines(
         f"All systems start anew in each of {rounds} round(s), in rotating order; prompts are new in each run. Figures are medians of the rounds, with the least and",
         "the greatest where two numbers follow. *Good*: requests within the SLO, which is 5 times the TTFT and 3 times the TPOT that `vllm serve` needs",
         "for one request of the load's mean length alone. *Cached*: of the prompts' tokens, those that no engine computed, by the engines' own",
-        "counters. *Handoffs*: reads of KV from another engine, and their bytes. *CPU*: of engines (EngineCore), of their servers (vLLM's API server,",
+        "counters. *Handoffs*: requests whose KV was read from another engine (of vLLM's proxy: reads), and bytes. *CPU*: of engines (EngineCore), of their servers (vLLM's API server,",
         "Baton's worker), of the router or proxy, and of NATS, orchestrator, collector and launcher together.",
         "",
         *summary(runs, loads),

@@ -45,7 +45,7 @@ class Counts:
     computed_tokens: float
     """Of prompts; the others were cached or handed over."""
     handoffs: float
-    """Reads of KV from another engine that have ended well."""
+    """Requests whose KV was read from another engine (vLLM's connector counts the reads of its engines)."""
     handoff_bytes: float
 
     def since(self, before: Counts) -> Counts:
@@ -304,7 +304,7 @@ def counts_of(system: System) -> Counts:
     metrics = system.settled_metrics()
     return Counts(
         metrics.sum("baton_worker_prompt_tokens_total", source="computed"),
-        metrics.sum("baton_worker_kv_reads_total", outcome="done"),
+        metrics.sum("baton_fleet_handoffs_total"),
         metrics.sum("baton_worker_kv_received_bytes_total"),
     )
 

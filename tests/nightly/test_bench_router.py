@@ -1,0 +1,23 @@
+"""The router's benchmark takes only requests whose KV moved."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.bench_router import CACHED_PROMPTS, cost, running, send
+from bench.peer_checks import RunFailed
+
+pytestmark = pytest.mark.slow
+REQUESTS = {"connections": 8, "requests": 32}
+
+
+def test_prompts_that_engines_have_or_that_have_no_block_are_refused():
+    with running(1) as system:
+        result, moved = cost(system, seed="new", prompt_tokens=100, **REQUESTS)
+        assert (moved.requests, moved.handoffs) == (32, 32)
+        assert moved.bytes > 0
+        assert result["cpu_s"] > 0
+
+        for options in ({"prompt_tokens": 100, "prompts": CACHED_PROMPTS}, {"prompt_tokens": 15}):
+            with pytest.raises(RunFailed, match="requests moved no KV"):
+                send(system, seed=f"{options}", **options, **REQUESTS)
