@@ -27,9 +27,9 @@ KIND_OF_SPEC = {
 }
 """vLLM's spec classes of layers whose blocks are exchanged, by exact name: a subclass may keep its blocks differently.
 
-Where vLLM's hybrid KV cache manager is off (chunked attention; ``--disable-hybrid-kv-cache-manager``), layers with a
-window or chunks beside layers with full attention are of the first class: they keep blocks for all tokens, and only the
-computation knows the window.
+Where vLLM's hybrid KV cache manager is off (chunked attention; windows without prefix caching;
+``--disable-hybrid-kv-cache-manager``), layers with a window or chunks beside layers with full attention are of the
+first class: they keep blocks for all tokens, and only the computation knows the window.
 """
 STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 """Keys of models' configurations: groups of B and C in the whole model (Mamba 2)."""
@@ -79,6 +79,8 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         layout = vllm_config.cache_config.kv_cache_layout
         heads = len(heads_of(0, ranks, kv_heads))
         refusals = [*_layout_refusals(layout, heads), *_cache_refusals(kv_cache_config, ranks, kv_heads)]
+    if not refusals and not vllm_config.cache_config.enable_prefix_caching:
+        refusals = _uncached_refusals(kv_cache_config)
     refuse(refusals)
 
 
@@ -151,6 +153,18 @@ def _cache_refusals(kv_cache_config: Any, ranks: int, kv_heads: int) -> list[str
         for name, spec in _specs(group).items():
             if refusal := _layer_refusal(name, spec, ranks, kv_heads):
                 return [refusal]
+    return []
+
+
+def _uncached_refusals(kv_cache_config: Any) -> list[str]:
+    """What engines without prefix caching cannot lend. At most one, of the first layer that is refused."""
+    for group in kv_cache_config.kv_cache_groups:
+        for name, spec in _specs(group).items():
+            if KIND_OF_SPEC.get(type(spec).__name__) is KvGroupKind.WINDOW:
+                why = (
+                    "without prefix caching an ended prompt keeps the window after its last token, not that of a reader"
+                )
+                return [f"layer {name} has a window, and {why}; leave out --no-enable-prefix-caching"]
     return []
 
 

@@ -280,6 +280,10 @@ def test_quantised_kv_whose_scales_are_in_the_block_or_the_weights_is_served(mod
             "TinyForCausalLM has layers with a state, .* prefix caching is off; leave out --no-enable-prefix-caching",
         ),
         (
+            lambda: engine(windows("SlidingWindow", sliding_window=64), cache=cache_config(caching=False)),
+            "layer layers.0 has a window, .* leave out --no-enable-prefix-caching",
+        ),
+        (
             lambda: engine(model={"is_hybrid": True}, drafts=True),
             "has layers with a state, .*leave out --speculative-config",
         ),

@@ -17,6 +17,7 @@ from shared.contracts.workers import Role
 UNIT_MAX = 128
 """Tokens of the largest unit chosen. A reader computes less than a unit of a prompt, and each unit has a hash."""
 UNIT_STEP = 16
+ALL_TOKENS = "--disable-hybrid-kv-cache-manager"
 CHUNK, DTYPE = "--max-num-batched-tokens", "--dtype"
 UNIT, RETENTION = "--prefix-match-unit", "--prefix-cache-retention-interval"
 
@@ -45,7 +46,10 @@ def choose_cache_options(config: Any, typed: Collection[str], role: Role) -> lis
     model, scheduler = config.model_config, config.scheduler_config
     if model.attention_chunk_size is not None and scheduler.disable_hybrid_kv_cache_manager is False:
         scheduler.disable_hybrid_kv_cache_manager = True
-        return ["--disable-hybrid-kv-cache-manager, since a chunk of attention is exchanged with all KV before it"]
+        return [f"{ALL_TOKENS}, since a chunk of attention is exchanged with all KV before it"]
+    if not config.cache_config.enable_prefix_caching and has_windows(model):
+        scheduler.disable_hybrid_kv_cache_manager = True
+        return [f"{ALL_TOKENS}, since a window is exchanged with all KV before it if prefix caching is off"]
     chosen = []
     if model.is_hybrid and is_on_cpu(config) and is_mamba2(model):
         if CHUNK not in typed:

@@ -20,12 +20,18 @@ DELTA_NET = {"linear_num_value_heads": 4}
 
 
 def config(
-    *, device: str = "cuda", hybrid: bool = True, block: int = 16, chunk: int | None = None, **text: Any
+    *,
+    device: str = "cuda",
+    hybrid: bool = True,
+    block: int = 16,
+    chunk: int | None = None,
+    caching: bool = True,
+    **text: Any,
 ) -> SimpleNamespace:
     """What is read of vLLM's configuration, with its defaults."""
     model = SimpleNamespace(is_hybrid=hybrid, attention_chunk_size=chunk, hf_text_config=SimpleNamespace(**text))
     return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=block, prefix_match_unit=None),
+        cache_config=SimpleNamespace(block_size=block, prefix_match_unit=None, enable_prefix_caching=caching),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=4096, max_num_seqs=256, disable_hybrid_kv_cache_manager=False
         ),
@@ -72,6 +78,17 @@ def test_chunks_keep_all_their_blocks():
 
     assert choose_cache_options(given, set(), Role.BOTH)[0].startswith("--disable-hybrid-kv-cache-manager")
     assert given.scheduler_config.disable_hybrid_kv_cache_manager is True
+
+
+def test_windows_keep_all_their_blocks_where_no_prefix_cache_does():
+    """An ended prompt keeps the window after its last token. A reader needs that before the boundary."""
+    given = config(hybrid=False, caching=False, sliding_window=64)
+    plain = config(hybrid=False, caching=False)
+
+    assert choose_cache_options(given, set(), Role.BOTH)[0].startswith("--disable-hybrid-kv-cache-manager")
+    assert given.scheduler_config.disable_hybrid_kv_cache_manager is True
+    assert choose_cache_options(plain, set(), Role.BOTH) == []
+    assert plain.scheduler_config.disable_hybrid_kv_cache_manager is False
 
 
 def test_nothing_is_chosen_for_other_models():
